@@ -26,7 +26,7 @@ _short.maxstring = _short.maxother = _short.maxlong = 120
 _short.maxlevel = 3
 
 
-def quote(value: Any) -> str:
+def quote(value: object) -> str:
     """Quotes a value in an error message: on one line, of at most 200 characters."""
     try:
         text = " ".join(_short.repr(value).split())
@@ -35,7 +35,7 @@ def quote(value: Any) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def refusal(name: str, value: Any, expected: str, example: str | None = None) -> ValueError:
+def refusal(name: str, value: object, expected: str, example: str | None = None) -> ValueError:
     """The error for an argument: what was found, what was expected and, with `example`, what to type instead.
 
     Example:
@@ -50,12 +50,12 @@ def refusal(name: str, value: Any, expected: str, example: str | None = None) ->
 
 def check_integer(
     name: str,
-    value: Any,
+    value: object,
     *,
     least: int = 1,
     most: int = LARGEST,
-    also: Sequence[Any] = (),
-    example: Any = None,
+    also: Sequence[object] = (),
+    example: object = None,
     optional: bool = False,
 ) -> Any:
     """An integer from `least` to `most`, also of a NumPy type; booleans are refused.
@@ -87,14 +87,14 @@ def check_integer(
 
 def check_number(
     name: str,
-    value: Any,
+    value: object,
     *,
     least: float | None = None,
     above: float | None = None,
     most: float | None = None,
     below: float | None = None,
     finite: bool = True,
-    example: Any = None,
+    example: object = None,
     optional: bool = False,
 ) -> Any:
     """A finite number within bounds, as an `int` or `float`; NumPy scalars are converted, booleans and text refused.
@@ -135,12 +135,12 @@ def check_number(
     return number
 
 
-def check_flag(name: str, value: Any, *, optional: bool = False) -> Any:
+def check_flag(name: str, value: object, *, optional: bool = False) -> Any:
     """`True` or `False`, also as NumPy booleans."""
     return check_choice(name, value, (True, False, None) if optional else (True, False))
 
 
-def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
+def check_choice(name: str, value: object, choices: Sequence[object]) -> Any:
     """One of the given strings and constants (`True`, `False`, `None`); 1 and 0 are not accepted for booleans.
 
     Example:
@@ -156,7 +156,7 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> Any:
     return choice
 
 
-def check_text(name: str, value: Any, *, example: str | None = None, optional: bool = False) -> Any:
+def check_text(name: str, value: object, *, example: str | None = None, optional: bool = False) -> Any:
     """A non-empty string, as a `str`."""
     if value is None and optional:
         return None
@@ -168,7 +168,7 @@ def check_text(name: str, value: Any, *, example: str | None = None, optional: b
 
 def check_path(
     name: str,
-    value: Any,
+    value: object,
     *,
     directory: bool = False,
     remote: bool = False,
@@ -203,7 +203,9 @@ def check_path(
     return path
 
 
-def check_function(name: str, value: Any, *, what: str = "a function", example: str | None = None, optional=False):
+def check_function(
+    name: str, value: object, *, what: str = "a function", example: str | None = None, optional: bool = False
+):
     """A callable that is not a class."""
     if value is None and optional:
         return None
@@ -213,7 +215,13 @@ def check_function(name: str, value: Any, *, what: str = "a function", example: 
 
 
 def check_instance(
-    name: str, value: Any, kinds: type | tuple[type, ...], what: str, *, example: str | None = None, optional=False
+    name: str,
+    value: object,
+    kinds: type | tuple[type, ...],
+    what: str,
+    *,
+    example: str | None = None,
+    optional: bool = False,
 ) -> Any:
     """An instance of some classes.
 
@@ -228,7 +236,9 @@ def check_instance(
     return value
 
 
-def check_each(name: str, values: Any, check: Callable[..., Any], what: str, *, example: str | None = None) -> tuple:
+def check_each(
+    name: str, values: Any, check: Callable[..., Any], what: str, *, example: str | None = None
+) -> tuple[Any, ...]:
     """A sequence or set whose items a check accepts, as a tuple of what the check returns; text is no sequence.
 
     Args:
@@ -251,7 +261,7 @@ def _plain(value: Any) -> Any:
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
-def _chosen(value: Any, choices: Sequence[Any]) -> Any:
+def _chosen(value: object, choices: Sequence[object]) -> object:
     """The choice that a value is, or `_NO_CHOICE`."""
     plain = _plain(value)
     for choice in choices:
@@ -260,7 +270,7 @@ def _chosen(value: Any, choices: Sequence[Any]) -> Any:
     return _NO_CHOICE
 
 
-def _integer(value: Any) -> int | None:
+def _integer(value: object) -> int | None:
     """A value as an int, if it is a whole number; else `None`."""
     plain = _plain(value)
     if isinstance(plain, bool):
@@ -271,7 +281,7 @@ def _integer(value: Any) -> int | None:
         return None
 
 
-def _number(value: Any) -> int | float | None:
+def _number(value: object) -> int | float | None:
     """A value as an int or a float; `None` if it is not a number, or is NaN."""
     plain = _plain(value)
     if isinstance(plain, (bool, str, bytes, bytearray)):
@@ -298,5 +308,5 @@ def _or_none(expected: str, optional: bool) -> str:
     return f"{expected}, or None" if optional else expected
 
 
-def _text(example: Any) -> str | None:
+def _text(example: object) -> str | None:
     return None if example is None else repr(example)

@@ -51,7 +51,7 @@ def flops_of_operation(operation: tf.Operation) -> int | None:
         return None
 
 
-def _sizes(tensor: Any) -> list[int]:
+def _sizes(tensor: tf.Tensor) -> list[Any]:
     return tensor.shape.as_list()
 
 

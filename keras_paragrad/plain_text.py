@@ -50,7 +50,7 @@ class Printable(InNotebooks):
         return str(self)
 
 
-def plain_text(renderable: Any, width: int = WIDTH) -> str:
+def plain_text(renderable: object, width: int = WIDTH) -> str:
     """Renders an object of rich without colours, whatever rich reads from the environment."""
     from rich.console import Console
 
@@ -59,7 +59,7 @@ def plain_text(renderable: Any, width: int = WIDTH) -> str:
     return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
 
 
-def show(renderable: Any) -> None:
+def show(renderable: object) -> None:
     """Prints an object in the terminal's width and colours, or as `str` to a file."""
     from rich.console import Console
 

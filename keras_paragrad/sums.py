@@ -67,7 +67,7 @@ def row_sums_of_all(tensors: Iterable[tf.Tensor], by_xla: bool = False) -> tf.Te
     >>> row_sums_of_all([tf.ones([2, 3]), tf.ones([2, 3, 1]), tf.ones([2])]).numpy()
     array([7., 7.], dtype=float32)
     """
-    few: dict[Any, list[tf.Tensor]] = {}
+    few: dict[object, list[tf.Tensor]] = {}
     sums: list[tf.Tensor] = []
     for tensor in tensors:
         size = tensor.shape[1:].num_elements()

@@ -1,12 +1,14 @@
 """`transform_gradients`: a function of the gradient of each whole update, however its batch is divided."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_instance, refusal
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.compat.variables import SavedVariables
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -15,14 +17,20 @@ from keras_paragrad.storage.storage import any_divided, mesh_of
 _EXAMPLE = "lambda gradients, variables: gradients"
 
 
+# Maps gradients and their variables to other gradients.
+TransformFunction = Callable[[list[tf.Tensor], list[keras.Variable]], Sequence[tf.Tensor]]
+
+
 class StatefulTransform(Protocol):
     """A transform with a state, as optax's `GradientTransformation`: two pure functions."""
 
-    def init(self, variables: list[keras.Variable]) -> Any:
+    def init(self, variables: list[keras.Variable]) -> Structure:
         """The state before the first update: a tensor, or a nested structure of tensors."""
         ...
 
-    def update(self, gradients: list[Any], state: Any, variables: list[keras.Variable]) -> tuple[Sequence[Any], Any]:
+    def update(
+        self, gradients: list[tf.Tensor], state: Structure, variables: list[keras.Variable]
+    ) -> tuple[Sequence[tf.Tensor], Structure]:
         """The transformed gradients, and the state after the update, in the structure of `init`'s."""
         ...
 
@@ -63,7 +71,7 @@ class transform_gradients:  # noqa: N801  (used as a function and as a context m
     ...     history = model.fit(np.ones((32, 8)), np.ones((32, 1)), verbose=0)
     """
 
-    def __init__(self, model: keras.Model, f: Callable[..., Any] | StatefulTransform):
+    def __init__(self, model: keras.Model, f: TransformFunction | StatefulTransform):
         check_instance("model", model, keras.Model, "a Keras model")
         if not model.built:
             raise ValueError(f"{model.name} has no weights yet. Give it a keras.Input, or call it on a batch first.")
@@ -80,7 +88,7 @@ class transform_gradients:  # noqa: N801  (used as a function and as a context m
             raise
 
     @property
-    def state(self) -> Any:
+    def state(self) -> Structure:
         """The variables of the state, in its structure, or `None` for a function."""
         return self._transform.state_variables
 
@@ -100,7 +108,7 @@ class transform_gradients:  # noqa: N801  (used as a function and as a context m
 class _Transform:
     """Adapts `f` to a filler of the *transform* stage."""
 
-    def __init__(self, model: keras.Model, f: Callable[..., Any] | StatefulTransform):
+    def __init__(self, model: keras.Model, f: TransformFunction | StatefulTransform):
         self.model, self.state, self.state_variables = model, None, None
         # The trainable variables that the state belongs to.
         self.known: list[keras.Variable] | None = None
@@ -114,7 +122,7 @@ class _Transform:
             self._add_state(init)
         self._try(model, f)
 
-    def _try(self, model: keras.Model, f: Any) -> None:
+    def _try(self, model: keras.Model, f: TransformFunction | StatefulTransform) -> None:
         """Traces `f` once, in a graph that is never run."""
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in self._transformable()]
         traced = tf.function(lambda *gradients: self._apply(list(gradients)), autograph=False)
@@ -131,7 +139,7 @@ class _Transform:
                 "and keep the count in the state."
             )
 
-    def _add_state(self, init: Callable[[list[keras.Variable]], Any]) -> None:
+    def _add_state(self, init: Callable[[list[keras.Variable]], Structure]) -> None:
         self.known = list(self.model.trainable_variables)
         with self.model.distribute_strategy.scope():
             start = tf.nest.map_structure(tf.convert_to_tensor, init(list(self.known)))
@@ -199,7 +207,7 @@ class _Transform:
 class _State(SavedVariables):
     """The state of a transform, saved with the optimizer's."""
 
-    def load_own_variables(self, store: Any) -> None:
+    def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """Loads the state, unless the file has none of this transform."""
         if all(name in store for name in self.variables):
             super().load_own_variables(store)
@@ -214,7 +222,7 @@ def _impure_operations(graph: tf.Graph) -> list[str]:
     return sorted(kind for kind in kinds if kind.startswith(("Random", "Stateful", "Multinomial", "Assign")))
 
 
-def _check(name: str, returned: Any, expected: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _check(name: str, returned: object, expected: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Checks that `f` returns as many tensors as it gets, of their shapes and dtypes."""
     if not isinstance(returned, (list, tuple)) or len(returned) != len(expected):
         description = f"{len(returned)} items" if isinstance(returned, (list, tuple)) else type(returned).__name__

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from keras_paragrad.distribution.hardware import Hardware
     from keras_paragrad.distribution.options import Options
 
-JIT: dict[str, Any] = {"auto": "auto", "true": True, "false": False}
+JIT: dict[str, str | bool] = {"auto": "auto", "true": True, "false": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,8 +95,12 @@ def _machine(arguments: argparse.Namespace) -> "Hardware":
 def _options(arguments: argparse.Namespace) -> "Options":
     from keras_paragrad.distribution.options import Options
 
-    options = {name: value for name, value in vars(arguments).items() if name in Options.__dataclass_fields__}
-    return Options(**{name: JIT[value] if name == "jit" else value for name, value in options.items()})
+    options: dict[str, Any] = {
+        name: value for name, value in vars(arguments).items() if name in Options.__dataclass_fields__
+    }
+    if "jit" in options:
+        options["jit"] = JIT[options["jit"]]
+    return Options(**options)
 
 
 def _capability(text: str) -> tuple[int, int]:

@@ -4,9 +4,11 @@ import argparse
 import difflib
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from keras_paragrad.arguments import check_integer, check_number, quote
+
+Result = TypeVar("Result")
 
 _CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)", re.DOTALL)
 # No sensible number has more digits, and Python is slow to parse one that has.
@@ -76,7 +78,7 @@ def number(**bounds: Any) -> Callable[[str], float]:
     return read
 
 
-def _checked(word: str, check: Callable[[], Any]) -> Any:
+def _checked(word: str, check: Callable[[], Result]) -> Result:
     """Calls a check, whose error becomes argparse's."""
     try:
         return check()

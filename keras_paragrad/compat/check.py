@@ -68,7 +68,7 @@ def check_samples() -> None:
         _raise([_problem_of_object(hook, samples) for hook in OF_OBJECTS])
 
 
-def _make_samples() -> list[Any]:
+def _make_samples() -> list[object]:
     """One instance of each class in `OF_OBJECTS`."""
     # At import, a missing name would raise before `check_hooks` can explain it.
     from keras.src.trainers.compile_utils import CompileLoss
@@ -80,7 +80,7 @@ def _make_samples() -> list[Any]:
     with tf.Graph().as_default():
         # Random initializers would take a seed from Python's generator.
         layer = keras.layers.Dense(1, kernel_initializer="zeros", name=f"{_SAMPLE}_layer")
-        model: Any = keras.Sequential([keras.Input((1,), name=f"{_SAMPLE}_input"), layer], name=_SAMPLE)
+        model: keras.Model = keras.Sequential([keras.Input((1,), name=f"{_SAMPLE}_input"), layer], name=_SAMPLE)
         optimizer = keras.optimizers.SGD(name=f"{_SAMPLE}_optimizer")
         # With "auto", Keras would look for devices.
         model.compile(optimizer, loss="mse", jit_compile=False)
@@ -179,7 +179,7 @@ def _assigns(owner: type, attribute: str) -> bool:
     )
 
 
-def _problem_of_object(hook: Hook, samples: Iterable[Any]) -> str | None:
+def _problem_of_object(hook: Hook, samples: Iterable[object]) -> str | None:
     """What is missing of a hook that only instances have, such as an attribute set in `__init__`; else `None`."""
     owner, _, attribute = hook.path.rpartition(".")
     try:

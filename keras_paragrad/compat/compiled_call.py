@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import copy_mask, dense_parts, mask_of, pack_dense_parts
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.types import Structure
 
 # A layer with this attribute needs the pass to be compiled as a whole.
 _WHOLE = "needs_whole_pass"
@@ -44,7 +45,7 @@ def call_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
         return tf.function(function, jit_compile=True, autograph=False)(*arguments)
 
 
-def is_compiled_by_layer(layer: Any) -> bool:
+def is_compiled_by_layer(layer: keras.layers.Layer) -> bool:
     """Whether XLA compiles calls of this layer."""
     return _COMPILE.enabled and all(each.supports_jit for each in layer._flatten_layers())
 
@@ -57,7 +58,7 @@ def can_compile_by_layer(model: keras.Model) -> bool:
 class _AddedLosses:
     """The losses that a layer and its sublayers add after this is created."""
 
-    def __init__(self, layer: Any):
+    def __init__(self, layer: keras.layers.Layer):
         self._counts = [(each, len(each._losses)) for each in layer._flatten_layers()]
 
     @property
@@ -76,13 +77,13 @@ class _UncompilableLoopError(Exception):
 
 
 def compiled_call(
-    layer: Any,
-    call: Callable[..., Any],
-    arguments: tuple,
+    layer: keras.layers.Layer,
+    call: Callable[..., Structure],
+    arguments: tuple[Structure, ...],
     keywords: dict[str, Any],
     weights: tuple[Mapping[int, tf.Tensor], Mapping[int, tf.Tensor]],
     reading: Callable[..., contextlib.AbstractContextManager[None]],
-) -> Any:
+) -> Structure:
     """Calls a layer as a function that XLA compiles.
 
     Args:
@@ -95,11 +96,11 @@ def compiled_call(
     """
     leaves = keras.tree.flatten((arguments, keywords))
     masks = [mask_of(leaf) for leaf in leaves]
-    inner: list[Any] = []
+    inner: list[Structure] = []
     outputs: list[Any] = []
     losses = _AddedLosses(layer)
 
-    def run(parts, masks, weights):
+    def run(parts: list[list[tf.Tensor]], masks: list[tf.Tensor | None], weights: list[dict[str, tf.Tensor]]):
         inner[:] = pack_dense_parts(leaves, parts, masks)
         args, kwargs = keras.tree.pack_sequence_as((arguments, keywords), inner)
         with reading(*({int(key): each for key, each in of.items()} for of in weights)):

@@ -1,8 +1,8 @@
 """Keras's data adapters, and private functions of TensorFlow's datasets."""
 
 import itertools
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -21,7 +21,10 @@ from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from tensorflow.python.distribute.input_ops import auto_shard_dataset
 
 from keras_paragrad.compat.check import check_objects
-from keras_paragrad.compat.types import Batch, Dataset
+from keras_paragrad.compat.types import Batch, Dataset, FitData, Structure
+
+# What Keras reads the data of `fit` with.
+Adapter: TypeAlias = DataAdapter
 
 
 class EpochIterator(Protocol):
@@ -35,7 +38,7 @@ class EpochIterator(Protocol):
         ...
 
 
-def split_for_validation(x: Any, y: Any, sample_weight: Any, share: float) -> tuple[Any, Any]:
+def split_for_validation(x: FitData, y: FitData, sample_weight: FitData, share: float) -> tuple[Any, Any]:
     """Splits arrays `(x, y, sample_weight)` into training rows and the last `share` of the rows, for validation."""
     return train_validation_split((x, y, sample_weight), validation_split=share)
 
@@ -54,7 +57,7 @@ class CustomAdapter(DataAdapter):
         return None
 
 
-def adapter_of(x: Any, y: Any, sample_weight: Any, **options: Any) -> Any:
+def adapter_of(x: FitData, y: FitData, sample_weight: FitData, **options: Any) -> DataAdapter:
     """The `DataAdapter` that Keras reads the data with."""
     check_objects()
     return get_data_adapter(x, y, sample_weight, **options)
@@ -67,7 +70,7 @@ class ArrayRows:
         count: Number of rows.
     """
 
-    def __init__(self, adapter: Any):
+    def __init__(self, adapter: DataAdapter):
         self.count: int = adapter._num_samples
         arrays = convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
         self._arrays = tf.data.Dataset.from_tensors(keras.tree.lists_to_tuples(arrays)).repeat()
@@ -80,7 +83,7 @@ class ArrayRows:
         """The elements `(indices, other)`, with a batch of rows in place of the indices."""
         return self._mapped(elements, _take_rows_with)
 
-    def _mapped(self, elements: Dataset, take: Any) -> Dataset:
+    def _mapped(self, elements: Dataset, take: Callable[..., Structure]) -> Dataset:
         dataset = tf.data.Dataset.zip((elements, self._arrays)).map(take, num_parallel_calls=tf.data.AUTOTUNE)
         options = tf.data.Options()
         # As Keras does: the pipeline optimizer would serialize the arrays.
@@ -100,7 +103,7 @@ def without_autotuning(dataset: Dataset) -> Dataset:
 
 # AutoGraph takes longer to convert this than tracing takes.
 @tf.autograph.experimental.do_not_convert
-def _take_rows(numbers: tf.Tensor, arrays: Any) -> Any:
+def _take_rows(numbers: tf.Tensor, arrays: Structure) -> Structure:
     """The rows with some numbers, of nested arrays and sparse tensors."""
 
     def take(leaf: Any) -> Any:
@@ -114,12 +117,12 @@ def _take_rows(numbers: tf.Tensor, arrays: Any) -> Any:
 
 
 @tf.autograph.experimental.do_not_convert
-def _take_rows_with(element: tuple[tf.Tensor, Any], arrays: Any) -> Any:
+def _take_rows_with(element: tuple[tf.Tensor, Structure], arrays: Structure) -> tuple[Structure, Structure]:
     numbers, other = element
     return _take_rows(numbers, arrays), other
 
 
-def reread(adapter: Any) -> tuple[Any, dict[str, Any]] | None:
+def reread(adapter: DataAdapter) -> tuple[Any, dict[str, Any]] | None:
     """An adapter's data as `x` and options for `distributed_dataset`; `None` if it is distributed already."""
     if isinstance(adapter, CustomAdapter):
         return None
@@ -133,12 +136,12 @@ def reread(adapter: Any) -> tuple[Any, dict[str, Any]] | None:
     return None if isinstance(dataset, tf.distribute.DistributedDataset) else (dataset, {})
 
 
-def reads_arrays(adapter: Any) -> bool:
+def reads_arrays(adapter: DataAdapter) -> bool:
     """Whether the data are arrays."""
     return isinstance(adapter, ArrayDataAdapter)
 
 
-def first_batch(adapter: Any) -> Any:
+def first_batch(adapter: DataAdapter) -> Batch:
     """The first batch, without consuming it."""
     if isinstance(adapter, GeneratorDataAdapter):
         return adapter._first_batches[0]
@@ -147,19 +150,19 @@ def first_batch(adapter: Any) -> Any:
     return next(iter(adapter.get_tf_dataset()))
 
 
-def loses_prefetched_batches(adapter: Any) -> bool:
+def loses_prefetched_batches(adapter: DataAdapter) -> bool:
     """Whether batches that an iterator prefetched are lost to the next one, as with generators and `PyDataset`."""
     return isinstance(adapter, (GeneratorDataAdapter, PyDatasetAdapter))
 
 
-def read_once(adapter: Any) -> None:
+def read_once(adapter: DataAdapter) -> None:
     """Makes every iterator resume where the last one stopped; Keras's start with the first two batches again."""
     if isinstance(adapter, GeneratorDataAdapter):
         stream = adapter.generator()
         adapter.generator = lambda: stream
 
 
-def read_as_validation(adapter: Any, steps: int | None) -> None:
+def read_as_validation(adapter: DataAdapter, steps: int | None) -> None:
     """Makes every iterator read what Keras's validation does: the first two batches, then the unread ones.
 
     Args:
@@ -207,7 +210,7 @@ def shard_files_of_worker(dataset: Dataset, workers: int, worker: int) -> Datase
     return auto_shard_dataset(dataset.with_options(options), workers, worker, workers)
 
 
-def trust_equal_steps(distributed: Any) -> None:
+def trust_equal_steps(distributed: tf.distribute.DistributedDataset) -> None:
     """Lets an iterator skip asking all replicas before each batch whether one of them has data left."""
     if hasattr(distributed, "_enable_get_next_as_optional"):
         distributed._enable_get_next_as_optional = False

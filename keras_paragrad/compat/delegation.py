@@ -6,10 +6,12 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_paragrad.compat.layers import attributes
 from keras_paragrad.compat.state import MethodPatch, patched, state_of
+from keras_paragrad.compat.types import Structure
 
 # Overrides that a training model can delegate to.
 DELEGATED_METHODS = (
@@ -51,7 +53,7 @@ def overrides(model: keras.Model, name: str) -> bool:
     return getattr(type(model), name) is not getattr(keras.Model, name) or on_instance
 
 
-def preprocesses(model: Any) -> bool:
+def preprocesses(model: keras.Model) -> bool:
     """Whether a model's own `fit` may change the data, unlike that of KerasHub's tasks without a preprocessor."""
     if not hasattr(model, "preprocess_samples"):
         return True
@@ -64,7 +66,7 @@ def preprocesses(model: Any) -> bool:
         return True
 
 
-def warn_on_fit(model: Any, message: str) -> None:
+def warn_on_fit(model: keras.Model, message: str) -> None:
     """Makes a model warn once when its own `fit` makes the train function."""
     instance = vars(model)
     if "make_train_function" in instance:
@@ -79,7 +81,7 @@ def warn_on_fit(model: Any, message: str) -> None:
     instance["make_train_function"] = make_train_function
 
 
-def explain_missing_compile(model: Any, message: str) -> None:
+def explain_missing_compile(model: keras.Model, message: str) -> None:
     """Replaces the message of the error that Keras raises for a model that is not compiled."""
 
     def assert_compile_called(method_name: str | None = None) -> None:
@@ -124,7 +126,7 @@ def delegated(model: keras.Model, trained: keras.Model) -> Generator[None]:
 
 
 def delegate_methods(
-    trained: keras.Model, model: keras.Model, while_loss: Callable[[], contextlib.AbstractContextManager[Any]]
+    trained: keras.Model, model: keras.Model, while_loss: Callable[[], contextlib.AbstractContextManager[object]]
 ) -> None:
     """Installs delegates on `trained` for the `DELEGATED_METHODS` that `model` overrides.
 
@@ -152,13 +154,17 @@ def _delegated_method(trained: keras.Model, model: keras.Model, name: str) -> Ca
 
 
 def _delegated_loss(
-    trained: keras.Model, model: keras.Model, while_loss: Callable[[], contextlib.AbstractContextManager[Any]]
-) -> Callable[..., Any]:
+    trained: keras.Model, model: keras.Model, while_loss: Callable[[], contextlib.AbstractContextManager[object]]
+) -> Callable[..., tf.Tensor]:
     """Makes a `compute_loss` for the trained model that calls the other model's."""
 
     def compute_loss(
-        x: Any = None, y: Any = None, y_pred: Any = None, sample_weight: Any = None, training: bool = True
-    ) -> Any:
+        x: Structure = None,
+        y: Structure = None,
+        y_pred: Structure = None,
+        sample_weight: Structure = None,
+        training: bool = True,
+    ) -> tf.Tensor:
         # The call added losses to the trained model, and regularizers may read weights.
         added = attributes(model, _losses_override=trained.losses)
         context = while_loss() if training and not in_symbolic_scope() else contextlib.nullcontext()

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Generator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -14,6 +14,10 @@ from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
 from tensorflow.python.eager.record import could_possibly_record
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from keras_paragrad.compat.types import Structure
+
+T = TypeVar("T")
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -48,24 +52,24 @@ def may_be_differentiated() -> bool:
     return could_possibly_record() or (called_for_training() and not tf.executing_eagerly())
 
 
-def assign_now(variable: keras.Variable, value: Any) -> None:
+def assign_now(variable: keras.Variable, value: tf.Tensor) -> None:
     """Assigns to a variable even within a `StatelessScope`."""
     variable._direct_assign(value)
 
 
-def mask_of(tensor: Any) -> Any:
+def mask_of(tensor: object) -> tf.Tensor | None:
     """A tensor's Keras mask, or `None`."""
     return get_keras_mask(tensor)
 
 
-def with_mask(tensor: Any, mask: Any) -> Any:
+def with_mask(tensor: T, mask: tf.Tensor | None) -> T:
     """Sets a tensor's mask, unless it is `None`; returns the tensor."""
     if mask is not None:
         set_keras_mask(tensor, mask)
     return tensor
 
 
-def copy_mask(origin: Any, tensor: Any) -> None:
+def copy_mask(origin: object, tensor: object) -> None:
     """Sets a tensor's mask to that of `origin`."""
     if mask_of(origin) is not mask_of(tensor):
         set_keras_mask(tensor, mask_of(origin))
@@ -118,13 +122,13 @@ def has_gradient(tensor: tf.Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_complex
 
 
-def dense_parts(leaf: Any) -> list[tf.Tensor]:
+def dense_parts(leaf: object) -> list[tf.Tensor]:
     """The dense component tensors of a leaf; none if it is not a tensor."""
     return tf.nest.flatten(leaf, expand_composites=True) if tf.is_tensor(leaf) else []
 
 
 def pack_dense_parts(
-    leaves: Sequence[Any], parts: Sequence[Sequence[tf.Tensor]], masks: Sequence[Any] | None = None
+    leaves: Sequence[Structure], parts: Sequence[Sequence[tf.Tensor]], masks: Sequence[tf.Tensor | None] | None = None
 ) -> list[Any]:
     """Rebuilds leaves from other dense tensors, with the leaves' masks.
 
@@ -134,7 +138,7 @@ def pack_dense_parts(
         masks: The leaves' masks, if attention may have removed them since.
     """
 
-    def pack(leaf, tensors, mask):
+    def pack(leaf: Structure, tensors: Sequence[tf.Tensor], mask: tf.Tensor | None):
         if not tensors:
             return leaf
         packed = tf.nest.pack_sequence_as(leaf, list(tensors), expand_composites=True)

@@ -6,6 +6,7 @@ from types import FrameType
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
 
@@ -37,19 +38,19 @@ def check_no_row_states(model: keras.Model, parts: str, instead: str) -> None:
         )
 
 
-def all_metrics(model: keras.Model) -> list[Any]:
+def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     """The metrics of the model and all layers; `metrics` may be overridden to omit some."""
     return [metric for layer in model._flatten_layers() for metric in layer._metrics]
 
 
-def all_variables(model: Any) -> list[keras.Variable]:
+def all_variables(model: keras.layers.Layer) -> list[keras.Variable]:
     """The variables that a call of a model or layer, its loss and its metrics may assign to."""
     metrics = [*all_metrics(model), *getattr(model, "metrics", ())]
     variables = [*model.variables, *(variable for metric in metrics for variable in metric.variables)]
     return list({id(variable): variable for variable in variables}.values())
 
 
-def added_losses(model: keras.Model) -> list[Any]:
+def added_losses(model: keras.Model) -> list[tf.Tensor]:
     """The losses that layers added in this step, unreduced and without weight regularizers."""
     return [loss for _, loss in added_losses_by_layer(model)]
 
@@ -67,7 +68,7 @@ def replace_added_losses(model: keras.Model, losses: Iterable[tuple[keras.layers
         layer._losses.append(loss)
 
 
-def added_losses_of(layers: Iterable[keras.layers.Layer]) -> list[Any]:
+def added_losses_of(layers: Iterable[keras.layers.Layer]) -> list[tf.Tensor]:
     """The losses that some layers and their sublayers added in this step."""
     return [loss for layer in layers for each in layer._flatten_layers() for loss in each._get_own_losses()]
 
@@ -121,7 +122,7 @@ def overrides_predict_step(model: keras.Model) -> bool:
     return type(model).predict_step is not keras.Model.predict_step or "predict_step" in model.__dict__
 
 
-def compile_config(model: keras.Model) -> Any:
+def compile_config(model: keras.Model) -> object:
     """An object that each `compile` replaces, to recognize a new one."""
     check_objects()
     return model._compile_config
@@ -133,7 +134,7 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     return dict(model._compile_config.config)
 
 
-def fit_frame(frame: FrameType | None, model: Any = None) -> FrameType | None:
+def fit_frame(frame: FrameType | None, model: keras.Model | None = None) -> FrameType | None:
     """The innermost call of a model's `fit` from a frame outward, of the given model or of any."""
     while frame is not None:
         if frame.f_code.co_name == "fit":

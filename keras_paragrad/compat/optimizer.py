@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope, no_automatic_dependency_tracking
 
 from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.types import Config
 
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
@@ -32,42 +33,42 @@ class Accumulating(Protocol):
         ...
 
 
-def nested_optimizers(optimizer: Any) -> Iterator[Any]:
+def nested_optimizers(optimizer: keras.optimizers.Optimizer | None) -> Iterator[keras.optimizers.Optimizer]:
     """An optimizer and its inner optimizers, from the outermost to the one that updates the weights."""
     while optimizer is not None:
         yield optimizer
         optimizer = getattr(optimizer, "inner_optimizer", None)
 
 
-def innermost_optimizer(optimizer: Any) -> Any:
+def innermost_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """The optimizer whose `apply` updates the weights."""
     *_, innermost = nested_optimizers(optimizer)
     return innermost
 
 
-def updating_optimizers(optimizer: Any) -> list[Any]:
+def updating_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
     """The optimizers that update variables: the innermost, and those that a `MultiOptimizer` delegates to."""
     innermost = innermost_optimizer(optimizer)
     return [innermost, *getattr(innermost, "optimizers", [])]
 
 
-def unwrap_loss_scale(optimizer: Any) -> Any:
+def unwrap_loss_scale(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """The inner optimizer of a `LossScaleOptimizer`; any other optimizer itself."""
     is_wrapper = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return optimizer.inner_optimizer if is_wrapper else optimizer
 
 
-def find_accumulator(optimizer: Any) -> Accumulating | None:
+def find_accumulator(optimizer: keras.optimizers.Optimizer | None) -> Accumulating | None:
     """The nested optimizer that accumulates gradients, or `None`."""
     return next((each for each in nested_optimizers(optimizer) if getattr(each, "accumulates", False)), None)
 
 
-def accumulation_steps(optimizer: Any) -> int:
+def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int:
     """The number of gradients per update in Keras's own accumulation; 1 without it."""
     return max(inner.gradient_accumulation_steps or 1 for inner in updating_optimizers(optimizer))
 
 
-def clips_gradients(optimizer: Any) -> bool:
+def clips_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer clips gradients."""
     return any(getattr(inner, name, None) for inner in updating_optimizers(optimizer) for name in _CLIPPING)
 
@@ -177,15 +178,15 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
-    def learning_rate(self, value):
+    def learning_rate(self, value: Any):
         self.inner_optimizer.learning_rate = value
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         """The inner optimizer and the name, serialized."""
         return {"inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer), "name": self.name}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: dict[str, Any] | None = None):
+    def from_config(cls, config: Config, custom_objects: dict[str, Any] | None = None):
         """Makes the optimizer that `get_config` described."""
         arguments = {
             name: keras.saving.deserialize_keras_object(value, custom_objects=custom_objects)
@@ -195,7 +196,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         }
         return cls(**arguments)
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: object):
         # A LossScaleOptimizer clears the factor of the optimizer that it wraps. Properties would miss that if it is
         # clear already: Keras doesn't assign an equal value.
         if name == "loss_scale_factor" and "inner_optimizer" in self.__dict__:
@@ -205,7 +206,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         else:
             super().__setattr__(name, value)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str):
         if self._is_inner_setting(name):
             return getattr(self.inner_optimizer, name)
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -219,10 +220,10 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
 def _delegated_setting(name: str) -> property:
     """A property that reads and writes a setting of the inner optimizer."""
 
-    def read(self):
+    def read(self: WrappingOptimizer) -> Any:
         return getattr(self.inner_optimizer, name) if "inner_optimizer" in self.__dict__ else None
 
-    def write(self, value):
+    def write(self: WrappingOptimizer, value: object) -> None:
         # Keras's constructor assigns its defaults before `inner_optimizer` is set.
         if "inner_optimizer" in self.__dict__:
             setattr(self.inner_optimizer, name, value)
@@ -233,7 +234,7 @@ def _delegated_setting(name: str) -> property:
 def _delegated_method(name: str):
     """A method that calls the inner optimizer's."""
 
-    def method(self, *args, **kwargs):
+    def method(self: WrappingOptimizer, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.inner_optimizer, name)(*args, **kwargs)
 
     # Keras's signature, for `help()`.

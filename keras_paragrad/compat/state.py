@@ -64,7 +64,7 @@ class ModelState:
     # Of strategies and replaced methods: whether they warn of an unprepared `fit`.
     warns = Slot[bool](False)
 
-    def __init__(self, owner: Any):
+    def __init__(self, owner: object):
         self._owner = owner
 
     @property
@@ -81,7 +81,7 @@ class ModelState:
             vars(self._owner).pop(_KEY, None)
 
 
-def state_of(owner: Any) -> ModelState:
+def state_of(owner: object) -> ModelState:
     """The state attached to an object."""
     return ModelState(owner)
 
@@ -89,12 +89,12 @@ def state_of(owner: Any) -> ModelState:
 Patch = TypeVar("Patch", bound="MethodPatch")
 
 
-def replace_methods(owner: Any, **methods: Callable[..., Any]) -> None:
+def replace_methods(owner: object, **methods: Callable[..., object]) -> None:
     """Overrides methods on an instance, bypassing Keras's tracking of attributes."""
     vars(owner).update(methods)
 
 
-def restore_methods(owner: Any, *names: str) -> None:
+def restore_methods(owner: object, *names: str) -> None:
     """Restores the methods of an object's class."""
     for name in names:
         vars(owner).pop(name, None)
@@ -111,7 +111,7 @@ class MethodPatch(abc.ABC):
     def patch_all(self) -> None:
         """Calls `replace` for each method."""
 
-    def replace(self, owner: Any, name: str, value: Any) -> None:
+    def replace(self, owner: object, name: str, value: object) -> None:
         """Replaces a method or attribute of an instance until the last replica leaves."""
         before = {name: owner.__dict__[name]} if name in owner.__dict__ else {}
         owner.__dict__[name] = value
@@ -127,18 +127,18 @@ class MethodPatch(abc.ABC):
         self._exits.close()
 
 
-def is_patched(owner: Any, name: str) -> bool:
+def is_patched(owner: object, name: str) -> bool:
     """Whether a method is overridden on the instance."""
     return name in owner.__dict__
 
 
-def patch_of(owner: Any, kind: type[Patch]) -> Patch | None:
+def patch_of(owner: object, kind: type[Patch]) -> Patch | None:
     """An object's active patch of a class."""
     return state_of(owner).patches.get(kind)
 
 
 @contextlib.contextmanager
-def patched(owner: Any, make: Callable[[], Patch]) -> Generator[Patch]:
+def patched(owner: object, make: Callable[[], Patch]) -> Generator[Patch]:
     """Replaces methods while a step is traced in it; entered on every replica.
 
     Args:

@@ -1,7 +1,7 @@
 """Names for the types that Keras and TensorFlow pass around and don't declare."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Union
 
 import keras
 import numpy as np
@@ -12,8 +12,7 @@ Structure: TypeAlias = tf.Tensor | keras.KerasTensor | Sequence["Structure"] | M
 # What `train_step` gets: inputs, or a tuple of inputs, targets and sample weights.
 Batch: TypeAlias = Structure
 # The specs of a batch's tensors, nested as these.
-TensorSpec: TypeAlias = tf.TensorSpec | tf.RaggedTensorSpec | tf.SparseTensorSpec
-Specs: TypeAlias = TensorSpec | Sequence["Specs"] | Mapping[str, "Specs"] | None
+Specs: TypeAlias = Union["tf.TypeSpec[Any]", Sequence["Specs"], Mapping[str, "Specs"], None]  # noqa: UP007
 # The arguments of `Model.compute_loss`: `x`, `y`, `y_pred` and `sample_weight`.
 LossArguments: TypeAlias = dict[str, Structure]
 # What `train_step` and `test_step` return.
@@ -29,6 +28,8 @@ Scalar: TypeAlias = tf.Tensor | float
 # A variable of TensorFlow, or outside of a replica those of all.
 TensorVariable: TypeAlias = tf.Variable | tf.distribute.DistributedValues
 Variable: TypeAlias = keras.Variable | TensorVariable
+# As `build` gets it: one shape, or nested ones.
+Shape: TypeAlias = Sequence["int | Shape | None"] | Mapping[str, "Shape"]
 DType: TypeAlias = tf.DType | str
 # A gradient with respect to a variable. Layers that look rows up have the gradients of these rows alone.
 GradientTensor: TypeAlias = tf.Tensor | tf.IndexedSlices

@@ -2,8 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Generator, Sequence
-from typing import Any
+from collections.abc import Generator, Mapping, MutableMapping, Sequence
 
 import keras
 import numpy as np
@@ -13,6 +12,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 from keras_paragrad.compat.optimizer import nested_optimizers
+from keras_paragrad.compat.types import DType
 
 
 class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
@@ -34,7 +34,16 @@ class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
     def _obj_type(self):
         return "Operation"
 
-    def add(self, name: str, shape=(), dtype="float32", *, aggregation="none", local=False, like=None):
+    def add(
+        self,
+        name: str,
+        shape: Sequence[int] = (),
+        dtype: str = "float32",
+        *,
+        aggregation: str = "none",
+        local: bool = False,
+        like: keras.Variable | None = None,
+    ):
         """Adds a variable of zeros.
 
         Args:
@@ -70,12 +79,12 @@ class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
         """A value that changes whenever the variables are restored from a file."""
         return self.loads, getattr(self, "_update_uid", 0)
 
-    def save_own_variables(self, store):
+    def save_own_variables(self, store: MutableMapping[str, np.ndarray]):
         """Writes each variable under its name, summed or averaged over the replicas."""
         for name, variable in self.variables.items():
             store[name] = variable.numpy()
 
-    def load_own_variables(self, store):
+    def load_own_variables(self, store: Mapping[str, np.ndarray]):
         """Reads what `save_own_variables` wrote; zeros where nothing was written."""
         self.__dict__["loads"] += 1
         for name, variable in self.variables.items():
@@ -103,14 +112,14 @@ def without_memory() -> Generator[None]:
     cls = keras.Variable
     initialize, initialize_with = cls._initialize, cls._initialize_with_initializer
 
-    def from_value(self, value):
+    def from_value(self: keras.Variable, value: object):
         if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
             # A symbolic value, which an optimizer computes from weights in `build`.
             self._value = unallocated_variable(value.shape, self._dtype, self.trainable, self.name)
         else:
             initialize(self, value)
 
-    def from_initializer(self, initializer):
+    def from_initializer(self: keras.Variable, initializer: keras.initializers.Initializer):
         if np.prod(self._shape, dtype=np.int64) * tf.as_dtype(self._dtype).size <= _SMALL:
             initialize_with(self, initializer)
         else:
@@ -123,13 +132,17 @@ def without_memory() -> Generator[None]:
         cls._initialize, cls._initialize_with_initializer = initialize, initialize_with
 
 
-def unallocated_variable(shape: Any, dtype: Any, trainable: bool, name: str) -> tf.Variable:
+def unallocated_variable(
+    shape: Sequence[int | None] | tf.TensorShape, dtype: DType, trainable: bool, name: str
+) -> tf.Variable:
     """A `tf.Variable` without memory."""
     with tf.init_scope():
         return UninitializedVariable(shape=shape, dtype=dtype, trainable=trainable, name=name)
 
 
-def copy_built_optimizer(optimizer: Any, variables: Sequence[keras.Variable]) -> Any:
+def copy_built_optimizer(
+    optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]
+) -> keras.optimizers.Optimizer:
     """A copy of an optimizer, built for the model's trainable variables, whose own variables have no memory.
 
     Raises:
@@ -144,7 +157,7 @@ def copy_built_optimizer(optimizer: Any, variables: Sequence[keras.Variable]) ->
     return copy
 
 
-def optimizer_variables(optimizers: Sequence[Any]) -> dict[str, list[keras.Variable]]:
+def optimizer_variables(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, list[keras.Variable]]:
     """The variables of built optimizers by purpose: `"slots"`, `"accumulators"` and `"ema"`."""
     nested = [inner for optimizer in optimizers for inner in nested_optimizers(optimizer)]
     updating = [inner for outer in nested for inner in (outer, *getattr(outer, "optimizers", ()))]
@@ -167,7 +180,7 @@ def optimizer_variables(optimizers: Sequence[Any]) -> dict[str, list[keras.Varia
     return by_purpose
 
 
-def _copy_optimizer(optimizer: Any) -> Any:
+def _copy_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
     """A copy from the optimizer's config, with its learning rate schedule."""
     try:
         with warnings.catch_warnings():

@@ -2,13 +2,15 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import keras
 import tensorflow as tf
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.eager.context import context
 
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import TensorVariable
 
 
 class ReplicaPlacement(NamedTuple):
@@ -49,12 +51,12 @@ def replica_placement(strategy: tf.distribute.Strategy) -> ReplicaPlacement:
     return ReplicaPlacement(strategy.num_replicas_in_sync, len(indices), min(indices))
 
 
-def set_worker_strategy(model: Any, strategy: tf.distribute.Strategy | None) -> None:
+def set_worker_strategy(model: keras.Model, strategy: tf.distribute.Strategy | None) -> None:
     """Sets the strategy of the workers that train a model, if the model's own strategy has only this one: on a mesh."""
     state_of(model).workers = strategy
 
 
-def worker_strategy(model: Any) -> tf.distribute.Strategy:
+def worker_strategy(model: keras.Model) -> tf.distribute.Strategy:
     """The strategy of the workers that train a model: its own, except on a mesh."""
     return state_of(model).workers or model.distribute_strategy
 
@@ -75,7 +77,7 @@ def replica_variable(shape: Sequence[int | None], dtype: tf.DType = tf.float32) 
     )
 
 
-def local_replica_values(value: Any) -> Sequence[Any]:
+def local_replica_values(value: TensorVariable | tf.Tensor) -> Sequence[TensorVariable | tf.Tensor]:
     """The values of a variable or tensor on this process's replicas; itself without a strategy."""
     return value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
 
@@ -110,7 +112,7 @@ class NamedDevicesStrategy(tf.distribute.MultiWorkerMirroredStrategy):
         communication_options: As in TensorFlow's.
     """
 
-    def __init__(self, devices: Sequence[str], communication_options: Any):
+    def __init__(self, devices: Sequence[str], communication_options: tf.distribute.experimental.CommunicationOptions):
         resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
         extended = _NamedDevices(self, resolver, communication_options, devices)
         tf.distribute.Strategy.__init__(self, extended)
@@ -123,10 +125,18 @@ class MeshWorkersStrategy(NamedDevicesStrategy):
 
 
 class _NamedDevices(CollectiveAllReduceExtended):
-    def __init__(self, strategy: Any, resolver: Any, communication_options: Any, devices: Sequence[str]):
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        resolver: tf.distribute.cluster_resolver.ClusterResolver | None,
+        communication_options: tf.distribute.experimental.CommunicationOptions,
+        devices: Sequence[str],
+    ):
         self._named = tuple(devices)
         super().__init__(strategy, resolver, communication_options)
 
-    def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
+    def _initialize_local_devices(
+        self, cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver, worker_device: str
+    ) -> tuple[tuple[str, ...], str]:
         kind = self._named[0].partition(":")[0]
         return tuple(f"{worker_device}/device:{name}" for name in self._named), kind

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,7 @@ def run_probe(devices: tuple[str, ...], seconds: float) -> Probe:
     return check_sums(devices, json.loads(result.stdout.splitlines()[-1]))
 
 
-def check_sums(devices: tuple[str, ...], answer: dict[str, Any]) -> Probe:
+def check_sums(devices: tuple[str, ...], answer: Mapping[str, Any]) -> Probe:
     """Compares the replicas' results with the sum of their numbers, 1, 2, 3..."""
     expected = len(devices) * (len(devices) + 1) / 2
     sums = [tuple(pair) for pair in answer["least_and_most"]]
@@ -79,13 +80,13 @@ def reduce_known_numbers(devices: tuple[str, ...]) -> dict[str, Any]:
     """Runs the all-reduce in this process: replica `i` holds an array filled with `i + 1`."""
     strategy = tf.distribute.MirroredStrategy(list(devices))
 
-    def in_replica(ones):
+    def in_replica(ones: tf.Tensor):
         context = tf.distribute.get_replica_context()
         known = ones * (tf.cast(context.replica_id_in_sync_group, tf.float32) + 1.0)
         return context.all_reduce(tf.distribute.ReduceOp.SUM, known)
 
     @tf.function(autograph=False)
-    def reduce(ones):
+    def reduce(ones: tf.Tensor):
         return strategy.run(in_replica, args=(ones,))
 
     seconds, sums = [], None

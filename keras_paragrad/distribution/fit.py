@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from os import PathLike, fspath
 from typing import Any
 
@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.data import split_for_validation
 from keras_paragrad.compat.model import overrides_fit
+from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.consistency import check_same_training, check_same_weights, describe_training
@@ -135,7 +136,7 @@ class DistributedFit(InNotebooks):
             create_in_shards(self.strategy, copies=copies, min_bytes=self.options.min_shard_bytes)
 
     @contextlib.contextmanager
-    def scope(self) -> Iterator[None]:
+    def scope(self) -> Generator[None]:
         """Context in which to build and compile a model."""
         if self._estimate is not None:
             # shard="auto" is undecided again, for the model that is built here.
@@ -191,7 +192,7 @@ class DistributedFit(InNotebooks):
         self._check_consistent(model)
         return self._prepare_checked(model, batch_size)
 
-    def _prepare_checked(self, model: keras.Model, batch_size: int, batch_spec: Any = None) -> Preparation:
+    def _prepare_checked(self, model: keras.Model, batch_size: int, batch_spec: Specs = None) -> Preparation:
         """Decides on `shard="auto"`, and prepares the model."""
         if self.plan.shard.value == "auto":
             decision, self._estimate = choose_shard(model, batch_size, batch_spec, self._run)
@@ -211,7 +212,7 @@ class DistributedFit(InNotebooks):
         check_same_weights(workers, model)
 
     @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy"])
-    def dataset(self, x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> DistributedData:
+    def dataset(self, x: FitData, y: FitData = None, sample_weight: FitData = None, **options: Any) -> DistributedData:
         """Data for `fit`, `evaluate` or `predict` of a prepared model, each batch divided among the replicas.
 
         Args:
@@ -250,22 +251,22 @@ class DistributedFit(InNotebooks):
     def fit(
         self,
         model: keras.Model,
-        x: Any = None,
-        y: Any = None,
+        x: FitData = None,
+        y: FitData = None,
         batch_size: int | None = None,
         epochs: int = 1,
-        verbose: Any = "auto",
+        verbose: str | int = "auto",
         callbacks: Sequence[keras.callbacks.Callback] | None = None,
         validation_split: float = 0.0,
-        validation_data: Any = None,
+        validation_data: FitData = None,
         shuffle: bool | str = True,
         class_weight: dict[int, float] | None = None,
-        sample_weight: Any = None,
+        sample_weight: FitData = None,
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
         validation_steps: int | None = None,
         validation_batch_size: int | None = None,
-        validation_freq: Any = 1,
+        validation_freq: int | Sequence[int] = 1,
         *,
         normalize: bool = False,
         **data_options: Any,
@@ -332,7 +333,12 @@ class DistributedFit(InNotebooks):
         return train(self._run, model, data, callbacks, arguments, verbose)
 
     def _fit_overridden(
-        self, model: keras.Model, arguments: dict[str, Any], verbose: Any, normalize: bool, data_options: dict[str, Any]
+        self,
+        model: keras.Model,
+        arguments: dict[str, Any],
+        verbose: str | int,
+        normalize: bool,
+        data_options: dict[str, Any],
     ) -> keras.callbacks.History:
         """Trains a model whose class overrides `fit`, and passes it the data unchanged."""
         self._parallelism.check_own_fit(model)
@@ -350,7 +356,9 @@ class DistributedFit(InNotebooks):
         """Whether this process writes and reports for all."""
         return self.hardware.is_chief
 
-    def _distribute(self, data: tuple[Any, Any, Any], batch_size: int | None, steps: int | None, options: dict) -> Any:
+    def _distribute(
+        self, data: tuple[FitData, FitData, FitData], batch_size: int | None, steps: int | None, options: dict[str, Any]
+    ) -> DistributedData:
         """The data divided among the replicas, unless it is a `DistributedData` already."""
         if isinstance(data[0], DistributedData):
             return data[0]

@@ -8,7 +8,6 @@ import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import tensorflow as tf
 
@@ -247,7 +246,7 @@ def describe(
     return Hardware(cpus, None, devices, gpu_devices, tpu_devices, _describe_cluster(workers, ps))
 
 
-def _check_capability(value: Any) -> tuple[int, int]:
+def _check_capability(value: object) -> tuple[int, int]:
     """The argument `compute_capability`."""
     expected = "two integers, such as (9, 0)"
     digits = functools.partial(check_integer, least=0, most=99)
@@ -287,7 +286,7 @@ def kind_of_device(name: str) -> str:
     return name.partition(":")[0]
 
 
-def _canonical_device(argument: str, name: Any) -> str:
+def _canonical_device(argument: str, name: object) -> str:
     match = _DEVICE_NAME.fullmatch(name.strip()) if isinstance(name, str) else None
     if match is None:
         raise refusal(argument, name, "the name of a device, such as 'CPU:0' or 'GPU:1'")

@@ -225,7 +225,7 @@ def refuse_devices(options: Options) -> None:
         )
 
 
-def _check_strategy(strategy: Any) -> Any:
+def _check_strategy(strategy: object) -> Any:
     """The argument `strategy`, of one of the accepted types or names."""
     if isinstance(strategy, (Planner, *(accepted for planner in planners() for accepted in planner.accepts))):
         return strategy
@@ -241,7 +241,7 @@ def _check_strategy(strategy: Any) -> Any:
         ) from None
 
 
-def _check_precision(precision: Any) -> str | None:
+def _check_precision(precision: object) -> str | None:
     """The argument `precision`: the name of a dtype policy."""
     if precision is None:
         return None

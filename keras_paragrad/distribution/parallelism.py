@@ -2,13 +2,14 @@
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any, ClassVar, NamedTuple, Self
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.state import replace_methods, restore_methods, state_of
+from keras_paragrad.compat.types import FitData
 from keras_paragrad.distribution.consistency import SAME_SCRIPT
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.decisions.decision import Decision
@@ -41,7 +42,7 @@ class Preparation(abc.ABC):
     changes_in_place: ClassVar[bool] = False
 
     def __init__(self, model: keras.Model, *settings: Any):
-        self.model: Any = model
+        self.model: keras.Model = model
         self.settings = settings
         self._methods: set[str] = set()
         # The original `jit_compile`, and the value that it was set to.
@@ -52,7 +53,7 @@ class Preparation(abc.ABC):
         state.preparations = {**state.preparations, type(self): self}
 
     @classmethod
-    def of(cls, model: Any, *settings: Any) -> Self:
+    def of(cls, model: keras.Model, *settings: Any) -> Self:
         """The model's preparation with these settings; one that it already has is renewed."""
         before = state_of(model).preparations.get(cls)
         if before is not None and before.settings != settings and not cls.changes_in_place:
@@ -99,7 +100,7 @@ class Preparation(abc.ABC):
         """What each device holds, as `explain` shows it, or `None`."""
         return None
 
-    def replace(self, **methods: Callable[..., Any]) -> None:
+    def replace(self, **methods: Callable[..., object]) -> None:
         """Replaces methods of the model, until `undo`."""
         replace_methods(self.model, **methods)
         self._methods.update(methods)
@@ -171,11 +172,11 @@ class Parallelism(Planner):
         """
         return Strategies.same(tf.distribute.get_strategy())
 
-    def placement(self) -> contextlib.AbstractContextManager[Any]:
+    def placement(self) -> contextlib.AbstractContextManager[object]:
         """Context, within the strategy's scope, in which models are built."""
         return contextlib.nullcontext()
 
-    def check(self, model: Any, run: PlannedRun) -> None:
+    def check(self, model: keras.Model, run: PlannedRun) -> None:
         """Refuses a model, before anything is changed.
 
         Raises:
@@ -193,7 +194,7 @@ class Parallelism(Planner):
             )
         check_compiled_in_scope(model)
 
-    def check_own_fit(self, model: Any) -> None:
+    def check_own_fit(self, model: keras.Model) -> None:
         """Refuses a model whose class overrides `fit`, and so reads its data itself.
 
         Raises:
@@ -208,7 +209,7 @@ class Parallelism(Planner):
             ValueError: The model can't be trained exactly. The message says what to write.
         """
 
-    def data(self, run: PlannedRun, x: Any, y: Any, sample_weight: Any, **options: Any) -> DistributedData:
+    def data(self, run: PlannedRun, x: FitData, y: FitData, sample_weight: FitData, **options: Any) -> DistributedData:
         """Data for `fit`, `evaluate` or `predict` of a prepared model; see `distributed_dataset`."""
         return distributed_dataset(run.strategies.readers, x, y, sample_weight, **options)
 
@@ -236,7 +237,7 @@ def parallelism_of(options: Options, hardware: Hardware) -> Parallelism:
 
 
 @contextlib.contextmanager
-def build_scope(strategy: tf.distribute.Strategy) -> Iterator[None]:
+def build_scope(strategy: tf.distribute.Strategy) -> Generator[None]:
     """The strategy's scope; explains the error if workers with different models fail to build them."""
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         # TensorFlow's default strategy can't be entered within the scope of another.

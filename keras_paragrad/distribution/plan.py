@@ -148,7 +148,7 @@ class Explanation(Printable):
             yield self.estimate
 
 
-def value_in_words(value: Any) -> str:
+def value_in_words(value: object) -> str:
     """A decision's value on one line."""
     if isinstance(value, tuple):
         return " ".join(value if len(value) <= 2 else (value[0], "...", value[-1])) or "-"

@@ -111,7 +111,7 @@ _LONGEST_REASON = 2000
 
 
 def rendezvous(
-    cluster: Cluster, seconds: float, facts: Mapping[str, Any], environment: Mapping[str, str] | None = None
+    cluster: Cluster, seconds: float, facts: Mapping[str, object], environment: Mapping[str, str] | None = None
 ) -> None:
     """Waits until all workers have connected and report the same facts; every worker calls this.
 
@@ -150,7 +150,9 @@ def rendezvous(
         raise ValueError(f"The workers differ: {verdict['differs']}. Start all of them with the same setup.")
 
 
-def _collect_facts(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, Any], until: float) -> dict[str, str]:
+def _collect_facts(
+    cluster: Cluster, signer: MessageSigner, facts: Mapping[str, object], until: float
+) -> dict[str, str]:
     """Waits for the others, compares facts, and sends the verdict to all that connected."""
     addresses = _addresses(cluster)
     servers = listen_at(addresses[0], addresses[1:], until)
@@ -173,7 +175,7 @@ def _collect_facts(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, 
     return verdict
 
 
-def _compare_facts(addresses: list[str], facts: Mapping[str, Any], server: RendezvousServer) -> dict[str, str]:
+def _compare_facts(addresses: list[str], facts: Mapping[str, object], server: RendezvousServer) -> dict[str, str]:
     """What differs between workers, or who is missing; empty if all agree."""
     facts_by_rank = {0: facts, **{rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}}
     missing = [f"worker {rank} ({addresses[rank]})" for rank in range(len(addresses)) if rank not in facts_by_rank]
@@ -200,7 +202,7 @@ def _send_verdict(caller: Caller, signer: MessageSigner, verdict: Mapping[str, s
         _log.warning("A worker disconnected before all had connected: %s", failure)
 
 
-def _report_facts(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, Any], until: float) -> dict[str, str]:
+def _report_facts(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, object], until: float) -> dict[str, str]:
     """Sends the facts to the first worker, and returns its verdict."""
     address = _addresses(cluster)[0]
     report = signer.sign({"rank": cluster.rank, "facts": facts})
@@ -253,7 +255,7 @@ def _addresses(cluster: Cluster) -> list[str]:
     return [*cluster.jobs.get("chief", ()), *cluster.jobs.get("worker", ())]
 
 
-def await_workers(cluster: Cluster, timeout: float, facts: dict[str, Any], *, instead: str = "") -> None:
+def await_workers(cluster: Cluster, timeout: float, facts: Mapping[str, object], *, instead: str = "") -> None:
     """Waits for the other workers, and compares versions and facts."""
     if has_joined_a_cluster():
         # TensorFlow already listens on this worker's address, so a second rendezvous there is impossible.
@@ -265,7 +267,10 @@ def await_workers(cluster: Cluster, timeout: float, facts: dict[str, Any], *, in
 
 
 def join_workers(
-    kind: type[NamedDevicesStrategy], cluster: Cluster, devices: Sequence[str], communication: Any
+    kind: type[NamedDevicesStrategy],
+    cluster: Cluster,
+    devices: Sequence[str],
+    communication: tf.distribute.experimental.CommunicationOptions,
 ) -> tf.distribute.Strategy:
     """The strategy of workers that have completed a rendezvous."""
     # TensorFlow configures collectives from this variable.

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from keras_paragrad.distribution.cluster import Cluster, cluster_kinds
 from keras_paragrad.distribution.launch.tasks import TOKEN
@@ -49,7 +49,7 @@ class MessageSigner:
         variables = {name: environment[name] for name in names if name in environment}
         return cls(hashlib.sha256(json.dumps([cluster.jobs, variables], sort_keys=True).encode()).digest())
 
-    def sign(self, message: Mapping[str, Any]) -> bytes:
+    def sign(self, message: Mapping[str, object]) -> bytes:
         """A message as a line."""
         body = json.dumps(message).encode()
         line = self._code(body) + b" " + body + b"\n"
@@ -135,7 +135,7 @@ class RendezvousServer:
         """Waits for connections and data, and handles them."""
         for key, _ in self._selector.select(seconds):
             if key.data is None:
-                self._accept(key.fileobj)
+                self._accept(cast("socket.socket", key.fileobj))
             else:
                 self._receive(key.data)
         for caller in [each for each in self._unidentified if time.monotonic() - each.connected_at > _PATIENCE]:
@@ -157,7 +157,7 @@ class RendezvousServer:
         ]
         return f" Also: {'; '.join(parts)}." if parts else ""
 
-    def _accept(self, server: Any) -> None:
+    def _accept(self, server: socket.socket) -> None:
         """Accepts a connection; of too many that have not identified themselves, the oldest is rejected."""
         try:
             connection, address = server.accept()

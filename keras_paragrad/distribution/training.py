@@ -8,6 +8,7 @@ import keras
 from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation
 from keras_paragrad.arguments import check_each, check_flag, check_instance, check_integer, check_number
 from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.types import FitData, Logs
 from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.interruptions import explained_failures
@@ -18,7 +19,9 @@ from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.distribution.plan import Plan
 
 
-def check_fit_arguments(model: Any, arguments: Mapping[str, Any], normalize: Any) -> list[keras.callbacks.Callback]:
+def check_fit_arguments(
+    model: keras.Model, arguments: Mapping[str, Any], normalize: object
+) -> list[keras.callbacks.Callback]:
     """Checks the arguments of `fit` other than data, before any worker waits for another; returns the callbacks."""
     check_instance("model", model, keras.Model, "a Keras model")
     check_integer("epochs", arguments["epochs"], least=0, example=10)
@@ -37,7 +40,7 @@ def check_fit_arguments(model: Any, arguments: Mapping[str, Any], normalize: Any
     return [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else check_callbacks(callbacks)
 
 
-def check_overridden_fit(model: keras.Model, x: Any, data_options: dict[str, Any], plan: Plan) -> None:
+def check_overridden_fit(model: keras.Model, x: FitData, data_options: dict[str, Any], plan: Plan) -> None:
     """Refuses what has no effect on a model whose class overrides `fit`, and so reads its data itself."""
     prepared = f"{type(model).__name__} overrides `fit`. Write dist.prepare(model) and then"
     if isinstance(x, DistributedData):
@@ -61,11 +64,11 @@ def check_overridden_fit(model: keras.Model, x: Any, data_options: dict[str, Any
 
 def train(
     run: PlannedRun,
-    model: Any,
-    data: Any,
+    model: keras.Model,
+    data: DistributedData,
     callbacks: Sequence[keras.callbacks.Callback],
     arguments: dict[str, Any],
-    verbose: Any,
+    verbose: str | int,
 ) -> keras.callbacks.History:
     """Calls the `fit` of a prepared model; of several workers, only the chief shows progress and writes files."""
     hardware, plan, strategy = run.hardware, run.plan, run.strategies.workers
@@ -120,7 +123,7 @@ class ScaledLearningRate(keras.callbacks.Callback):
         self._warming_up = False
         self._first_update = 0
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Records the rate, and refuses one that follows a schedule."""
         optimizer = self._optimizer
         rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
@@ -135,7 +138,7 @@ class ScaledLearningRate(keras.callbacks.Callback):
         self._rate, self._warming_up = rate, True
         self._first_update = int(optimizer.iterations.numpy())
 
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Sets the rate of the next update during warm-up; afterwards other callbacks may change it."""
         if not self._warming_up or self._rate is None:
             return
@@ -144,7 +147,7 @@ class ScaledLearningRate(keras.callbacks.Callback):
         progress = updates / self.warmup_steps if self._warming_up else 1.0
         self._optimizer.learning_rate = self._rate * (1 + (self.factor - 1) * progress)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Divides the rate by the factor, so that the next `fit` starts unscaled."""
         self.leave()
 
@@ -156,6 +159,6 @@ class ScaledLearningRate(keras.callbacks.Callback):
             self._rate = None
 
     @property
-    def _optimizer(self) -> Any:
-        model: Any = self.model
+    def _optimizer(self) -> keras.optimizers.Optimizer:
+        model: keras.Model = self.model
         return model.optimizer

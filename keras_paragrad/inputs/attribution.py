@@ -1,7 +1,6 @@
 """`integrated_gradients`: attributes a difference in output to the input entries."""
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -9,21 +8,24 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer, refusal
-from keras_paragrad.inputs.function import Derivative, RowFunction
+from keras_paragrad.compat.types import FitData
+from keras_paragrad.inputs.function import Derivative, OutputChoice, RowFunction
+from keras_paragrad.inputs.rows import OutFiles
 from keras_paragrad.inputs.run import DerivativeOptions, differentiate
+from keras_paragrad.inputs.selection import Wrt
 
 
 def integrated_gradients(
     model: keras.Model,
-    x: Any,
-    baseline: Any = None,
+    x: FitData,
+    baseline: FitData = None,
     *,
     steps: int = 50,
-    output: str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], Any] | None = None,
+    output: OutputChoice = None,
     batch_size: int | None = None,
-    wrt: Any = None,
+    wrt: Wrt = None,
     jit_compile: bool | str = "auto",
-    out: str | os.PathLike | Any = None,
+    out: OutFiles = None,
     stream: bool = False,
     verbose: int = 0,
 ) -> Any:
@@ -73,7 +75,7 @@ def integrated_gradients(
     return differentiate(model, x, [_Path(rows, steps)], options)
 
 
-def _check_baseline(row: Any) -> np.ndarray:
+def _check_baseline(row: object) -> np.ndarray:
     """The baseline as an array of finite numbers."""
     try:
         array = np.asarray(row)
@@ -92,7 +94,9 @@ class _Path(NamedTuple):
     baseline: list[np.ndarray]
     steps: int
 
-    def __call__(self, function: RowFunction, free: list[tf.Tensor], extra: Sequence, check: tf.Tensor) -> Derivative:
+    def __call__(
+        self, function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any], check: tf.Tensor
+    ) -> Derivative:
         starts = [
             tf.broadcast_to(tf.cast(row, x.dtype), x.shape) for row, x in zip(self._rows(free), free, strict=True)
         ]
@@ -101,7 +105,7 @@ class _Path(NamedTuple):
         # From the interval (-1, 1) to the line's (0, 1).
         positions, weights = tf.constant((points + 1) / 2), tf.constant(weights / 2)
 
-        def add(step, sums):
+        def add(step: tf.Tensor, sums: list[tf.Tensor]):
             pairs = zip(starts, differences, strict=True)
             inputs = [start + tf.cast(positions[step], start.dtype) * difference for start, difference in pairs]
             with tf.GradientTape(watch_accessed_variables=False) as tape:

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.types import Specs
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.gradient_functions import releasing
@@ -79,7 +80,7 @@ class Execution:
         rows = min(len(first[0]), MOST_ROWS)
         specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._cast(first, slice(0, 1))]
 
-        def forward(leaves):
+        def forward(leaves: list[tf.Tensor]):
             function, free, _ = self._row_function(leaves)
             with untouched(self.model, never_run()):
                 return function(free)
@@ -89,7 +90,7 @@ class Execution:
         input_bytes = sum(first[number][0].size * 4 for number in self.selection.numbers)
         return estimate(forward_bytes, input_bytes, traced.outputs[0].shape[1:].num_elements())
 
-    def _run_first_by(self, method: Differentiate, leaves: Any) -> list[np.ndarray]:
+    def _run_first_by(self, method: Differentiate, leaves: list[tf.Tensor]) -> list[np.ndarray]:
         """Compiles a method, and runs it on the first chunk, on which its result is checked."""
         self._function = self._compile(method, leaves)
         values, is_valid = self._function(leaves, tf.constant(True))
@@ -100,15 +101,15 @@ class Execution:
             )
         return [self._gather(value) for value in values]
 
-    def _compile(self, method: Differentiate, leaves: Any) -> Callable[..., Any]:
+    def _compile(self, method: Differentiate, leaves: list[tf.Tensor]) -> Callable[..., list[tf.Tensor]]:
         """A function that differentiates a chunk on all replicas, for one shape."""
 
-        def derivative(leaves, check):
+        def derivative(leaves: list[tf.Tensor], check: tf.Tensor):
             values, is_valid = method(*self._row_function(leaves), check)
             pairs = zip(values, self.selection.dtypes, strict=True)
             return [tf.cast(value, dtype) for value, dtype in pairs], tf.reshape(is_valid, [1])
 
-        def replica(*arguments):
+        def replica(*arguments: Any):
             if not self.jit_compile:
                 return derivative(*arguments)
             # XLA compiles per replica: a single function would use one replica's variables for all.
@@ -136,18 +137,18 @@ class Execution:
             leaves[number] = leaves[number].astype(dtype, copy=False)
         return leaves
 
-    def _distribute(self, chunk: Chunk) -> Any:
+    def _distribute(self, chunk: Chunk) -> list[tf.Tensor]:
         """A chunk's inputs, cast, and split equally over the replicas."""
         leaves = self._cast(chunk.leaves, slice(None))
         size = len(leaves[0]) // self.strategy.num_replicas_in_sync
 
-        def replica_part(context):
+        def replica_part(context: tf.distribute.experimental.ValueContext):
             start = context.replica_id_in_sync_group * size
             return [tf.constant(leaf[start : start + size]) for leaf in leaves]
 
         return self.strategy.experimental_distribute_values_from_function(replica_part)
 
-    def _gather(self, value: Any) -> np.ndarray:
+    def _gather(self, value: tf.Tensor) -> np.ndarray:
         """The rows of all replicas, as an array."""
         parts = [part.numpy() for part in self.strategy.experimental_local_results(value)]
         if len(parts) < self.strategy.num_replicas_in_sync:
@@ -169,7 +170,7 @@ def rows_within_budget(bytes_per_row: float) -> int:
     return int(min(max(BUDGET // max(bytes_per_row, 1), 1), MOST_ROWS))
 
 
-def bytes_in_graph(graph: Any, inputs: Iterable[tf.Tensor]) -> int:
+def bytes_in_graph(graph: tf.Graph, inputs: Iterable[tf.Tensor]) -> int:
     """The bytes of everything that a graph computes from some of its inputs, including its functions and loops.
 
     Tensors that don't depend on these inputs, such as cast weights, are left out. A loop body counts once for each
@@ -212,7 +213,7 @@ def _check_stateless(model: keras.Model) -> None:
         )
 
 
-def _check_independent_rows(model: keras.Model, specs: Any) -> None:
+def _check_independent_rows(model: keras.Model, specs: Specs) -> None:
     """Refuses a model that mixes rows."""
     layer = find_mixing_layer(model, specs, training=False)
     if layer:
@@ -222,7 +223,7 @@ def _check_independent_rows(model: keras.Model, specs: Any) -> None:
         )
 
 
-def _check_no_assignments(model: keras.Model, graph: Any) -> None:
+def _check_no_assignments(model: keras.Model, graph: tf.Graph) -> None:
     """Refuses a model that assigns to a variable in inference mode; random seeds may advance."""
     names = {id(variable.handle): variable.name.split(":")[0] for variable in graph.variables}
     paths = {names.get(id(resource), "a table") for resource in assigned_resources(graph)}

@@ -1,7 +1,7 @@
 """The function that is differentiated: from some of a model's inputs to one of its outputs, row by row."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -9,8 +9,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import LARGEST, check_integer, quote, refusal
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.inputs.selection import Selection, embedding_hint
 
+# The argument `output`: a name or number, labels, or a function of the outputs.
+OutputChoice = str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], tf.Tensor] | None
+# The same, checked.
 Output = str | int | Callable[[Any], Any] | np.ndarray | None
 _WRITE_A_FUNCTION = "Write a function of the outputs, such as output=lambda outputs: outputs[0]."
 
@@ -85,7 +89,7 @@ Differentiate = Callable[[RowFunction, list[tf.Tensor], Sequence[tf.Tensor], tf.
 
 
 @contextlib.contextmanager
-def refuse_missing_derivatives(message: str) -> Iterator[None]:
+def refuse_missing_derivatives(message: str) -> Generator[None]:
     """Context that reports gradients without a derivative of their own; `message` has `{}` for TensorFlow's."""
     try:
         yield
@@ -93,7 +97,7 @@ def refuse_missing_derivatives(message: str) -> Iterator[None]:
         raise ValueError(message.format(str(error).split(". ")[0])) from error
 
 
-def check_output(output: Any) -> Output:
+def check_output(output: object) -> Output:
     """Validates the `output` argument; labels are returned as an int32 array `(rows,)`."""
     if output is None or isinstance(output, str) or (callable(output) and not isinstance(output, type)):
         return output
@@ -109,7 +113,7 @@ def check_output(output: Any) -> Output:
         raise refusal("output", output, expected, "lambda outputs: outputs[:, 0] - outputs[:, 1]") from None
 
 
-def _to_array(value: Any) -> np.ndarray | None:
+def _to_array(value: object) -> np.ndarray | None:
     try:
         if isinstance(value, type) or not (isinstance(value, (list, tuple)) or hasattr(value, "__array__")):
             return None
@@ -135,7 +139,7 @@ def _check_labels(labels: np.ndarray) -> np.ndarray:
     return labels.reshape(-1).astype("int32")
 
 
-def _select(model: keras.Model, outputs: Any, output: Output, labels: tf.Tensor | None) -> Any:
+def _select(model: keras.Model, outputs: Structure, output: Output, labels: tf.Tensor | None) -> Structure:
     """The output, or the function of the outputs, that the checked argument `output` stands for."""
     if callable(output):
         return output(outputs)
@@ -171,7 +175,7 @@ def _select(model: keras.Model, outputs: Any, output: Output, labels: tf.Tensor 
     return value[..., output]
 
 
-def _output_names(model: keras.Model, outputs: Any) -> list[str]:
+def _output_names(model: keras.Model, outputs: Structure) -> list[str]:
     """The names of the flattened outputs; none if they have no names."""
     paths = [path for path, _ in keras.tree.flatten_with_path(outputs)]
     if all(path and isinstance(path[-1], str) for path in paths):

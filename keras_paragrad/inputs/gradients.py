@@ -1,16 +1,16 @@
 """`input_gradients` and `hessian_vector_product`: first and second derivatives of a scalar per row."""
 
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.inputs.function import Derivative, RowFunction, refuse_missing_derivatives
-from keras_paragrad.inputs.rows import is_batched
+from keras_paragrad.compat.types import FitData
+from keras_paragrad.inputs.function import Derivative, OutputChoice, RowFunction, refuse_missing_derivatives
+from keras_paragrad.inputs.rows import OutFiles, is_batched
 from keras_paragrad.inputs.run import DerivativeOptions, differentiate
+from keras_paragrad.inputs.selection import Wrt
 
 _NO_DERIVATIVE = "TensorFlow has no second derivative of an operation of the model: {}. Use another one there."
 # Gradient ops whose own derivative TensorFlow silently treats as zero.
@@ -24,13 +24,13 @@ _CONSTANT_GRADIENTS = {
 
 def input_gradients(
     model: keras.Model,
-    x: Any,
-    output: str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], Any] | None = None,
+    x: FitData,
+    output: OutputChoice = None,
     *,
     batch_size: int | None = None,
-    wrt: Any = None,
+    wrt: Wrt = None,
     jit_compile: bool | str = "auto",
-    out: str | os.PathLike | Any = None,
+    out: OutFiles = None,
     stream: bool = False,
     verbose: int = 0,
 ) -> Any:
@@ -84,7 +84,7 @@ def input_gradients(
     return differentiate(model, x, [_gradient], options)
 
 
-def _gradient(function: RowFunction, free: list[tf.Tensor], extra: Sequence, check: tf.Tensor) -> Derivative:
+def _gradient(function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any], check: tf.Tensor) -> Derivative:
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(free)
         scalars = function.scalars(free)
@@ -93,14 +93,14 @@ def _gradient(function: RowFunction, free: list[tf.Tensor], extra: Sequence, che
 
 def hessian_vector_product(
     model: keras.Model,
-    x: Any,
-    vector: Any,
-    output: str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], Any] | None = None,
+    x: FitData,
+    vector: FitData,
+    output: OutputChoice = None,
     *,
     batch_size: int | None = None,
-    wrt: Any = None,
+    wrt: Wrt = None,
     jit_compile: bool | str = "auto",
-    out: str | os.PathLike | Any = None,
+    out: OutFiles = None,
     stream: bool = False,
     verbose: int = 0,
 ) -> Any:

@@ -1,17 +1,18 @@
 """`input_jacobian`: the derivatives of all outputs of a row with respect to that row's inputs."""
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice
-from keras_paragrad.inputs.function import Derivative, RowFunction, refuse_missing_derivatives
+from keras_paragrad.compat.types import FitData
+from keras_paragrad.inputs.function import Derivative, OutputChoice, RowFunction, refuse_missing_derivatives
+from keras_paragrad.inputs.rows import OutFiles
 from keras_paragrad.inputs.run import DerivativeOptions, differentiate
+from keras_paragrad.inputs.selection import Wrt
 
 MODES = ("auto", "forward", "reverse", "vectorized")
 _NO_DERIVATIVE = "TensorFlow can't differentiate a gradient: {}. Write mode='reverse'."
@@ -22,14 +23,14 @@ _PARALLEL_PASSES = 4
 
 def input_jacobian(
     model: keras.Model,
-    x: Any,
+    x: FitData,
     mode: str = "auto",
     *,
-    output: str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], Any] | None = None,
+    output: OutputChoice = None,
     batch_size: int | None = None,
-    wrt: Any = None,
+    wrt: Wrt = None,
     jit_compile: bool | str = "auto",
-    out: str | os.PathLike | Any = None,
+    out: OutFiles = None,
     stream: bool = False,
     verbose: int = 0,
 ) -> Any:
@@ -112,7 +113,9 @@ class Jacobian(NamedTuple):
 
     mode: str
 
-    def __call__(self, function: RowFunction, free: list[tf.Tensor], extra: Sequence, check: tf.Tensor) -> Derivative:
+    def __call__(
+        self, function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any], check: tf.Tensor
+    ) -> Derivative:
         """Differentiates `function` at `free`; if `check` is true, compares forward mode with reverse mode."""
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as inner:
@@ -150,7 +153,7 @@ class Jacobian(NamedTuple):
 def _push_forward(tape: tf.GradientTape, seed: tf.Tensor, pulled: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     """The Jacobian `(rows, outputs, inputs)`, one input entry per pass."""
 
-    def push(index) -> list[tf.Tensor]:
+    def push(index: tf.Tensor | int) -> list[tf.Tensor]:
         with refuse_missing_derivatives(_NO_DERIVATIVE):
             (derivative,) = tape.gradient(pulled, [seed], [_one_hot_seed(tensor, index)])
         if derivative is None:
@@ -187,26 +190,28 @@ def _row_size(tensor: tf.Tensor) -> int:
     return count
 
 
-def _one_hot_seed(like: tf.Tensor, index: Any) -> tf.Tensor:
+def _one_hot_seed(like: tf.Tensor, index: tf.Tensor | int) -> tf.Tensor:
     """A tensor like `like` that is one at entry `index` of each row and zero elsewhere."""
     row = tf.one_hot(index, _row_size(like), dtype=like.dtype)
     return tf.broadcast_to(tf.reshape(row, [1, *like.shape[1:]]), like.shape)
 
 
-def _map_seeds(run_pass: Callable[[Any], list[tf.Tensor]], count: int, like: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+def _map_seeds(
+    run_pass: Callable[[tf.Tensor | int], list[tf.Tensor]], count: int, like: Sequence[tf.Tensor]
+) -> list[tf.Tensor]:
     """Stacks the results of one pass per seed, `(count, ...)` each; `like` has their shapes and dtypes."""
     rounds = -(-count // _PARALLEL_PASSES)
     # Spread evenly over the rounds. An index past the last seed gives a zero seed, whose result is dropped.
     per_round = -(-count // rounds)
 
-    def run_round(first: Any) -> list[tf.Tensor]:
+    def run_round(first: tf.Tensor | int) -> list[tf.Tensor]:
         results = [run_pass(first + offset) for offset in range(per_round)]
         return [tf.stack(tensors) for tensors in zip(*results, strict=True)]
 
     if rounds == 1:
         return run_round(0)
 
-    def write(index, arrays):
+    def write(index: tf.Tensor, arrays: list[tf.TensorArray]):
         results = run_round(index * per_round)
         return index + 1, [array.write(index, result) for array, result in zip(arrays, results, strict=True)]
 

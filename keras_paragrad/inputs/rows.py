@@ -2,15 +2,20 @@
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_path, quote, refusal
+from keras_paragrad.compat.types import FitData, Structure
+from keras_paragrad.inputs.selection import Nesting
+
+# The argument `out`: the file of each result, nested as the results.
+OutFiles: TypeAlias = str | os.PathLike[str] | Sequence["OutFiles"] | Mapping[str, "OutFiles"] | None
 
 
 class Chunk(NamedTuple):
@@ -38,7 +43,7 @@ class InputRows:
         first: The first nonempty batch; of arrays, all rows.
     """
 
-    def __init__(self, x: Any):
+    def __init__(self, x: FitData):
         batches, self.count = _read_batches(x)
         first = next(batches, None)
         if first is None:
@@ -57,7 +62,7 @@ class InputRows:
             size = size or -(-len(batch[0]) // multiple) * multiple
             yield _pad(batch, size)
 
-    def _arrays(self, batches: Iterator[Any]) -> Iterator[list[np.ndarray]]:
+    def _arrays(self, batches: Iterator[Structure]) -> Iterator[list[np.ndarray]]:
         """The batches as lists of arrays, whose rows have one shape."""
         expected = None
         for batch in batches:
@@ -70,7 +75,7 @@ class InputRows:
             yield arrays
 
 
-def to_arrays(nested: Any) -> list[np.ndarray]:
+def to_arrays(nested: object) -> list[np.ndarray]:
     """The arrays in a nested structure, which must have the same number of rows."""
     leaves = keras.tree.flatten(nested)
     for leaf in leaves:
@@ -90,7 +95,7 @@ def to_arrays(nested: Any) -> list[np.ndarray]:
     return arrays
 
 
-def is_batched(x: Any) -> bool:
+def is_batched(x: object) -> bool:
     """Whether `x` yields batches, rather than being the rows themselves."""
     return isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__")
 
@@ -210,7 +215,7 @@ class NpyFile:
         return np.load(self._path, mmap_mode="r")
 
 
-def make_sinks(out: Any, nesting: Any, rows: int | None, x: Any) -> list[GrowingArray] | list[NpyFile]:
+def make_sinks(out: OutFiles, nesting: Nesting, rows: int | None, x: FitData) -> list[GrowingArray] | list[NpyFile]:
     """A sink for each result: files if `out` names them in the same nesting, otherwise memory.
 
     Refuses files that `x` is memory-mapped from, and one file for several results.
@@ -231,7 +236,7 @@ def make_sinks(out: Any, nesting: Any, rows: int | None, x: Any) -> list[Growing
     return [NpyFile(path) for path in paths]
 
 
-def _memory_mapped_files(x: Any) -> set[str]:
+def _memory_mapped_files(x: object) -> set[str]:
     """The files that arrays are mapped from."""
     files = set()
     for array in keras.tree.flatten(x):

@@ -1,7 +1,6 @@
 """Differentiates any number of rows, chunk by chunk, and collects the results."""
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -9,20 +8,21 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_choice, check_flag, check_instance, check_integer
+from keras_paragrad.compat.types import FitData
 from keras_paragrad.inputs.chunks import EstimateBytes, Execution, bytes_of_gradient, rows_within_budget
 from keras_paragrad.inputs.function import Differentiate, check_output
-from keras_paragrad.inputs.rows import Chunk, InputRows, is_batched, make_sinks, to_arrays
-from keras_paragrad.inputs.selection import Selection
+from keras_paragrad.inputs.rows import Chunk, InputRows, OutFiles, is_batched, make_sinks, to_arrays
+from keras_paragrad.inputs.selection import Selection, Wrt
 
 
 class DerivativeOptions(NamedTuple):
     """The arguments that all derivatives with respect to inputs share; see `input_gradients`."""
 
     output: Any
-    wrt: Any
+    wrt: Wrt
     batch_size: int | None
     jit_compile: bool | str
-    out: str | os.PathLike | Any
+    out: OutFiles
     stream: bool
     verbose: int
 
@@ -44,10 +44,10 @@ class DerivativeOptions(NamedTuple):
 
 def differentiate(
     model: keras.Model,
-    x: Any,
+    x: FitData,
     methods: Sequence[Differentiate],
     options: DerivativeOptions,
-    extra: Any = None,
+    extra: FitData = None,
     estimate: EstimateBytes = bytes_of_gradient,
 ) -> Any:
     """Differentiates every row.
@@ -103,7 +103,7 @@ def _run_all(
     bar.update(done, finalize=True)
 
 
-def _check_labels_fit(labels: np.ndarray, x: Any) -> None:
+def _check_labels_fit(labels: np.ndarray, x: object) -> None:
     """Refuses labels that can't be matched one to one with the rows of `x`."""
     if is_batched(x):
         raise ValueError(

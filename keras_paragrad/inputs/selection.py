@@ -1,7 +1,8 @@
 """Selects the inputs to differentiate: all, or those that `wrt` names. Inputs without a gradient are refused."""
 
 import contextlib
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
@@ -9,6 +10,11 @@ import numpy as np
 from keras_paragrad.arguments import check_choice, check_integer, quote, refusal
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.engine.step.segments import calls_of, functional_of
+
+# The argument `wrt`: names or numbers of inputs, nested as the result is to be.
+Wrt: TypeAlias = str | int | Sequence["Wrt"] | Mapping[str, "Wrt"] | None
+# Numbers of inputs, nested as these are.
+Nesting: TypeAlias = int | Sequence["Nesting"] | Mapping[str, "Nesting"]
 
 
 class Selection(NamedTuple):
@@ -22,14 +28,14 @@ class Selection(NamedTuple):
         nesting: The nesting of the result, with an input's number at each leaf.
     """
 
-    structure: Any
+    structure: Nesting
     names: list[str]
     numbers: list[int]
     dtypes: list[str]
-    nesting: Any
+    nesting: Nesting
 
     @classmethod
-    def of(cls, model: keras.Model, structure: Any, leaves: list[np.ndarray], wrt: Any) -> "Selection":
+    def of(cls, model: keras.Model, structure: Nesting, leaves: list[np.ndarray], wrt: Wrt) -> "Selection":
         """Selects the inputs that `wrt` names: all if it is `None`, otherwise a name, a number or a list of them."""
         declared = _declared_inputs(model, structure)
         names = _input_names(structure, declared)
@@ -52,7 +58,7 @@ class Selection(NamedTuple):
         return keras.tree.pack_sequence_as(self.nesting, results)
 
 
-def _declared_inputs(model: keras.Model, structure: Any) -> list[keras.KerasTensor | None]:
+def _declared_inputs(model: keras.Model, structure: Nesting) -> list[keras.KerasTensor | None]:
     """The symbolic input for each leaf of the structure, or `None`."""
     tensors = list(getattr(model, "inputs", None) or [])
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -62,7 +68,7 @@ def _declared_inputs(model: keras.Model, structure: Any) -> list[keras.KerasTens
     return tensors if len(tensors) == len(paths) else [None] * len(paths)
 
 
-def _input_names(structure: Any, declared: list[keras.KerasTensor | None]) -> list[str]:
+def _input_names(structure: Nesting, declared: list[keras.KerasTensor | None]) -> list[str]:
     """The name of each input: its key, that of its tensor, or its number."""
     paths = [path for path, _ in keras.tree.flatten_with_path(structure)]
     return [
@@ -71,7 +77,7 @@ def _input_names(structure: Any, declared: list[keras.KerasTensor | None]) -> li
     ]
 
 
-def _input_numbers(wrt: Any, names: list[str]) -> Any:
+def _input_numbers(wrt: Wrt, names: list[str]) -> Nesting:
     """The numbers of the inputs that `wrt` names, nested as it is."""
     try:
         return keras.tree.pack_sequence_as(wrt, [_input_number(each, names) for each in keras.tree.flatten(wrt)])
@@ -79,7 +85,7 @@ def _input_numbers(wrt: Any, names: list[str]) -> Any:
         raise refusal("wrt", wrt, f"one of the inputs {names}, or several, each once") from None
 
 
-def _input_number(name: Any, names: list[str]) -> int:
+def _input_number(name: object, names: list[str]) -> int:
     """The number of an input that is named by name or number."""
     with contextlib.suppress(ValueError):
         return names.index(check_choice("wrt", name, names))
@@ -137,7 +143,7 @@ def embedding_hint(model: keras.Model) -> str:
     )
 
 
-def _contains_embedding(operation: Any) -> bool:
+def _contains_embedding(operation: keras.Operation) -> bool:
     """Whether an operation is an embedding, or a layer around one, such as one that adds positions."""
     return isinstance(operation, keras.layers.Embedding) or (
         isinstance(operation, keras.layers.Layer)
@@ -146,7 +152,7 @@ def _contains_embedding(operation: Any) -> bool:
     )
 
 
-def _expression(model: keras.Model, tensor: Any) -> str | None:
+def _expression(model: keras.Model, tensor: keras.KerasTensor) -> str | None:
     """Python code for a tensor of a Functional model, by an operation that returns or takes it; or `None`."""
     operations = getattr(model, "operations", model.layers)
     for side in ("output", "input"):

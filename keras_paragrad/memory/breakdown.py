@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -53,7 +53,7 @@ class MemoryBreakdown:
 
 
 def breakdowns_of(
-    model: Any, step: TracedStep, replicas: int, *, recompute: bool = False, least: int = MIN_SHARD_BYTES
+    model: keras.Model, step: TracedStep, replicas: int, *, recompute: bool = False, least: int = MIN_SHARD_BYTES
 ) -> list[MemoryBreakdown]:
     """The memory of a device for each value of `shard`.
 
@@ -69,7 +69,7 @@ def breakdowns_of(
 
 
 def _breakdown(
-    model: Any, step: TracedStep, peaks: Peaks, shard: str | None, replicas: int, recompute: bool, least: int
+    model: keras.Model, step: TracedStep, peaks: Peaks, shard: str | None, replicas: int, recompute: bool, least: int
 ) -> MemoryBreakdown:
     """The bytes on a device with one choice of sharding and recomputation."""
     weight_sharding = Sharding(replicas if shard == "parameters" else 1, least)
@@ -142,7 +142,9 @@ def _gradients_and_peak(step: TracedStep, peaks: Peaks, weight_sharding: Shardin
     return [*history, held], most
 
 
-def _layers_with_gathered_weights(model: Any, step: TracedStep) -> Iterable[tuple[Any, list[keras.Variable]]]:
+def _layers_with_gathered_weights(
+    model: keras.Model, step: TracedStep
+) -> Iterable[tuple[keras.layers.Layer, list[keras.Variable]]]:
     """Layers with their own trainable variables that are gathered; tables are not, as their rows are looked up."""
     tables = {id(gradient.variable) for gradient in step.gradients if gradient.of_rows}
     for layer in (model, *all_layers(model)):
@@ -150,7 +152,7 @@ def _layers_with_gathered_weights(model: Any, step: TracedStep) -> Iterable[tupl
         yield layer, [each for each in layer.trainable_variables if id(each) not in inner | tables]
 
 
-def _gathered_bytes(layer: Any, variables: list[keras.Variable], weight_sharding: Sharding) -> int:
+def _gathered_bytes(layer: keras.layers.Layer, variables: list[keras.Variable], weight_sharding: Sharding) -> int:
     # Gathered in the dtype that the layer computes in.
     size = tf.as_dtype(layer.compute_dtype).size
     return sum(math.prod(variable.shape) * size for variable in variables if weight_sharding.divides(variable))

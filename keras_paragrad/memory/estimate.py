@@ -13,6 +13,7 @@ from rich.text import Text
 
 from keras_paragrad.arguments import check_flag, check_instance, check_integer
 from keras_paragrad.compat.layers import children
+from keras_paragrad.compat.types import Specs
 from keras_paragrad.engine.step.recompute import recompute_layer
 from keras_paragrad.engine.step.segments import recompute_parts
 from keras_paragrad.engine.step.tracing import traced_step
@@ -66,7 +67,7 @@ class Estimate(Printable):
         self.model, self.batch_size, self.replicas, self.rows = model, batch_size, replicas, rows
         self.columns, self.recomputed = columns, recomputed
 
-    def __getitem__(self, choice: Any) -> MemoryBreakdown:
+    def __getitem__(self, choice: str | tuple[str | None, bool] | None) -> MemoryBreakdown:
         shard, recompute = choice if isinstance(choice, tuple) else (choice, False)
         for column in self.columns:
             if (column.shard, column.recompute) == (shard, recompute):
@@ -143,7 +144,7 @@ class Recomputation(NamedTuple):
             end()
 
 
-def automatic_recomputation(model: Any) -> Recomputation:
+def automatic_recomputation(model: keras.Model) -> Recomputation:
     """The parts that `recompute(model)` recomputes; if it can't cut the model, its repeated blocks."""
     try:
         cut = cut_where_it_pays(model)
@@ -171,7 +172,7 @@ def _recompute_layers(blocks: list[keras.layers.Layer]) -> Callable[[], None]:
 
 def _blocks_within(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     """The sublayers that repeat, of the same class and shapes, at the outermost depth where some do."""
-    groups: dict[Any, list[keras.layers.Layer]] = defaultdict(list)
+    groups: dict[object, list[keras.layers.Layer]] = defaultdict(list)
     for child in children(layer):
         shapes = tuple(tuple(variable.shape) for variable in child.trainable_variables)
         groups[(type(child), shapes) if shapes and children(child) else id(child)].append(child)
@@ -193,9 +194,9 @@ def estimate_memory(
     *,
     per_replica: bool = False,
     length: int | None = None,
-    optimizer: Any = None,
+    optimizer: keras.optimizers.Optimizer | str | None = None,
     min_shard_bytes: int = MIN_SHARD_BYTES,
-    batch_spec: Any = None,
+    batch_spec: Specs = None,
 ) -> Estimate:
     """Estimates the memory of each device in `fit`, for every way to shard the model.
 

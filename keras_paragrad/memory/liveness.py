@@ -20,7 +20,7 @@ _IN_PLACE = frozenset(
     | {"SqrtGrad", "RsqrtGrad", "InvGrad", "ReciprocalGrad", "SoftplusGrad", "SoftsignGrad", "Select", "SelectV2"}
     | {"LogicalAnd", "LogicalOr", "LogicalNot", "ClipByValue", "Sign", "Floor", "Round", "TensorScatterAdd"}
 )
-_SCALARS: dict[str, Callable[[Any, Any], Any]] = {
+_SCALARS: dict[str, Callable[[Any, Any], int | bool]] = {
     **{"Add": operator.add, "AddV2": operator.add, "Sub": operator.sub, "Mul": operator.mul},
     **{"Less": operator.lt, "LessEqual": operator.le, "Greater": operator.gt, "GreaterEqual": operator.ge},
     **{"Equal": operator.eq, "NotEqual": operator.ne, "Minimum": min, "Maximum": max, "FloorDiv": operator.floordiv},
@@ -64,7 +64,7 @@ class _Value(NamedTuple):
     """
 
     buffer: _Buffer | None
-    known: Any = None
+    known: int | bool | None = None
     gathered: int = 0
 
     def without_gather(self) -> "_Value":
@@ -278,7 +278,7 @@ def _links(buffer: _Buffer | None) -> tuple[_Buffer | None, _Buffer | None]:
     return (buffer.parts[0], buffer.parts[1]) if buffer is not None and len(buffer.parts) == 2 else (None, None)
 
 
-def _known_value(operation: TracedOperation, inputs: list[_Value]) -> Any:
+def _known_value(operation: TracedOperation, inputs: list[_Value]) -> int | bool | None:
     """The value of an integer or boolean, if it follows from the inputs."""
     if operation.value is not None:
         return operation.value

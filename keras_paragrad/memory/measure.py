@@ -3,15 +3,18 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
 
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.step.operations import check_repeatable
-from keras_paragrad.engine.step.segments import Part, functional_of, run_in_parts
+from keras_paragrad.engine.step.segments import FunctionalModel, Part, RunPart, Tensors, functional_of, run_in_parts
 from keras_paragrad.flops import flops_of_operation
+
+Result = TypeVar("Result")
 
 # Examples in the traced batch; layers may squeeze an axis of size 1.
 _EXAMPLES = 2
@@ -55,7 +58,7 @@ class ModelCost(NamedTuple):
     work: float
 
 
-def measure_parts(model: keras.Model, functional: Any, parts: Sequence[Part]) -> ModelCost:
+def measure_parts(model: keras.Model, functional: FunctionalModel, parts: Sequence[Part]) -> ModelCost:
     """Measures the parts of a model by tracing a forward and backward pass.
 
     Args:
@@ -65,8 +68,8 @@ def measure_parts(model: keras.Model, functional: Any, parts: Sequence[Part]) ->
     """
     ranges: list[tuple[int, int, set[str]]] = []
 
-    def record(part: Part, run: Callable[..., Any]) -> Callable[..., Any]:
-        def recorded(*arguments: Any, **keywords: Any) -> Any:
+    def record(part: Part, run: RunPart) -> RunPart:
+        def recorded(*arguments: Any, **keywords: Any) -> Tensors:
             graph = tf.compat.v1.get_default_graph()
             start = len(graph.get_operations())
             outputs = run(*arguments, **keywords)
@@ -99,7 +102,7 @@ def measure_parts(model: keras.Model, functional: Any, parts: Sequence[Part]) ->
     return ModelCost(costs, input_bytes, sum(work))
 
 
-def _with_open_steps(trace: Callable[[int], Any]) -> Any:
+def _with_open_steps(trace: Callable[[int], Result]) -> tuple[int, Result]:
     """Traces with the first sequence length that the model accepts."""
     *others, last = _OPEN_STEPS
     for steps in others:
@@ -129,7 +132,7 @@ def _traced(model: keras.Model, steps: int) -> tuple[list[tf.Operation], int]:
     )
     marks = []
 
-    def step(inputs, values):
+    def step(inputs: Structure, values: list[tf.Tensor]):
         # The model is neither read nor changed.
         scope = keras.StatelessScope(list(zip(variables, values, strict=True)), collect_losses=True)
         with tf.GradientTape(persistent=False) as tape, untouched(model, scope):

@@ -1,7 +1,7 @@
 """`recompute`: gradient checkpointing in ordinary `fit`; and which layers can be recomputed."""
 
 import difflib
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 
@@ -55,7 +55,13 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
         Chen et al., Training deep nets with sublinear memory cost, https://arxiv.org/abs/1604.06174.
     """
 
-    def __init__(self, model: keras.Model, layers: Any = "auto", *, every: int | None = None):
+    def __init__(
+        self,
+        model: keras.Model,
+        layers: str | Sequence[str | int | keras.layers.Layer] = "auto",
+        *,
+        every: int | None = None,
+    ):
         check_instance("model", model, keras.Model, "a Keras model")
         every = check_integer("every", every, most=2**31 - 1, example=2, optional=True)
         automatic = isinstance(layers, str) and layers == "auto"
@@ -91,7 +97,9 @@ _WHAT = "names of the model's layers, or the layers"
 _EXAMPLE = '["block_0", "block_1"]'
 
 
-def select_layers(model: keras.Model, layers: Any) -> list[keras.layers.Layer]:
+def select_layers(
+    model: keras.Model, layers: str | Sequence[str | int | keras.layers.Layer]
+) -> list[keras.layers.Layer]:
     """The layers to recompute.
 
     Args:
@@ -102,7 +110,7 @@ def select_layers(model: keras.Model, layers: Any) -> list[keras.layers.Layer]:
         ValueError: One is not in the model, contains another, or can't be recomputed.
     """
 
-    def check(name: str, value: Any) -> keras.layers.Layer:
+    def check(name: str, value: object) -> keras.layers.Layer:
         if isinstance(value, keras.layers.Layer):
             return value
         if not isinstance(value, str):

@@ -1,13 +1,14 @@
 """Cuts a model into segments to recompute: of equal length, or those that save memory."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.engine.step.recompute import is_recomputed
 from keras_paragrad.engine.step.segments import (
+    FunctionalModel,
     Part,
     functional_of,
     join_parts,
@@ -142,7 +143,7 @@ class Cut(NamedTuple):
         expects: The expected savings, as a message; `None` if nothing was measured.
     """
 
-    functional: Any
+    functional: FunctionalModel
     segments: list[tuple[Part, bool]]
     expects: str | None
 
@@ -187,12 +188,14 @@ def cut_where_it_pays(model: keras.Model) -> Cut:
     return _make_cut(functional, parts, segments, expects)
 
 
-def _make_cut(functional: Any, parts: Sequence[Part], segments: Sequence[Span], expects: str | None) -> Cut:
+def _make_cut(
+    functional: FunctionalModel | None, parts: Sequence[Part], segments: Sequence[Span], expects: str | None
+) -> Cut:
     joined = [(join_parts(functional, parts[first:last]), recomputed) for first, last, recomputed in segments]
     return Cut(functional, joined, expects)
 
 
-def _parts(model: keras.Model) -> tuple[Any, list[Part]]:
+def _parts(model: keras.Model) -> tuple[FunctionalModel | None, list[Part]]:
     """The innermost Functional model with most of the layers, and its smallest parts."""
     functional = functional_of(model)
     if functional is None or not model.built:

@@ -35,7 +35,7 @@ class Call:
     """
 
     layer: keras.layers.Layer
-    arguments: tuple
+    arguments: tuple[Any, ...]
     keywords: dict[str, Any]
     training: bool
     rerun: Callable[..., Any]
@@ -68,7 +68,7 @@ class Call:
     def with_tensors(self, tensors: dict[tuple[str, int], tf.Tensor]) -> "Call":
         """A copy of the call with some of its `tensors` replaced."""
         flat = keras.tree.flatten((self.arguments, self.keywords))
-        parts: dict[str, list] = {"arguments": flat, "outputs": list(self.outputs)}
+        parts: dict[str, list[Any]] = {"arguments": flat, "outputs": list(self.outputs)}
         parts |= {"cotangents": list(self.cotangents or []), "gradients": list(self.gradients or [])}
         for (field, index), value in tensors.items():
             parts[field][index] = with_mask(value, mask_of(flat[index])) if field == "arguments" else value

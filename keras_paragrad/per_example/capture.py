@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import attributes, called_for_training, compiled_by_xla, mask_of, with_mask
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.per_example.calls import Call
@@ -20,7 +21,7 @@ from keras_paragrad.per_example.weight_reads import WeightReads
 # A batch size that no other axis is likely to have: an output with another first axis is not a batch of examples.
 _PROBE_BATCH = 1009
 
-_UNITS: "weakref.WeakKeyDictionary[keras.layers.Layer, dict]" = weakref.WeakKeyDictionary()
+_UNITS: "weakref.WeakKeyDictionary[keras.layers.Layer, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
 class Capture:
@@ -45,7 +46,7 @@ class Capture:
         self.reads = WeightReads(layer.trainable_variables, detached)
         self._used_in_other_graph: keras.Variable | None = None
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Structure:
         """Calls the layer and returns its outputs."""
         if called_for_training():
             check_training(self.layer)
@@ -87,13 +88,13 @@ class Capture:
             if calls:
                 yield unit, calls
 
-    def _record_calls(self, unit: Unit) -> Callable[..., Any]:
+    def _record_calls(self, unit: Unit) -> Callable[..., Structure]:
         """The function that replaces a unit's `call`."""
         layer, rule, batched = unit
         original = getattr(layer, _call_method(layer))
 
         @functools.wraps(original)
-        def record_call(*arguments, **keywords):
+        def record_call(*arguments: Any, **keywords: Any):
             if self.reads.is_within_a_unit:
                 return original(*arguments, **keywords)
             training = called_for_training()
@@ -111,7 +112,7 @@ class Capture:
 
         return record_call
 
-    def _tap(self, call: Call, outputs: Any) -> Any:
+    def _tap(self, call: Call, outputs: Structure) -> Structure:
         """Passes outputs through the identity that records their cotangents."""
         if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not self.graph:
             self._used_in_other_graph = call.layer.trainable_variables[0]
@@ -127,8 +128,8 @@ class Capture:
         reference = weakref.ref(call)
 
         @tf.custom_gradient
-        def identity(anchor, *tensors):
-            def backward(*cotangents):
+        def identity(anchor: tf.Tensor, *tensors: tf.Tensor):
+            def backward(*cotangents: tf.Tensor):
                 call = reference()
                 if call is not None:
                     call.cotangents = list(cotangents)
@@ -146,12 +147,18 @@ def _call_method(layer: keras.layers.Layer) -> str:
     return "call" if getattr(layer, "quantization_mode", None) is None else "quantized_call"
 
 
-def _rerun(layer: keras.layers.Layer, original: Callable, training: bool, arguments: tuple, keywords: dict) -> Any:
+def _rerun(
+    layer: keras.layers.Layer,
+    original: Callable[..., Structure],
+    training: bool,
+    arguments: tuple[Structure, ...],
+    keywords: dict[str, Any],
+) -> Structure:
     with attributes(layer, **{_call_method(layer): original}):
         return layer(*arguments, **{**keywords, "training": training})
 
 
-def units_for(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any]) -> list[Unit]:
+def units_for(layer: keras.layers.Layer, arguments: tuple[Structure, ...], keywords: dict[str, Any]) -> list[Unit]:
     """The units of a built layer that is to be called with the given arguments, found by calls on placeholders.
 
     A layer that reads the weights of its sublayers, or calls them in a loop or on something other than a batch of
@@ -168,7 +175,9 @@ def units_for(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, A
     return known[key]
 
 
-def _probe_units(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str, Any]) -> tuple[list[Unit], bool]:
+def _probe_units(
+    layer: keras.layers.Layer, arguments: tuple[Structure, ...], keywords: dict[str, Any]
+) -> tuple[list[Unit], bool]:
     """Returns the units, and whether the call on placeholders succeeded."""
     indivisible: set[int] = set()
     size = _PROBE_BATCH
@@ -191,7 +200,7 @@ def _probe_units(layer: keras.layers.Layer, arguments: tuple, keywords: dict[str
 
 
 def _call_on_placeholders(
-    layer: keras.layers.Layer, units: list[Unit], arguments: tuple, keywords: dict[str, Any], size: int
+    layer: keras.layers.Layer, units: list[Unit], arguments: tuple[Structure, ...], keywords: dict[str, Any], size: int
 ) -> tuple[Capture, bool]:
     """Calls a layer with batches of the given size; also returns whether the call succeeded."""
     flat = keras.tree.flatten((arguments, keywords))
@@ -199,7 +208,7 @@ def _call_on_placeholders(
     indices = [index for index, value in enumerate(flat) if _has_axes(value) and value.shape[0] == batch_size]
     captures: list[Capture] = []
 
-    def call(*placeholders):
+    def call(*placeholders: tf.Tensor):
         probe = list(flat)
         for index, placeholder in zip(indices, placeholders, strict=True):
             probe[index] = placeholder
@@ -218,7 +227,7 @@ def _call_on_placeholders(
     return captures[0], True
 
 
-def _batch_size(arguments: tuple, keywords: dict[str, Any]) -> int | None:
+def _batch_size(arguments: tuple[Structure, ...], keywords: dict[str, Any]) -> int | None:
     """The first axis of the first tensor."""
     return next((value.shape[0] for value in keras.tree.flatten((arguments, keywords)) if _has_axes(value)), None)
 

@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_each, check_instance, check_integer, check_number, check_path
+from keras_paragrad.compat.types import Logs
 from keras_paragrad.extras import require
 from keras_paragrad.per_example.wrapped_model import find_per_example_layer
 from keras_paragrad.per_example.wrapper import PerExampleGradients
@@ -126,7 +127,7 @@ class ExampleGradients(keras.callbacks.Callback):
         indices = np.argsort(-np.where(np.isnan(self.norms), np.inf, self.norms), kind="stable")[: self.largest]
         return [Largest(int(index), float(self.norms[index])) for index in indices]
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Finds the layer."""
         model = self.model
         self._wrapper = self.layer or find_per_example_layer(model)
@@ -144,15 +145,15 @@ class ExampleGradients(keras.callbacks.Callback):
         if self.log_dir is not None:
             self._writer = tf.summary.create_file_writer(str(self.log_dir))
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Starts collecting."""
         self._batches = []
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Collects a batch's norms."""
         self._batches.append(self._wrapper.norms)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Adds the statistics to the logs, and writes them for TensorBoard."""
         self.norms = np.concatenate(self._batches) if self._batches else np.empty(0, "float32")
         if not len(self.norms):
@@ -170,7 +171,7 @@ class ExampleGradients(keras.callbacks.Callback):
                     tf.summary.scalar(name, value)
                 tf.summary.histogram("example_norms", self._finite_norms, buckets=self.bins)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Flushes and closes the TensorBoard writer."""
         if self._writer is not None:
             self._writer.close()

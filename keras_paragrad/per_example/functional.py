@@ -1,14 +1,15 @@
 """`per_example_gradients` and `per_example_norms`: for custom training loops and for inspecting data."""
 
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_flag, check_instance, check_integer, refusal
+from keras_paragrad.compat.types import FitData, Structure
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.symbolic import build_by_calling
@@ -16,10 +17,15 @@ from keras_paragrad.per_example.capture import Capture, units_for
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.separability import check_separable_layer, check_separable_loss, example_losses
 
+# A name or a config of Keras, a loss, a function of targets and predictions, or one of these for each output.
+LossArgument: TypeAlias = (
+    str | keras.losses.Loss | Callable[[Any, Any], Any] | Sequence["LossArgument"] | Mapping[str, Any]
+)
+
 # Intermediate per-example tensors are as large as the result, so this bounds the memory.
 _BATCH_SIZE = 256
 _MOST_COMPILED = 8
-_COMPILED: "weakref.WeakKeyDictionary[keras.Model, dict]" = weakref.WeakKeyDictionary()
+_COMPILED: "weakref.WeakKeyDictionary[keras.Model, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 
 Quantity = Callable[[Quantities], list[tf.Tensor]]
 
@@ -27,10 +33,10 @@ Quantity = Callable[[Quantities], list[tf.Tensor]]
 def _compute_in_batches(
     quantity: Quantity,
     model: keras.Model,
-    x: Any,
-    y: Any,
-    loss: Any,
-    sample_weight: Any,
+    x: FitData,
+    y: FitData,
+    loss: LossArgument,
+    sample_weight: FitData,
     batch_size: int | None,
     training: bool,
     jit_compile: bool,
@@ -70,7 +76,7 @@ def _compute_in_batches(
     return results
 
 
-def _batches(data: Any, count: int, size: int) -> Iterator[tuple[slice, Any]]:
+def _batches(data: Sequence[Structure], count: int, size: int) -> Iterator[tuple[slice, Sequence[Structure]]]:
     """Yields a slice and its rows; the last batch is padded with the last row, so that all have the same size."""
     for start in range(0, count, size):
         rows = slice(start, min(start + size, count))
@@ -78,7 +84,9 @@ def _batches(data: Any, count: int, size: int) -> Iterator[tuple[slice, Any]]:
         yield rows, keras.tree.map_structure(lambda each, i=indices: None if each is None else each[i], data)
 
 
-def _cached(quantity: Quantity, model: keras.Model, loss: Any, training: bool, jit_compile: bool) -> Any:
+def _cached(
+    quantity: Quantity, model: keras.Model, loss: LossArgument, training: bool, jit_compile: bool
+) -> Callable[..., list[tf.Tensor]]:
     """The compiled function that computes a quantity for one batch, cached per model and loss."""
     weights = tuple(id(variable) for variable in model.trainable_variables)
     key = (quantity, weights, tuple(keras.tree.flatten(loss)), training, jit_compile)
@@ -91,13 +99,19 @@ def _cached(quantity: Quantity, model: keras.Model, loss: Any, training: bool, j
     return cached[key]
 
 
-def _compile(quantity: Quantity, reference: Any, loss: Any, training: bool, jit_compile: bool) -> Any:
+def _compile(
+    quantity: Quantity,
+    reference: Callable[[], Any],
+    loss: LossArgument,
+    training: bool,
+    jit_compile: bool,
+) -> Callable[..., list[tf.Tensor]]:
     """The function that computes a quantity of a batch, compiled once for a model and a loss."""
     losses = [_as_loss(each) for each in keras.tree.flatten(loss)]
 
     @tf.function(jit_compile=jit_compile, reduce_retracing=True, autograph=False)
     @releasing
-    def compute(x, y, sample_weight):
+    def compute(x: Structure, y: Structure, sample_weight: Structure):
         model, anchor = reference(), tf.zeros([])
         check_separable_layer(model, x, training=training)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -111,7 +125,9 @@ def _compile(quantity: Quantity, reference: Any, loss: Any, training: bool, jit_
     return compute
 
 
-def _terms(losses: list[keras.losses.Loss], y: Any, y_pred: Any, sample_weight: Any) -> list[LossTerm]:
+def _terms(
+    losses: list[keras.losses.Loss], y: Structure, y_pred: Structure, sample_weight: Structure
+) -> list[LossTerm]:
     """The loss of each output, checked to be a sum over examples."""
     targets, predictions, weights = (keras.tree.flatten(each) for each in (y, y_pred, sample_weight))
     if len(weights) == 1:
@@ -128,15 +144,15 @@ def _terms(losses: list[keras.losses.Loss], y: Any, y_pred: Any, sample_weight: 
 
 
 class _FunctionLoss(keras.losses.Loss):
-    def __init__(self, function: Callable[[Any, Any], Any]):
+    def __init__(self, function: Callable[..., Any]):
         super().__init__(name=getattr(function, "__name__", "loss"))
         self.call = function
 
 
-def _as_loss(loss: Any) -> keras.losses.Loss:
+def _as_loss(loss: LossArgument) -> keras.losses.Loss:
     """A `keras.losses.Loss` from its name, config or function."""
     try:
-        resolved = keras.losses.get(loss)
+        resolved: Any = keras.losses.get(loss)
     except Exception:  # whatever Keras raises for an invalid loss
         resolved = None
     if isinstance(resolved, keras.losses.Loss):
@@ -146,10 +162,10 @@ def _as_loss(loss: Any) -> keras.losses.Loss:
     raise refusal("loss", loss, "a Keras loss, its name, or a function of targets and predictions", "'mse'")
 
 
-def _check_rows(name: str, nested: Any, *, optional: bool = False) -> Any:
+def _check_rows(name: str, nested: FitData, *, optional: bool = False) -> Any:
     """Converts every leaf of an argument to an array of at least one row; an `optional` leaf may be `None`."""
 
-    def check(leaf: Any) -> np.ndarray | None:
+    def check(leaf: object) -> np.ndarray | None:
         if leaf is None and optional:
             return None
         try:
@@ -165,10 +181,10 @@ def _check_rows(name: str, nested: Any, *, optional: bool = False) -> Any:
 
 def per_example_gradients(
     model: keras.Model,
-    x: Any,
-    y: Any,
-    loss: Any,
-    sample_weight: Any = None,
+    x: FitData,
+    y: FitData,
+    loss: LossArgument,
+    sample_weight: FitData = None,
     batch_size: int | None = None,
     *,
     training: bool = False,
@@ -209,10 +225,10 @@ def per_example_gradients(
 
 def per_example_norms(
     model: keras.Model,
-    x: Any,
-    y: Any,
-    loss: Any,
-    sample_weight: Any = None,
+    x: FitData,
+    y: FitData,
+    loss: LossArgument,
+    sample_weight: FitData = None,
     batch_size: int | None = None,
     *,
     training: bool = False,

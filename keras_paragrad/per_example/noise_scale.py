@@ -1,7 +1,7 @@
 """`GradientNoiseScale`: estimates the largest batch size that still pays off."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_choice, check_integer, check_number
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.optimizer import clips_gradients, find_accumulator
+from keras_paragrad.compat.types import Gradients, Logs
 from keras_paragrad.compat.workers import local_replica_values, replica_variable
 from keras_paragrad.engine.losses.terms import is_summed
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -53,7 +54,7 @@ class NoiseEstimate:
         # Weighted sums of signal and variance, and the sum of the weights.
         self.average = replica_variable([3])
 
-    def gradient(self, gradients: Sequence[Any], rows: tf.Tensor) -> None:
+    def gradient(self, gradients: Gradients, rows: tf.Tensor) -> None:
         """Records the gradient of a micro-batch on one replica; see `engine.telemetry.watch.Observe`."""
         rows = tf.cast(rows, "float32")
         if self.examples is not None:
@@ -64,7 +65,7 @@ class NoiseEstimate:
             small = [_squared_norm(gradients) * tf.square(factor), 1 / rows, tf.constant(1.0), rows]
         self.window.assign_add(tf.stack(small))
 
-    def update(self, gradients: Sequence[Any]) -> None:
+    def update(self, gradients: Gradients) -> None:
         """Records the gradient of the whole update and solves for signal and variance."""
         (window,) = sum_over_replicas([tf.identity(self.window)])
         squares, inverses, count, rows = tf.unstack(window)
@@ -89,7 +90,7 @@ class NoiseEstimate:
         return Noise(signal / weight, variance / weight) if weight else Noise(float("nan"), float("nan"))
 
 
-def _squared_norm(gradients: Sequence[Any]) -> tf.Tensor:
+def _squared_norm(gradients: Gradients) -> tf.Tensor:
     dense = [tf.convert_to_tensor(gradient) for gradient in gradients if gradient is not None]
     return tf.add_n([tf.reduce_sum(tf.square(tf.cast(gradient, "float32"))) for gradient in dense])
 
@@ -147,7 +148,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
     def noise(self) -> Noise:
         return Noise(float("nan"), float("nan")) if self._estimate is None else self._estimate.read()
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Starts observing gradients; a second `fit` of the same model resumes the average."""
         if self._estimated_model is not self.model:
             with self.model.distribute_strategy.scope():
@@ -155,22 +156,22 @@ class GradientNoiseScale(keras.callbacks.Callback):
             self._estimated_model = self.model
         StepBuilder.of(self.model).begin_fit(self._fillers)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Discards a window that the previous epoch left unfinished."""
         if self._estimate:
             self._estimate.begin()
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Adds the estimates to the batch logs every `update_freq` batches."""
         if self.update_freq != "epoch" and logs is not None and (batch + 1) % self.update_freq == 0:
             logs.update(self._logs())
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Adds the estimates to the epoch's logs."""
         if logs is not None:
             logs.update(self._logs())
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Stops observing."""
         StepBuilder.of(self.model).end_fit(self._fillers)
 

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad.compat.types import GradientTensor
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.rule import Factors, Rule, squared_norm, zeroed
 from keras_paragrad.per_example.units import Unit
@@ -71,7 +72,7 @@ class Quantities:
             for moment, variable in zip(self._add(parts), self.variables, strict=True)
         ]
 
-    def weighted_sums(self, weights: tf.Tensor, norms: tf.Tensor | None = None) -> list[Any]:
+    def weighted_sums(self, weights: tf.Tensor, norms: tf.Tensor | None = None) -> list[GradientTensor | None]:
         """The sum over examples of gradients times `weights` `(batch,)`, in each weight's shape and dtype.
 
         `None` where the weight has no gradient, as in plain training. An example of weight 0 contributes nothing, even

@@ -2,16 +2,19 @@
 
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import compiled_by_xla
+from keras_paragrad.compat.types import Scalar
 from keras_paragrad.compat.workers import local_replica_values, replica_variable
 from keras_paragrad.per_example.quantities import Quantities
-from keras_paragrad.per_example.rule import Factors
+from keras_paragrad.per_example.rule import FactorLayout, Factors
+
+Result = TypeVar("Result")
 
 # A norm takes four bytes, so this capacity costs a step nothing.
 _NORMS_CAPACITY = 2**14
@@ -81,7 +84,7 @@ class ReplicaSum:
     def __init__(self, shape: Sequence[int], dtype: tf.DType = tf.float32):
         self.value = replica_variable(shape, dtype)
 
-    def assign(self, value: Any) -> None:
+    def assign(self, value: Scalar) -> None:
         """Stores this replica's part."""
         self.value.assign(value)
 
@@ -150,8 +153,8 @@ class ReplicaRows:
 class _Buffers(NamedTuple):
     """The variables that store factors of the same shapes and layout."""
 
-    shapes: Sequence[tuple]
-    layout: Callable[..., Any]
+    shapes: Sequence[tuple[Any, ...]]
+    layout: FactorLayout
     rows: Sequence[ReplicaRows]
 
 
@@ -171,7 +174,7 @@ class FactoredGradients:
         # Index of the buffers that the last step wrote to.
         self.index = ReplicaSum([], tf.int32)
 
-    def assign(self, gradients: Any) -> None:
+    def assign(self, gradients: "tf.Tensor | Factors") -> None:
         """Stores gradients, `(count, *shape)`, or their `Factors`; called within a step, on each replica."""
         factors = Factors.of(gradients)
         # Shapes in steps compiled by XLA are static, but may still be unknown while tracing.
@@ -205,7 +208,7 @@ class FactoredGradients:
         self.buffers.append(_call_outside_of_graphs(self._make_buffers, shapes, factors.layout))
         return len(self.buffers) - 1
 
-    def _make_buffers(self, shapes: Sequence[tuple], layout: Callable[..., Any]) -> _Buffers:
+    def _make_buffers(self, shapes: Sequence[tuple[Any, ...]], layout: FactorLayout) -> _Buffers:
         """The variables that hold factors of these shapes."""
         # The gradients are linear in the last factor, so it alone is scaled.
         scales = [None] * (len(shapes) - 1) + [self.factor]
@@ -216,7 +219,7 @@ class FactoredGradients:
         return _Buffers(shapes, layout, rows)
 
 
-def _call_outside_of_graphs(make: Callable[..., Any], *arguments: Any) -> Any:
+def _call_outside_of_graphs(make: Callable[..., Result], *arguments: Any) -> Result:
     """Calls `make` in another thread, since a `tf.function` may create variables only in its first trace."""
     strategy = tf.distribute.get_strategy()
 

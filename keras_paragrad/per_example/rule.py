@@ -7,9 +7,13 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import quote
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.weight_reads import WeightReads
 from keras_paragrad.sums import row_sums
+
+# Makes gradients, `(batch, *shape)`, of their factors.
+FactorLayout = Callable[..., Any]
 
 
 class Factors(NamedTuple):
@@ -22,14 +26,14 @@ class Factors(NamedTuple):
     """
 
     tensors: Sequence[Any]
-    layout: Callable[..., Any]
+    layout: FactorLayout
 
     def materialized(self) -> Any:
         """The gradients, `(batch, *shape)`."""
         return self.layout(*self.tensors)
 
     @classmethod
-    def of(cls, gradients: Any) -> "Factors":
+    def of(cls, gradients: "tf.Tensor | Factors") -> "Factors":
         """Returns `Factors` unchanged; wraps plain gradients as their only factor."""
         return gradients if isinstance(gradients, Factors) else cls([gradients], _identity)
 
@@ -123,7 +127,7 @@ class Rule:
         known = {id(variable) for variable in self.variables(layer)}
         return all(id(variable) in known for variable in layer.trainable_variables)
 
-    def run(self, call: Call, function: Callable[..., Any], reads: WeightReads) -> Any:
+    def run(self, call: Call, function: Callable[..., Structure], reads: WeightReads) -> Structure:
         """Calls the layer and returns its outputs; override it to record something of the call, or to refuse it.
 
         Args:

@@ -10,7 +10,7 @@ from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 
-_MIXING_LAYERS: "weakref.WeakKeyDictionary[keras.layers.Layer, dict]" = weakref.WeakKeyDictionary()
+_MIXING_LAYERS: "weakref.WeakKeyDictionary[keras.layers.Layer, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 _SEPARABLE_LOSSES: "weakref.WeakSet[keras.losses.Loss]" = weakref.WeakSet()
 
 
@@ -72,7 +72,7 @@ def example_losses(term: LossTerm) -> tf.Tensor:
     return total if term.is_sum else total * tf.math.reciprocal_no_nan(tf.reduce_sum(mask, inner))
 
 
-def call_signature(arguments: Any) -> list[Any]:
+def call_signature(arguments: object) -> list[object]:
     """The dtypes and shapes of nested arguments, without the batch axis: calls that agree in them are alike."""
     return [
         (value.dtype, *value.shape[1:]) if tf.is_tensor(value) or isinstance(value, tf.TensorSpec) else repr(value)

@@ -12,6 +12,7 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.layers import outermost_layer
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step, summed_by_keras
+from keras_paragrad.compat.types import GradientTensor, Structure
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.step.gradient import replica_weight_of
 from keras_paragrad.per_example.capture import Capture, units_for
@@ -40,13 +41,13 @@ class Step:
     def __init__(
         self,
         layer: keras.layers.Layer,
-        finish: Callable[["Step"], Sequence[Any]],
+        finish: Callable[["Step"], Sequence[GradientTensor | None]],
         detached: bool,
         loss: "LossRecord",
     ):
         self.layer, self.finish, self.detached, self.loss = layer, finish, detached, loss
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Structure:
         """Calls the layer."""
         check_separable_layer(self.layer, *arguments, training=keywords.get("training") is not False)
         units = units_for(self.layer, arguments, keywords)
@@ -58,14 +59,14 @@ class Step:
         quantities = Quantities(self.capture.recorded, self.layer.trainable_variables)
         return quantities, self.loss.factor(quantities.batch)
 
-    def _anchor(self) -> Any:
+    def _anchor(self) -> tf.Tensor:
         """A scalar whose gradient calls `finish`; any gradient of the weights triggers it, as they are inputs."""
         # TensorFlow never frees the gradient functions of graphs; a weak reference keeps them from holding the model.
         reference, name = weakref.ref(self), self.layer.name
 
         @tf.custom_gradient
-        def anchor(zero, *weights):
-            def backward(_):
+        def anchor(zero: tf.Tensor, *weights: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], Any]]:
+            def backward(_: tf.Tensor) -> Any:
                 step = reference()
                 if step is None:
                     raise ValueError(
@@ -77,7 +78,8 @@ class Step:
             return tf.identity(zero), backward
 
         weights = [tf.convert_to_tensor(variable.value) for variable in self.layer.trainable_variables]
-        return anchor(tf.zeros([]), *weights)
+        scalar: Any = anchor(tf.zeros([]), *weights)
+        return scalar
 
 
 class LossRecord:
@@ -204,7 +206,7 @@ class LossRecord:
             )
         return summed
 
-    def _declared_divisor(self, batch: tf.Tensor) -> dict[tuple, tf.Tensor]:
+    def _declared_divisor(self, batch: tf.Tensor) -> dict[tuple[Any, ...], tf.Tensor]:
         """The divisor of a loss that the model computes itself: its batch's size, or 1 for a sum."""
         if self.reduction is None and self._is_custom:
             raise ValueError(
@@ -221,7 +223,7 @@ class LossRecord:
         return one if optimizer is None else tf.cast(optimizer.scale_loss(one), "float32")
 
 
-def _kind(term: LossTerm) -> tuple:
+def _kind(term: LossTerm) -> tuple[Any, ...]:
     """How a loss is reduced: a sum, a mean, or a mean by sample weights."""
     if term.is_sum:
         return ("sum",)

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -25,7 +24,7 @@ class WeightReads(keras.StatelessScope):
         super().__init__(values, collect_losses=True, initialize_variables=False)
         self.watched = {id(variable): variable for variable in variables}
         self.readable: set[int] = set()
-        self.overwritten: dict[int, tuple[keras.Variable, Any]] | None = None
+        self.overwritten: dict[int, tuple[keras.Variable, tf.Tensor]] | None = None
         self.read_outside: keras.Variable | None = None
 
     @property
@@ -43,7 +42,7 @@ class WeightReads(keras.StatelessScope):
         finally:
             self.readable = previous
 
-    def get_current_value(self, variable: keras.Variable) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         """The value that a variable is read as; `None` for its stored value."""
         if id(variable) in self.watched and id(variable) not in self.readable:
             self.read_outside = variable
@@ -53,7 +52,7 @@ class WeightReads(keras.StatelessScope):
             )
         return super().get_current_value(variable)
 
-    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Assigns at once, as outside of a stateless scope."""
         variable, _ = update
         if self.overwritten is not None and id(variable) not in self.overwritten:
@@ -61,10 +60,10 @@ class WeightReads(keras.StatelessScope):
         assign_now(*update)
 
     @contextlib.contextmanager
-    def recording_assignments(self) -> Generator[list[tuple[keras.Variable, Any]]]:
+    def recording_assignments(self) -> Generator[list[tuple[keras.Variable, tf.Tensor]]]:
         """On exit, fills the yielded list with the variables assigned inside and their previous values."""
         previous, self.overwritten = self.overwritten, {}
-        assignments: list[tuple[keras.Variable, Any]] = []
+        assignments: list[tuple[keras.Variable, tf.Tensor]] = []
         try:
             yield assignments
         finally:
@@ -79,7 +78,7 @@ class LossReads(WeightReads):
         super().__init__(variables, detached=False)
         self.owner = owner
 
-    def get_current_value(self, variable: keras.Variable) -> Any:
+    def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         if id(variable) in self.watched:
             raise ValueError(
                 f"The compute_loss of {self.owner} reads the weight {variable.path!r}, so per-example gradients would "
@@ -89,6 +88,6 @@ class LossReads(WeightReads):
         return super().get_current_value(variable)
 
 
-def fixed_weights(values: Iterable[tuple[keras.Variable, Any]]) -> keras.StatelessScope:
+def fixed_weights(values: Iterable[tuple[keras.Variable, tf.Tensor]]) -> keras.StatelessScope:
     """A scope in which weights have the given values, nothing is assigned and no loss is added."""
     return keras.StatelessScope(list(values), initialize_variables=False)

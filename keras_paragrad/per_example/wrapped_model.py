@@ -3,6 +3,7 @@
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from keras_paragrad.arguments import check_instance
 from keras_paragrad.compat.delegation import (
@@ -14,6 +15,7 @@ from keras_paragrad.compat.delegation import (
     preprocesses,
 )
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.types import Config, Shape, Structure
 from keras_paragrad.exports import passing_options_to
 from keras_paragrad.per_example.weight_reads import LossReads
 from keras_paragrad.per_example.wrapper import PerExampleGradients
@@ -51,11 +53,11 @@ class PerExampleModel(keras.Model):
             _check_methods(inner)
             delegate_methods(self, inner, lambda: LossReads(inner.trainable_variables, type(inner).__name__))
 
-    def build(self, input_shape: Any = None) -> None:
+    def build(self, input_shape: Shape | None = None) -> None:
         self.per_example.build(input_shape)
         self.built = True
 
-    def call(self, inputs: Any, training: bool | None = None, mask: Any = None) -> Any:
+    def call(self, inputs: Structure, training: bool | None = None, mask: tf.Tensor | None = None) -> Structure:
         keywords = {} if mask is None else {"mask": mask}
         return self.per_example(inputs, training=training, **keywords)
 
@@ -72,11 +74,11 @@ class PerExampleModel(keras.Model):
         with delegated(inner, self):
             return inner.metrics
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         return {**super().get_config(), "per_example": keras.saving.serialize_keras_object(self.per_example)}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "PerExampleModel":
+    def from_config(cls, config: Config, custom_objects: dict[str, type] | None = None) -> "PerExampleModel":
         config = dict(config)
         layer = keras.saving.deserialize_keras_object(config.pop("per_example"), custom_objects)
         return cls(layer, **config)

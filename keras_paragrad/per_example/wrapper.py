@@ -4,7 +4,7 @@ import collections
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -16,6 +16,7 @@ from keras_paragrad.compat.collectives import replica_index
 from keras_paragrad.compat.delegation import layer_metrics, uncompile, warn_on_fit
 from keras_paragrad.compat.layers import compiled_by_xla, may_be_differentiated
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.types import Config, GradientTensor, Shape, Structure
 from keras_paragrad.engine.probes.trial import is_trial
 from keras_paragrad.engine.step.gradient_functions import keep_with_graphs_of
 from keras_paragrad.engine.step.symbolic import build_by_calling, has_build
@@ -147,7 +148,7 @@ class PerExampleGradients(keras.layers.Wrapper):
                 "wrapped = wrap(model, ...), then wrapped.compile(...) and wrapped.fit(...).",
             )
 
-    def build(self, input_shape: Any = None) -> None:
+    def build(self, input_shape: Shape | None = None) -> None:
         if has_build(self.layer):
             super().build(input_shape)
         else:
@@ -155,7 +156,7 @@ class PerExampleGradients(keras.layers.Wrapper):
             self.built = True
         self._allocate(self.capacity)
 
-    def call(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(self, inputs: Structure, *args: Any, **kwargs: Any) -> Structure:
         """Calls the wrapped layer; in training it records what per-example gradients are computed from."""
         if "mask" in kwargs and all(each is None for each in keras.tree.flatten(kwargs["mask"])):
             # Keras passes one for nested inputs even if there is none, and not every layer takes it.
@@ -203,10 +204,10 @@ class PerExampleGradients(keras.layers.Wrapper):
         # A wrapped model is not the one being trained, even if it was compiled before.
         return layer_metrics(self.layer)
 
-    def compute_mask(self, inputs: Any, previous_mask: Any = None) -> Any:
+    def compute_mask(self, inputs: Structure, previous_mask: Structure = None) -> Structure:
         return self.layer.compute_mask(inputs, previous_mask)
 
-    def get_config(self) -> dict[str, Any]:
+    def get_config(self) -> Config:
         return {
             **super().get_config(),
             "quantity": self.quantity,
@@ -218,7 +219,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         }
 
     @classmethod
-    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> "PerExampleGradients":
+    def from_config(cls, config: Config, custom_objects: dict[str, type] | None = None) -> "PerExampleGradients":
         config = dict(config)
         config["transform"] = keras.saving.deserialize_keras_object(config["transform"], custom_objects)
         wrapper = super().from_config(config, custom_objects)
@@ -260,7 +261,7 @@ class PerExampleGradients(keras.layers.Wrapper):
             raise ValueError(f"There are no {name} before the layer is built. Call or fit the model first.")
         return getattr(self._results, name)
 
-    def _finish(self, step: Step) -> list[Any]:
+    def _finish(self, step: Step) -> list[GradientTensor | None]:
         """Called after the backward pass through the layer; returns the gradients that replace the plain ones."""
         # Replicas may run a collective between the forward and the backward pass, so each keeps its own calls.
         steps = self._steps[replica_index()]
@@ -277,7 +278,9 @@ class PerExampleGradients(keras.layers.Wrapper):
             return quantities.weighted_sums(tf.ones(tf.reshape(quantities.batch, [1])))
         return self._reweighted_gradients(quantities, norms, factor, step)
 
-    def _reweighted_gradients(self, quantities: Quantities, norms: Any, factor: tf.Tensor, step: Step) -> list[Any]:
+    def _reweighted_gradients(
+        self, quantities: Quantities, norms: tf.Tensor, factor: tf.Tensor, step: Step
+    ) -> list[GradientTensor | None]:
         """The update's gradients, from each example's."""
         step.loss.warn_of_masks()
         return quantities.weighted_sums(self._example_weights(norms, step), norms)
@@ -310,7 +313,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         return tf.cast(weights, "float32")
 
 
-def _check_arguments(arguments: dict[str, Any]) -> None:
+def _check_arguments(arguments: Mapping[str, object]) -> None:
     """Refuses arguments that neither the wrapper nor a Keras layer has."""
     known = [name for name in inspect.signature(PerExampleGradients).parameters if name not in ("layer", "kwargs")]
     for name in arguments:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_number, refusal
 from keras_paragrad.compat.layers import may_be_differentiated
 from keras_paragrad.compat.model import added_losses
-from keras_paragrad.compat.types import Config, Structure
+from keras_paragrad.compat.types import Config, GradientTensor, Structure
 from keras_paragrad.engine.probes.states import layers_storing_examples
 from keras_paragrad.engine.probes.trial import is_trial
 from keras_paragrad.engine.step.symbolic import build_by_calling
@@ -93,7 +93,7 @@ class PrivateGradients(PerExampleGradients):
 
     def _reweighted_gradients(
         self, quantities: Quantities, norms: tf.Tensor, factor: tf.Tensor, step: Step
-    ) -> list[tf.Tensor | None]:
+    ) -> list[GradientTensor | None]:
         """The sums of the clipped gradients, from the examples' norms."""
         _check_losses(step)
         # A NaN or an overflow in one group drops the example from all of them.
@@ -103,7 +103,7 @@ class PrivateGradients(PerExampleGradients):
             state.count(norms, step.loss.terms[0].sample_weight)
         if not (bounds := self.bounds()):
             return quantities.weighted_sums(_within(norms, self.sensitivity, counted), norms)
-        sums: list[tf.Tensor | None] = [None] * len(quantities.variables)
+        sums: list[GradientTensor | None] = [None] * len(quantities.variables)
         for part, bound in _groups(quantities, bounds):
             weights = _within(tf.sqrt(part.squared_norms()) * factor, bound, counted)
             for index, total in enumerate(part.weighted_sums(weights, norms)):

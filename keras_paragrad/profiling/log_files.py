@@ -11,10 +11,12 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
+
+Result = TypeVar("Result")
 
 _log = logging.getLogger("keras_paragrad")
 _numbers = itertools.count()
@@ -182,7 +184,7 @@ class FailureGuard:
     def __init__(self, name: str):
         self._name, self._failed = name, False
 
-    def __call__(self, write: Callable[[], Any]) -> Any:
+    def __call__(self, write: Callable[[], Result]) -> Result | None:
         """Returns the result of `write`, or `None` after a failure."""
         if self._failed:
             return None

@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.compat.types import BatchIterator, StepLogs, TrainFunction
 from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.engine.telemetry.train_functions import (
     TracedGraph,
@@ -32,13 +33,13 @@ class Clock:
 
     def __init__(
         self,
-        function: Callable[[Any], Any],
-        on_end: Callable[[Any, float, float], None],
+        function: TrainFunction,
+        on_end: Callable[[BatchIterator, float, float], None],
         on_failure: Callable[[], None],
     ) -> None:
         self.function, self.on_end, self.on_failure = function, on_end, on_failure
 
-    def __call__(self, iterator: Any) -> Any:
+    def __call__(self, iterator: BatchIterator) -> StepLogs:
         start = time.perf_counter()
         try:
             logs = self.function(iterator)
@@ -89,11 +90,11 @@ class Retraces:
     def __init__(self):
         self.count = 0
         self._function: Any = None
-        self._traced: list[Any] = []
+        self._traced: list[int] = []
         self._graphs: list[Sized] = []
         self._counts: list[int] = []
 
-    def watch(self, function: Any) -> None:
+    def watch(self, function: TrainFunction) -> None:
         """Observes this train function from now on."""
         if function is self._function:
             return

@@ -7,7 +7,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
@@ -114,7 +114,7 @@ class ProfilerPauses:
 
     @classmethod
     @contextlib.contextmanager
-    def timed(cls) -> Iterator[None]:
+    def timed(cls) -> Generator[None]:
         """Context manager or decorator that adds the time of its body; must not be nested."""
         start = time.perf_counter()
         try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,12 @@ class RunInfo:
     def from_dict(cls, data: Mapping[str, Any]) -> "RunInfo":
         """Restores a `RunInfo` from JSON data; earlier versions wrote no `compute_capability`."""
         capability = data.get("compute_capability")
-        return cls(
-            **{
-                **data,
-                "devices": tuple(data["devices"]),
-                "compute_capability": None if capability is None else tuple(capability),
-            }
-        )
+        values = {
+            **data,
+            "devices": tuple(data["devices"]),
+            "compute_capability": None if capability is None else tuple(capability),
+        }
+        return cls(**cast("dict[str, Any]", values))
 
 
 @dataclass(frozen=True)
@@ -163,7 +162,8 @@ class PipelineTime:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "PipelineTime":
         """Restores a `PipelineTime` from JSON data."""
-        return cls(**{**data, "work": tuple(StageWork(**each) for each in data["work"])})
+        values = {**data, "work": tuple(StageWork(**each) for each in data["work"])}
+        return cls(**cast("dict[str, Any]", values))
 
 
 @dataclass(frozen=True)

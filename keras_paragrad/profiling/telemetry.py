@@ -13,6 +13,7 @@ import numpy as np
 
 from keras_paragrad.arguments import check_choice, check_integer, check_number, check_path
 from keras_paragrad.compat.optimizer import clips_gradients
+from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.extras import require
@@ -107,7 +108,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         vectors, epochs = zip(*self._recent, strict=True)
         return self._reader.read(np.stack(vectors), epochs)
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Starts measuring updates; a second `fit` of the same model continues the same files."""
         model = self.model
         builder = StepBuilder.of(model)
@@ -124,18 +125,18 @@ class GradientTelemetry(keras.callbacks.Callback):
         self._updates_at_begin, self._ran, self._reported = self._updates(), False, False
         builder.begin_fit(self._fillers)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Records the epoch."""
         self._epoch, self._ran = epoch, True
         if self._meter:
             self._meter.begin()
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Adds the values of the latest report to the batch's logs."""
         if logs is not None:
             logs.update(self._logs)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Adds the values of the latest report to the epoch's logs, and writes all pending reports."""
         if self._meter:
             self._meter.read()
@@ -143,7 +144,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         if logs is not None:
             logs.update(self._logs)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Closes the files, logs if there was nothing to report, and restores the model's training step."""
         self._flush()
         if self._ran and not self._reported:
@@ -152,7 +153,7 @@ class GradientTelemetry(keras.callbacks.Callback):
             self._files.close()
         StepBuilder.of(self.model).end_fit(self._fillers)
 
-    def _fillers(self) -> dict[str, Any]:
+    def _fillers(self) -> dict[str, object]:
         """Fills the *telemetry* stage for the optimizer that the model is now compiled with."""
         if self._measured_optimizer is not self.model.optimizer:
             self._flush()

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
+from keras_paragrad.compat.types import BatchIterator, Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.engine.telemetry.train_functions import TracedGraph, batch_spec, gradient_graph
 from keras_paragrad.flops import flops_of
@@ -101,7 +102,7 @@ class Throughput(keras.callbacks.Callback):
         self._files: ThroughputFiles | None = None
         self._known_model: Any = None
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Starts timing."""
         self._start = time.perf_counter()
         model = self.model
@@ -111,13 +112,13 @@ class Throughput(keras.callbacks.Callback):
         if self.log_dir is not None and replica_placement(worker_strategy(model)).worker == 0:
             self._files = ThroughputFiles(self.log_dir, resumes)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Starts counting the epoch's steps."""
         self._epoch, self._last_end, self._last_time, self._epoch_ended = epoch, 0.0, None, False
         self._pace.begin(time.perf_counter())
         self._pauses = ProfilerPauses.seconds
 
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Wraps the train function, or a new one that another callback has made, with the clock."""
         # Not `self.model`, a Keras property that checks the backend first: this runs in every step.
         function = self._known_model.train_function
@@ -127,16 +128,16 @@ class Throughput(keras.callbacks.Callback):
             self._per_call = self.model.steps_per_execution
             self.model.train_function = self._clock = Clock(function, self._on_call_end, self._remove_clock)
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Adds the latest figures to the batch's logs."""
         if logs is not None:
             logs.update(self._batch_logs)
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Updates the figures before validation counts its own examples."""
         self._end_epoch()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Updates the figures, and adds them all to the epoch's logs."""
         self._end_epoch()
         if logs is not None:
@@ -154,7 +155,7 @@ class Throughput(keras.callbacks.Callback):
         if self._last_end:
             self._refresh(self._last_end)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Closes the files and removes the clock."""
         self._remove_clock()
 
@@ -167,7 +168,7 @@ class Throughput(keras.callbacks.Callback):
             self._files.close()
             self._files = None
 
-    def _on_call_end(self, iterator: Any, start: float, end: float) -> None:
+    def _on_call_end(self, iterator: BatchIterator, start: float, end: float) -> None:
         """Times a call of the train function, without compilation and profiling."""
         # This runs in every step.
         if self._last_time:
@@ -199,7 +200,7 @@ class Throughput(keras.callbacks.Callback):
         total = self.params.get("steps")
         return self._per_call if total is None else max(1, min(self._per_call, total - self._pace.steps))
 
-    def _after_compiling(self, iterator: Any, end: float, steps: int) -> None:
+    def _after_compiling(self, iterator: BatchIterator, end: float, steps: int) -> None:
         """Logs retraces; after the first call, records its time and the FLOPs of a step, and restarts the clock."""
         if retraced := self._retraces.update():
             for trace in retraced:
@@ -217,7 +218,7 @@ class Throughput(keras.callbacks.Callback):
         self._last_end = time.perf_counter()
         self._pace.begin(self._last_end, self._pace.steps)
 
-    def _count_flops(self, iterator: Any, examples: float) -> int | None:
+    def _count_flops(self, iterator: BatchIterator, examples: float) -> int | None:
         """The FLOPs of a step, or `None` if it can't be traced."""
         try:
             spec = batch_spec(iterator)

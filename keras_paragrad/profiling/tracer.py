@@ -18,6 +18,7 @@ from keras_paragrad.arguments import (
     check_text,
     refusal,
 )
+from keras_paragrad.compat.types import Logs
 from keras_paragrad.profiling.run_info import run_info, write_run_info
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, RequestSignal
 from keras_paragrad.profiling.session import ProfilerPauses, Session, warn_of_missing
@@ -115,16 +116,16 @@ class Profiler(keras.callbacks.Callback):
             self._scheduler.requested = True
             self._next = 0
 
-    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
         """Starts, continues or ends a window if one is due."""
         if self._batches >= self._next:
             self._safely(self._advance)
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Counts batches."""
         self._batches += self._per_call
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Starts counting batches."""
         self.summaries = []
         self._warned = set()
@@ -133,19 +134,19 @@ class Profiler(keras.callbacks.Callback):
         self._next = math.inf
         self._safely(self._begin)
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Records where the epoch begins."""
         self._safely(self._resume)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Closes the last step marker, even that of a call that got no data."""
         self._safely(self._pause)
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_test_begin(self, logs: Logs | None = None) -> None:
         """Closes the last step marker."""
         self._safely(self._pause)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Closes an open window, logs if none was traced, and writes the report."""
         self._safely(self._request_signal.stop, "The signal handler was not restored")
         self._safely(self._end)

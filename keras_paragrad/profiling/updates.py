@@ -29,7 +29,7 @@ class UpdateCount:
     (1, 1, 2)
     """
 
-    def __init__(self, optimizer: Any):
+    def __init__(self, optimizer: keras.optimizers.Optimizer | None):
         known = isinstance(optimizer, keras.optimizers.Optimizer)
         self._optimizer: Any = (find_accumulator(optimizer) or innermost_optimizer(optimizer)) if known else None
         self.update = self.position = 0
@@ -91,7 +91,7 @@ class BatchesOfEpoch:
         start: Batches that had run when the epoch began.
     """
 
-    def __init__(self, optimizer: Any, per_call: int, steps: int | None, start: int):
+    def __init__(self, optimizer: keras.optimizers.Optimizer | None, per_call: int, steps: int | None, start: int):
         self._per_call = per_call
         self._steps = steps
         self._start = start

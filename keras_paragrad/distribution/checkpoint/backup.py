@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_flag, check_integer
+from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.distribution.checkpoint.content import Content, UnstorableError, VariableInShards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, StoredBackup
@@ -109,9 +110,9 @@ class Backup(keras.callbacks.Callback):
         self._ended: tuple[int, dict[str, Any]] | None = None
         self._failing = False
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Restores the newest backup, if there is one."""
-        model: Any = self.model
+        model: keras.Model = self.model
         self._strategy = worker_strategy(model)
         placement = replica_placement(self._strategy)
         self._is_chief = placement.worker == 0
@@ -127,7 +128,7 @@ class Backup(keras.callbacks.Callback):
         if self.on_sigterm:
             self._request.listen()
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Skips the batches of the epoch that have already been trained on."""
         self._position, self._ended = Position(epoch, 0), None
         self._skipped = self._backed_up_at = 0
@@ -135,7 +136,7 @@ class Backup(keras.callbacks.Callback):
             self._resumption.in_first_epoch(epoch, self._stateful_callbacks)
             self._skipped = self._backed_up_at = self._resumption.position.batch
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Backs up, if a backup is due or SIGTERM was received."""
         done = batch + 1
         if done <= self._skipped:
@@ -153,7 +154,7 @@ class Backup(keras.callbacks.Callback):
             self._backed_up_at = done
             self.save()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Backs up, if a backup is due or SIGTERM was received."""
         done, self._position, self._ended = self._position.batch, Position(epoch + 1, 0), (epoch, logs or {})
         self._resumption = None
@@ -165,7 +166,7 @@ class Backup(keras.callbacks.Callback):
         if self.every == "epoch" or done - self._backed_up_at >= int(self.every):
             self.save()
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Removes the backups."""
         if self._resumption:
             # No training was left.

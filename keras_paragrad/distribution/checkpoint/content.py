@@ -26,7 +26,7 @@ class UnstorableError(TypeError):
     """A value can't be backed up because it would not be restored exactly."""
 
 
-def encode(value: Any, arrays: list[np.ndarray], where: str) -> Any:
+def encode(value: object, arrays: list[np.ndarray], where: str) -> Any:
     """Encodes a value as JSON; types that JSON lacks become an object with one key, the type.
 
     Args:
@@ -74,7 +74,7 @@ def _encode(value: Any, arrays: list[np.ndarray], where: str, depth: int) -> Any
     raise UnstorableError(f"{where} is {text if len(text) < 80 else text[:80] + '...'}, of type {kind.__name__}.")
 
 
-def _pair(key: Any, value: Any, arrays: list[np.ndarray], where: str, depth: int) -> list[Any]:
+def _pair(key: object, value: object, arrays: list[np.ndarray], where: str, depth: int) -> list[object]:
     return [
         _encode(key, arrays, f"the key {key!r:.40} of {where}", depth),
         _encode(value, arrays, f"{where}[{key!r:.40}]", depth),
@@ -203,7 +203,7 @@ class Content(NamedTuple):
         files = [ShardFile(*file) for file in shards["files"]]
         return cls(values, described["names"], callbacks, described["steps"], files, shards["replicas"])
 
-    def check_fits(self, section: str, variables: list[keras.Variable], source: Any) -> None:
+    def check_fits(self, section: str, variables: list[keras.Variable], source: object) -> None:
         """Raises a `ValueError` that names the first variable without a matching value."""
         required = [(variable.path, tuple(variable.shape), variable.dtype) for variable in variables]
         values = zip(self.names[section], self.values[section], strict=True)
@@ -228,7 +228,7 @@ def state_in_words(callback: str) -> str:
     return f"The state of the callback {callback}"
 
 
-def _read_description(archive: Any) -> dict[str, Any]:
+def _read_description(archive: np.lib.npyio.NpzFile) -> dict[str, Any]:
     """The JSON part of a backup's content."""
     try:
         return read_json(archive[DESCRIPTION].tobytes())
@@ -250,5 +250,5 @@ def _view_dtype(array: np.ndarray, name: str | None) -> np.ndarray:
     return array.view(np.dtype(name)) if name else array
 
 
-def _describe_variable(variable: tuple[str, Any, str] | None) -> str:
+def _describe_variable(variable: tuple[str, Sequence[int], str] | None) -> str:
     return f"{variable[0]} of shape {variable[1]} and {variable[2]}" if variable else "nothing"

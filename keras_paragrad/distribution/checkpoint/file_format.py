@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,7 +94,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
     return manifest if manifest and manifest["position"] == position else None
 
 
-def _line(described: dict[str, Any], content: bytes) -> bytes:
+def _line(described: Mapping[str, object], content: bytes) -> bytes:
     digest = hashlib.sha256(json.dumps(described).encode())
     digest.update(content)
     return json.dumps({**described, "sha256": digest.hexdigest()}).encode() + b"\n"

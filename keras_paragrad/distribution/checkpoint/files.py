@@ -3,7 +3,7 @@
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -203,7 +203,7 @@ def _create(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _new_file(path: Path, suffix: str = "partial") -> Iterator[Path]:
+def _new_file(path: Path, suffix: str = "partial") -> Generator[Path]:
     """Creates a new file next to another; removed on failure."""
     names = (f"{path.name}.{suffix}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
     new = next(each for each in map(path.with_name, names) if _create(each))

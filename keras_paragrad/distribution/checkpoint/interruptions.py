@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from types import FrameType
 
 import numpy as np
@@ -162,7 +162,7 @@ class WorkerLostError(RuntimeError):
 
 
 @contextlib.contextmanager
-def explained_failures(cluster: Cluster | None) -> Iterator[None]:
+def explained_failures(cluster: Cluster | None) -> Generator[None]:
     """Context in which TensorFlow errors caused by a lost worker are raised as `WorkerLostError`.
 
     TensorFlow's coordination service detects lost workers by heartbeats, whatever the others wait for.

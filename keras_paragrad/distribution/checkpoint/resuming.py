@@ -99,7 +99,7 @@ def _refuse_damaged(strategy: tf.distribute.Strategy, files: BackupFiles, damage
     )
 
 
-def _refuse_if_elsewhere(files: BackupFiles, counts: Any) -> None:
+def _refuse_if_elsewhere(files: BackupFiles, counts: np.ndarray) -> None:
     """Raises if other workers see backups that the chief does not."""
     holders = [f"worker {worker} sees {count}" for worker, count in enumerate(counts) if worker and count]
     if holders:

@@ -7,7 +7,7 @@ import math
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -157,7 +157,11 @@ class ShardReader:
     """
 
     def __init__(
-        self, strategy: tf.distribute.Strategy, directory: Path, files: Sequence[ShardFile], readers: Sequence[Any]
+        self,
+        strategy: tf.distribute.Strategy,
+        directory: Path,
+        files: Sequence[ShardFile],
+        readers: Sequence[int | None],
     ):
         self._strategy, self._directory = strategy, directory
         worker = replica_placement(strategy).worker

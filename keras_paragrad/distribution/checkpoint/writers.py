@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import keras
 
 from keras_paragrad.arguments import check_each, check_flag, check_instance
+from keras_paragrad.compat.types import Logs
 from keras_paragrad.distribution.checkpoint.content import STORABLE, UnstorableError, encode, state_in_words
 
 # These read variables, which may be a collective operation; the attribute is the path they write to.
@@ -55,10 +56,10 @@ def with_one_writer(callbacks: Sequence[keras.callbacks.Callback], is_chief: boo
     return [each for callback in callbacks for each in _without_files(callback)]
 
 
-def check_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
+def check_callbacks(callbacks: object) -> list[keras.callbacks.Callback]:
     """The argument `callbacks` as a list."""
 
-    def check(name: str, value: Any) -> keras.callbacks.Callback:
+    def check(name: str, value: object) -> keras.callbacks.Callback:
         return check_instance(name, value, keras.callbacks.Callback, "a Keras callback")
 
     return list(check_each("callbacks", callbacks, check, "Keras callbacks"))
@@ -100,15 +101,15 @@ class ScratchDirectory(keras.callbacks.Callback):
         # If `fit` fails, the directory is removed with this callback.
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Empties the directory."""
         self._empty()
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Empties the directory."""
         self._empty()
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_end(self, logs: Logs | None = None) -> None:
         """Empties the directory for the last time."""
         self._emptied = True
         self._empty()

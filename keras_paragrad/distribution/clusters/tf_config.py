@@ -38,7 +38,7 @@ class TfConfig(ClusterKind):
         )
 
 
-def _expect(value: Any, kind: type, name: str) -> Any:
+def _expect(value: object, kind: type, name: str) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"In TF_CONFIG, {name} is {quote(value)}. Expected {EXAMPLE}.")
     return value
@@ -49,7 +49,7 @@ def _addresses(name: str, hosts: Any) -> tuple[str, ...]:
     return tuple(_expect(host, str, f"an address in `cluster.{name}`") for host in hosts)
 
 
-def _index(index: Any) -> int:
+def _index(index: object) -> int:
     """The index of the task, which some launchers write as a string."""
     if isinstance(index, str) and re.fullmatch(r"[0-9]{1,9}", index):
         return int(index)

@@ -4,7 +4,6 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -21,7 +20,7 @@ _LONGEST_VALUE = 160
 _MISSING = object()
 
 
-def check_same_training(strategy: tf.distribute.Strategy, description: Mapping[str, Any]) -> None:
+def check_same_training(strategy: tf.distribute.Strategy, description: Mapping[str, object]) -> None:
     """Raises the same error on every worker if their descriptions differ; costs one small all-reduce if none does.
 
     Args:
@@ -42,7 +41,7 @@ def check_same_training(strategy: tf.distribute.Strategy, description: Mapping[s
     raise ValueError(f"The workers would train differently: {_in_words(reports)}.{SAME_SCRIPT}")
 
 
-def differences(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
+def differences(one: object, other: object, path: str = "") -> Iterator[tuple[str, str, str]]:
     """The paths at which two JSON values differ, such as `layers[2].config.units`, each with both values as text.
 
     Of two objects of different classes, and of two lists of different lengths, the items are not compared.
@@ -58,7 +57,7 @@ def differences(one: Any, other: Any, path: str = "") -> Iterator[tuple[str, str
         yield path, _text(one), _text(other)
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     """A JSON value as text, abbreviated."""
     if value is _MISSING:
         return "nothing"

@@ -58,7 +58,7 @@ def _version(name: str) -> str:
 
 
 def describe_training(
-    model: Any, options: Mapping[str, Any] | None = None, arguments: Mapping[str, Any] | None = None
+    model: keras.Model, options: Mapping[str, object] | None = None, arguments: Mapping[str, object] | None = None
 ) -> dict[str, Any]:
     """All that shapes a worker's training, equal on workers that train the same.
 
@@ -77,7 +77,7 @@ def describe_training(
     return _without_automatic_names(to_json({**description, **_describe_model(model)}))
 
 
-def arguments_of(function: Callable[..., Any], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(function: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, including defaults."""
     signature = inspect.signature(function)
     bound = signature.bind(*args, **kwargs)
@@ -139,7 +139,7 @@ def to_json(value: Any) -> Any:
     return _describe_object(value)
 
 
-def _is_lambda(config: Mapping[Any, Any]) -> bool:
+def _is_lambda(config: Mapping[str, object]) -> bool:
     """Whether Keras has serialized a lambda, as its bytecode."""
     code = config["value"] if config.keys() == {"value"} else None
     return config.get("class_name") == "__lambda__" or (
@@ -147,7 +147,7 @@ def _is_lambda(config: Mapping[Any, Any]) -> bool:
     )
 
 
-def _describe_object(value: Any) -> dict[str, Any]:
+def _describe_object(value: object) -> dict[str, Any]:
     # Keras leaves the bound arguments out of the config of some losses and metrics, such as Huber.
     config = {**bound_arguments(value), **(_config_of(value) or {})}
     description = {"class_name": type(value).__name__, "config": to_json(config)}
@@ -166,7 +166,7 @@ def _config_of(value: Any) -> dict[str, Any] | None:
     return config if isinstance(config, dict) else None
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _attributes(value: object) -> dict[str, Any]:
     """The public attributes of plain types that an object has beyond those of its Keras base class."""
     base = next((base for base in (keras.Model, keras.layers.Layer) if isinstance(value, base)), None)
     known = _OF_KERAS | (_attributes_of_a_plain(base) if base else frozenset[str]())
@@ -180,7 +180,7 @@ def _attributes_of_a_plain(base: type) -> frozenset[str]:
     return frozenset(vars(base()))
 
 
-def _is_compared(value: Any) -> bool:
+def _is_compared(value: object) -> bool:
     """Whether an attribute of this value is expected to be equal on all workers."""
     if isinstance(value, str):
         return os.sep not in value
@@ -189,7 +189,7 @@ def _is_compared(value: Any) -> bool:
     return isinstance(value, _COMPARED)
 
 
-def _attributes_by_class(objects: Iterable[Any]) -> dict[str, Any]:
+def _attributes_by_class(objects: Iterable[object]) -> dict[str, Any]:
     """The attributes of objects by the name of their class, with a number from the second of a class."""
     attributes: dict[str, Any] = {}
     for each in objects:
@@ -199,7 +199,7 @@ def _attributes_by_class(objects: Iterable[Any]) -> dict[str, Any]:
     return attributes
 
 
-def _describe_model(model: Any) -> dict[str, Any]:
+def _describe_model(model: keras.Model) -> dict[str, Any]:
     """A compiled model: its layers and how they are connected, its weights' shapes, optimizer, loss and metrics."""
     config, layers, optimizer = dict(_config_of(model) or {}), all_layers(model), model.optimizer
     arguments = {name: each for name, each in compile_arguments(model).items() if name != "optimizer"}

@@ -11,7 +11,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.data import reread
+from keras_paragrad.compat.data import Adapter, reread
+from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import barrier
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.consistency.compare import check_same_training
@@ -64,18 +65,18 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         self._reading: int | None = None
         self._before = self._taken = 0
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         """Determines whether a worker may stop between batches."""
         self._reading, self._before, self._taken = None, 0, 0
         mine = [stops_within(self._callbacks, flag) for flag in self._asks]
         counts = gather(self._strategy, np.array(mine, np.int64)).sum(axis=0)
         self._asks = dict(zip(self._asks, map(bool, counts.tolist()), strict=True))
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Starts counting the epoch's batches."""
         self._before, self._taken, self._wants = self._before + self._taken, 0, False
 
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Agrees on whether to stop, if a worker may."""
         self._count(batch + 1)
         if self._asks["stop_training"]:
@@ -84,12 +85,12 @@ class AgreeEachEpoch(keras.callbacks.Callback):
             # The others would wait for this worker's gradients forever.
             self._wants, self.model.stop_training = True, False
 
-    def on_test_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Agrees on whether to stop an evaluation."""
-        model: Any = self.model
+        model: keras.Model = self.model
         model.stop_evaluating = self._asks["stop_evaluating"] and self._any(model.stop_evaluating)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Compares the epoch, and agrees on whether it is the last."""
         variables = variables_to_compare(self.model)
         batches, layout = self._tally()
@@ -124,7 +125,7 @@ class AgreeEachEpoch(keras.callbacks.Callback):
     def _any(self, mine: bool) -> bool:
         return bool(gather(self._strategy, np.array([mine], np.int64)).any())
 
-    def _is_seen_by_all(self, logs: dict[str, Any] | None) -> bool:
+    def _is_seen_by_all(self, logs: Logs | None) -> bool:
         """Whether `TerminateOnNaN` stopped, which goes by the loss of all workers."""
         ends = any(isinstance(callback, keras.callbacks.TerminateOnNaN) for callback in self._callbacks)
         return ends and not math.isfinite(float((logs or {}).get("loss", 0.0)))
@@ -198,13 +199,13 @@ class ComparedFit:
         shard_policy: How workers share data that is not sharded yet; see `distributed_dataset`.
     """
 
-    def __init__(self, model: Any, shard_policy: str = "auto"):
+    def __init__(self, model: keras.Model, shard_policy: str = "auto"):
         self._model = model
         self.shard_policy = shard_policy
         self._agreement: AgreeEachEpoch | None = None
 
     @classmethod
-    def of(cls, model: Any, shard_policy: str = "auto") -> "ComparedFit":
+    def of(cls, model: keras.Model, shard_policy: str = "auto") -> "ComparedFit":
         """The one that a model already has, or a new one."""
         installed = model.__dict__.get("fit")
         if not isinstance(installed, cls):
@@ -212,13 +213,13 @@ class ComparedFit:
         installed.shard_policy = shard_policy
         return installed
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Calls the `fit` of the model's class, after checking that all workers are about to do the same."""
         history = self._compared(*args, **kwargs)
         barrier()
         return history
 
-    def _compared(self, *args: Any, **kwargs: Any) -> Any:
+    def _compared(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Compares model, arguments and weights between workers, and calls `fit` with `AgreeEachEpoch`."""
         fit = functools.partial(type(self._model).fit, self._model)
         arguments = arguments_of(fit, args, kwargs)
@@ -238,7 +239,7 @@ class ComparedFit:
         finally:
             self._agreement = None
 
-    def sharded(self, adapter: Any, steps: int | None) -> DistributedData | None:
+    def sharded(self, adapter: Adapter, steps: int | None) -> DistributedData | None:
         """Data sharded so that each batch is that of one device; `None` if it is sharded already."""
         reread_data = reread(adapter)
         if reread_data is None:
@@ -268,7 +269,7 @@ def with_agreement(
     return [*(callback for callback in callbacks if not isinstance(callback, Backup)), agreement, *backups]
 
 
-def _put(bound: inspect.BoundArguments, name: str, value: Any) -> None:
+def _put(bound: inspect.BoundArguments, name: str, value: object) -> None:
     """Replaces an argument of a call; an overridden `fit` may take it among its keywords."""
     if name in bound.signature.parameters:
         bound.arguments[name] = value

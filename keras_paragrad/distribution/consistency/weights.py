@@ -1,7 +1,8 @@
 """Checks that all workers hold the same weights: two numbers per weight, compared within rounding."""
 
-from typing import Any
+from collections.abc import Sequence
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -15,7 +16,7 @@ TOLERANCE = 1e-4
 _SIGNS = np.where(np.random.default_rng(20240229).integers(0, 2, 1 << 16), 1.0, -1.0).astype(np.float32)
 
 
-def sketches(strategy: tf.distribute.Strategy, variables: list[Any]) -> np.ndarray:
+def sketches(strategy: tf.distribute.Strategy, variables: Sequence[keras.Variable]) -> np.ndarray:
     """Two numbers per variable: its norm, and its dot product with fixed random signs.
 
     A change of relative size `d` in any direction changes the product by about as much, so the product shows what the
@@ -59,7 +60,7 @@ def differing(of_workers: np.ndarray) -> tuple[int, int] | None:
     return (int(places[0][0]), int(places[0][1])) if len(places) else None
 
 
-def check_same_weights(strategy: tf.distribute.Strategy, model: Any) -> None:
+def check_same_weights(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Raises the same error on every worker if a weight or a variable of the optimizer differs between them.
 
     Weights created within `scope()` are the same; loading and assigning weights is up to each worker.
@@ -80,7 +81,9 @@ def check_same_weights(strategy: tf.distribute.Strategy, model: Any) -> None:
     refuse_if_differing(of_workers, variables)
 
 
-def refuse_if_differing(of_workers: np.ndarray, variables: list[Any], when: str = "before the first step") -> None:
+def refuse_if_differing(
+    of_workers: np.ndarray, variables: Sequence[keras.Variable], when: str = "before the first step"
+) -> None:
     """Raises if a worker's sketches differ from those of the first."""
     where = differing(of_workers)
     if where is None:
@@ -95,7 +98,7 @@ def refuse_if_differing(of_workers: np.ndarray, variables: list[Any], when: str 
     )
 
 
-def variables_to_compare(model: Any) -> list[Any]:
+def variables_to_compare(model: keras.Model) -> list[keras.Variable]:
     """The weights and the optimizer's variables that have to be the same on all workers.
 
     Weights that are not trained are compared before the first update only: some, such as the moving means of an
@@ -109,5 +112,5 @@ def variables_to_compare(model: Any) -> list[Any]:
     return [variable for variable in variables if _has_to_be_the_same(variable)]
 
 
-def _has_to_be_the_same(variable: Any) -> bool:
+def _has_to_be_the_same(variable: keras.Variable) -> bool:
     return storage_of(variable).is_replicated() and tf.as_dtype(variable.dtype).is_floating

@@ -12,6 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.data import shard_files_of_worker
+from keras_paragrad.compat.types import FitData, Structure
 from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
 from keras_paragrad.distribution.data.batch_sharding import choose_policy
 from keras_paragrad.distribution.data.sources import is_endless
@@ -73,12 +74,15 @@ class Moments(NamedTuple):
         return cls(float(vector[0]), mean.reshape(shape), deviations.reshape(shape))
 
 
-Select = Callable[[Any], Any]
+Select = Callable[[Structure], Structure]
 NO_ROWS = "The data has no rows to compute a mean of. Pass the training data."
 
 
 def adapt_all(
-    layers: list[tuple[keras.layers.Normalization, Select]], data: Any, strategy: tf.distribute.Strategy, policy: str
+    layers: list[tuple[keras.layers.Normalization, Select]],
+    data: FitData,
+    strategy: tf.distribute.Strategy,
+    policy: str,
 ) -> None:
     """Adapts several layers in one pass; each comes with the function that selects its values from an `x`."""
     placement = replica_placement(strategy)
@@ -119,7 +123,7 @@ def _worker_moments(
     return moments
 
 
-def _check_data(data: Any) -> None:
+def _check_data(data: FitData) -> None:
     """Refuses data that can be read only once, or never ends."""
     if hasattr(data, "__next__"):
         raise ValueError(
@@ -130,7 +134,7 @@ def _check_data(data: Any) -> None:
         raise ValueError("The data is infinite, and so has no mean. Pass it without .repeat().")
 
 
-def _batches(data: Any) -> Iterator[Any]:
+def _batches(data: Any) -> Iterator[Structure]:
     """The inputs of each batch; arrays are a single batch."""
     if isinstance(data, tf.data.Dataset):
         yield from (keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in data)
@@ -141,7 +145,7 @@ def _batches(data: Any) -> Iterator[Any]:
         yield data
 
 
-def only_input(x: Any) -> Any:
+def only_input(x: Structure) -> Structure:
     """The only input in `x`; an error if there are several."""
     leaves = keras.tree.flatten(x)
     if len(leaves) != 1:

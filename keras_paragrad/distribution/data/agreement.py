@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.compat.types import Batch, Dataset
 from keras_paragrad.distribution.data.sources import Source
 from keras_paragrad.distribution.workers import agree, gather
 
@@ -34,7 +35,7 @@ def _agree_on_content(strategy: tf.distribute.Strategy, source: Source) -> None:
     agree(strategy, {"checksum": checksum(source.first_batch())}, "first batches of data", SEED_IT)
 
 
-def checksum(batch: Any) -> int:
+def checksum(batch: Batch) -> int:
     """A checksum of a batch's values."""
     total = 0
     for leaf in keras.tree.flatten(batch):
@@ -45,7 +46,7 @@ def checksum(batch: Any) -> int:
     return total
 
 
-def _dense_parts(leaf: Any) -> list[Any]:
+def _dense_parts(leaf: Any) -> list[tf.Tensor | np.ndarray]:
     """The dense arrays or tensors that a leaf consists of."""
     if leaf is None or isinstance(leaf, tf.experimental.Optional):
         return []
@@ -99,7 +100,7 @@ class Tally:
         """The number of the newest iterator."""
         return self._reading
 
-    def recorded(self, batches: tf.data.Dataset) -> tf.data.Dataset:
+    def recorded(self, batches: Dataset) -> Dataset:
         """The batches, each recorded as it is read."""
         if self._log is None:
             with tf.init_scope(), tf.device("CPU:0"):
@@ -110,7 +111,7 @@ class Tally:
 
         # AutoGraph takes longer to convert this than tracing takes.
         @tf.autograph.experimental.do_not_convert
-        def record(state: Any, batch: Any) -> Any:
+        def record(state: Any, batch: Batch) -> tuple[tuple[tf.Tensor, ...], Batch]:
             index, total = state
             for size in _sizes(batch):
                 total = (total ^ tf.cast(size, tf.int64)) * _FACTOR
@@ -135,7 +136,7 @@ class Tally:
         return int(last[1]) + 1, int(last[2])
 
 
-def _sizes(batch: Any) -> list[tf.Tensor]:
+def _sizes(batch: Batch) -> list[tf.Tensor]:
     """The dynamic sizes in a batch's shapes, as scalars."""
     sizes = []
     for leaf in tf.nest.flatten(batch):

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from os import PathLike, fspath
-from typing import Any
 
 import tensorflow as tf
 
@@ -16,6 +15,7 @@ from keras_paragrad.arguments import (
     quote,
     refusal,
 )
+from keras_paragrad.compat.types import FitData
 from keras_paragrad.distribution.data.batch_sharding import check_policy
 from keras_paragrad.distribution.data.sources import is_batched, is_endless
 
@@ -30,11 +30,11 @@ class DataOptions:
 
     batch_size: int | None = None
     shuffle: bool | str = False
-    class_weight: dict | None = None
+    class_weight: dict[int, float] | None = None
     steps_per_epoch: int | None = None
     batch: str = "global"
     shard_policy: str = "auto"
-    cache: bool | str | PathLike = False
+    cache: bool | str | PathLike[str] = False
     prefetch: bool | int = True
     seed: int | None = None
 
@@ -58,7 +58,7 @@ class DataOptions:
                 "`cache` and `shuffle` can't be combined: a cache would repeat the first epoch's order. Leave one out."
             )
 
-    def check_data(self, x: Any) -> None:
+    def check_data(self, x: FitData) -> None:
         """Refuses data that doesn't fit the other arguments."""
         if isinstance(x, tf.distribute.DistributedDataset):
             raise ValueError("The data is already distributed. Pass the tf.data.Dataset that it was made from.")
@@ -79,7 +79,7 @@ class DataOptions:
         return "" if self.cache is True else f"{fspath(self.cache)}-worker{worker}"  # pyright: ignore
 
 
-def check_class_weight(value: Any) -> dict[int, float] | None:
+def check_class_weight(value: object) -> dict[int, float] | None:
     """The argument `class_weight`, from class indices to weights."""
     if value is None:
         return None
@@ -93,7 +93,7 @@ def check_class_weight(value: Any) -> dict[int, float] | None:
     }
 
 
-def check_strategy(value: Any) -> tf.distribute.Strategy:
+def check_strategy(value: object) -> tf.distribute.Strategy:
     """The argument `strategy`; the current strategy for `None`."""
     strategy = check_instance("strategy", value, tf.distribute.Strategy, "a tf.distribute.Strategy", optional=True)
     return tf.distribute.get_strategy() if strategy is None else strategy

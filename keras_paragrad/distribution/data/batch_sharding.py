@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice
 from keras_paragrad.compat.data import count_files, shard_files_of_worker
+from keras_paragrad.compat.types import Batch, Dataset, FitData, Scalar, Specs, Structure
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.decisions import SHARD_POLICIES
 
@@ -23,7 +24,7 @@ def check_policy(policy: str) -> str:
     return check_choice("shard_policy", policy, SHARD_POLICIES)
 
 
-def choose_policy(policy: str, x: Any, workers: int) -> str:
+def choose_policy(policy: str, x: FitData, workers: int) -> str:
     """The requested policy, or for `"auto"` that of the dataset's options, else `"data"`."""
     check_policy(policy)
     if workers == 1:
@@ -35,9 +36,7 @@ def choose_policy(policy: str, x: Any, workers: int) -> str:
     return "data" if policy == "auto" else policy
 
 
-def worker_batches(
-    batches: tf.data.Dataset, policy: str, placement: ReplicaPlacement
-) -> tuple[tf.data.Dataset, ReplicaPlacement]:
+def worker_batches(batches: Dataset, policy: str, placement: ReplicaPlacement) -> tuple[Dataset, ReplicaPlacement]:
     """The batches that this worker reads, and the replicas that they are sharded over."""
     if policy == "data" or placement.workers == 1:
         return batches, placement
@@ -46,7 +45,7 @@ def worker_batches(
     return batches, ReplicaPlacement(replicas=placement.local, local=placement.local, first=0)
 
 
-def _policy_of_options(dataset: tf.data.Dataset) -> str:
+def _policy_of_options(dataset: Dataset) -> str:
     """The policy that a dataset's options ask for."""
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == AutoShardPolicy.OFF:
@@ -58,7 +57,7 @@ def _policy_of_options(dataset: tf.data.Dataset) -> str:
     return "file" if policy == AutoShardPolicy.FILE else "data"
 
 
-def _check_files(x: Any, workers: int) -> None:
+def _check_files(x: FitData, workers: int) -> None:
     """Refuses data that does not read at least one file for each worker."""
     files = count_files(x) if isinstance(x, tf.data.Dataset) else None
     if files is None:
@@ -78,7 +77,7 @@ def _check_files(x: Any, workers: int) -> None:
 _unconverted = tf.autograph.experimental.do_not_convert
 
 
-def shard_batches(batches: tf.data.Dataset, placement: ReplicaPlacement) -> tf.data.Dataset:
+def shard_batches(batches: Dataset, placement: ReplicaPlacement) -> Dataset:
     """Splits each batch into a shard for each replica, in order, and yields those of this worker."""
     if placement.local == 1:
         take_shard = _unconverted(lambda *batch: shard(_whole(batches, batch), placement.first, placement.replicas))
@@ -91,14 +90,14 @@ def shard_batches(batches: tf.data.Dataset, placement: ReplicaPlacement) -> tf.d
     return _sharded(batches, range(placement.first, placement.first + placement.local), placement.replicas)
 
 
-def split_batches(batches: tf.data.Dataset, parts: int) -> tf.data.Dataset:
+def split_batches(batches: Dataset, parts: int) -> Dataset:
     """Splits each batch into `parts` smaller ones of consecutive rows, without empty ones."""
     if parts == 1:
         return batches
     return _sharded(batches, range(parts), parts).filter(_unconverted(lambda *batch: count_rows(batch) > 0))
 
 
-def shard(batch: Any, index: Any, shards: int) -> Any:
+def shard(batch: Batch, index: tf.Tensor | int, shards: int) -> Batch:
     """Shard `index` of a batch."""
     rows = _static_rows(batch) if isinstance(index, int) else None
     if rows is None:
@@ -107,7 +106,7 @@ def shard(batch: Any, index: Any, shards: int) -> Any:
     return tf.nest.map_structure(lambda leaf: _slice(leaf, start, stop), batch)
 
 
-def count_rows(batch: Any) -> tf.Tensor:
+def count_rows(batch: Batch) -> tf.Tensor:
     """The number of rows in a batch; a runtime error if its tensors disagree."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if not _is_absent(leaf)]
     counts = [_rows(leaf) for leaf in leaves]
@@ -119,7 +118,7 @@ def count_rows(batch: Any) -> tf.Tensor:
         return tf.identity(counts[0])
 
 
-def check_batches(spec: Any, replicas: int) -> None:
+def check_batches(spec: Specs, replicas: int) -> None:
     """Refuses elements that can't be batches, and batches that are too small for the replicas."""
     leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(getattr(leaf, "shape", None), tf.TensorShape)]
     if not leaves:
@@ -142,32 +141,32 @@ def check_size(rows: int | None, replicas: int) -> None:
         )
 
 
-def _sharded(batches: tf.data.Dataset, selection: range, shards: int) -> tf.data.Dataset:
+def _sharded(batches: Dataset, selection: range, shards: int) -> Dataset:
     """The selected shards of each batch, one after another."""
     indices = tf.data.Dataset.range(selection.start, selection.stop)
 
     @_unconverted
-    def of_batch(*batch: Any) -> tf.data.Dataset:
+    def of_batch(*batch: Any) -> Dataset:
         return indices.map(_unconverted(lambda index: shard(_whole(batches, batch), index, shards)))
 
     return batches.flat_map(of_batch)
 
 
-def _whole(batches: tf.data.Dataset, arguments: tuple) -> Any:
+def _whole(batches: Dataset, arguments: tuple[Structure, ...]) -> Batch:
     """An element of a dataset; tf.data unpacks tuples into arguments."""
     return arguments if isinstance(batches.element_spec, tuple) else arguments[0]
 
 
-def _is_absent(leaf: Any) -> bool:
+def _is_absent(leaf: object) -> bool:
     return leaf is None or isinstance(leaf, tf.experimental.Optional)
 
 
-def _rows_of_every_batch(batches: tf.data.Dataset) -> int | None:
+def _rows_of_every_batch(batches: Dataset) -> int | None:
     """The number of rows in each batch, if it is static and `rebatch` works: all tensors are dense."""
     return _static_rows(batches.element_spec)
 
 
-def _static_rows(batch: Any) -> int | None:
+def _static_rows(batch: Batch | Specs) -> int | None:
     """The number of rows in all tensors of a batch, or of its spec, if they are dense and it is static."""
     leaves = tf.nest.flatten(batch)
     if not all(isinstance(leaf, (tf.Tensor, tf.TensorSpec)) for leaf in leaves):
@@ -176,7 +175,7 @@ def _static_rows(batch: Any) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def _bound(rows: Any, index: Any, shards: int) -> Any:
+def _bound(rows: Scalar, index: tf.Tensor | int, shards: int) -> Any:
     """The first row of a shard."""
     if isinstance(rows, int):
         return index * (rows // shards) + min(index, rows % shards)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_instance
 from keras_paragrad.compat.data import adapter_of, reads_arrays
+from keras_paragrad.compat.types import Dataset, FitData
 from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
 from keras_paragrad.distribution.data.agreement import Tally, common_steps
 from keras_paragrad.distribution.data.arguments import DataOptions
@@ -28,9 +29,9 @@ KERAS_BATCH_SIZE = 32
 
 def distributed_dataset(
     strategy: tf.distribute.Strategy,
-    x: Any,
-    y: Any = None,
-    sample_weight: Any = None,
+    x: FitData,
+    y: FitData = None,
+    sample_weight: FitData = None,
     *,
     batch_size: int | None = None,
     shuffle: bool | str = False,
@@ -38,7 +39,7 @@ def distributed_dataset(
     steps_per_epoch: int | None = None,
     batch: str = "global",
     shard_policy: str = "auto",
-    cache: bool | str | PathLike = False,
+    cache: bool | str | PathLike[str] = False,
     prefetch: bool | int = True,
     seed: int | None = None,
 ) -> DistributedData:
@@ -111,7 +112,7 @@ def distributed_dataset(
     return DistributedData(source, feed, placement, policy, steps, steps_per_epoch is not None, tally)
 
 
-def undivided_dataset(strategy: tf.distribute.Strategy, x: Any, *arrays: Any, **options: Any) -> DistributedData:
+def undivided_dataset(strategy: tf.distribute.Strategy, x: FitData, *arrays: Any, **options: Any) -> DistributedData:
     """Data of which every worker reads the whole batches, in the same order."""
     policy = options.get("shard_policy", "auto")
     if policy not in ("auto", "data"):
@@ -126,7 +127,7 @@ def undivided_dataset(strategy: tf.distribute.Strategy, x: Any, *arrays: Any, **
 
 
 def open_source(
-    data: tuple[Any, Any, Any], request: DataOptions, policy: str, placement: ReplicaPlacement, seed: int
+    data: tuple[Any, FitData, FitData], request: DataOptions, policy: str, placement: ReplicaPlacement, seed: int
 ) -> Source:
     """The source of batches for some data and options."""
     x, reordered = data[0], None
@@ -166,7 +167,7 @@ def _rows_of_this_worker(batch_size: int, policy: str, placement: ReplicaPlaceme
     return each + (placement.worker < rest)
 
 
-def _rows_of_stream(batches: tf.data.Dataset, request: DataOptions) -> int:
+def _rows_of_stream(batches: Dataset, request: DataOptions) -> int:
     """The number of rows in a batch of a stream."""
     rows = request.batch_size or static_rows(batches)
     if rows is None:

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.data import CustomAdapter, read_as_validation, trust_equal_steps
+from keras_paragrad.compat.types import Batch, Dataset, Logs, Specs
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.data.agreement import Tally, common_steps
 from keras_paragrad.distribution.data.arguments import DataOptions
@@ -25,19 +26,19 @@ class WorkerShards:
         self._request = request
         self._policy = policy
         self._placement = placement
-        self._dataset: tf.data.Dataset | None = None
+        self._dataset: Dataset | None = None
 
     def reorder(self, epoch: int) -> None:
         """Draws the order of an epoch, for a source that reorders without a new dataset."""
         self._source.reorder(epoch)
 
-    def __call__(self, epoch: int) -> tf.data.Dataset:
+    def __call__(self, epoch: int) -> Dataset:
         if self._source.changes:
             return self._make(epoch)
         self._dataset = self._dataset or self._make(epoch)
         return self._dataset
 
-    def _make(self, epoch: int) -> tf.data.Dataset:
+    def _make(self, epoch: int) -> Dataset:
         """The worker's shards of an epoch's batches, cached and prefetched as requested."""
         batches = self._source.batches(epoch)
         batches = self._tally.recorded(batches) if self._tally else batches
@@ -87,7 +88,7 @@ class Feed(tf.distribute.DistributedDataset):
         """Sets the epoch of the next iterator; later ones continue with the epochs after it."""
         self._epoch, self._skip = epoch, skip
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         distributed = self._distributed(self._epoch if self._changes else 0, self._skip)
         self._shards.reorder(self._epoch)
         # Keras creates a new iterator in the middle of an epoch when the data runs out.
@@ -97,11 +98,11 @@ class Feed(tf.distribute.DistributedDataset):
         return iter(distributed)
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Specs:
         """The `tf.TypeSpec` of a step's input."""
         return self._distributed(self._epoch if self._changes else 0, 0).element_spec
 
-    def _distributed(self, epoch: int, skip: int) -> Any:
+    def _distributed(self, epoch: int, skip: int) -> Dataset:
         """The distributed dataset of an epoch, without its first batches; the last one is cached."""
         if self._cached is None or self._cached[0] != (epoch, skip):
             shards = self._shards(epoch).skip(skip * self._local) if skip else self._shards(epoch)
@@ -157,7 +158,7 @@ class DistributedData(CustomAdapter):
         return self._source.batch_size
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Specs:
         """The nested `tf.TypeSpec` of a step's input: one for each replica on this worker."""
         return self._feed.element_spec
 
@@ -175,7 +176,7 @@ class DistributedData(CustomAdapter):
         """Raises an error on every worker if their data, of which each reads all, differ."""
         common_steps(strategy, self._source, "data")
 
-    def first_batch(self) -> Any:
+    def first_batch(self) -> Batch:
         """A global batch to build a model with; it is not consumed."""
         return self._source.first_batch()
 
@@ -194,7 +195,7 @@ class DistributedData(CustomAdapter):
         """Ends an epoch. Keras calls this."""
         self._source.end()
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         self.on_epoch_begin()
         try:
             yield from self._feed
@@ -213,7 +214,7 @@ class FollowEpochs(keras.callbacks.Callback):
         super().__init__()
         self._data = data
 
-    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+    def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Sets the epoch before any of it is read."""
         if self._data.next_epoch != epoch:
             self._data.set_epoch(epoch)

@@ -1,12 +1,12 @@
 """Sets the mean and variance of `keras.layers.Normalization` from the whole training data, equal on every worker."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_function, check_instance
+from keras_paragrad.compat.types import FitData, Structure
 from keras_paragrad.distribution.data.adapting import Select, adapt_all, only_input
 from keras_paragrad.distribution.data.arguments import check_strategy
 from keras_paragrad.distribution.data.batch_sharding import check_policy
@@ -19,7 +19,7 @@ BY_HAND = (
 
 def adapt_normalization(
     layer: keras.layers.Normalization,
-    data: Any,
+    data: FitData,
     strategy: tf.distribute.Strategy | None = None,
     *,
     select: Select | None = None,
@@ -58,7 +58,7 @@ def adapt_normalization(
 
 
 def normalize_inputs(
-    model: keras.Model, data: Any, strategy: tf.distribute.Strategy | None = None, *, shard_policy: str = "auto"
+    model: keras.Model, data: FitData, strategy: tf.distribute.Strategy | None = None, *, shard_policy: str = "auto"
 ) -> None:
     """Sets mean and variance of all `keras.layers.Normalization` layers of a model, in one pass over its training data.
 
@@ -115,7 +115,7 @@ def normalization_layers(model: keras.Model) -> list[keras.layers.Normalization]
     return [layer for layer in layers.values() if layer.input_mean is None]
 
 
-def selector(model: keras.Model, layer: keras.layers.Normalization) -> Callable[[Any], Any]:
+def selector(model: keras.Model, layer: keras.layers.Normalization) -> Callable[[Structure], Structure]:
     """A function from the inputs of a model to the one that a layer normalizes."""
     if model.layers[:1] == [layer] and isinstance(model, keras.Sequential):
         return lambda x: x
@@ -126,7 +126,7 @@ def selector(model: keras.Model, layer: keras.layers.Normalization) -> Callable[
         raise ValueError(f"The layer {layer.name!r} does not normalize an input of the model. {BY_HAND}")
     name = inputs[index].name
 
-    def select(x: Any) -> Any:
+    def select(x: Structure) -> Structure:
         if isinstance(x, dict):
             if name not in x:
                 raise ValueError(f"The layer {layer.name!r} normalizes the input {name!r}; the data has {sorted(x)}.")
@@ -139,13 +139,13 @@ def selector(model: keras.Model, layer: keras.layers.Normalization) -> Callable[
     return select
 
 
-def _sublayers(layer: Any) -> Iterator[Any]:
+def _sublayers(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
     for sublayer in getattr(layer, "layers", []):
         yield sublayer
         yield from _sublayers(sublayer)
 
 
-def _input_of(layer: keras.layers.Layer) -> Any:
+def _input_of(layer: keras.layers.Layer) -> keras.KerasTensor | None:
     """The input tensor of a layer; `None` if there are several, or it was never called."""
     try:
         return layer.input

@@ -6,7 +6,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.data import ArrayRows, first_batch, random_seed, read_once
+from keras_paragrad.compat.data import Adapter, ArrayRows, first_batch, random_seed, read_once
+from keras_paragrad.compat.types import Batch, Dataset, FitData
 from keras_paragrad.distribution.workers import gather
 from keras_paragrad.engine.replicas.prepared import use_enqueuer_per_iterator
 
@@ -72,7 +73,7 @@ class ReorderedDataset(keras.utils.PyDataset):
     def num_batches(self) -> int | None:
         return self._dataset.num_batches
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Batch:
         return self._dataset[self._order[index]]
 
     def reorder(self, epoch: int) -> None:
@@ -100,18 +101,18 @@ class Source:
         changes: Whether each epoch needs its own dataset.
     """
 
-    def __init__(self, adapter: Any):
+    def __init__(self, adapter: Adapter):
         self.adapter = adapter
         self.steps: int | None = adapter.num_batches
         self.rows: int | None = None
         self.batch_size: int | None = None
         self.changes = False
 
-    def batches(self, epoch: int) -> tf.data.Dataset:
+    def batches(self, epoch: int) -> Dataset:
         """The batches of an epoch."""
         raise NotImplementedError
 
-    def first_batch(self) -> Any:
+    def first_batch(self) -> Batch:
         """The first batch, without consuming it."""
         return first_batch(self.adapter)
 
@@ -137,7 +138,7 @@ class ArraySource(Source):
         size: Number of rows per batch.
     """
 
-    def __init__(self, adapter: Any, shuffle: bool | str, seed: int, size: int):
+    def __init__(self, adapter: Adapter, shuffle: bool | str, seed: int, size: int):
         super().__init__(adapter)
         self._arrays = ArrayRows(adapter)
         self._shuffle = shuffle
@@ -148,7 +149,7 @@ class ArraySource(Source):
         self.steps = -(-self._arrays.count // size)
         self.changes = bool(shuffle)
 
-    def batches(self, epoch: int) -> tf.data.Dataset:
+    def batches(self, epoch: int) -> Dataset:
         rows, size = self._arrays.count, self._size
         known = None if rows % size else size
         steps = tf.data.Dataset.range(-(-rows // size))
@@ -164,7 +165,7 @@ class ArraySource(Source):
 
         return self._arrays.batches(steps.map(numbers))
 
-    def first_batch(self) -> Any:
+    def first_batch(self) -> Batch:
         numbers = tf.data.Dataset.from_tensors(tf.range(min(self._arrays.count, self._size)))
         return next(iter(self._arrays.batches(numbers)))
 
@@ -178,7 +179,7 @@ class StreamSource(Source):
         reordered: The dataset to shuffle before each epoch, if any.
     """
 
-    def __init__(self, adapter: Any, size: int | None = None, reordered: ReorderedDataset | None = None):
+    def __init__(self, adapter: Adapter, size: int | None = None, reordered: ReorderedDataset | None = None):
         super().__init__(adapter)
         self._reordered = reordered
         read_once(adapter)
@@ -189,7 +190,7 @@ class StreamSource(Source):
             self.steps = None if self.steps is None else _cardinality(self._batches)
         self.batch_size = size or static_rows(self._batches)
 
-    def batches(self, epoch: int) -> tf.data.Dataset:
+    def batches(self, epoch: int) -> Dataset:
         return self._batches
 
     def reorder(self, epoch: int) -> None:
@@ -197,13 +198,13 @@ class StreamSource(Source):
             self._reordered.reorder(epoch)
 
 
-def static_rows(batches: tf.data.Dataset) -> int | None:
+def static_rows(batches: Dataset) -> int | None:
     """The static number of rows per batch of a dataset, if it has one."""
     shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batches.element_spec)]
     return next((shape[0] for shape in shapes if isinstance(shape, tf.TensorShape) and shape.rank), None)
 
 
-def is_batched(x: Any) -> bool:
+def is_batched(x: FitData) -> bool:
     """Whether data comes in batches already: a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator."""
     return isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__")
 
@@ -215,6 +216,6 @@ def is_endless(x: Any) -> bool:
     return isinstance(x, keras.utils.PyDataset) and x.num_batches is None
 
 
-def _cardinality(dataset: tf.data.Dataset) -> int | None:
+def _cardinality(dataset: Dataset) -> int | None:
     count = int(dataset.cardinality())
     return count if count >= 0 else None

@@ -52,7 +52,7 @@ class Decider(NamedTuple):
     order: int
     alike: bool
 
-    def __call__(self, known: Mapping[str, Any]) -> Decision:
+    def __call__(self, known: Mapping[str, object]) -> Decision:
         """Makes the decision.
 
         Args:

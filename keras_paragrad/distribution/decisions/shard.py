@@ -1,12 +1,12 @@
 """Decides what each replica holds a shard of; with `shard="auto"`, the cheapest choice whose step fits the devices."""
 
 import logging
-from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.compat.types import Specs
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options
@@ -53,7 +53,7 @@ def decide_shard(options: Options, strategy: str, replicas: int | None) -> Decis
     return Decision(name, options.shard, f"requested; each replica holds {whole} whole", _EVIDENCE, "shard=None")
 
 
-def choose_shard(model: keras.Model, batch_size: int, batch_spec: Any, run: PlannedRun) -> tuple[Decision, Estimate]:
+def choose_shard(model: keras.Model, batch_size: int, batch_spec: Specs, run: PlannedRun) -> tuple[Decision, Estimate]:
     """Chooses what replicas hold shards of, and reshards a model that was built in shards; called on every worker.
 
     Args:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import queue
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 from keras_paragrad.distribution.launch.member import Member, Output
@@ -55,7 +55,7 @@ def launch(layout: Layout, command: Sequence[str], max_restarts: int, grace: flo
 
 
 @contextlib.contextmanager
-def _signals_as_events(events: Events) -> Iterator[None]:
+def _signals_as_events(events: Events) -> Generator[None]:
     """Turns signals into events; signals that are ignored, as under `nohup`, stay ignored."""
     signals = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
     before = {number: signal.signal(number, lambda number, _: events.put(Signalled(number))) for number in signals}

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -57,7 +58,7 @@ def check_mesh_options(options: Options) -> None:
         raise ValueError(f"These have no effect on a mesh, which is one replica: {', '.join(unused)}. Remove them.")
 
 
-def check_mesh_model(model: Any) -> None:
+def check_mesh_model(model: keras.Model) -> None:
     """Refuses a model that can't be trained on a mesh."""
     if not model.built or not all(layer.built for layer in all_layers(model)):
         raise ValueError(
@@ -143,13 +144,13 @@ def _step_error(
     return float(error / max(np.abs(value).max() for value in expected))
 
 
-def _two_steps(variables: list[Any], x: Any, y: Any) -> None:
+def _two_steps(variables: list[Any], x: tf.Tensor, y: tf.Tensor) -> None:
     step: Callable[..., None] = tf.function(functools.partial(_step, variables), autograph=False)
     for _ in range(2):
         step(x, y)
 
 
-def _step(variables: list[Any], x: Any, y: Any) -> None:
+def _step(variables: list[Any], x: tf.Tensor, y: tf.Tensor) -> None:
     """A step of gradient descent of a small network."""
     first, second, third, *biases = variables
     with tf.GradientTape() as tape:

@@ -4,7 +4,6 @@ import dataclasses
 import re
 import warnings
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import keras
 
@@ -152,7 +151,7 @@ def automatic_layout(model: keras.Model, mesh: Mesh) -> Mesh:
 def _divisions(model: keras.Model, size: int) -> Iterator[tuple[keras.Variable, int]]:
     """Variables to divide, each with its dimension; a variable's first dimension counts."""
     # A preceding Dense layer that is divided by columns, if only elementwise layers follow it.
-    column: Any = None
+    column: keras.layers.Dense | None = None
     for layer in all_layers(model):
         if type(layer) is keras.layers.Dense:
             rows, columns = layer.kernel.shape
@@ -164,9 +163,9 @@ def _divisions(model: keras.Model, size: int) -> Iterator[tuple[keras.Variable, 
             column = layer if by_columns else None
         elif isinstance(layer, _ATTENTION):
             column = None
-            heads = [(variable, _head_dimension(variable)) for variable in layer.trainable_variables]
-            heads = [(variable, dimension) for variable, dimension in heads if dimension is not None]
-            if all(variable.shape[dimension] % size == 0 for variable, dimension in heads):
+            dimensions = [(variable, _head_dimension(variable)) for variable in layer.trainable_variables]
+            heads = [(variable, dimension) for variable, dimension in dimensions if dimension is not None]
+            if not any(variable.shape[dimension] % size for variable, dimension in heads):
                 yield from heads
         elif layer.trainable_variables and not isinstance(layer, (keras.layers.Activation, keras.layers.Dropout)):
             column = None

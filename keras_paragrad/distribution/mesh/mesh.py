@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import keras
 
@@ -33,12 +32,12 @@ class Mesh:
     shape: dict[str, int]
     devices: tuple[str, ...]
     batch_axis: str | None
-    distribution: Any
+    distribution: keras.distribution.DataParallel | keras.distribution.ModelParallel
     workers: int = 1
     worker: int = 0
 
     @classmethod
-    def of(cls, distribution: Any) -> "Mesh":
+    def of(cls, distribution: keras.distribution.DataParallel | keras.distribution.ModelParallel) -> "Mesh":
         """The mesh of a Keras distribution."""
         mesh = distribution.device_mesh
         devices = canonical_devices([str(name) for name in mesh.devices.flatten()])
@@ -55,7 +54,7 @@ class Mesh:
         """Its axes, such as `batch 2 x model 2`."""
         return " x ".join(f"{name} {size}" for name, size in self.shape.items())
 
-    def device_mesh(self) -> Any:
+    def device_mesh(self) -> keras.distribution.DeviceMesh:
         """The mesh as Keras's `DeviceMesh`, over all workers."""
         names = [name.lower() for name in self.devices]
         if self.workers > 1:
@@ -64,7 +63,7 @@ class Mesh:
         return keras.distribution.DeviceMesh(tuple(self.shape.values()), list(self.shape), names)
 
 
-def check_mesh(mesh: Any) -> dict[str, int] | None:
+def check_mesh(mesh: object) -> dict[str, int] | None:
     """The argument `mesh`, checked."""
     if mesh is None:
         return None

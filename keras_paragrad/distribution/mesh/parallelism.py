@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import keras
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_paragrad.compat.model import all_layers, compile_config, overrides_train_step
+from keras_paragrad.compat.types import Batch, FitData
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.compat.workers import MeshWorkersStrategy, barrier, set_worker_strategy
 from keras_paragrad.distribution.data import DistributedData, undivided_dataset
@@ -73,7 +74,7 @@ class LayoutTable(Printable):
         self.slots, self.total = slots, total
 
     @classmethod
-    def of(cls, model: Any, mesh: Mesh) -> "LayoutTable":
+    def of(cls, model: keras.Model, mesh: Mesh) -> "LayoutTable":
         """The table of a model that is on a mesh."""
         weights = {id(variable) for variable in model.variables}
         rows, slots, total = [], dict.fromkeys(mesh.devices, 0), 0
@@ -171,7 +172,7 @@ class MeshPreparation(Preparation):
         axes = self._axes.get(id(variable), (None,) * len(variable.shape))
         return axes, id(variable) not in self._kept_divided
 
-    def _check_first(self, data: Any, on_mesh: ModelOnMesh) -> None:
+    def _check_first(self, data: Batch, on_mesh: ModelOnMesh) -> None:
         """Refuses a first batch of indivisible size, or whose gradient differs from that on one device."""
         check_batch(row_count(data), self.mesh)
         # Compiling again may change the loss, and train variables that were frozen.
@@ -189,13 +190,13 @@ class MeshPreparation(Preparation):
         self._compared = current
 
     @contextlib.contextmanager
-    def _tracing(self) -> Iterator[None]:
+    def _tracing(self) -> Generator[None]:
         with tracing_for_mesh(self.model, self._outputs):
             yield
         check_layout_map(self.model, self.mesh, self._outputs.requested)
 
 
-def _on_workers(method: str, model: Any, x: Any = None, *arguments: Any, **keywords: Any) -> Any:
+def _on_workers(method: str, model: keras.Model, x: FitData = None, *arguments: Any, **keywords: Any) -> Any:
     """Calls a method of the model's class; all workers call it with the same data."""
     if method == "fit" and not isinstance(x, DistributedData):
         raise ValueError(
@@ -207,7 +208,7 @@ def _on_workers(method: str, model: Any, x: Any = None, *arguments: Any, **keywo
     return result
 
 
-def tolerance(model: Any) -> float:
+def tolerance(model: keras.Model) -> float:
     """The largest error of a gradient, relative to its largest entry."""
     dtypes = {layer.compute_dtype for layer in all_layers(model)} - {None}
     return max((_TOLERANCES.get(str(dtype), 0.5) for dtype in dtypes), default=1e-2)
@@ -263,7 +264,7 @@ class MeshParallel(Parallelism):
         workers = join_workers(MeshWorkersStrategy, cluster, plan.devices.value[:1], communication)
         return Strategies(strategies.models, workers, strategies.readers)
 
-    def placement(self) -> contextlib.AbstractContextManager[Any]:
+    def placement(self) -> contextlib.AbstractContextManager[object]:
         # The model may be larger than any of the devices.
         return tf.device("CPU:0")
 
@@ -272,7 +273,7 @@ class MeshParallel(Parallelism):
         mesh = planned_mesh(run.options, run.hardware)
         return MeshPreparation.of(model, mesh, jit, run.strategies.workers if mesh.workers > 1 else None)
 
-    def data(self, run: PlannedRun, x: Any, y: Any, sample_weight: Any, **options: Any) -> DistributedData:
+    def data(self, run: PlannedRun, x: FitData, y: FitData, sample_weight: FitData, **options: Any) -> DistributedData:
         if run.strategies.workers is run.strategies.models:
             return super().data(run, x, y, sample_weight, **options)
         return undivided_dataset(run.strategies.workers, x, y, sample_weight, **options)

@@ -16,7 +16,17 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.engine.probes.untouched import untouched
-from keras_paragrad.engine.step.segments import Part, calls_of, functional_of, part_of, run_in_parts
+from keras_paragrad.engine.step.segments import (
+    FunctionalModel,
+    OperationFn,
+    Part,
+    RunPart,
+    Tensors,
+    calls_of,
+    functional_of,
+    part_of,
+    run_in_parts,
+)
 from keras_paragrad.engine.step.tracing import candidate_batches
 
 # The made-up examples for measuring, and the length of axes that the model leaves open.
@@ -54,7 +64,7 @@ class Calls:
                 'DistributedFit("mirrored", shard="parameters"), which cuts weights and not layers.'
             )
         self.model = model
-        self.functional: Any = functional
+        self.functional: FunctionalModel = functional
         self.nodes = calls_of(functional)
         # The first and last call of each layer that has variables, and those that use each variable.
         self._users: dict[str, tuple[int, int]] = {}
@@ -86,7 +96,7 @@ class Calls:
         return sizes
 
 
-def variables_of(operation: Any) -> list[keras.Variable]:
+def variables_of(operation: keras.Operation) -> list[keras.Variable]:
     """The variables of an operation, if it is a layer."""
     return list(operation.variables) if isinstance(operation, keras.layers.Layer) else []
 
@@ -175,7 +185,7 @@ def _balanced_cuts(calls: Calls, stages: int, sizes: Sequence[int]) -> list[int]
 
 
 def best_cuts(
-    ends: Sequence[int], across: Sequence[int], stages: int, rank: Callable[[int, int], tuple]
+    ends: Sequence[int], across: Sequence[int], stages: int, rank: Callable[[int, int], tuple[Any, ...]]
 ) -> tuple[int, ...]:
     """The best places to cut at, by dynamic programming.
 
@@ -222,8 +232,8 @@ def measured_times(calls: Calls, device: str) -> list[int]:
     parts = [part_of(calls.functional, calls.nodes[start : end + 1]) for start, end in zip(starts, ends, strict=False)]
     nanoseconds: dict[int, int] = {}
 
-    def timing(part: Part, run: Callable[..., Any]) -> Callable[..., dict[int, Any]]:
-        def timed(known: dict[int, Any], operation_fn: Callable[..., Any]) -> dict[int, Any]:
+    def timing(part: Part, run: RunPart) -> RunPart:
+        def timed(known: Tensors, operation_fn: OperationFn) -> Tensors:
             nanoseconds[id(part)], outputs = _timed(part, run, known, operation_fn)
             return outputs
 
@@ -256,15 +266,13 @@ def _made_up(spec: tf.TensorSpec) -> tf.Tensor:
     return tf.cast(numbers, spec.dtype) if spec.dtype.is_floating else tf.zeros(spec.shape, spec.dtype)
 
 
-def _timed(
-    part: Part, run: Callable[..., Any], known: dict[int, Any], operation_fn: Callable[..., Any]
-) -> tuple[int, dict[int, Any]]:
+def _timed(part: Part, run: RunPart, known: Tensors, operation_fn: OperationFn) -> tuple[int, Tensors]:
     """The nanoseconds of a part's forward and backward pass, and its outputs."""
     variables = variables_of_part(part)
     keys: list[int] = []
 
     @tf.function(autograph=False)
-    def forward_backward(inputs: list[Any], masks: list[Any], values: list[tf.Tensor]) -> Any:
+    def forward_backward(inputs: list[tf.Tensor], masks: list[tf.Tensor | None], values: list[tf.Tensor]) -> Any:
         tensors = dict(zip(known, map(with_mask, inputs, masks), strict=True))
         weights = [value for variable, value in zip(variables, values, strict=True) if variable.trainable]
         watched = [tensor for tensor in [*inputs, *weights] if has_gradient(tensor)]

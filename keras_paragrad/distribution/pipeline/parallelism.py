@@ -69,7 +69,7 @@ class PipelineParallel(Parallelism):
         override = f"devices={list_of(names[::-1])}"
         return Decision("devices", names, "one for each stage", devices_in_words(hardware), override)
 
-    def placement(self) -> contextlib.AbstractContextManager[Any]:
+    def placement(self) -> contextlib.AbstractContextManager[object]:
         # The model may be larger than any of the devices.
         return tf.device("CPU:0")
 
@@ -87,7 +87,7 @@ class PipelineParallel(Parallelism):
         )
 
 
-def _stages(devices: Any) -> tuple[tuple[str, ...], ...]:
+def _stages(devices: Sequence[str | tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     """The devices of each stage."""
     return tuple((stage,) if isinstance(stage, str) else stage for stage in devices)
 
@@ -136,7 +136,7 @@ def _check_pipeline(options: Options, pipeline: Pipeline) -> None:
         raise ValueError(f"{', '.join(unused)} has no effect in a pipeline, which has one replica. Leave it out.")
 
 
-def _check_devices(devices: Sequence[Any], pipeline: Pipeline) -> None:
+def _check_devices(devices: Sequence[str | tuple[str, ...]], pipeline: Pipeline) -> None:
     """Refuses devices of another number of stages, and more in a stage than there are micro-batches."""
     if len(devices) != pipeline.count:
         named = [list(stage) if isinstance(stage, tuple) else stage for stage in devices]

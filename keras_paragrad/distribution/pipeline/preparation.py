@@ -1,7 +1,7 @@
 """Moves a model's stages to their devices, and runs batches through them in micro-batches."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import keras
@@ -12,6 +12,7 @@ from rich.text import Text
 
 from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
 from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.distribution.parallelism import Preparation
 from keras_paragrad.distribution.pipeline.cutting import cut, variables_of_part
@@ -29,7 +30,7 @@ from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
-from keras_paragrad.engine.step.segments import Part, functional_of, run_in_stages
+from keras_paragrad.engine.step.segments import Part, RunPart, functional_of, run_in_stages
 from keras_paragrad.engine.step.symbolic import build_losses
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.plain_text import Printable
@@ -170,7 +171,7 @@ def _place(
     index: int,
     devices: tuple[str, ...],
     part: Part,
-    run: Callable[..., Any],
+    run: RunPart,
 ) -> StageOnDevices:
     """The part's `run` on each of its stage's devices."""
     runs = dict.fromkeys(devices, run)
@@ -210,14 +211,14 @@ class MicroBatches(NamedTuple):
         """Why a batch can't be cut, for the error of a model that allows no micro-batches."""
         return f"A batch can't be cut into microbatches={self.parts}."
 
-    def cuts(self, data: Any) -> bool | None:
+    def cuts(self, data: Batch) -> bool | None:
         """Whether a batch is cut; `None` if its static shape is unknown."""
         if self.parts == 1:
             return False
         rows = _static_rows(data)
         return None if rows is None else rows > 1
 
-    def __call__(self, context: StepContext, data: Any) -> Gradient:
+    def __call__(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch, from those of its micro-batches."""
         # Metrics are updated in a branch, in which they can't create their variables.
         build_losses(context.model, rows_at(data, 0, 1), metrics=True)
@@ -247,10 +248,10 @@ class _PossiblyEmpty(ReplicaBatch):
     It then repeats a row of another micro-batch, with weight 0, and its gradient is finite if the other's is.
     """
 
-    def gradients(self, gradients: Sequence[Any]) -> list[Any]:
+    def gradients(self, gradients: Gradients) -> list[GradientTensor | None]:
         """The gradients, unchanged: their weight is 0 if the row is repeated."""
         return list(gradients)
 
 
-def _static_rows(data: Any) -> int | None:
+def _static_rows(data: Batch) -> int | None:
     return next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]

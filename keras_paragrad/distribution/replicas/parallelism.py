@@ -5,7 +5,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -18,6 +18,7 @@ from keras_paragrad.compat.model import (
     overrides_train_step,
 )
 from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator
+from keras_paragrad.compat.types import FitData
 from keras_paragrad.compat.workers import NamedDevicesStrategy, barrier, replica_placement
 from keras_paragrad.distribution.consistency import ComparedFit
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
@@ -37,6 +38,8 @@ from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.storage.creation import may_be_in_shards
 from keras_paragrad.storage.updating import overridden_method
+
+Result = TypeVar("Result")
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -139,7 +142,7 @@ class ReplicaPreparation(Preparation):
         return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
 
 
-def _with_barrier(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_barrier(method: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     result = method(*args, **kwargs)
     barrier()
     return result
@@ -147,11 +150,11 @@ def _with_barrier(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 def _predict_in_order(
     model: keras.Model,
-    x: Any,
+    x: FitData,
     batch_size: int | None = None,
-    verbose: Any = "auto",
+    verbose: str | int = "auto",
     steps: int | None = None,
-    callbacks: Any = None,
+    callbacks: object = None,
 ) -> Any:
     """`predict` on several workers, with rows in order: TensorFlow's sharding interleaves them."""
     strategy = model.distribute_strategy
@@ -168,7 +171,7 @@ def _predict_in_order(
         return type(model).predict(model, x, **arguments)
 
 
-def _check_shards(model: Any) -> None:
+def _check_shards(model: keras.Model) -> None:
     """Refuses a model that would read or update shards as whole variables."""
     if not may_be_in_shards(model):
         return

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from keras_paragrad.compat.data import CustomAdapter
+from keras_paragrad.compat.types import Batch, Specs, Structure
 from keras_paragrad.distribution.data import DistributedData
 
 STEPS_PER_WORKER = 2
@@ -34,9 +35,9 @@ class Dispatcher:
         self.in_flight = in_flight or STEPS_PER_WORKER * workers
         self._free = threading.BoundedSemaphore(self.in_flight)
         self._receivers = ThreadPoolExecutor(self.in_flight, thread_name_prefix="keras_paragrad-receiver")
-        self._pending: set[Future] = set()
+        self._pending: set[Future[Any]] = set()
 
-    def send(self, step: Callable[[Any], Any], batch: Any, on_result: Callable[[Any], Any]) -> Future:
+    def send(self, step: Callable[[Batch], Structure], batch: Batch, on_result: Callable[[Any], object]) -> Future[Any]:
         """Runs a step on the next free worker; blocks while too many are in flight.
 
         Args:
@@ -79,7 +80,7 @@ class Dispatcher:
         wait(self._pending)
         self._pending.clear()
 
-    def _receive(self, remote: Any, on_result: Callable[[Any], Any]) -> Any:
+    def _receive(self, remote: Any, on_result: Callable[[Any], object]) -> Any:
         try:
             return on_result(self._fetch(remote))
         except tf.errors.OpError as error:
@@ -131,7 +132,7 @@ class PredictionAdapter(CustomAdapter):
         ahead: Number of batches in flight.
     """
 
-    def __init__(self, data: DistributedData, send: Callable[[Any], Future], ahead: int):
+    def __init__(self, data: DistributedData, send: Callable[[Batch], Future[Any]], ahead: int):
         self._data = data
         self._futures = _Futures(data, send, ahead)
 
@@ -151,11 +152,11 @@ class PredictionAdapter(CustomAdapter):
 class _Futures(tf.distribute.DistributedDataset):
     """The futures of batches sent ahead, in order."""
 
-    def __init__(self, data: DistributedData, send: Callable[[Any], Future], ahead: int):
+    def __init__(self, data: DistributedData, send: Callable[[Batch], Future[Any]], ahead: int):
         self._data, self._send, self._ahead = data, send, ahead
 
-    def __iter__(self) -> Iterator[Future]:
-        sent: deque[Future] = deque()
+    def __iter__(self) -> Iterator[Future[Any]]:
+        sent: deque[Future[Any]] = deque()
         for batch in self._data:
             sent.append(self._send(batch))
             if len(sent) == self._ahead:
@@ -163,7 +164,7 @@ class _Futures(tf.distribute.DistributedDataset):
         yield from sent
 
     @property
-    def element_spec(self) -> Any:
+    def element_spec(self) -> Specs:
         """The type spec of a batch."""
         return self._data.element_spec
 

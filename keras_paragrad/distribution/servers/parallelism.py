@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import threading
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import keras
 import tensorflow as tf
@@ -73,7 +73,7 @@ class ParameterServers(Parallelism):
         default = tf.distribute.get_strategy()
         return Strategies(strategy, default, default)
 
-    def check_own_fit(self, model: Any) -> None:
+    def check_own_fit(self, model: keras.Model) -> None:
         raise ValueError(
             f"{type(model).__name__} overrides `fit`, and so can't be trained with parameter servers, where the chief "
             "has to read the data. Build a plain keras.Model of the same layers, and preprocess the data beforehand."
@@ -89,7 +89,7 @@ class ParameterServers(Parallelism):
         )
 
 
-def _decision(name: str, value: Any, reason: str, evidence: str) -> Decision:
+def _decision(name: str, value: object, reason: str, evidence: str) -> Decision:
     return Decision(name, value, reason, evidence, 'strategy="none"')
 
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import keras
@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.data import split_for_validation
 from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator, updating_optimizers
+from keras_paragrad.compat.types import Logs
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs, distributed_dataset
 from keras_paragrad.distribution.parallelism import Preparation
 from keras_paragrad.distribution.servers.dispatch import Dispatcher, PredictionAdapter
@@ -117,7 +118,7 @@ class ServerPreparation(Preparation):
         with self._dispatching():
             return type(self.model).predict(self.model, **bound)
 
-    def _bind(self, method: str, arguments: tuple, keywords: dict[str, Any]) -> dict[str, Any]:
+    def _bind(self, method: str, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call of a model's method, by name, including defaults."""
         bound = inspect.signature(getattr(type(self.model), method)).bind(self.model, *arguments, **keywords)
         bound.apply_defaults()
@@ -158,7 +159,7 @@ class ServerPreparation(Preparation):
             self.model(keras.tree.map_structure(lambda spec: keras.KerasTensor((None, *spec.shape[1:]), spec.dtype), x))
 
     @contextlib.contextmanager
-    def _dispatching(self) -> Iterator[None]:
+    def _dispatching(self) -> Generator[None]:
         """Context in which steps are dispatched to workers without waiting for each; leaves when all have ended."""
         self._served.install()
         self._served.waits = False
@@ -173,7 +174,7 @@ class ServerPreparation(Preparation):
 class _CheckModel(keras.callbacks.Callback):
     """Refuses a training step that earlier callbacks have changed."""
 
-    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+    def on_train_begin(self, logs: Logs | None = None) -> None:
         check_server_model(self.model)
 
 
@@ -183,7 +184,7 @@ def count_workers() -> int:
     return len({device.task for device in devices if device.job == "worker"})
 
 
-def check_server_model(model: Any) -> None:
+def check_server_model(model: keras.Model) -> None:
     """Refuses a model that can't be trained with parameter servers."""
     strategy = model.distribute_strategy
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):

@@ -97,7 +97,7 @@ def gradients_of_parts_add_up(
             return any(_add_up_on_average(compute, data, parts, choice) for choice in choices)
         first, second = (compute(part)[0] for part in parts)
 
-        def add_up(choice):
+        def add_up(choice: int) -> bool:
             one, other, both = ([each * result[2][choice] for each in result[0]] for result in (first, second, whole))
             summed = [one + other for one, other in zip(one, other, strict=True)]
             return gradients_match(both, summed, half_precision=half_precision)

@@ -12,10 +12,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
 
-from keras_paragrad.compat.data import EpochIterator
+from keras_paragrad.compat.data import Adapter, EpochIterator
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import replace_methods, restore_methods, state_of
@@ -66,7 +65,7 @@ def join_added_losses(model: keras.Model) -> None:
 
 
 # Maps Keras's adapter and the steps of an epoch to another adapter, or `None` to keep Keras's.
-Distribute = Callable[[DataAdapter, int | None], DataAdapter | None]
+Distribute = Callable[[Adapter, int | None], Adapter | None]
 
 _METHODS = ("_maybe_symbolic_build", "make_test_function", "make_predict_function", "predict_on_batch")
 
@@ -118,7 +117,7 @@ def uninstall_from_replicas(model: keras.Model) -> None:
 
 
 @contextlib.contextmanager
-def distributing_datasets_with(model: keras.Model, distribute: Callable[[Dataset], DataAdapter]) -> Generator[None]:
+def distributing_datasets_with(model: keras.Model, distribute: Callable[[Dataset], Adapter]) -> Generator[None]:
     """Context in which the model's methods distribute datasets by `distribute`, which maps them to adapters."""
     before = model.__dict__["_distribute_strategy"]
     model.__dict__["_distribute_strategy"] = _StrategyWithDatasets(model.distribute_strategy, distribute)
@@ -131,7 +130,7 @@ def distributing_datasets_with(model: keras.Model, distribute: Callable[[Dataset
 class _StrategyWithDatasets:
     """A strategy with a custom `experimental_distribute_dataset`."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, distribute: Callable[[Dataset], DataAdapter]):
+    def __init__(self, strategy: tf.distribute.Strategy, distribute: Callable[[Dataset], Adapter]):
         self._strategy = strategy
         self._distribute = distribute
 
@@ -167,7 +166,7 @@ def drop_functions(model: keras.Model) -> None:
     model.test_function = model.predict_function = None
 
 
-def use_enqueuer_per_iterator(adapter: DataAdapter) -> None:
+def use_enqueuer_per_iterator(adapter: Adapter) -> None:
     """Gives each iterator over a `PyDataset` with several workers its own enqueuer, stopped with the iterator.
 
     Keras shares one among all iterators, and stops it at the end of an epoch. If `steps_per_epoch` continues an

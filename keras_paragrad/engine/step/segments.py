@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 import keras
 import tensorflow as tf
@@ -13,6 +13,7 @@ from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.step.recompute import Recomputed, is_recomputed
 
 _RUN = "_run_through_graph"
+FunctionalModel: TypeAlias = Functional
 # Tensors by the index of their input or output.
 Tensors = dict[int, tf.Tensor]
 # Maps an operation to what is called in its place.

@@ -57,7 +57,7 @@ def forward(model: Any, x: Structure) -> tuple[list[tf.Tensor], OutputForm]:
     masks = [mask_of(leaf) for leaf in leaves]
     masked = tuple(index for index, mask in enumerate(masks) if mask is not None)
     added = added_losses_by_layer(model)
-    tensors = [*leaves, *(masks[index] for index in masked), *(loss for _, loss in added)]
+    tensors = [*leaves, *(mask for mask in masks if mask is not None), *(loss for _, loss in added)]
     return tensors, OutputForm(y_pred, masked, tuple(layer for layer, _ in added))
 
 

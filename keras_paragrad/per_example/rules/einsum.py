@@ -173,7 +173,9 @@ class EinsumRule(Linear):
         return _unsort_axes(product, axes.groups + axes.rows + axes.columns, axes.kernel, layer.kernel.shape)
 
 
-def _draw_layer(layer: type[keras.layers.Layer], pick: Pick, equations: Sequence[tuple]) -> tuple[Any, tuple[int, ...]]:
+def _draw_layer(
+    layer: type[keras.layers.Layer], pick: Pick, equations: Sequence[tuple[Any, ...]]
+) -> tuple[Any, tuple[int, ...]]:
     equation, shape, output_shape, axes = pick(equations)
     bias_axes, activation = pick([axes, None]), pick(["tanh", None, "silu"])
     return functools.partial(layer, equation, output_shape, activation, bias_axes), shape

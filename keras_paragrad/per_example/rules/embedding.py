@@ -33,7 +33,7 @@ class TableGradients(NamedTuple):
         """The gradients as the rows looked up."""
         return Factors((self.indices, self.cotangents), _TableLayout(self.size))
 
-    def gradients_to_keep(self) -> Any:
+    def gradients_to_keep(self) -> tf.Tensor | Factors:
         """The gradients, as `Factors` where these take less memory."""
         return self.factors().materialized() if (self.indices.shape[1] or 0) > self.size else self.factors()
 
@@ -76,7 +76,7 @@ class _TableLayout(NamedTuple):
 
     size: int
 
-    def __call__(self, indices: Any, values: Any) -> tf.Tensor:
+    def __call__(self, indices: tf.Tensor, values: tf.Tensor) -> tf.Tensor:
         batch, width = tf.shape(indices)[0], values.shape[-1]
         segments = tf.reshape(indices + tf.range(batch)[:, tf.newaxis] * self.size, [-1])
         rows = tf.math.unsorted_segment_sum(tf.reshape(values, [-1, width]), segments, batch * self.size)

@@ -12,6 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_paragrad.compat.types import Scalar
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.rules.windows import Geometry, pad_images
 
@@ -41,7 +42,7 @@ def grouped_gradients(inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geomet
     """
     *taps, channels, filters = shape
 
-    def compute_chunk(count: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
+    def compute_chunk(count: Scalar, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
         gradients = _chunk_gradients(count, inputs, cotangents, geometry, shape)
         split = tf.reshape(gradients, [*taps, channels, count, filters])
         rank = len(shape)
@@ -56,7 +57,7 @@ def grouped_squared_norms(
     """The squared norms of `grouped_gradients`, `(batch,)`, with only a chunk of gradients in memory at once."""
     *_, filters = shape
 
-    def compute_chunk(count: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
+    def compute_chunk(count: Scalar, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
         gradients = _chunk_gradients(count, inputs, cotangents, geometry, shape)
         sums = tf.reduce_sum(tf.square(gradients), [0, 1, 2])
         return tf.reduce_sum(tf.reshape(sums, [count, filters]), 1)
@@ -72,7 +73,7 @@ def depthwise_gradients(
     by_convolution = geometry.dilation[0] > 1 or math.prod(taps) > FEW_TAPS
     compute_image = _depthwise_gradient_by_convolution if by_convolution else _depthwise_gradient
 
-    def compute_chunk(count: Any, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
+    def compute_chunk(count: Scalar, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
         gradients = compute_image(_stack_channels(inputs), _stack_channels(cotangents), geometry, multiplier)
         split = tf.reshape(gradients, [*taps, count, channels, multiplier])
         rank = len(shape)
@@ -114,7 +115,7 @@ def has_grouped_gradients() -> bool:
 
 
 def _chunk_gradients(
-    count: Any, inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]
+    count: Scalar, inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]
 ) -> tf.Tensor:
     """`(*taps, channels, count x filters)` with two axes of taps."""
     *taps, channels, filters = shape

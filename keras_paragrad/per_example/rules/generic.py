@@ -1,7 +1,7 @@
 """The generic rule: any layer's gradients, example by example."""
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -9,10 +9,11 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import full_precision, mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.per_example.calls import Call, widened, widened_dtype
 from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, register_rule
 from keras_paragrad.per_example.rules.normalization import batch_statistics_refusal
-from keras_paragrad.per_example.weight_reads import fixed_weights
+from keras_paragrad.per_example.weight_reads import WeightReads, fixed_weights
 
 
 @register_rule(
@@ -51,7 +52,7 @@ class Generic(Rule):
             return RuleCase(functools.partial(layer, units, 2, **options), (2, *[2] * axes, 2))
         return RuleCase(functools.partial(layer, units=units, **options), sizes)
 
-    def run(self, call: Call, function: Any, reads: Any) -> Any:
+    def run(self, call: Call, function: Callable[..., Structure], reads: WeightReads) -> Structure:
         if getattr(call.layer, "stateful", False):
             raise ValueError(
                 f"{call.layer.name!r} is stateful: its output for an example depends on the previous batch, so an "
@@ -93,14 +94,15 @@ class _Batch(NamedTuple):
         # Without probing, arguments with several rows count as batches.
         batched = call.batched or [tf.is_tensor(v) and v.shape.rank != 0 and v.shape[0] != 1 for v in flat]
         rows = {index: value for index, (value, has_rows) in enumerate(zip(flat, batched, strict=True)) if has_rows}
-        return cls(flat, rows, {index: mask_of(value) for index, value in rows.items() if mask_of(value) is not None})
+        masks = {index: mask for index, value in rows.items() if (mask := mask_of(value)) is not None}
+        return cls(flat, rows, masks)
 
     def rerun(
         self,
         call: Call,
         rows: dict[int, tf.Tensor],
         masks: dict[int, tf.Tensor],
-        values: Iterable[tuple[keras.Variable, Any]],
+        values: Iterable[tuple[keras.Variable, tf.Tensor]],
     ) -> list[tf.Tensor]:
         """The floating-point outputs of the call on other rows, with the given values of variables."""
         flat = list(self.flat)
@@ -118,7 +120,7 @@ def _by_single_examples(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tens
     weights = [tf.convert_to_tensor(variable.value) for variable in variables]
     batch = _Batch.of(call)
 
-    def gradients_of_example(example):
+    def gradients_of_example(example: Any):
         # As a batch of one.
         rows, masks, cotangents_of_example = keras.tree.map_structure(lambda row: row[tf.newaxis], example)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
@@ -149,7 +151,7 @@ def _by_repeated_batches(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Ten
         tape.watch(weights)
         outputs = batch.rerun(call, rows, batch.masks, [*zip(variables, weights, strict=True), *call.recorded])
 
-    def gradients_of_example(index):
+    def gradients_of_example(index: tf.Tensor):
         is_example = tf.range(tf.shape(finite)[0]) == index
         masked = [tf.where(_broadcast(is_example, each), each, tf.zeros_like(each)) for each in cotangents]
         gradients = _gradients(tape, outputs, weights, masked)
@@ -169,7 +171,9 @@ def _broadcast(flags: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
     return tf.reshape(flags, [-1] + [1] * (tensor.shape.rank - 1))
 
 
-def _gradients(tape: tf.GradientTape, outputs: Any, weights: Any, cotangents: Any) -> list[tf.Tensor]:
+def _gradients(
+    tape: tf.GradientTape, outputs: list[tf.Tensor], weights: list[tf.Tensor], cotangents: list[tf.Tensor]
+) -> list[tf.Tensor]:
     cast = [tf.cast(cotangent, output.dtype) for cotangent, output in zip(cotangents, outputs, strict=True)]
     zero = tf.UnconnectedGradients.ZERO
     gradients = tape.gradient(outputs, weights, output_gradients=cast, unconnected_gradients=zero)

@@ -89,7 +89,9 @@ def drop_group_axis(product: tf.Tensor) -> tf.Tensor:
     return tf.squeeze(product, -3)
 
 
-def make_with_lora(make: Callable[..., Any], rank: int, alpha: float) -> Callable[[], keras.layers.Layer]:
+def make_with_lora(
+    make: Callable[..., keras.layers.Layer], rank: int, alpha: float
+) -> Callable[[], keras.layers.Layer]:
     """Creates a layer that has LoRA once it is built, for the tests' cases."""
     return lambda: make(lora_rank=rank, lora_alpha=alpha)
 

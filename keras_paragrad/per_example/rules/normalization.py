@@ -1,16 +1,17 @@
 """Normalization layers: a scale and an offset applied to the normalized input."""
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import attributes
+from keras_paragrad.compat.types import Structure
 from keras_paragrad.per_example.calls import Call, widened
 from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, register_rule
-from keras_paragrad.per_example.weight_reads import fixed_weights
+from keras_paragrad.per_example.weight_reads import WeightReads, fixed_weights
 
 
 class Normalization(Rule):
@@ -70,7 +71,7 @@ class ScaleAndOffsetRule(Normalization):
         scale = pick([True, False]) if center else True
         return RuleCase(functools.partial(layer, axis=pick([-1, 1, [1, 2]]), center=center, scale=scale), (4, 6))
 
-    def run(self, call: Call, function: Any, reads: Any) -> Any:
+    def run(self, call: Call, function: Callable[..., Structure], reads: WeightReads) -> Structure:
         if call.training and isinstance(call.layer, keras.layers.BatchNormalization):
             raise batch_statistics_refusal(call.layer)
         return super().run(call, function, reads)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -30,7 +31,7 @@ class Geometry(NamedTuple):
     padding: str
 
     @classmethod
-    def of(cls, layer: Any) -> "Geometry":
+    def of(cls, layer: keras.layers.Layer) -> "Geometry":
         """The geometry of a convolution layer."""
         return cls(layer.kernel_size, layer.strides, layer.dilation_rate, layer.padding)
 
@@ -84,7 +85,7 @@ def spatial_sizes(tensor: tf.Tensor) -> list[Any]:
     ]
 
 
-def to_channels_last(tensor: tf.Tensor, layer: Any) -> tf.Tensor:
+def to_channels_last(tensor: tf.Tensor, layer: keras.layers.Layer) -> tf.Tensor:
     """A layer's input or output with channels last, as TensorFlow convolves on CPUs."""
     if layer.data_format == "channels_last":
         return tensor

@@ -104,7 +104,7 @@ def _environment() -> Any:
     import jinja2
     import markupsafe
 
-    environment = jinja2.Environment(
+    environment: Any = jinja2.Environment(
         loader=jinja2.PackageLoader(__package__ or ""),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
