@@ -11,6 +11,7 @@ import hub_task
 import keras
 import numpy as np
 import own_steps
+from comparing_losses import LOSSES
 from histories import BATCHES, CASES, MicroBatches, shown_by
 
 # Of the examples on one worker alone.
@@ -50,6 +51,25 @@ def losses(alike: Callable[..., Any] | None, name: str) -> dict[str, list[float]
         model = case.model(**mode)
     dist.prepare(model)
     return shown_by(case, model, *(dist.dataset(MicroBatches(case.columns, BATCHES)) for _ in range(2)))
+
+
+def comparing(alike: Callable[..., Any] | None, name: str) -> dict[str, Any]:
+    """The losses and weights after training by a loss that compares examples, in batches of which one has a row."""
+    dist = alike() if alike else None
+    with dist.scope() if dist else contextlib.nullcontext():
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dense(8, "tanh", kernel_regularizer="l2"), keras.layers.Dense(4)]
+        model = keras.Sequential([keras.Input((6,)), *layers])
+        model.compile(keras.optimizers.SGD(0.05), LOSSES[name](), run_eagerly=dist is None)
+    generator = np.random.default_rng(0)
+    columns = generator.normal(size=(15, 6)).astype("float32"), generator.integers(0, 3, 15).astype("float32")
+    data = [MicroBatches(columns, BATCHES) for _ in range(2)]
+    if dist:
+        dist.prepare(model)
+        data = [dist.dataset(each) for each in data]
+    shown = model.fit(data[0], epochs=2, verbose=0, shuffle=False, validation_data=data[1]).history
+    weights = enumerate(model.get_weights())
+    return {**shown, **{f"weight {number}": np.ravel(weight).tolist() for number, weight in weights}}
 
 
 def steps(alike: Callable[..., Any] | None, name: str) -> dict[str, float]:
@@ -125,6 +145,7 @@ def masked_means(alike: Callable[..., Any] | None, name: str) -> dict[str, Any]:
 
 
 KINDS: dict[str, Callable[[Callable[..., Any] | None, str], Any]] = {
+    "comparing": comparing,
     "loss": losses,
     "own step": steps,
     "metrics": metrics,

@@ -42,19 +42,19 @@ class GradientCache:
         has_rest = static is None or static % self.size
         last = rows_at(x, in_loop * self.size, rows - in_loop * self.size) if has_rest else None
         tensors = (self._eager_outputs if tf.executing_eagerly() else self._outputs)(x, in_loop, last)
-        whole = whole_loss(self.model, data, tensors, self._forms[-1])
-        total = self.sums.add_gradients(self.sums.zero().gradients, whole.gradients)
+        whole = whole_loss(self.context, data, tensors, self._forms[-1])
 
         def add(index: Any, total: list[Any]) -> Any:
             first = index * self.size
             cotangents = rows_at(whole.cotangents, first, self.size)
             return index + 1, self._add(total, rows_at(x, first, self.size), cotangents, in_loop=True)
 
-        start = tf.constant(0), total
+        start = tf.constant(0), self.sums.zero().gradients
         total = tf.while_loop(lambda index, _: index < in_loop, add, start, parallel_iterations=1)[1]
         if last is not None:
             first = in_loop * self.size
             total = self._add(total, last, rows_at(whole.cotangents, first, rows - first))
+        total = self.sums.add_gradients(self.context.replica_batch.gradients(total), whole.gradients)
         # All of them before any weight is updated: in graphs that TensorFlow optimized, the backward pass of the last
         # slice was seen to read an updated one.
         gradients = tf.tuple(self.sums.present_gradients(total))

@@ -5,17 +5,19 @@ import numpy as np
 import own_process
 import pytest
 import shown_worker
+from comparing_losses import LOSSES
 from histories import CASES
 from own_steps import CASES as OWN_STEPS
 
 SHORT = [
     # In `make test`, test_history.py has other losses on replicas, test_own_steps.py other steps.
     # And test_metrics.py has metrics on the workers' collectives.
-    *("loss: two weighted", "own step: Tracking"),
+    *("loss: two weighted", "own step: Tracking", "comparing: classes"),
 ]
 ALL = [
     *(f"loss: {name}" for name in CASES),
     *(f"own step: {name}" for name in OWN_STEPS),
+    *(f"comparing: {name}" for name in LOSSES),
     # In `make test`, test_own_fit.py has a model with a `fit` of its own on replicas.
     *("task: preprocessor=None", "task: with a preprocessor"),
     # In `make test`, test_metrics.py has all of them on the workers' collectives.

@@ -70,7 +70,7 @@ class LossNormalization:
     @property
     def takes_whole_losses(self) -> bool:
         """Whether a loss that compares examples can be computed on the outputs of the whole batch."""
-        return self.asked_by == "microbatch"
+        return self.asked_by in ("microbatch", "DistributedFit")
 
     def _check_compute_loss(self, model: keras.Model) -> None:
         if self.weighting == "auto" and overrides_compute_loss(model):
@@ -104,6 +104,7 @@ class LossNormalization:
 
     def in_evaluation(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
         """The weight of a part of a batch in evaluation, or `None` if each output's loss has its own."""
+        self._check_compute_loss(model)
         self._refuse_mixing(model, arguments, terms, training=False)
         return self._stated(model, arguments, terms)
 

@@ -24,13 +24,14 @@ _log = logging.getLogger("keras_paragrad")
 _ROWS = 8
 
 
-def compares_examples(model: Any, data: Batch, normalize: LossNormalization) -> bool:
+def compares_examples(model: Any, data: Batch, normalize: LossNormalization, *, training: bool = True) -> bool:
     """Whether the loss of a batch is to be computed on all its outputs, as it compares examples.
 
     Args:
         model: A built and compiled model, whose losses are built.
         data: A batch, whose shapes and dtypes are used.
         normalize: The loss normalization of the parts of a batch.
+        training: Whether the batch is trained on; else it is evaluated.
 
     Raises:
         IndivisibleError: A layer mixes examples as well, or the outputs can't be put together.
@@ -42,8 +43,8 @@ def compares_examples(model: Any, data: Batch, normalize: LossNormalization) -> 
         return False
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     arguments = {"x": x, "y": y, "sample_weight": sample_weight}
-    key = ("compares", normalize.asked_by)
-    answer = once_per_compile(key, model, arguments, lambda: _find(model, arguments, normalize.asked_by))
+    key = ("compares", normalize.asked_by, training)
+    answer = once_per_compile(key, model, arguments, lambda: _find(model, arguments, normalize.asked_by, training))
     if isinstance(answer, str):
         raise IndivisibleError(answer)
     return answer
@@ -57,7 +58,7 @@ class _Traced(NamedTuple):
     refusal: str | None
 
 
-def _find(model: Any, arguments: LossArguments, asked_by: str) -> bool | str:
+def _find(model: Any, arguments: LossArguments, asked_by: str, training: bool) -> bool | str:
     """Runs the trials; returns a refusal if a layer mixes examples too."""
     traced = run_trial(
         lambda size: _trace(model, arguments, size),
@@ -68,18 +69,18 @@ def _find(model: Any, arguments: LossArguments, asked_by: str) -> bool | str:
     )
     if traced is None or not _compares(model, traced):
         return False
-    if layer := _mixing_layer(model, arguments["x"], asked_by):
+    if layer := _mixing_layer(model, arguments["x"], asked_by, training):
         return layer
     if traced.refusal:
         return traced.refusal
-    names = split_dependent_layers(model, arguments["x"], on_replicas=replica_count() > 1)
+    names = split_dependent_layers(model, arguments["x"], on_replicas=replica_count() > 1) if training else []
     if names:
         warnings.warn(
             f"The state of {', '.join(names)} is updated with each of {PARTS[asked_by]}, which gives another state "
             "than one update with the whole batch.",
             stacklevel=2,
         )
-    if "compares" not in state_of(model).logged:
+    if training and "compares" not in state_of(model).logged:
         state_of(model).logged |= {"compares"}
         _log.info(
             "The loss of %r compares the examples of a batch, so it is computed on the outputs of whole batches; %s",
@@ -145,11 +146,11 @@ def _refuse_outputs(y_pred: Structure, added: Sequence[Any]) -> str | None:
     return None
 
 
-def _mixing_layer(model: Any, x: Structure, asked_by: str) -> str | None:
+def _mixing_layer(model: Any, x: Structure, asked_by: str, training: bool) -> str | None:
     """Says which layer mixes examples."""
     norms = [each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization) and each.trainable]
-    synchronized = asked_by == "DistributedFit" and all(each.synchronized for each in norms)
-    layer = norms[0].name if norms and not synchronized else find_mixing_layer(model, x)
+    synchronized = not training or (asked_by == "DistributedFit" and all(each.synchronized for each in norms))
+    layer = norms[0].name if norms and not synchronized else find_mixing_layer(model, x, training=training)
     if layer is None:
         return None
     instead = "keras_paragrad.memory.recompute(model) saves memory as well, and is exact for both"

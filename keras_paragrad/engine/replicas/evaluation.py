@@ -15,6 +15,7 @@ from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.logs import all_reduced_results, run_custom_test_step, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import recorded_terms
+from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.step.execution import compile_steps
@@ -22,6 +23,7 @@ from keras_paragrad.engine.step.gradient import call_in_function
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.engine.step.symbolic import build_layers_from_inputs
+from keras_paragrad.engine.step.whole_loss import evaluate_whole
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
 Result = TypeVar("Result")
@@ -35,13 +37,19 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
             return run_custom_test_step(model, data, take.normalize)
         replica_batch = ReplicaBatch.of(data)
         filled = replica_batch.filled(data)
-        y_pred, sums = _evaluate(model, filled, take)
+        normalize = take.normalize
+        if normalize and replica_count() > 1 and compares_examples(model, filled, normalize, training=False):
+            # Every replica has the loss of the whole batch, so an empty one has its share as well.
+            y_pred, sums = evaluate_whole(model, filled, replica_batch)
+        else:
+            y_pred, sums = _evaluate(model, filled, take)
+            sums = sums.zero_unless(replica_batch.nonempty)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled)
         batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
         replica_batch.run(lambda: update_metrics(model, batch))
         if take.normalize is not None:
             check_metrics(model, y, y_pred, sample_weight)
-        return all_reduced_results(model, TrackedLosses(model, sums.zero_unless(replica_batch.nonempty)))
+        return all_reduced_results(model, TrackedLosses(model, sums))
 
     return compile_steps(model, [step], take=take)
 

@@ -32,6 +32,7 @@ from keras_paragrad.engine.step.gradient import (
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.step.symbolic import build_losses
+from keras_paragrad.engine.step.whole_loss import gradient_of_replica
 from keras_paragrad.engine.telemetry.watch import observe_before_all_reduce
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
@@ -149,27 +150,40 @@ class TrainStep(NamedTuple):
 
     def _compares_examples(self, data: Batch) -> bool:
         """Whether the loss is computed on the outputs of the whole batch, and not on those of parts of it."""
-        split, model = self.stages.split, self.model
-        if split is None or self.stages.combine or split.cuts(data) is False or not split.normalize.takes_whole_losses:
+        stages, model, replicas = self.stages, self.model, replica_count()
+        cuts = stages.split is not None and stages.split.cuts(data) is not False
+        divides = stages.split if cuts else stages.take if replicas > 1 else None
+        if divides is None or stages.combine or divides.normalize is None or not divides.normalize.takes_whole_losses:
             return False
         build_losses(model, data)
         try:
-            compares = compares_examples(model, data, split.normalize)
+            compares = compares_examples(model, data, divides.normalize)
         except IndivisibleError as refusal:
+            if not cuts or replicas > 1:
+                raise
             self.guard.leave_whole(data, refusal)
             return False
-        if compares and self._accumulator and not (self.stages.apply and self.stages.apply.deferred_refusal):
+        if compares and self._accumulator and not (stages.apply and stages.apply.deferred_refusal):
             raise IndivisibleError(
                 "The loss compares examples, so the micro-batches of a window can't be combined into the whole batch. "
                 f"{INSTEAD_OF_WINDOWS}"
             )
+        if compares and stages.observe and replicas > 1:
+            raise IndivisibleError(
+                f"{type(stages.observe).__name__} compares the gradients of replicas, and the loss compares the "
+                "examples of all replicas, so none has a gradient of its own. Train without that callback."
+            )
         return compares
 
     def _of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
-        assert self.stages.split is not None, "batches are divided"
+        """The gradient of a batch whose loss compares examples."""
+        split = self.stages.split
+        by_xla = self._by_xla and not self._by_layer
+        context = context._replace(weigh_replica=None, by_xla=by_xla, sums=replica_count() > 1)
+        if split is None or split.cuts(data) is False:
+            return gradient_of_replica(context, data)
         check_no_row_states(self.model, "slices are", "give batches that are one slice")
-        context = context._replace(weigh_replica=None, by_xla=self._by_xla)
-        return self.stages.split.of_whole_loss(context, data)
+        return split.of_whole_loss(context, data)
 
     def _in_slices(self, split: Split, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch, summed over its slices."""
