@@ -71,7 +71,7 @@ def missing_accumulation_message(model: keras.Model) -> str:
     return f"{problem} Write this before fit(), with the other arguments of your compile():\n{_lines_for_one(model)}"
 
 
-def recommend_callback(name: str, model: keras.Model) -> None:
+def recommend_callback(name: str, model: keras.Model | None) -> None:
     """Warns that an accumulating optimizer is inexact without `ExactAccumulation`.
 
     Args:

@@ -128,7 +128,7 @@ class SliceSums:
         divisor = tf.constant(1.0) if self.last.weight.summed else total.divisor
         factor = tf.math.reciprocal_no_nan(divisor)
 
-        def mean(index: int, variable: keras.Variable) -> tf.Tensor | None:
+        def mean(index: int, variable: keras.Variable) -> GradientTensor | None:
             if index not in self.present:
                 return None
             gradient: Any = total.gradients[index]

@@ -36,7 +36,7 @@ GradientTensor: TypeAlias = tf.Tensor | tf.IndexedSlices
 # A gradient for each of several variables, or `None` where there is none.
 Gradients: TypeAlias = Sequence[GradientTensor | None]
 # What becomes a tensor.
-Array: TypeAlias = tf.Tensor | np.ndarray | np.number[Any] | float
+Array: TypeAlias = tf.Tensor | np.ndarray | np.number[Any] | float | Sequence["Array"]
 # What callbacks get as `logs`.
 Logs: TypeAlias = dict[str, Any]
 # What `get_config` returns.

@@ -4,11 +4,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.values import PerReplica
 
 from keras_paragrad.compat.collectives import replica_index, replicas_are_local, sum_over_replicas
-from keras_paragrad.compat.types import GradientTensor, Structure
+from keras_paragrad.compat.types import Array, GradientTensor, Structure
 
 # Bytes from which a variable is sharded: below, a gather costs more than the shards save.
 MIN_SHARD_BYTES = 2**14
@@ -49,7 +50,7 @@ class Partition(NamedTuple):
             return self.size // self.shape[1]
         return None
 
-    def shard(self, whole: tf.Tensor, index: int) -> tf.Tensor:
+    def shard(self, whole: Array, index: int) -> tf.Tensor:
         """One shard of a tensor of the variable's shape."""
         flat = tf.reshape(whole, [-1])
         begin, end = (min(place * self.size, self.elements) for place in (index, index + 1))
@@ -65,7 +66,7 @@ class Partition(NamedTuple):
         """A copy of one shard, to assign: a slice would keep the whole tensor in memory."""
         return tf.raw_ops.DeepCopy(x=self.shard(whole, index))
 
-    def whole(self, padded: tf.Tensor) -> tf.Tensor:
+    def whole(self, padded: tf.Tensor | np.ndarray) -> tf.Tensor:
         """The tensor of the variable's shape whose shards are concatenated in `padded`."""
         flat = padded[: self.elements] if self.size * self.shards > self.elements else padded
         return tf.reshape(flat, self.shape)

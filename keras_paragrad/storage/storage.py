@@ -148,7 +148,7 @@ class Storage(Protocol):
 class Whole(Storage):
     """The storage of a variable that is whole on every replica: all defaults."""
 
-    def __init__(self, variable: Variable):
+    def __init__(self, variable: Variable | None):
         self.variable = variable
 
 

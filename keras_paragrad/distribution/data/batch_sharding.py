@@ -191,7 +191,7 @@ def _rows(leaf: Any) -> tf.Tensor:
     return tf.shape(leaf, out_type=tf.int64)[0]
 
 
-def _slice(leaf: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
+def _slice(leaf: Any, start: tf.Tensor | int, stop: tf.Tensor | int) -> Any:
     """The rows of a leaf from `start` to `stop`."""
     if _is_absent(leaf):
         return None  # As Keras's own step does with an empty Optional.

@@ -14,7 +14,7 @@ from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or
 from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.collectives import replica_index
 from keras_paragrad.compat.state import state_of
-from keras_paragrad.compat.types import Structure
+from keras_paragrad.compat.types import Array, Structure
 from keras_paragrad.engine.probes.untouched import untouched, without_assignments
 
 MEANS = ("sum_over_batch_size", "mean")
@@ -34,7 +34,7 @@ class LossTerm:
     loss: keras.losses.Loss
     y_true: Structure
     y_pred: Structure
-    sample_weight: tf.Tensor | None
+    sample_weight: Array | None
     result: Any = None
     by_example: bool = False
 
@@ -52,7 +52,7 @@ class LossTerm:
     def values(self) -> tf.Tensor:
         """The loss of every element, before the reduction."""
 
-        def convert(tensor: tf.Tensor):
+        def convert(tensor: Array):
             return keras.ops.convert_to_tensor(tensor, dtype=self.loss.dtype)
 
         arguments = (keras.tree.map_structure(convert, each) for each in (self.y_true, self.y_pred))
@@ -121,7 +121,7 @@ class _Recording:
     def __init__(self, loss: keras.losses.Loss, listeners: list[_Listener]):
         self.loss, self.listeners = loss, listeners
 
-    def __call__(self, y_true: Structure, y_pred: Structure, sample_weight: tf.Tensor | None = None):
+    def __call__(self, y_true: Structure, y_pred: Structure, sample_weight: Array | None = None):
         result = self.loss(y_true, y_pred, sample_weight)
         listeners = _listeners_here(self.listeners)
         by_example = any(listener.by_example for listener in listeners)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
 from keras.src.backend.common.symbolic_scope import SymbolicScope
@@ -27,7 +28,7 @@ def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any
     if layer.built and all(inner.built for inner in layer._flatten_layers()):
         return
 
-    def of_any_size(tensor: tf.Tensor | keras.KerasTensor):
+    def of_any_size(tensor: tf.Tensor | np.ndarray | keras.KerasTensor):
         if tensor is None:
             return None
         # Weights depend on the shape of an example, not on the batch size.
