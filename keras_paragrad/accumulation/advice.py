@@ -59,12 +59,12 @@ def missing_accumulation_message(model: keras.Model) -> str:
         "ExactAccumulation() needs a model that is compiled with an AccumulatingOptimizer; this one has "
         f"{_optimizer_name(model.optimizer)}."
     )
-    names = _custom_optimizers(model)
-    if names:
+    if overrides_train_step(model):
         return (
-            f"{problem} Its train_step uses {', '.join(names)}, whose micro-batches can't be weighted. Leave "
-            "ExactAccumulation() out, wrap each of these optimizers, and flush them at the end of an epoch. Write this "
-            f"before fit(), and pass callbacks=[flush] to it:\n{_lines_for_several(model, names)}"
+            f"{problem} Its train_step updates weights with other optimizers, whose updates may follow each other, so "
+            "its micro-batches can't be accumulated one after the other. Leave ExactAccumulation() out, give fit() the "
+            "batch_size of an update, and write this before fit(), with the number of rows that fit into memory:\n"
+            "keras_paragrad.microbatch(model, size=4)"
         )
     if model.optimizer is None:
         return f"{problem} Write model.compile(keras_paragrad.AccumulatingOptimizer('adam', steps=4), loss=...)."
@@ -91,33 +91,6 @@ def recommend_callback(name: str, model: keras.Model | None) -> None:
 
 def _optimizer_name(optimizer: keras.optimizers.Optimizer | None) -> str:
     return "no optimizer" if optimizer is None else type(optimizer).__name__
-
-
-def _custom_optimizers(model: keras.Model) -> list[str]:
-    """The attributes that hold the optimizers of a custom `train_step`."""
-    if not overrides_train_step(model):
-        return []
-    names = [name for name, value in vars(model).items() if isinstance(value, keras.optimizers.Optimizer)]
-    return [name for name in names if name not in ("optimizer", "_optimizer")]
-
-
-def _lines_for_several(model: keras.Model, names: list[str]) -> str:
-    """The code for a model with several optimizers."""
-    lines = []
-    for name in names:
-        optimizer = getattr(model, name)
-        if find_accumulator(optimizer) is None:
-            lines += _turn_off_own(optimizer, f"model.{name}")
-            wrapped = f"keras_paragrad.AccumulatingOptimizer(model.{name}, steps=4, weighting='uniform')"
-            lines.append(f"model.{name} = {wrapped}")
-    flushed = ", ".join(f"model.{name}.flush()" for name in names)
-    return "\n".join(
-        [
-            *lines,
-            "model.make_train_function(force=True)",
-            f"flush = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: [{flushed}])",
-        ]
-    )
 
 
 def _lines_for_one(model: keras.Model) -> str:

@@ -49,7 +49,9 @@ class HostSchedule:
         if not self._counting:
             self._read()
         self._restored = self.optimizer.window.restored if self.optimizer.built else None
-        return [self._count() for _ in range(batches)]
+        # The epoch's last one ends its window within the step, which may do more after an update.
+        last = self.batches_left if self.optimizer.tail == "flush" else None
+        return [self._count(number == last) for number in range(1, batches + 1)]
 
     def _read(self) -> None:
         # Before the first batch, the optimizer may not be built.
@@ -58,10 +60,10 @@ class HostSchedule:
         self._update = int(self.optimizer.iterations.numpy())
         self._counting = True
 
-    def _count(self) -> bool:
-        """Counts a batch; whether it ends with an update."""
+    def _count(self, last: bool) -> bool:
+        """Counts a batch, which may be the epoch's last; whether it ends with an update."""
         self._position += 1
-        full = self._position >= self.optimizer.schedule.at(self._update)
+        full = last or self._position >= self.optimizer.schedule.at(self._update)
         if full:
             self._position = 0
             self._update += 1

@@ -11,6 +11,7 @@ from keras_paragrad.accumulation.gradient_cache import GradientCache
 from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_at
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
 from keras_paragrad.compat.types import Batch
+from keras_paragrad.engine.custom_step.run import BatchSlices
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, warn_of_batch_statistics
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -104,6 +105,14 @@ class Slices(NamedTuple):
         """Whether a batch has more examples than a slice; `None` if its size isn't static."""
         rows = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]
         return None if rows is None else rows > self.size
+
+    def slices(self, data: Batch) -> BatchSlices:
+        """Cuts a batch, for a model's own `train_step`: the last slice has at least one row."""
+        static_rows = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]
+        rows = rows_of(data) if static_rows is None else static_rows
+        full = (rows - 1) // self.size
+        last = rows_at(data, full * self.size, rows - full * self.size)
+        return BatchSlices(full, lambda index: rows_at(data, index * self.size, self.size), last)
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch, accumulated over slices of `size` rows; the last one may be smaller."""

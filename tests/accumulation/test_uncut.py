@@ -106,11 +106,6 @@ def scalar_loss(y, y_pred):
     return keras.ops.mean(keras.ops.square(y - y_pred))
 
 
-class OwnTrainStep(keras.Sequential):
-    def train_step(self, data):
-        return super().train_step(data)
-
-
 class OwnLoss(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return scalar_loss(y, y_pred)
@@ -123,7 +118,6 @@ class AddsLoss(keras.layers.Layer):
 
 
 INDIVISIBLE = {
-    "train_step": lambda: (OwnTrainStep, "mse", []),
     "compute_loss": lambda: (OwnLoss, "mse", []),
     "one number": lambda: (keras.Sequential, scalar_loss, []),
     "add_loss": lambda: (keras.Sequential, "mse", [AddsLoss()]),
@@ -163,7 +157,7 @@ def batches(*sizes):
     ("name", "mode"),
     [
         *((name, "eager") for name in INDIVISIBLE),
-        *((name, mode) for name in ("train_step", "one number") for mode in ("plain", "xla")),
+        *(("one number", mode) for mode in ("plain", "xla")),
         ("one number", "several steps an execution"),
         # As those of one number are.
         *(pytest.param(name, "plain", marks=pytest.mark.long) for name in ("compute_loss", "add_loss")),
@@ -181,7 +175,7 @@ def test_what_can_not_be_cut_is_trained_whole(name, mode, caplog):
     (said,) = said_in(caplog)
     assert "more than size=4 examples would be refused" in said
     assert WORDS.get(name, name) in said
-    assert "microbatch(" in said or name == "train_step"
+    assert "microbatch(" in said
     with pytest.raises(ValueError, match=f"A batch has more than size=4 .*{WORDS.get(name, name)}"):
         ours.fit(batches(4, 5), **options)
 
@@ -204,9 +198,7 @@ def test_one_replica_says_what_two_would_refuse(name, caplog):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("name", "mode"), [*((name, "eager") for name in INDIVISIBLE), ("one number", "xla"), ("train_step", "plain")]
-)
+@pytest.mark.parametrize(("name", "mode"), [*((name, "eager") for name in INDIVISIBLE), ("one number", "xla")])
 def test_windows_of_one_batch_are_trained_whole(name, mode, caplog):
     plain, ours = indivisible(name, **MODES[mode]), indivisible(name, **MODES[mode])
     options = {"epochs": 2, "shuffle": False, "verbose": 0}

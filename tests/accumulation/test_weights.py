@@ -173,11 +173,10 @@ class OwnStep(keras.Sequential):
         (dense_model(scalar_loss), "returns one number for the whole batch"),
         (dense_model(SelfReducing()), "overrides __call__"),
         (dense_model("mse", OwnLoss), "defines its own compute_loss"),
-        (dense_model("mse", OwnStep), "weighting='uniform'"),
         (dense_model("mse", activity_regularizer="l2"), "activity regularizer"),
         (dense_model(keras.losses.MeanSquaredError(reduction="sum"), kernel_regularizer="l2"), "reduction='sum_over"),
     ],
-    ids=["scalar loss", "loss with __call__", "compute_loss", "train_step", "activity regularizer", "sum"],
+    ids=["scalar loss", "loss with __call__", "compute_loss", "activity regularizer", "sum"],
 )
 def test_weights_that_cannot_be_known_are_refused(build, says):
     with pytest.raises(ValueError, match=says):
@@ -214,6 +213,10 @@ def test_stated_mask():
         return model
 
     compare(build, *sequences(), weighting="mask")
+
+
+def test_a_train_step_of_its_own():
+    compare(dense_model("mse", OwnStep), *regression())
 
 
 def test_a_train_step_of_its_own_runs_uniform():

@@ -188,8 +188,8 @@ def test_a_step_of_its_own_is_refused_or_taken_as_it_is():
     with dist.scope():
         made = Own()
         made.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
-    with pytest.raises(ValueError, match=r"defines its own train_step.*DistributedFit\(..., exact=False\)"):
-        dist.fit(made, x, y, verbose=0)
+    history = dist.fit(made, x, y, verbose=0)
+    assert history.history["loss"]
     history = DistributedFit(strategy=dist.strategy, exact=False).fit(made, x, y, batch_size=32, epochs=3, verbose=0)
     assert history.history["loss"][-1] < history.history["loss"][0]
 

@@ -1,4 +1,4 @@
-"""Examples whose steps can't be cut: refused in the words of each component, and looked at all the same."""
+"""Examples with steps of their own, or that mix rows: divided, refused or looked at by each component."""
 
 import keras
 import numpy as np
@@ -29,22 +29,28 @@ def variational(optimizer="sgd"):
     return model
 
 
-def test_a_train_step_of_its_own_is_not_cut():
-    model = variational()
-    with microbatch(model, 4), pytest.raises(ValueError, match="train_step"):
-        model.fit(X, verbose=0)
-    with pytest.raises(ValueError, match="train_step"):
-        variational(AccumulatingOptimizer("sgd", 2)).fit(X, verbose=0, callbacks=[ExactAccumulation()])
+@pytest.mark.slow(20)
+def test_a_train_step_of_its_own_is_cut():
+    """It draws its noise, so that slices draw other numbers than the batch."""
+    model, accumulating = variational(), variational(AccumulatingOptimizer("sgd", 2))
+    with microbatch(model, 3):
+        history = model.fit(X, verbose=0).history
+    assert np.isfinite(history["total"]).all()
+    assert int(model.optimizer.iterations) == 1
+    accumulating.fit(X, batch_size=4, verbose=0, callbacks=[ExactAccumulation()])
+    assert int(accumulating.optimizer.iterations) == 1
     with pytest.raises(ValueError, match="train_step"):
         wrap(variational())
 
 
 @pytest.mark.own_process
-def test_a_train_step_of_its_own_is_not_spread(mirrored):
+def test_a_train_step_of_its_own_is_spread(mirrored):
     with mirrored.scope():
         model = variational()
-    with pytest.raises(ValueError, match="train_step"):
-        ReplicaPreparation(model)
+    ReplicaPreparation(model)
+    history = model.fit(X, batch_size=7, verbose=0).history
+    assert np.isfinite(history["total"]).all()
+    assert int(model.optimizer.iterations.numpy()) == 2
 
 
 def test_a_train_step_of_its_own_is_looked_at(tmp_path):

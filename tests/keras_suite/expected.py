@@ -33,19 +33,6 @@ class Reason(NamedTuple):
 
 REASONS = (
     Reason(
-        "a train_step of one's own",
-        "defines its own train_step",
-        ("limits/distribution.md", "a custom `train_step` | Refused: what it computes can't be seen"),
-        {
-            "two replicas": (
-                "test_evaluate_with_custom_test_step_dict",
-                "test_evaluate_with_custom_test_step_flat",
-                "test_fit_with_custom_train_step",
-                "test_retracing",
-            )
-        },
-    ),
-    Reason(
         "a compute_loss of one's own",
         "defines its own compute_loss",
         ("limits/distribution.md", "a custom `compute_loss`, `add_loss`, or a loss that returns one number"),

@@ -106,8 +106,8 @@ def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormali
     # An empty replica batch is filled with a row, so that the step can run; what it adds is discarded below.
     filled = replica_batch.filled(data)
     with recorded_terms(model) as terms, without_replica_division():
-        reducer = _LogReducer(model, filled, replica_batch, normalize, terms)
-        with _reducing_metrics(reducer, outputs_scale=1 / replica_count()):
+        reducer = LogReducer(model, filled, replica_batch, normalize, terms)
+        with reducing_metrics(reducer, outputs_scale=1 / replica_count()):
             logs = reducer.reduce_logs(model.test_step(filled))
     reducer.discard_filler()
     return logs
@@ -116,12 +116,12 @@ def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormali
 def run_custom_train_step(model: keras.Model, data: Batch) -> StepLogs:
     """Runs a custom `train_step` on every replica, and returns its logs over the whole batch, weighted by examples."""
     replica_batch = ReplicaBatch.of(data)
-    reducer = _LogReducer(model, data, replica_batch, None, ())
-    with _reducing_metrics(reducer, outputs_scale=1.0):
+    reducer = LogReducer(model, data, replica_batch, None, ())
+    with reducing_metrics(reducer, outputs_scale=1.0):
         return reducer.reduce_logs(model.train_step(data))
 
 
-class _LogReducer:
+class LogReducer:
     """Reduces the metrics and logs of a custom step over the replicas; one for each replica."""
 
     def __init__(
@@ -131,8 +131,11 @@ class _LogReducer:
         batch: ReplicaBatch,
         normalize: LossNormalization | None,
         terms: Sequence[LossTerm],
+        *,
+        summed: bool = False,
     ) -> None:
         self.model, self.data, self.batch, self.normalize, self.terms = model, data, batch, normalize, terms
+        self.summed = summed
         # An overridden `metrics` property may leave some out.
         every = [*model.metrics, *keras.Model.metrics.fget(model)]  # pyright: ignore
         self.metrics: list[keras.metrics.Metric] = list({id(metric): metric for metric in every}.values())
@@ -147,7 +150,7 @@ class _LogReducer:
             normalizer = None
             if self.normalize is not None:
                 normalizer = self.normalize.in_custom_step(self.model, self.data, self.terms, what)
-            summed = normalizer is not None and normalizer.summed
+            summed = self.summed if normalizer is None else normalizer.summed
             value = self.batch.rows if normalizer is None or summed else normalizer.value
             value = self.batch.weight(tf.cast(value, "float32"))
             (total,) = sum_over_replicas([value])
@@ -207,9 +210,10 @@ def _as_scalar(value: Scalar) -> tf.Tensor:
 class _ReducingMetrics(MethodPatch):
     """Makes a model's metrics return results over all replicas."""
 
-    def __init__(self, reducer: _LogReducer, outputs_scale: float):
+    def __init__(self, reducer: LogReducer, outputs_scale: float, updates: bool):
         super().__init__()
-        self.reducers: dict[int, _LogReducer] = {}
+        self.updates = updates
+        self.reducers: dict[int, LogReducer] = {}
         self.metrics, self.model, self.outputs_scale = reducer.metrics, reducer.model, outputs_scale
 
     def patch_all(self) -> None:
@@ -217,13 +221,15 @@ class _ReducingMetrics(MethodPatch):
         of_outputs = self.model._compile_loss.metrics if self.model._compile_loss else []
         for metric in self.metrics:
             self.replace(metric, "result", functools.partial(self._result, metric, metric.result))
-            if type(metric).update_state is keras.metrics.Mean.update_state:
+            if self.updates and type(metric).update_state is keras.metrics.Mean.update_state:
                 scale = self.outputs_scale if any(metric is each for each in of_outputs) else 1.0
                 update = functools.partial(self._update_mean, metric, metric.update_state, scale)
                 self.replace(metric, "update_state", update)
 
     def _result(self, metric: keras.metrics.Metric, compute: Callable[[], Structure]) -> Structure:
-        return compute() if is_trial() else self.reducers[replica_index()].result(metric, compute)
+        # A replica that runs its first slices reduces nothing, while another one runs its last.
+        reducer = None if is_trial() else self.reducers.get(replica_index())
+        return reducer.result(metric, compute) if reducer else compute()
 
     def _update_mean(
         self,
@@ -246,7 +252,11 @@ class _ReducingMetrics(MethodPatch):
 
 
 @contextlib.contextmanager
-def _reducing_metrics(reducer: _LogReducer, outputs_scale: float) -> Generator[None]:
-    with patched(reducer.model, lambda: _ReducingMetrics(reducer, outputs_scale)) as replacement:
+def reducing_metrics(reducer: LogReducer, outputs_scale: float, *, updates: bool = True) -> Generator[None]:
+    """Context in which a model's metrics return results over all replicas, and reduce their updates if asked."""
+    with patched(reducer.model, lambda: _ReducingMetrics(reducer, outputs_scale, updates)) as replacement:
         replacement.reducers[replica_index()] = reducer
-        yield
+        try:
+            yield
+        finally:
+            del replacement.reducers[replica_index()]

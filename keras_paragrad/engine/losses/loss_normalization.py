@@ -33,6 +33,10 @@ _CONFIGURED_BY = {"Pipeline": "DistributedFit"}
 _TO_TRAIN_ANYWAY = {**_FOR_EQUAL_PARTS, "microbatch": "write microbatch(..., weighting='examples')"}
 
 
+# The components that divide a custom `train_step`.
+_CAPTURES_STEPS = ("microbatch", "DistributedFit", "AccumulatingOptimizer")
+
+
 class IndivisibleError(ValueError):
     """The gradients of parts of a batch can't be combined into that of the whole, as their weights are unknown."""
 
@@ -59,6 +63,8 @@ class LossNormalization:
         """
         name = type(model).__name__
         if overrides_train_step(model):
+            if self.captures_steps:
+                return
             raise IndivisibleError(
                 f"{name} defines its own train_step, so the normalizer of its loss is unknown, and parts of a batch "
                 "with different sizes or weights would bias the gradient. If all parts have the same size and "
@@ -165,6 +171,11 @@ class LossNormalization:
                 f"examples. {self._advice}"
             )
         return bool(summed)
+
+    @property
+    def captures_steps(self) -> bool:
+        """Whether a custom `train_step` is divided, by `keras_paragrad.engine.custom_step`."""
+        return self.asked_by in _CAPTURES_STEPS
 
     @property
     def _configured_by(self) -> str:

@@ -5,7 +5,7 @@ import functools
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.model import all_layers, all_variables
-from keras_paragrad.compat.types import Array, Batch, Gradients, Structure
+from keras_paragrad.compat.types import Array, Batch, Structure
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.probes.untouched import untouched
 
@@ -155,7 +155,7 @@ class PureFunction:
             raise Inconclusive("the model is not built")
         self.model, self.compute = model, compute
         self.variables = all_variables(model)
-        self.start = [_value_of(variable) for variable in self.variables]
+        self.start = [value_of(variable) for variable in self.variables]
         # In a graph of its own, so that the `tf.function`s of the model are traced for the trial alone.
         self._function = tf.function(self._compute, autograph=False)
 
@@ -191,7 +191,7 @@ class PureFunction:
         with untouched(self.model, _KnownVariablesScope(mapping, collect_losses=True)) as scope:
             for layer in (self.model, *all_layers(self.model)):
                 if isinstance(layer, keras.layers.BatchNormalization):
-                    vars(layer)["call"] = functools.partial(_call_for_inference, layer.call)
+                    vars(layer)["call"] = functools.partial(call_for_inference, layer.call)
             results = self.compute(data)
             after = [scope.get_current_value(variable) for variable in self.variables]
             # Variables among the results have their values only in this scope.
@@ -225,11 +225,11 @@ def uses_half_precision(model: keras.layers.Layer) -> bool:
     return any(layer.compute_dtype not in ("float32", "float64") for layer in (model, *all_layers(model)))
 
 
-def _call_for_inference(call: Callable[..., Structure], *arguments: Any, **keywords: Any) -> Structure:
+def call_for_inference(call: Callable[..., Structure], *arguments: Any, **keywords: Any) -> Structure:
     return call(*arguments, **{**keywords, "training": False})
 
 
-def _value_of(variable: keras.Variable) -> tf.Tensor:
+def value_of(variable: keras.Variable) -> tf.Tensor:
     """A variable's value on the first local replica; random values in place of shards, and of weights near zero."""
     # Reading a metric's state directly is an all-reduce, for which this thread would wait forever.
     local = local_replica_values(variable.value)[0]
@@ -273,7 +273,7 @@ def watch_weights(model: keras.layers.Layer) -> Generator[Callable[[tf.Tensor], 
         yield gradients_of
 
 
-def gradients_match(first: Gradients, second: Gradients, *, half_precision: bool) -> bool:
+def gradients_match(first: Sequence[Array], second: Sequence[Array], *, half_precision: bool) -> bool:
     """Whether two gradients, a tensor for each weight, differ by rounding alone."""
     pairs = [(np.asarray(a, "float64"), np.asarray(b, "float64")) for a, b in zip(first, second, strict=True)]
     largest = [np.abs(np.concatenate([a.ravel(), b.ravel()])).max(initial=0) for a, b in pairs]

@@ -69,18 +69,20 @@ class Contribution(NamedTuple):
 
 
 def apply_gradient(
-    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    variables: Sequence[keras.Variable],
     gradients: Gradients,
     weight: Normalizer | None = None,
     *,
     whole: bool,
     also_reduce: Sequence[tf.Tensor] = (),
 ) -> list[tf.Tensor] | None:
-    """Passes gradients to the model's optimizer; called on every replica.
+    """Passes gradients to an optimizer; called on every replica.
 
     Args:
-        model: A compiled model.
-        gradients: A gradient for each of its `trainable_weights`, or `None`.
+        optimizer: The optimizer.
+        variables: The weights to update.
+        gradients: A gradient for each of them, or `None`.
         weight: Their weight in an accumulation window, or `None` if all count the same.
         whole: Whether the sum over the replicas is exactly the batch's gradient. Then gradients are all-reduced before
             they are clipped, as on one device. An accumulating optimizer all-reduces them itself.
@@ -89,7 +91,6 @@ def apply_gradient(
     Returns:
         Their sums, or `None` if gradients were not all-reduced here.
     """
-    optimizer, variables = model.optimizer, model.trainable_weights
     if not variables:
         # As in Keras: the step still updates metrics and non-trainable state.
         warnings.warn("The model does not have any trainable weights.", stacklevel=2)

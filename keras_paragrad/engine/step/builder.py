@@ -22,6 +22,7 @@ from keras_paragrad.compat.model import fit_frame, overrides_train_step
 from keras_paragrad.compat.optimizer import innermost_optimizer
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
+from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.losses.sums import LossWindow
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import install_transform
@@ -68,6 +69,8 @@ class StepBuilder:
         self._of_callbacks: dict[Fillers, tuple[str, ...]] = {}
         self._trainable: Trainable | None = None
         self._reads: Callable[[], EpochIterator | None] = lambda: None
+        # The analyzed steps of a model's own `train_step`. Compiled functions use their variables.
+        self._custom_steps: list[CustomStep] = []
 
     @classmethod
     def of(cls, model: keras.Model) -> "StepBuilder":
@@ -160,7 +163,7 @@ class StepBuilder:
             return
         if self._of_callbacks and fit_frame(inspect.currentframe(), self.model) is None:
             self._drop_leftovers()
-        self._built_for, self._built, self.loss_window = configuration, {}, None
+        self._built_for, self._built, self.loss_window, self._custom_steps = configuration, {}, None, []
         optimizer = self.model.optimizer
         if self.stages.take:
             # A callback may have called `compile`.
@@ -277,7 +280,7 @@ class StepBuilder:
 
     def _step(self, data: Batch, update: bool, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> StepLogs:
         """Runs a step on one replica, with all fillers in effect."""
-        step = TrainStep(self.model, self.stages, self._window_of(data), update, guard)
+        step = TrainStep(self.model, self.stages, self._window_of(data), update, guard, self._custom_steps)
         replica_batch = ReplicaBatch.of(data)
         place = self.stages.place() if self.stages.place else contextlib.nullcontext()
         self._trainable = self._trainable or Trainable.of(self.model)
@@ -288,9 +291,11 @@ class StepBuilder:
             observing_gradients(self.model, self.stages.observe, replica_batch.rows),
             watching_updates(self.model, telemetry),
         ):
-            logs = step.run_custom(data) if overrides_train_step(self.model) else step(data, replica_batch)
-            if self.stages.apply:
-                self.stages.apply.end(update)
+            if overrides_train_step(self.model):
+                logs = step.run_custom(data, replica_batch)
+            else:
+                logs = step(data, replica_batch)
+                step.end()
         if telemetry and replica_count() == 1:
             logs = {**logs, LATEST: telemetry.latest()}
         return logs

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.types import Batch, Step
+from keras_paragrad.engine.custom_step.run import BatchSlices
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.step.gradient import Gradient, Normalize, Present, StepContext, is_slower_in_xla_loop
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
@@ -102,6 +103,10 @@ class Split(Protocol):
         """Whether a batch is larger than a slice; `None` if its static shape doesn't say."""
         ...
 
+    def slices(self, data: Batch) -> BatchSlices:
+        """Cuts a batch, for a model's own `train_step`."""
+        ...
+
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch. Each of its slices is computed in `context`."""
         ...
@@ -172,7 +177,7 @@ class Stages(NamedTuple):
 
     take: Take | None = None
     split: Split | None = None
-    combine: Normalize | None = None
+    combine: LossNormalization | None = None
     transform: Transform | None = None
     transforms: tuple[Transform, ...] | None = None
     apply: Apply | None = None

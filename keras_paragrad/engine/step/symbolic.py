@@ -11,9 +11,10 @@ from keras.src.utils.python_utils import is_default
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad.compat.data import EpochIterator, first_batch, loses_prefetched_batches
-from keras_paragrad.compat.model import all_layers, overrides_compute_loss, overrides_train_step
+from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step
 from keras_paragrad.compat.optimizer import nested_optimizers
 from keras_paragrad.compat.types import Batch, Specs
+from keras_paragrad.engine.custom_step.building import build_layers_by_step
 from keras_paragrad.engine.probes.untouched import untouched
 
 _MIRRORED = (
@@ -63,9 +64,10 @@ def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, d
         try:
             model._symbolic_build(data_batch=keras.tree.map_structure(of_any_size, data_batch))
         except Exception:
-            # A custom `train_step` need not call the model, so only the layers may be built.
-            if not overrides_train_step(model) or not all(layer.built for layer in all_layers(model)):
+            # A custom `train_step` need not call the model.
+            if not overrides_train_step(model):
                 raise
+            build_layers_by_step(model, keras.tree.map_structure(of_any_size, data_batch))
 
 
 def build_layers_from_inputs(model: keras.Model, data_batch: Batch) -> None:

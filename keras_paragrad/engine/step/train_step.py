@@ -13,6 +13,7 @@ from keras_paragrad.compat.model import all_layers, check_no_row_states
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator, innermost_optimizer
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
+from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import AllReducedResults, run_custom_train_step
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
@@ -46,6 +47,7 @@ class TrainStep(NamedTuple):
         window: The losses of the micro-batches since the last update, if the *apply* stage is filled.
         update: Whether the step ends with an update, if the *apply* stage is filled.
         guard: Limits the batches of an indivisible step, if the *split* stage is filled.
+        custom_steps: Holds what was found out about the model's own `train_step`.
     """
 
     model: keras.Model
@@ -53,24 +55,64 @@ class TrainStep(NamedTuple):
     window: LossWindow | None
     update: bool
     guard: IndivisibleBatchGuard
+    custom_steps: list[CustomStep]
 
-    def run_custom(self, data: Batch) -> StepLogs:
+    def run_custom(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the model's own `train_step`, and returns its logs."""
-        if self.stages.split:
+        split = self.stages.split
+        if split:
             try:
-                self.stages.split.normalize.check(self.model)
+                split.normalize.check(self.model)
             except IndivisibleError as refusal:
                 self.guard.leave_whole(data, refusal)
+            else:
+                if split.cuts(data) is not False:
+                    self._check_slices_of_custom_step()
+                    batch = replica_batch.filled(data)
+                    slices = split.slices(batch)
+                    step = CustomStep.of(self.custom_steps, self.model, slices.last, split.normalize)
+                    return step.run_in_slices(slices, batch, replica_batch)
+        take = self.stages.take
+        if self.stages.apply and self.stages.combine:
+            step = CustomStep.of(self.custom_steps, self.model, data, self.stages.combine)
+            with self._accumulating():
+                logs = step.run_micro_batch(data, replica_batch, self.end if self.update else None)
+            if not self.update:
+                self.end()
+            return logs
+        if take and take.normalize and replica_count() > 1:
+            step = CustomStep.of(self.custom_steps, self.model, data, take.normalize)
+            return step.run_on_replica(data, replica_batch)
         if self.stages.chain and replica_count() > 1 and not self._accumulator:
             raise ValueError(
                 f"{type(self.model).__name__} defines its own train_step, which applies each replica's gradients "
-                "itself, so the gradient of the whole batch can't be transformed. Move what train_step does into "
-                "compute_loss."
+                "itself, so the gradient of the whole batch can't be transformed. Write DistributedFit(..., "
+                "exact=True)."
             )
         with self._accumulating(), build_optimizers_outside_of_graphs(self.model):
-            if self.stages.take and replica_count() > 1:
-                return run_custom_train_step(self.model, data)
-            return self.model.train_step(data)
+            several = take and replica_count() > 1
+            logs = run_custom_train_step(self.model, data) if several else self.model.train_step(data)
+        self.end()
+        return logs
+
+    def _check_slices_of_custom_step(self) -> None:
+        """Refuses slices with what they don't go with."""
+        name = type(self.model).__name__
+        if self.stages.apply:
+            raise IndivisibleError(
+                f"{name} defines its own train_step, which either microbatch divides or AccumulatingOptimizer. Leave "
+                "ExactAccumulation and AccumulatingOptimizer out, and give fit() the batch_size of an update."
+            )
+        if self.stages.mesh:
+            raise IndivisibleError(
+                f"{name} defines its own train_step, which microbatch can't divide on a mesh. Move what it does into "
+                "compute_loss, or train on replicas: DistributedFit('mirrored')."
+            )
+
+    def end(self) -> None:
+        """Ends a micro-batch, with an update or without."""
+        if self.stages.apply:
+            self.stages.apply.end(self.update)
 
     def __call__(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the stages on the data of a replica batch, and returns the logs."""
@@ -93,7 +135,12 @@ class TrainStep(NamedTuple):
         # Observe, transform and apply, within the optimizer: see `install_transform`.
         with self._accumulating():
             sums = apply_gradient(
-                self.model, gradient.gradients, weight, whole=whole, also_reduce=shared.parts if shared else ()
+                self.model.optimizer,
+                self.model.trainable_weights,
+                gradient.gradients,
+                weight,
+                whole=whole,
+                also_reduce=shared.parts if shared else (),
             )
         # Log.
         if shared is None:

@@ -1,0 +1,279 @@
+"""Runs a model's own `train_step` exactly: in slices, on replicas, and on the micro-batches of a window."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
+from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import Batch, Gradients
+from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
+from keras_paragrad.engine.custom_step.building import build_layers_by_step
+from keras_paragrad.engine.custom_step.capture import capturing_applies, train_step_of
+from keras_paragrad.engine.custom_step.run import (
+    BatchSlices,
+    PhaseScope,
+    SlicedStep,
+    Versions,
+    changed_order,
+    current_value,
+    suspended_scope,
+    weighting_means,
+)
+from keras_paragrad.engine.custom_step.weighting import WEIGHTINGS, Weighting, find_weightings
+from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
+from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics
+from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, LossNormalization
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
+from keras_paragrad.engine.step.apply import apply_gradient
+from keras_paragrad.storage.row_gradients import scale_gradient
+
+_log = logging.getLogger("keras_paragrad")
+
+
+class CustomStep:
+    """A model's own `train_step`, as it was analyzed for data of one signature.
+
+    Args:
+        model: A built model.
+        data: Tensors with the shapes and dtypes of a batch or a slice.
+        normalize: Says what the losses are divided by, or that it is to be found.
+
+    Raises:
+        IndivisibleError: The step can't be divided.
+    """
+
+    def __init__(self, model: keras.Model, data: Batch, normalize: LossNormalization):
+        self.model = model
+        self.signature = _signature(data)
+        build_layers_by_step(model, data)
+        self.analysis: StepAnalysis = analyze_step(model, data)
+        self.weightings = find_weightings(model, self.analysis, data, _candidates(normalize, data))
+        # Whether the step reports sums over the rows.
+        self.summed = all(each.divisor is None for each in self.weightings)
+        _say(model, self.analysis, self.weightings)
+        _make_variables(lambda: _build_optimizers(self.analysis))
+        self.versions = Versions(self.analysis, _make_variables)
+
+    @classmethod
+    def of(
+        cls, known: list["CustomStep"], model: keras.Model, data: Batch, normalize: LossNormalization
+    ) -> "CustomStep":
+        """The step for such data: one of the known ones, or a new one, which joins them."""
+        step = next((each for each in known if each.signature == _signature(data)), None)
+        if step is None:
+            step = cls(model, data, normalize)
+            known.append(step)
+        return step
+
+    def run_in_slices(self, slices: BatchSlices, batch: Batch, replica_batch: ReplicaBatch) -> Any:
+        """Runs the step on the slices of a batch or replica batch, and returns its logs."""
+        weights = _BatchWeights(batch, replica_batch, self.weightings)
+
+        def update(call: ApplyCall, gradients: Gradients) -> None:
+            # Slices are weighted by the batch of all replicas.
+            gradients = replica_batch.gradients(gradients)
+            apply_gradient(call.optimizer, call.variables, gradients, whole=True)
+
+        sliced = SlicedStep(
+            self.model, self.analysis, self.versions, self.weightings, weights.share, update, summed=self.summed
+        )
+        if replica_count() == 1:
+            return sliced.run(slices)
+        with without_replica_division(in_logs=True):
+            logs = sliced.run(slices, lambda: self._reducing_results(batch, replica_batch), replica_batch.nonempty)
+        flat = keras.tree.flatten(logs)
+        places = [place for place, log in enumerate(self.analysis.logs) if log and log.by_slice]
+        for place, total in zip(places, sum_over_replicas([flat[place] for place in places]), strict=True):
+            flat[place] = total
+        return keras.tree.pack_sequence_as(logs, flat)
+
+    def run_on_replica(self, data: Batch, replica_batch: ReplicaBatch) -> Any:
+        """Runs the step on a replica batch, and returns the logs of the whole batch."""
+        batch = replica_batch.filled(data)
+        reducer = LogReducer(self.model, batch, replica_batch, None, (), summed=self.summed)
+        with without_replica_division(in_logs=True), reducing_metrics(reducer, outputs_scale=1.0):
+            logs = reducer.reduce_logs(self._run_whole(batch, replica_batch))
+        reducer.discard_filler()
+        return logs
+
+    def run_micro_batch(self, data: Batch, replica_batch: ReplicaBatch, end: Callable[[], None] | None) -> Any:
+        """Runs the step on a micro-batch of a window, and returns its logs.
+
+        Args:
+            data: The micro-batch, or a replica's part of it.
+            replica_batch: That part.
+            end: Updates the weights at the end of a window; `None` before it. Then only the states change that each
+                slice of a batch would change.
+        """
+        self._check_window()
+        batch = replica_batch.filled(data)
+        scope = None if end else PhaseScope([], self.versions, 0, last=False)
+
+        def apply(call: ApplyCall, update: Callable[[], None]) -> None:
+            with suspended_scope():
+                update()
+                if end:
+                    end()
+            if scope:
+                scope.pass_over(call.variables)
+
+        rows = tf.cast(replica_batch.rows, "float32")
+        with (
+            self._on_one_replica(batch, replica_batch) as reduce_logs,
+            scope or contextlib.nullcontext(),
+            weighting_means(self.model, rows, summed=False),
+        ):
+            logs = reduce_logs(self._run_whole(batch, replica_batch, apply))
+        for state in self.analysis.states if scope else ():
+            if state.by_slice:
+                state.variable.assign(current_value(scope, state.variable))
+        return logs
+
+    def _check_window(self) -> None:
+        name, optimizers = type(self.model).__name__, [call.optimizer for call in self.analysis.calls]
+        if len(optimizers) > 1 or self.analysis.phases > 1:
+            raise IndivisibleError(
+                f"The train_step of {name} updates weights {len(optimizers)} times, or computes something from updated "
+                "ones, so its micro-batches can't be accumulated one after the other. Leave AccumulatingOptimizer and "
+                "ExactAccumulation out, and write keras_paragrad.microbatch(model, size), which runs slices of a batch "
+                "once for each update."
+            )
+        if optimizers[0] is not self.model.optimizer:
+            raise IndivisibleError(
+                f"The train_step of {name} updates weights with {optimizers[0].name!r}, and model.optimizer, which "
+                "accumulates, is another. Use self.optimizer in train_step, or write keras_paragrad.microbatch(model, "
+                "size)."
+            )
+
+    @contextlib.contextmanager
+    def _on_one_replica(self, batch: Batch, replica_batch: ReplicaBatch) -> Generator[Callable[[Any], Any]]:
+        """Context in which metrics show the results of all replicas; yields what reduces the other logs."""
+        if replica_count() == 1:
+            yield lambda logs: logs
+            return
+        reducer = LogReducer(self.model, batch, replica_batch, None, (), summed=self.summed)
+        with without_replica_division(in_logs=True), reducing_metrics(reducer, outputs_scale=1.0, updates=False):
+            yield reducer.reduce_logs
+        reducer.discard_filler()
+
+    def _run_whole(
+        self,
+        batch: Batch,
+        replica_batch: ReplicaBatch,
+        apply: Callable[[ApplyCall, Callable[[], None]], None] = lambda call, update: update(),
+    ) -> Any:
+        """Runs the step, and updates with the gradients of all replicas where it calls its optimizers.
+
+        Args:
+            batch: The batch, or a replica's part of it.
+            replica_batch: That part.
+            apply: Gets each call of an optimizer, and what it does.
+        """
+        weights = _BatchWeights(batch, replica_batch, self.weightings)
+        pairs = iter(zip(self.analysis.calls, self.weightings, strict=True))
+
+        def capture(optimizer: Any, gradients: Gradients, variables: list[keras.Variable]) -> None:
+            call, weighting = next(pairs)
+            if optimizer is not call.optimizer:
+                raise changed_order(self.model)
+            with released():
+                apply(call, lambda: weights.apply(call, weighting, gradients))
+
+        with capturing_applies(self.model, capture) as released:
+            return train_step_of(self.model)(batch)
+
+    @contextlib.contextmanager
+    def _reducing_results(self, batch: Batch, replica_batch: ReplicaBatch) -> Generator[None]:
+        reducer = LogReducer(self.model, batch, replica_batch, None, (), summed=self.summed)
+        with reducing_metrics(reducer, outputs_scale=1.0, updates=False):
+            yield
+
+
+class _BatchWeights:
+    """The weights of a batch, in the batch of all replicas."""
+
+    def __init__(self, batch: Batch, replica_batch: ReplicaBatch, weightings: Sequence[Weighting]):
+        self.batch, self.replica_batch = batch, replica_batch
+        divided = {each.name: each for each in (WEIGHTINGS["examples"], *weightings) if each.divisor}
+        # Here, as TensorFlow can't run collectives in a loop over slices.
+        totals = sum_over_replicas([self.divisor(each, batch) for each in divided.values()])
+        self._totals = dict(zip(divided, totals, strict=True))
+
+    def divisor(self, weighting: Weighting, rows: Batch) -> tf.Tensor:
+        """The divisor of some rows: zero on a replica that has none."""
+        assert weighting.divisor, "sums have none"
+        return self.replica_batch.weight(tf.cast(weighting.divisor(rows), "float32"))
+
+    def share(self, weighting: Weighting, rows: Batch) -> tf.Tensor:
+        """The weight of some rows in the batch of all replicas."""
+        if weighting.divisor is None:
+            return tf.constant(1.0)
+        return tf.math.divide_no_nan(self.divisor(weighting, rows), self._totals[weighting.name])
+
+    def apply(self, call: ApplyCall, weighting: Weighting, gradients: Gradients) -> None:
+        """Updates with the sum of all replicas' weighted gradients, or adds them to the window of an optimizer."""
+        gradients = self.replica_batch.gradients(gradients)
+        normalizer = None
+        if find_accumulator(call.optimizer) is None:
+            factor = self.share(weighting, self.batch)
+        elif weighting.divisor is None:
+            factor, normalizer = tf.constant(1.0), Normalizer(tf.constant(1.0), summed=True)
+        else:
+            # As Keras divides the loss.
+            factor = tf.constant(1.0 / replica_count())
+            normalizer = Normalizer(self.divisor(weighting, self.batch))
+        scaled = [scale_gradient(gradient, factor) for gradient in gradients]
+        apply_gradient(call.optimizer, call.variables, scaled, normalizer, whole=True)
+
+
+def _signature(data: Batch) -> list[Any]:
+    return [leaf if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in keras.tree.flatten(data)]
+
+
+def _candidates(normalize: LossNormalization, data: Batch) -> list[Weighting]:
+    """The weightings to try: the stated one, or all."""
+    if normalize.weighting == "auto":
+        weighted = isinstance(data, tuple) and keras.utils.unpack_x_y_sample_weight(data)[2] is not None
+        return [each for name, each in WEIGHTINGS.items() if name != "sample_weight" or weighted]
+    if normalize.weighting not in WEIGHTINGS:
+        raise IndivisibleError(
+            f"weighting={normalize.weighting!r} needs the outputs of the model, which a train_step of its own keeps to "
+            f"itself. Write {normalize.asked_by}(..., weighting='auto'), or one of {', '.join(map(repr, WEIGHTINGS))}."
+        )
+    return [WEIGHTINGS[normalize.weighting]]
+
+
+def _say(model: keras.Model, analysis: StepAnalysis, weightings: list[Weighting]) -> None:
+    pairs = zip(analysis.calls, weightings, strict=True)
+    found = "; ".join(f"{call.optimizer.name}: {weighting.name}, phase {call.phase + 1}" for call, weighting in pairs)
+    message = f"The train_step of {type(model).__name__} is divided. Parts of a batch are weighted by: {found}."
+    state = state_of(model)
+    if message not in state.logged:
+        state.logged |= {message}
+        _log.info("%s", message)
+
+
+def _make_variables(make: Callable[[], Any]) -> Any:
+    """Makes variables in another thread: TensorFlow makes none while it traces a function again."""
+    strategy = tf.distribute.get_strategy()
+
+    def make_in_scope() -> Any:
+        with strategy.scope():
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make_in_scope).result()
+
+
+def _build_optimizers(analysis: StepAnalysis) -> None:
+    for call in analysis.calls:
+        if not call.optimizer.built:
+            with keras.name_scope(call.optimizer.name, caller=call.optimizer):
+                call.optimizer.build(call.variables)

@@ -1,0 +1,282 @@
+"""Models with a `train_step` of their own take the step of one device on the whole batch, however it is divided."""
+
+from pathlib import Path
+
+import forked_scripts
+import keras
+import numpy as np
+import own_process
+import pytest
+import step_models as models
+import tensorflow as tf
+from keras import ops
+from step_models import compiled, data_of
+
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gan_on_replicas.py"
+KINDS = {
+    "autoencoder": (models.Autoencoder,),
+    "sum": (models.SummedAutoencoder,),
+    "gan": (models.Gan,),
+    "wgan": (models.Gan, 2, 10.0, 0.3),
+    "diffusion": (models.Diffusion,),
+    "cycle": (models.Cycle,),
+    "captions": (models.Captions,),
+}
+# Each call of an optimizer, with the phase that it is in.
+PHASES = {"gan": [0, 1], "wgan": [0, 1, 2], "cycle": [0, 0, 0, 0], "captions": [0, 1, 2]}
+OPTIONS = {"epochs": 2, "shuffle": False, "verbose": 0}
+
+
+def fitted(model, rows=11, fit=None, **options):
+    history = (fit or model.fit)(*data_of(model), batch_size=rows, **OPTIONS, **options).history
+    return model, history
+
+
+def compare(found, expected, logs=None):
+    """Weights of the scale of the largest of each, and logs, by name or all."""
+    (ours, history), (plain, shown) = found, expected
+    for one, other in zip(ours.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * max(1.0, np.abs(other).max(initial=0)))
+    assert history.keys() == shown.keys()
+    for name in logs if logs is not None else shown:
+        np.testing.assert_allclose(history[name], shown[name], rtol=2e-6, err_msg=name)
+
+
+@pytest.mark.slow(60)
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", ["captions", "wgan", "autoencoder", "gan", "sum", "diffusion", "cycle"])
+def test_slices(name):
+    expected = fitted(compiled(*KINDS[name], jit_compile=False))
+    ours = compiled(*KINDS[name], jit_compile=False)
+    with microbatch(ours, 4):
+        compare(fitted(ours), expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("mode", [{"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 2}])
+def test_slices_in_other_modes(name, mode):
+    expected = fitted(compiled(*KINDS[name], **mode))
+    ours = compiled(*KINDS[name], **mode)
+    microbatch(ours, 5)
+    compare(fitted(ours), expected)
+
+
+@pytest.mark.long
+def test_batches_of_unknown_size():
+    def train(size):
+        model = compiled(models.Captions, jit_compile=False)
+        if size:
+            microbatch(model, size)
+        rows = tf.data.Dataset.from_tensor_slices((models.ROWS, models.LABELS)).batch(11)
+        return model, model.fit(rows, epochs=2, verbose=0).history
+
+    compare(train(4), train(None))
+
+
+def replicas(**options):
+    return DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], **options)
+
+
+def on_replicas(name, size=None, rows=11, **options):
+    dist = replicas()
+    with dist.scope():
+        model = compiled(*KINDS[name], jit_compile=False, **options)
+    if size:
+        microbatch(model, size)
+    return fitted(model, rows, fit=lambda *data, **keywords: dist.fit(model, *data, **keywords))
+
+
+@pytest.mark.slow(60)
+@pytest.mark.few(2)
+@pytest.mark.own_process
+@pytest.mark.parametrize("name", ["gan", "autoencoder", "captions", "wgan", "sum", "diffusion", "cycle"])
+def test_replicas(name):
+    compare(on_replicas(name), fitted(compiled(*KINDS[name], jit_compile=False)))
+
+
+@pytest.mark.few(1)
+@pytest.mark.own_process
+@pytest.mark.parametrize("name", ["captions", "autoencoder", "gan", "wgan", "sum", "diffusion", "cycle"])
+def test_slices_on_replicas(name):
+    """Also with a last batch of one row, of which a replica gets none."""
+    expected = fitted(compiled(*KINDS[name], jit_compile=False), 31)
+    compare(on_replicas(name, 3, 31), expected)
+
+
+def accumulating():
+    return AccumulatingOptimizer(models.sgd(), steps=4)
+
+
+# The last batch of an epoch is logged as it is, and a window's last one is a part of it.
+@pytest.mark.slow(30)
+@pytest.mark.parametrize("name", ["autoencoder", "diffusion"])
+def test_windows(name):
+    expected = fitted(compiled(*KINDS[name], jit_compile=False), 16)
+    ours = compiled(*KINDS[name], optimizer=accumulating, jit_compile=False)
+    compare(fitted(ours, 4, callbacks=[ExactAccumulation()]), expected, {"loss", "noise"} & expected[1].keys())
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("name", ["diffusion"])
+def test_windows_on_replicas(name):
+    expected = fitted(compiled(*KINDS[name], jit_compile=False), 12)
+    dist = replicas()
+    with dist.scope():
+        ours = compiled(*KINDS[name], optimizer=accumulating, jit_compile=False)
+    fit = dist.fit
+    found = fitted(ours, 3, lambda *data, **options: fit(ours, *data, callbacks=[ExactAccumulation()], **options))
+    # A `Mean` of the step weights the rows of a last window, which is smaller, as it weights those of others.
+    compare(found, expected, ())
+
+
+class Decorated(models.Captions):
+    @tf.function
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+class Unbuilt(models.Captions):
+    """Layers that the step alone builds."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = keras.Sequential([keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(3)])
+
+
+class Weighted(keras.Model):
+    """A mean weighted by sample weights, from its own `compute_loss`."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+
+    def call(self, inputs):
+        return self.dense(inputs)
+
+    def train_step(self, data):
+        x, y, weights = data
+        with tf.GradientTape() as tape:
+            losses = ops.square(self(x)[:, 0] - ops.cast(y, "float32"))
+            loss = ops.sum(losses * weights) / ops.sum(weights)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("kind", [Decorated, Unbuilt])
+@pytest.mark.slow(30)
+@pytest.mark.few(1)
+def test_steps_in_other_forms(kind):
+    expected = fitted(compiled(kind, jit_compile=False))
+    ours = compiled(kind, jit_compile=False)
+    microbatch(ours, 4)
+    compare(fitted(ours), expected)
+
+
+def test_what_a_loss_divides_by_is_found(caplog):
+    caplog.set_level("INFO", "keras_paragrad")
+    weights = np.linspace(0.1, 3, 32).astype("float32")
+
+    def train(size):
+        model = compiled(Weighted, jit_compile=False)
+        if size:
+            microbatch(model, size)
+        model.fit(models.ROWS, models.LABELS, 11, sample_weight=weights, **OPTIONS)
+        return model
+
+    ours, plain = train(4), train(None)
+    np.testing.assert_allclose(ours.dense.kernel, plain.dense.kernel, atol=1e-6)
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "keras_paragrad"]
+    assert "weighted by: sgd" in said
+    assert "sample_weight, phase 1." in said
+
+
+@pytest.mark.slow(20)
+def test_random_numbers_of_a_step_go_from_slice_to_slice():
+    """Those of rows differ from slice to slice, and a step draws others than the one before."""
+    seen = []
+
+    class Drawing(models.DrawingDiffusion):
+        def noise(self, rows):
+            noise = super().noise(rows)
+            tf.py_function(lambda each: seen.append(each.numpy()), [noise], [])
+            return noise
+
+    model = compiled(Drawing, jit_compile=False)
+    microbatch(model, 4)
+    fitted(model, 8)
+    # Before them, a trial has drawn others.
+    drawn = np.concatenate(seen)[-2 * len(models.ROWS) :]
+    assert len(np.unique(drawn)) == drawn.size
+
+
+class FixedNoise(models.Diffusion):
+    def noise(self, rows):
+        return rows * 0 + ops.sum(keras.random.normal((6, 5), seed=self.seeds), axis=0)
+
+
+class RawVariable(models.Captions):
+    def __init__(self):
+        super().__init__()
+        self.seen = tf.Variable(0)
+
+    def train_step(self, data):
+        self.seen.assign_add(1)
+        return super().train_step(data)
+
+
+class InBranch(models.Captions):
+    def train_step(self, data):
+        return tf.cond(tf.reduce_sum(data[0]) > 0, lambda: super(InBranch, self).train_step(data), lambda: {})
+
+
+class WithoutUpdate(models.Captions):
+    def train_step(self, data):
+        return {"loss": 0.0}
+
+
+@pytest.mark.slow(20)
+@pytest.mark.parametrize(
+    ("kind", "stated", "says"),
+    [
+        (models.Contrastive, "auto", r"update 1 of 2, by 'sgd.*compares rows"),
+        (FixedNoise, "auto", "for a fixed number of rows"),
+        (RawVariable, "auto", "assigns a tf.Variable .*self.add_weight"),
+        (InBranch, "auto", "within a tf.function, a tf.cond"),
+        (WithoutUpdate, "auto", "doesn't call apply"),
+        (models.Captions, "sum", "sum .* off"),
+        (models.Captions, "mask", "needs the outputs of the model"),
+    ],
+)
+def test_what_can_not_be_divided_is_refused_before_the_first_step(kind, stated, says):
+    model = compiled(kind, jit_compile=False)
+    before = model.get_weights()
+    microbatch(model, 4, weighting=stated)
+    with pytest.raises(ValueError, match=says):
+        fitted(model)
+    for one, other in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_windows_refuse_updates_that_follow_each_other():
+    model = compiled(models.Captions, optimizer=accumulating, jit_compile=False)
+    with pytest.raises(ValueError, match=r"updates weights 3 times.*microbatch\(model, size\)"):
+        fitted(model, 4, callbacks=[ExactAccumulation()])
+
+
+@pytest.mark.slow(60)
+def test_the_example_trains_one_gan_in_three_ways(tmp_path):
+    arguments = ["--epochs", "1", "--picture", str(tmp_path / "gan.png")]
+    printed = tmp_path / "printed"
+    process = own_process.start(forked_scripts.run_script, (str(EXAMPLE), arguments, str(tmp_path)), {}, printed)
+    process.join(180)
+    process.kill()
+    said = printed.read_text()
+    assert process.exitcode == 0, said
+    differences = [float(line.rpartition(" ")[2]) for line in said.splitlines() if "at most" in line]
+    assert len(differences) == 3
+    assert max(differences) < 1e-6
+    assert (tmp_path / "gan.png").read_bytes().startswith(b"\x89PNG")
