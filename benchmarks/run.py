@@ -10,6 +10,7 @@ BENCHMARKS = (
     "memory",
     "estimate",
     "recompute",
+    "contrastive",
     "sharding",
     "mesh",
     "pipeline",

@@ -1,0 +1,133 @@
+"""What a loss that compares examples takes in slices: memory against the batch, and time against other ways.
+
+`python benchmarks/contrastive.py` prints the tables and saves them in `results/contrastive.json`.
+"""
+
+import functools
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+from harness import interleaved, report
+
+SIZE, ROUNDS, TIMED = 64, 5, 512
+BATCHES = (256, 1024, 4096)
+# By name: the size of slices, the arguments of `microbatch`, and whether layers are recomputed.
+CASES = {
+    "whole batch": (None, {}, False),
+    "recompute(model, every=1)": (None, {}, True),
+    f"microbatch(size={SIZE})": (SIZE, {}, False),
+    # Another loss: examples are compared within a slice. Each slice runs once.
+    f"microbatch(size={SIZE}, weighting='examples')": (SIZE, {"weighting": "examples"}, False),
+}
+WHOLE, RECOMPUTED, OURS, PLAIN = CASES
+
+
+def contrastive_model(case, rows, jit_compile):
+    """A convolutional encoder of two views, compiled with the loss of SimCLR, and a batch."""
+    import warnings
+
+    import keras
+    import numpy as np
+
+    from keras_paragrad import microbatch, recompute
+
+    # That slices with a loss of their own aren't the batch.
+    warnings.simplefilter("ignore")
+
+    class PairLoss(keras.losses.Loss):
+        """Two views of each example, side by side: each finds its own among those of the batch."""
+
+        def call(self, y, z):
+            views = keras.ops.split(z, 2, axis=-1)
+            a, b = (view / keras.ops.norm(view, axis=-1, keepdims=True) for view in views)
+            similarity = keras.ops.matmul(a, keras.ops.transpose(b)) / 0.1
+            own = keras.ops.arange(keras.ops.shape(similarity)[0])
+            return keras.losses.sparse_categorical_crossentropy(own, similarity, from_logits=True)
+
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    encoder = keras.Sequential([keras.Input((28, 28, 1))])
+    for _ in range(3):
+        encoder.add(layers.Conv2D(16, 3, padding="same", activation="relu"))
+    encoder.add(layers.GlobalAveragePooling2D())
+    encoder.add(layers.Dense(64))
+    views = [keras.Input((28, 28, 1)) for _ in range(2)]
+    model = keras.Model(views, layers.Concatenate()([encoder(view) for view in views]))
+    model.compile("adam", PairLoss(), jit_compile=jit_compile)
+    size, options, recomputed = CASES[case]
+    if recomputed:
+        recompute(encoder, every=1)
+    if size:
+        microbatch(model, size, **options)
+    generator = np.random.default_rng(0)
+    x = tuple(generator.uniform(size=(rows, 28, 28, 1)).astype("float32") for _ in range(2))
+    return model, x, np.zeros(rows, "float32")
+
+
+def print_peak(case, rows, trains):
+    """Runs in a process of its own: the most memory it has held, in MB."""
+    from models import endless
+
+    model, *data = contrastive_model(case, int(rows), False)
+    if trains == "yes":
+        model.fit(endless(*data), steps_per_epoch=2, verbose=0)
+    unit = 1 if platform.system() == "Darwin" else 1024
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)
+
+
+def peak(case, rows, trains="yes"):
+    # On Linux a process's peak begins with what its parent holds, so this one must not load TensorFlow before.
+    command = [sys.executable, "-W", "ignore", __file__, case, str(rows), trains]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
+    return float(finished.stdout.split()[-1])
+
+
+def memory():
+    idle = {rows: peak(WHOLE, rows, "no") for rows in BATCHES}
+    rows = [[case, *(round(peak(case, each) - idle[each]) for each in BATCHES)] for case in (WHOLE, RECOMPUTED, OURS)]
+    columns = ["", *(f"batch of {each}" for each in BATCHES)]
+    report("contrastive", "Peak memory above the built model and its data, MB: SimCLR, convolutions", columns, rows)
+
+
+def times():
+    from models import endless
+
+    columns = ["", "step", "to plain slices", "CPU time", "to plain slices, CPU time"]
+    for jit_compile in ("off", "on"):
+        trained = {case: contrastive_model(case, TIMED, jit_compile == "on") for case in CASES}
+        computing = {case: [] for case in CASES}
+
+        def step(case, trained=trained, computing=computing):
+            model, *data = trained[case]
+            start, computed = time.perf_counter(), time.process_time()
+            model.fit(endless(*data), steps_per_epoch=1, verbose=0)
+            computing[case].append((time.process_time() - computed) * 1e3)
+            return (time.perf_counter() - start) * 1e3
+
+        walls = interleaved({case: functools.partial(step, case) for case in CASES}, ROUNDS, warm_up=1)
+        busy = {case: statistics.median(taken[1:]) for case, taken in computing.items()}
+        rows = [
+            [case, *(cell for taken in (walls, busy) for cell in (round(taken[case]), taken[case] / taken[PLAIN]))]
+            for case in CASES
+        ]
+        title = f"Milliseconds a step, jit {jit_compile}: SimCLR, convolutions, batch of {TIMED}"
+        report("contrastive", title, columns, rows)
+
+
+def main():
+    if sys.argv[1:]:
+        print_peak(*sys.argv[1:])
+        return
+    memory()
+    times()
+
+
+if __name__ == "__main__":
+    main()
