@@ -176,6 +176,36 @@ def test_steps_in_other_forms(kind):
     compare(fitted(ours), expected)
 
 
+class LooksUp(models.Autoencoder):
+    """Sparse gradients, a loss scale, and a sum over the rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = keras.layers.Embedding(3, 2)
+
+    def train_step(self, data):
+        noise = data[0][1]
+        with tf.GradientTape() as tape:
+            found = self.table(ops.cast(noise[:, 0] > 0, "int32"))
+            loss = ops.sum(ops.square(found - noise[:, :2]))
+            scaled = self.optimizer.scale_loss(loss)
+        weights = self.table.trainable_weights
+        self.optimizer.apply_gradients(zip(tape.gradient(scaled, weights), weights, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.slow(20)
+def test_sparse_gradients_and_a_loss_scale(caplog):
+    def scaled():
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.01))
+
+    expected = fitted(compiled(LooksUp, optimizer=scaled, jit_compile=False))
+    ours = compiled(LooksUp, optimizer=scaled, jit_compile=False)
+    with microbatch(ours, 4):
+        compare(fitted(ours), expected)
+    assert "was not checked" not in caplog.text
+
+
 def test_what_a_loss_divides_by_is_found(caplog):
     caplog.set_level("INFO", "keras_paragrad")
     weights = np.linspace(0.1, 3, 32).astype("float32")

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.model import all_layers, all_variables
-from keras_paragrad.compat.types import Batch, Gradients
+from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis
 from keras_paragrad.engine.custom_step.capture import capturing_applies, train_step_of
 from keras_paragrad.engine.custom_step.random_rows import random_numbers_by_row
@@ -104,8 +104,8 @@ class _TrialStep:
 
         def capture(optimizer: Any, gradients: Gradients, variables: list[keras.Variable]) -> None:
             places = self.calls[len(captured)].places
-            dense = (keras.ops.convert_to_tensor(gradients[place]) for place in places)
-            captured.append([tf.cast(gradient, "float32") for gradient in dense])
+            present: list[GradientTensor] = [gradients[place] for place in places]  # pyright: ignore
+            captured.append([tf.cast(tf.convert_to_tensor(gradient), "float32") for gradient in present])
 
         scope = _TrialScope()
         scope.state_mapping.update(self.values)
