@@ -9,6 +9,8 @@ from counting import CALLED, CountingLoss, counting_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch, recompute
 from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
+from keras_paragrad.engine.custom_step.analysis import analyze_step
+from keras_paragrad.engine.custom_step.weighting import WEIGHTINGS, find_weightings
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.probes.independence import check_metrics, independence_refusal
@@ -46,6 +48,12 @@ def by_examples(arguments):
     return Normalizer(tf.cast(tf.shape(arguments["y"])[0], "float32"))
 
 
+def custom_step(model):
+    """Keras's own `train_step` is analyzed and tried as any other."""
+    analysis = analyze_step(model, (SPEC, SPEC))
+    find_weightings(model, analysis, (SPEC, SPEC), list(WEIGHTINGS.values()))
+
+
 def bytes_per_row(model):
     Execution(model, Selection.of(model, 0, [X], None), 0, False).bytes_per_row([X], bytes_of_gradient)
 
@@ -66,6 +74,7 @@ PROBES = {
     "measured_times": (lambda model: measured_times(Calls(model), "CPU:0"), {"layer"}),
     "gradient_graph": (lambda model: gradient_graph(model, (SPEC, SPEC), ROWS), {"layer", "loss", "model"}),
     "bytes_per_row": (bytes_per_row, {"layer"}),
+    "custom_step": (custom_step, {"layer", "loss", "model", "metric"}),
 }
 
 
