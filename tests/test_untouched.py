@@ -12,7 +12,9 @@ from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
 from keras_paragrad.engine.custom_step.analysis import analyze_step
 from keras_paragrad.engine.custom_step.weighting import WEIGHTINGS, find_weightings
 from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.terms import recorded_terms
+from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.independence import check_metrics, independence_refusal
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
@@ -54,6 +56,11 @@ def custom_step(model):
     find_weightings(model, analysis, (SPEC, SPEC), list(WEIGHTINGS.values()))
 
 
+def comparison(model):
+    """`compute_loss` of the model's own is tried as well."""
+    assert not compares_examples(model, (SPEC, SPEC), LossNormalization("auto", "microbatch"))
+
+
 def bytes_per_row(model):
     Execution(model, Selection.of(model, 0, [X], None), 0, False).bytes_per_row([X], bytes_of_gradient)
 
@@ -66,6 +73,7 @@ def recompute_where_it_pays(model):
 PROBES = {
     "mixing_layer": (lambda model: find_mixing_layer(model, SPEC), {"layer"}),
     "independence_refusal": (refusal, {"layer", "model", "loss"}),
+    "compares_examples": (comparison, {"layer", "model", "loss"}),
     "check_metrics": (lambda model: check_metrics(model, SPEC, SPEC, None), {"metric"}),
     "layers_that_keep_examples": (lambda model: layers_storing_examples(model, SPEC), {"layer"}),
     "units_for": (lambda model: units_for(model, (tf.constant(X),), {}), {"layer"}),

@@ -23,7 +23,7 @@ from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
-from keras_paragrad.engine.step.gradient import Gradient, StepContext, track_batch
+from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, track_batch
 from keras_paragrad.engine.step.operations import check_runs_twice
 from keras_paragrad.storage.gathering import watch_gathered
 from keras_paragrad.storage.regathering import regather_in_backward
@@ -233,9 +233,17 @@ def gradient_of_replica(context: StepContext, data: Batch) -> Gradient:
     """The gradient of a replica batch whose loss compares examples with those of other replicas."""
     model = context.model
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    with tf.GradientTape() as tape, watch_gathered(tape) as source:
+    forms: list[OutputForm] = []
+
+    def run(x: Structure) -> list[tf.Tensor]:
         tensors, form = forward(model, x)
-    whole = whole_loss(context, data, tensors, form)
+        forms.append(form)
+        return tensors
+
+    with tf.GradientTape() as tape, watch_gathered(tape) as source:
+        # XLA can't compile the collectives after it.
+        tensors = call_in_function(run, x) if context.by_xla else run(x)
+    whole = whole_loss(context, data, tensors, forms[-1])
     weights = [source(variable) for variable in model.trainable_weights]
     found = context.replica_batch.gradients(_gradients(tape, tensors, weights, whole.cotangents))
     return gradient_of_batch(context, data, list(map(_add, found, whole.gradients)), whole)
