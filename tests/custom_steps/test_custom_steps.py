@@ -138,6 +138,22 @@ class Decorated(models.Captions):
         return super().train_step(data)
 
 
+class Clipped(models.Captions):
+    """Assigns weights right after an update, without any operation in between."""
+
+    def train_step(self, data):
+        bias = self.head.weights[1]
+        zeros = ops.zeros_like(bias)
+        with tf.GradientTape() as tape:
+            loss = ops.mean(ops.square(self.head(data[0])))
+        weights = self.head.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        self.tracker.update_state(loss)
+        self.optimizer.apply(gradients, weights)
+        bias.assign(zeros)
+        return {"loss": self.tracker.result()}
+
+
 class Unbuilt(models.Captions):
     """Layers that the step alone builds."""
 
@@ -166,7 +182,7 @@ class Weighted(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.parametrize("kind", [Decorated, Unbuilt])
+@pytest.mark.parametrize("kind", [Clipped, Decorated, Unbuilt])
 @pytest.mark.slow(30)
 @pytest.mark.few(1)
 def test_steps_in_other_forms(kind):
@@ -258,6 +274,18 @@ class RawVariable(models.Captions):
         return super().train_step(data)
 
 
+class InFunction(RawVariable):
+    """Of which the step calls a compiled part."""
+
+    @tf.function
+    def count(self):
+        self.seen.assign_add(1)
+
+    def train_step(self, data):
+        self.count()
+        return super(RawVariable, self).train_step(data)
+
+
 class InBranch(models.Captions):
     def train_step(self, data):
         return tf.cond(tf.reduce_sum(data[0]) > 0, lambda: super(InBranch, self).train_step(data), lambda: {})
@@ -275,6 +303,7 @@ class WithoutUpdate(models.Captions):
         (models.Contrastive, "auto", r"update 1 of 2, by 'sgd.*compares rows"),
         (FixedNoise, "auto", "for a fixed number of rows"),
         (RawVariable, "auto", "assigns a tf.Variable .*self.add_weight"),
+        (InFunction, "auto", "assigns a tf.Variable"),
         (InBranch, "auto", "within a tf.function, a tf.cond"),
         (WithoutUpdate, "auto", "doesn't call apply"),
         (models.Captions, "sum", "sum .* off"),
@@ -289,6 +318,15 @@ def test_what_can_not_be_divided_is_refused_before_the_first_step(kind, stated, 
         fitted(model)
     for one, other in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow(20)
+def test_another_weighting_is_tried_anew():
+    model = compiled(models.SummedAutoencoder, jit_compile=False)
+    with microbatch(model, 4):
+        fitted(model)
+    with microbatch(model, 4, weighting="examples"), pytest.raises(ValueError, match="examples .* off"):
+        fitted(model)
 
 
 def test_windows_refuse_updates_that_follow_each_other():

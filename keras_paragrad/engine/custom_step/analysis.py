@@ -5,6 +5,7 @@ what computed the gradient. The step is thus divided into *phases*: within one, 
 one's gradient updates.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -219,13 +220,10 @@ class _TracedStep:
         values: dict[int, Any],
         assigned_at: dict[int, list[int]],
     ):
-        self.model, self.graph, self.recorded, self.values, self.assigned_at = (
-            model,
-            graph,
-            recorded,
-            values,
-            assigned_at,
-        )
+        self.model, self.graph, self.recorded = model, graph, recorded
+        self.values, self.assigned_at = values, assigned_at
+        # How many assignments of each weight are among its changes.
+        self._assignments: Counter[int] = Counter()
         self.position = {operation: index for index, operation in enumerate(graph.get_operations())}
         self.batch = {tensor.op for tensor in batch if tensor is not None}
         self.weights = {id(variable) for each in recorded for variable in each.variables}
@@ -292,12 +290,12 @@ class _TracedStep:
                     "trainable=False on it if no optimizer updates it"
                 )
             changes = events.setdefault(key, [])
-            for position in self.assigned_at[key]:
-                if position < before and all(event.position != position for event in changes):
-                    phase = max([event.phase for event in changes if event.position <= position], default=0)
-                    changes.append(
-                        WeightChange(position, max(phase, self._phase_of(sources, events, by_slice=False, at=position)))
-                    )
+            for position in self.assigned_at[key][self._assignments[key] :]:
+                if position < before:
+                    earlier = [change.phase for change in changes if change.position <= position]
+                    phase = self._phase_of(sources, events, by_slice=False, at=position)
+                    changes.append(WeightChange(position, max([phase, *earlier])))
+                    self._assignments[key] += 1
             changes.sort()
 
     def _update(self, key: int, value: Any, events: dict[int, list[WeightChange]]) -> StateUpdate:
@@ -377,10 +375,11 @@ class _TracedStep:
         return _Sources(reads, by_slice)
 
     def _refuse_writes(self) -> None:
-        for operation in self.graph.get_operations():
-            if operation.type.startswith(_WRITES):
+        definition = self.graph.as_graph_def()
+        for node in (*definition.node, *(node for each in definition.library.function for node in each.node_def)):
+            if node.op.startswith(_WRITES):
                 raise self._refusal(
-                    f"assigns a tf.Variable (by {operation.type}), which each part of a batch would do. Keep the value "
+                    f"assigns a tf.Variable (by {node.op}), which each part of a batch would do. Keep the value "
                     "in a keras.Variable of the model, from self.add_weight(..., trainable=False)",
                     ends="",
                 )
@@ -407,4 +406,5 @@ def _operations_of(tensor: Any) -> list[tf.Operation]:
 
 
 def _is_random(operation: tf.Operation) -> bool:
-    return "Random" in operation.type or operation.type in ("Multinomial", "StatelessMultinomial")
+    # The last are of `tf.random.Generator`.
+    return any(word in operation.type for word in ("Random", "Multinomial", "StatefulStandard", "StatefulUniform"))

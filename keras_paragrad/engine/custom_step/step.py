@@ -38,7 +38,7 @@ _log = logging.getLogger("keras_paragrad")
 
 
 class CustomStep:
-    """A model's own `train_step`, as it was analyzed for data of one signature.
+    """A model's own `train_step`, as it was analyzed for data of one signature and one weighting.
 
     Args:
         model: A built model.
@@ -51,7 +51,7 @@ class CustomStep:
 
     def __init__(self, model: keras.Model, data: Batch, normalize: LossNormalization):
         self.model = model
-        self.signature = _signature(data)
+        self.signature = _signature(data, normalize)
         build_layers_by_step(model, data)
         self.analysis: StepAnalysis = analyze_step(model, data)
         self.weightings = find_weightings(model, self.analysis, data, _candidates(normalize, data))
@@ -66,7 +66,7 @@ class CustomStep:
         cls, known: list["CustomStep"], model: keras.Model, data: Batch, normalize: LossNormalization
     ) -> "CustomStep":
         """The step for such data: one of the known ones, or a new one, which joins them."""
-        step = next((each for each in known if each.signature == _signature(data)), None)
+        step = next((each for each in known if each.signature == _signature(data, normalize)), None)
         if step is None:
             step = cls(model, data, normalize)
             known.append(step)
@@ -233,8 +233,9 @@ class _BatchWeights:
         apply_gradient(call.optimizer, call.variables, scaled, normalizer, whole=True)
 
 
-def _signature(data: Batch) -> list[Any]:
-    return [leaf if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in keras.tree.flatten(data)]
+def _signature(data: Batch, normalize: LossNormalization) -> tuple[Any, ...]:
+    leaves = keras.tree.flatten(data)
+    return normalize.weighting, *(leaf if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in leaves)
 
 
 def _candidates(normalize: LossNormalization, data: Batch) -> list[Weighting]:

@@ -99,6 +99,7 @@ class StepBuilder:
     def retrace(self) -> None:
         """Drops compiled steps, after a change to what layers do when they are called."""
         self._built.clear()
+        self._custom_steps = []
         self.model.train_function = None
 
     def begin_fit(self, fillers: Fillers) -> None:
