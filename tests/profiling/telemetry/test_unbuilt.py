@@ -200,9 +200,21 @@ def test_a_training_without_a_report_says_why(make, make_optimizer, every, says,
 
 
 def test_updates_made_outside_of_the_step(caplog):
+    # Of data of unknown length, the last window is closed after the last step.
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16).filter(lambda *batch: True)
+    model = inner()
+    model.compile(AccumulatingOptimizer(adam(), 100), "mse", run_eagerly=True)
     with caplog.at_level(logging.WARNING, "keras_paragrad"):
-        fitted(inner, AccumulatingOptimizer(adam(), 100), 1, 16, [ExactAccumulation()], run_eagerly=True)
+        callbacks = [ExactAccumulation(), GradientTelemetry(every=1)]
+        model.fit(batches, shuffle=False, verbose=0, callbacks=callbacks)
     assert "updates 1 to 1 were made outside the training step" in caplog.text
+
+
+def test_an_update_that_closes_the_last_window_is_seen(caplog):
+    with caplog.at_level(logging.WARNING, "keras_paragrad"):
+        telemetry = fitted(inner, AccumulatingOptimizer(adam(), 100), 1, 16, [ExactAccumulation()], run_eagerly=True)
+    assert not caplog.records
+    assert telemetry.last is not None
 
 
 def test_a_fit_without_epochs_says_nothing(caplog):
