@@ -320,6 +320,22 @@ def test_what_can_not_be_divided_is_refused_before_the_first_step(kind, stated, 
         np.testing.assert_array_equal(one, other)
 
 
+class RejectsSyntheticRows(models.Captions):
+    """Can't be tried: it asserts what made-up rows don't have."""
+
+    def train_step(self, data):
+        if data[0].shape[0] == 8:
+            raise ValueError("there are never eight rows")
+        return super().train_step(data)
+
+
+def test_what_can_not_be_tried_is_not_guessed(caplog):
+    model = compiled(RejectsSyntheticRows, jit_compile=False)
+    with microbatch(model, 4), pytest.raises(ValueError, match="could not be tried.*state it: weighting='examples'"):
+        fitted(model)
+    assert "there are never eight rows" in caplog.text
+
+
 @pytest.mark.slow(20)
 def test_another_weighting_is_tried_anew():
     model = compiled(models.SummedAutoencoder, jit_compile=False)

@@ -17,6 +17,7 @@ from keras_paragrad.compat.model import all_metrics, all_variables
 from keras_paragrad.compat.types import Batch, Gradients
 from keras_paragrad.engine.custom_step.capture import capturing_applies, train_step_of
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
+from keras_paragrad.engine.probes.trial import is_seed
 from keras_paragrad.engine.probes.untouched import untouched
 
 # Operations that write a variable bear one of these words; Keras's own assignments are kept in the scope.
@@ -200,11 +201,6 @@ def step_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     """The metrics that a step may update; an overridden `metrics` property may leave some out."""
     metrics = [*model.metrics, *keras.Model.metrics.fget(model), *all_metrics(model)]  # pyright: ignore
     return list({id(metric): metric for metric in metrics}.values())
-
-
-def is_seed(variable: keras.Variable) -> bool:
-    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
-    return variable.name == "seed_generator_state"
 
 
 class _TracedStep:

@@ -146,12 +146,20 @@ def find_weightings(
         errors = [_errors_of(step, _draw(data, size, seed), candidates) for seed in _SEEDS]
         return [_first_fitting(each, candidates) for each in zip(*errors, strict=True)]
 
-    unknown: list[Weighting | _Misfit] = [candidates[0]] * len(analysis.calls)
-    found = run_trial(find, *SIZES, otherwise=unknown, question="what the losses of train_step are divided by")
-    misfits = {index: each for index, each in enumerate(found) if isinstance(each, _Misfit)}
+    results = run_trial(find, *SIZES, otherwise=None, question="what the losses of train_step are divided by")
+    if results is None:
+        if len(candidates) == 1:
+            # As it is stated.
+            return [*candidates] * len(analysis.calls)
+        raise IndivisibleError(
+            f"What the losses in the train_step of {type(model).__name__} are divided by could not be tried on made-up "
+            "rows; the log says why. If you know it, state it: weighting='examples' for means over the examples, "
+            "'sample_weight' for means weighted by sample weights, or 'sum'."
+        )
+    misfits = {index: each for index, each in enumerate(results) if isinstance(each, _Misfit)}
     if misfits:
         raise IndivisibleError(_misfit_message(model, analysis.calls, misfits, candidates))
-    return [each for each in found if isinstance(each, Weighting)]
+    return [each for each in results if isinstance(each, Weighting)]
 
 
 # For one draw and one call: the relative error of each candidate, 0 if it fits.

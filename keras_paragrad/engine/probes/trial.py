@@ -178,12 +178,12 @@ class PureFunction:
     def reseed(self, state: State | None = None, by: int = 1) -> State:
         """A state with other seeds: results that change with it are random."""
         pairs = zip(self.variables, self.start if state is None else state, strict=True)
-        return [value + by if _is_seed(variable) else value for variable, value in pairs]
+        return [value + by if is_seed(variable) else value for variable, value in pairs]
 
     def has_drawn(self, state: State) -> bool:
         """Whether a call that returned this state has drawn random numbers with Keras's seeds."""
         states = zip(self.variables, self.start, state, strict=True)
-        return any(_is_seed(variable) and not np.array_equal(before, after) for variable, before, after in states)
+        return any(is_seed(variable) and not np.array_equal(before, after) for variable, before, after in states)
 
     def _compute(self, data: Batch, state: State) -> tuple[Any, State]:
         """Runs the computation with given values of the variables; returns its results and their new values."""
@@ -200,7 +200,8 @@ class PureFunction:
             )
 
 
-def _is_seed(variable: keras.Variable) -> bool:
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
     # The name that `keras.random.SeedGenerator` gives its state.
     return variable.name == "seed_generator_state"
 
