@@ -120,3 +120,33 @@ def test_batch_normalization_of_each_replica_is_refused():
         model = encoder(layers.BatchNormalization(name="norm"))
     with pytest.raises(ValueError, match=r"'norm' mixes them as well.*synchronized=True"):
         dist.fit(model, X, Y, batch_size=12, verbose=0)
+
+
+class SameNumber(keras.Sequential):
+    """Pulls rows with the same number together."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        y = ops.reshape(y, (-1,))
+        same = ops.cast(y[:, None] == y[None, :], "float32")
+        similar = ops.log_softmax(ops.matmul(y_pred, ops.transpose(y_pred)), axis=1)
+        return -ops.mean(ops.sum(same * similar, axis=1) / ops.sum(same, axis=1))
+
+
+@pytest.mark.own_process
+def test_numbers_of_64_bits_are_gathered_whole():
+    """Such as hashes, of which a float64 would make neighbours the same."""
+    numbers = 2**60 + np.arange(16) // 2
+
+    def made():
+        keras.utils.set_random_seed(0)
+        model = SameNumber([keras.Input((6,)), layers.Dense(4)])
+        model.compile("sgd", jit_compile=False)
+        return model
+
+    options = {"batch_size": 7, "shuffle": False, "verbose": 0}
+    whole, dist = made(), DistributedFit("mirrored", ["CPU:0", "CPU:1"])
+    whole.fit(X[:16], numbers, **options)
+    with dist.scope():
+        model = made()
+    dist.fit(model, X[:16], numbers, **options)
+    assert largest_difference(model, whole) < TOLERANCE

@@ -81,6 +81,15 @@ def trace(model: keras.Model, run: Callable[[], Result]) -> Result:
     return result
 
 
+# Collectives add integers as float64, which has no room for all of these.
+_LONG = (tf.int64, tf.uint64)
+
+
+def _without_long_integers(tensor: Any) -> tf.Tensor:
+    """A tensor, whose integers of 64 bits become pairs of 32 bits."""
+    return tf.bitcast(tensor, tf.int32) if tensor.dtype in _LONG else tensor
+
+
 class _Rows:
     """The rows of a batch, of which each replica has a part, in order; an empty one has a filler.
 
@@ -101,10 +110,12 @@ class _Rows:
             return nested
         leaves = keras.tree.flatten(nested)
         places = [place for place, leaf in enumerate(leaves) if leaf is not None]
-        sums = sum_over_replicas([self._in_place(leaves[place]) for place in places])
+        sums = sum_over_replicas([self._in_place(_without_long_integers(leaves[place])) for place in places])
         for place, total in zip(places, sums, strict=True):
+            dtype = leaves[place].dtype
+            total = tf.bitcast(total, dtype) if dtype in _LONG else tf.cast(total, dtype)
             total.set_shape([None, *leaves[place].shape[1:]])
-            leaves[place] = tf.cast(total, leaves[place].dtype)
+            leaves[place] = total
         return keras.tree.pack_sequence_as(nested, leaves)
 
     def _in_place(self, tensor: Any) -> tf.Tensor:
