@@ -21,7 +21,7 @@ from gpu_parts.case import PASSED, Line
 from gpu_parts.running import Part, Runner
 
 SECONDS = 360
-RIGHT = ("accumulation", "slices", "examples", "clipped", "inputs", "private", "precision", "tf32")
+RIGHT = ("accumulation", "slices", "models", "examples", "clipped", "inputs", "private", "precision", "tf32")
 # The large model, a Transformer of 12 blocks, comes last, as XLA takes long to compile it.
 FAST = ("accumulation", "examples", "telemetry", "jax", "torch", "transformer")
 # In order of worth.

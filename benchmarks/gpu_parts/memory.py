@@ -5,9 +5,12 @@ import resource
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
+from models import endless
 
 from gpu_parts.case import FAILS, HOLDS, MEASURED, Cases, Line, Machine
+from gpu_parts.right_models import PairLoss
 from gpu_parts.timing import PARTS, batches, compiled, large, sized
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch, recompute, wrap
 
@@ -96,3 +99,27 @@ def per_example(machine: Machine, options: dict) -> Line:
     data = batches(model, rows)
     wrapped = compiled(machine, wrap(model, **options), "adam", jit=False)
     return line_of(machine, peak_of(machine, wrapped, data) - left)
+
+
+@cases("a loss that compares examples, batch of {}", 90, {"1024": {"rows": 1024}, "4096": {"rows": 4096}})
+def comparing(machine: Machine, rows: int) -> Line:
+    rows = machine.size(rows, 16)
+    peaks = {}
+    for way, size in (("slices of 64", machine.size(64, 4)), ("whole", None)):
+        left = used(machine)
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((2, 32, 32, 3))
+        hidden = inputs
+        for filters in (64, 128, 256):
+            hidden = keras.layers.TimeDistributed(
+                keras.layers.Conv2D(machine.size(filters, 2), 3, padding="same", activation="relu")
+            )(hidden)
+        pooled = keras.layers.TimeDistributed(keras.layers.GlobalAveragePooling2D())(hidden)
+        model = keras.Model(inputs, keras.layers.Flatten()(pooled))
+        model.compile("adam", PairLoss(), jit_compile=False)
+        if size:
+            microbatch(model, size)
+        x = np.random.default_rng(0).normal(size=(rows, 2, 32, 32, 3)).astype("float32")
+        peaks[way] = peak_of(machine, model, endless(x, np.zeros(rows, "float32"))) - left
+    text = ", ".join(f"{peak / 2**20:.0f} MiB {way}" for way, peak in peaks.items())
+    return Line(text, MEASURED, {**peaks, "rows": rows})
