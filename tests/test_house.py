@@ -74,3 +74,21 @@ def test_no_class_name_means_two_things():
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def _sets_apply(node):
+    """Whether a node gives an object or a class another `apply`."""
+    if isinstance(node, ast.Call):
+        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        named = any(isinstance(each, ast.Constant) and each.value == "apply" for each in node.args)
+        named = named or any(each.arg == "apply" for each in node.keywords)
+        return named and called in {"setattr", "__setattr__", "replace", "replace_methods", "update"}
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    names = [getattr(each, "attr", None) for each in targets if getattr(getattr(each, "value", 0), "id", 0) != "self"]
+    names += [getattr(getattr(each, "slice", None), "value", None) for each in targets]
+    return isinstance(node, ast.Assign | ast.AnnAssign) and "apply" in names
+
+
+def test_apply_of_optimizers_is_replaced_in_one_place():
+    sites = [name for name, tree in TREES.items() for node in ast.walk(tree) if _sets_apply(node)]
+    assert sites == ["keras_paragrad.engine.step.interception"]

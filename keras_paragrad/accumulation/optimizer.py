@@ -24,8 +24,9 @@ from keras_paragrad.compat.collectives import OnReplicas, cross_replica, first_r
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import WrappingOptimizer
 from keras_paragrad.compat.types import Config, Gradients
-from keras_paragrad.engine.step.apply import apply_everywhere, installed_transform
+from keras_paragrad.engine.step.apply import apply_everywhere
 from keras_paragrad.engine.step.gradient_functions import releasing
+from keras_paragrad.engine.step.interception import installed_transform
 from keras_paragrad.engine.telemetry.watch import observe_gradient
 from keras_paragrad.storage.storage import computing_with, mesh_of
 from keras_paragrad.storage.updating import install_storages, squared_norms

@@ -11,12 +11,12 @@ from keras_paragrad.accumulation.gradient_cache import GradientCache
 from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_at
 from keras_paragrad.arguments import check_choice, check_instance, check_integer
 from keras_paragrad.compat.types import Batch
-from keras_paragrad.engine.custom_step.run import BatchSlices
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, warn_of_batch_statistics
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
+from keras_paragrad.engine.step.stages import BatchSlices
 from keras_paragrad.engine.step.symbolic import build_losses
 
 

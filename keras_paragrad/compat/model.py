@@ -1,14 +1,15 @@
 """Queries about a model: its layers and metrics, what it overrides, and whether its `fit` is running."""
 
+import types
 import weakref
-from collections.abc import Iterable
-from types import FrameType
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.types import Batch, StepLogs
 
 # Models that have added losses of several values and none of one value.
 _ADDS_VALUES: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
@@ -112,6 +113,15 @@ def overrides_train_step(model: keras.Model) -> bool:
     return type(model).train_step is not keras.Model.train_step or "train_step" in model.__dict__
 
 
+def train_step_of(model: keras.Model) -> Callable[[Batch], StepLogs]:
+    """A model's `train_step`, without the `tf.function` that it may be decorated with."""
+    decorated = type(model).__dict__.get("train_step")
+    function = getattr(decorated, "python_function", None)
+    if function is None or "train_step" in vars(model):
+        return model.train_step
+    return types.MethodType(tf.autograph.to_graph(function), model)
+
+
 def overrides_test_step(model: keras.Model) -> bool:
     """Whether the model has a custom evaluation step."""
     return type(model).test_step is not keras.Model.test_step or "test_step" in model.__dict__
@@ -134,7 +144,7 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
     return dict(model._compile_config.config)
 
 
-def fit_frame(frame: FrameType | None, model: keras.Model | None = None) -> FrameType | None:
+def fit_frame(frame: types.FrameType | None, model: keras.Model | None = None) -> types.FrameType | None:
     """The innermost call of a model's `fit` from a frame outward, of the given model or of any."""
     while frame is not None:
         if frame.f_code.co_name == "fit":

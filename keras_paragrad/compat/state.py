@@ -54,9 +54,9 @@ class ModelState:
     patches = Slot[Mapping[type, Any]]({})
     # Of layers: whether a call gathers the weights.
     gathers = Slot[bool](False)
-    # Of optimizers: the attributes that the intercepted `apply` replaced, the installed transform, and the norms of
-    # sharded gradients, `()` between updates.
-    intercepted = Slot[Mapping[str, Any] | None](None)
+    # Of optimizers: the intercepted `apply`, the installed transform, and the norms of sharded gradients, `()` between
+    # updates.
+    interception = Slot[Any](None)
     transform = Slot[Any](None)
     norms = Slot[tuple[Any, ...] | None](None)
     # Of compiled losses: the recorders of their terms.

@@ -276,14 +276,14 @@ _STEP = [
     ),
     _fault(
         "a transform is applied twice",
-        "engine/step/apply.py",
+        "engine/step/interception.py",
         "whole = transform(unscaled, changed)",
         "whole = transform(transform(unscaled, changed), changed)",
         "test_transform.py::test_on_one_device",
     ),
     _fault(
         "a transform sees gradients with the loss scale in them",
-        "engine/step/apply.py",
+        "engine/step/interception.py",
         "unscaled = [gradient / scale for gradient in dense] if scale else dense",
         "unscaled = dense",
         "test_transform.py::test_without_loss_scale",
@@ -297,7 +297,7 @@ _STEP = [
     ),
     _fault(
         "shards are clipped by the norm of the gradient before its transform",
-        "engine/step/apply.py",
+        "engine/step/interception.py",
         "replace_norms(optimizer, whole, changed)",
         "replace_norms(optimizer, unscaled, changed)",
         "sharding/test_storage.py::test_telemetry_and_transforms_see_whole_gradients",

@@ -192,6 +192,15 @@ def test_models_of_other_kinds(make):
         assert column.slots == pytest.approx(2 * (300 * 300 + 300) * 4, abs=50)
 
 
+def test_slices_of_a_step_with_several_optimizers():
+    model = adversarial()
+    whole = estimate_memory(model, 1024)[None]
+    microbatch(model, 8)
+    sliced = estimate_memory(model, 1024)[None]
+    assert (sliced.parameters, sliced.gradients, sliced.slots) == (whole.parameters, whole.gradients, whole.slots)
+    assert sliced.activations < whole.activations
+
+
 def test_sizes_that_the_inputs_leave_open_are_asked_for():
     tokens = keras.Input((None,), dtype="int32", name="tokens")
     model = keras.Model(tokens, keras.layers.LSTM(32)(keras.layers.Embedding(50, 16)(tokens)))

@@ -13,12 +13,12 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
-from keras_paragrad.compat.model import all_metrics, all_variables
+from keras_paragrad.compat.model import all_metrics, all_variables, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients
-from keras_paragrad.engine.custom_step.capture import capturing_applies, train_step_of
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
 from keras_paragrad.engine.probes.trial import is_seed
 from keras_paragrad.engine.probes.untouched import untouched
+from keras_paragrad.engine.step.interception import capturing_applies
 
 # Operations that write a variable bear one of these words; Keras's own assignments are kept in the scope.
 _WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
@@ -134,7 +134,7 @@ def analyze_step(model: keras.Model, data: Batch) -> StepAnalysis:
         recorded.append(_Recorded(optimizer, variables, gradients, len(graph.get_operations())))
 
     known = all_variables(model)
-    with graph.as_default(), untouched(model, scope), capturing_applies(model, record):
+    with graph.as_default(), untouched(model, scope), capturing_applies(record):
         batch = keras.tree.map_structure(_placeholder, data)
         logs = train_step_of(model)(batch)
     values = {id(each): scope.values.pop(id(each)) for each in known if id(each) in scope.values}

@@ -8,10 +8,10 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.variables import Variable
 
-from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.model import all_layers, train_step_of
 from keras_paragrad.compat.types import Batch
-from keras_paragrad.engine.custom_step.capture import capturing_applies, train_step_of
 from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
+from keras_paragrad.engine.step.interception import capturing_applies
 
 
 def build_layers_by_step(model: keras.Model, data: Batch) -> None:
@@ -28,7 +28,7 @@ def build_layers_by_step(model: keras.Model, data: Batch) -> None:
 
     def build(size: int) -> None:
         rows = synthetic_rows(specs, 2, seed=0, size=size)
-        with strategy.scope(), capturing_applies(model, lambda *call: None), _without_assignments():
+        with strategy.scope(), capturing_applies(lambda *call: None), _without_assignments():
             train_step_of(model)(rows)
 
     run_trial(build, *SIZES, otherwise=None, question="which weights train_step makes")

@@ -9,29 +9,17 @@ import tensorflow as tf
 from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 
 from keras_paragrad.compat.collectives import replica_index
+from keras_paragrad.compat.model import train_step_of
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Gradients
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, step_metrics
-from keras_paragrad.engine.custom_step.capture import capturing_applies, train_step_of
 from keras_paragrad.engine.custom_step.weighting import WEIGHTINGS, Weighting
+from keras_paragrad.engine.step.interception import capturing_applies
+from keras_paragrad.engine.step.stages import BatchSlices
 from keras_paragrad.storage.row_gradients import scale_gradient
 
 # Updates variables with the gradients of the batch: called with the call of `apply` and all its gradients.
 Update = Callable[[ApplyCall, list[Any]], None]
-
-
-class BatchSlices(NamedTuple):
-    """A batch cut into slices.
-
-    Attributes:
-        count: The number of slices but the last.
-        at: Cuts a slice by its index.
-        last: The last slice.
-    """
-
-    count: Any
-    at: Callable[[Any], Any]
-    last: Batch
 
 
 class _Sums(NamedTuple):
@@ -168,9 +156,9 @@ class _Phase:
     def run(self, slices: BatchSlices, at_end: Callable[[], AbstractContextManager[None]]) -> None:
         """Sums the gradients over the slices, and updates variables while the last one runs."""
         sums = self._start()
-        if not (isinstance(slices.count, int) and slices.count == 0):
+        if not (isinstance(slices.number, int) and slices.number == 0):
             sums = tf.while_loop(
-                lambda index, _: index < slices.count,
+                lambda index, _: index < slices.number,
                 lambda index, sums: (index + 1, self._add(sums, slices.at(index))),
                 (tf.constant(0), sums),
                 parallel_iterations=1,
@@ -229,7 +217,7 @@ class _Phase:
             scope.change(variables, lambda: on_apply(called - 1, gradients), released)
 
         means = weighting_means(self.model, self._share(rows), summed=self.step.summed)
-        with scope, capturing_applies(self.model, apply) as released, means:
+        with scope, capturing_applies(apply) as released, means:
             logs = train_step_of(self.model)(rows)
         return scope, logs
 

@@ -10,14 +10,13 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
+from keras_paragrad.compat.model import train_step_of
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Gradients
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
 from keras_paragrad.engine.custom_step.building import build_layers_by_step
-from keras_paragrad.engine.custom_step.capture import capturing_applies, train_step_of
 from keras_paragrad.engine.custom_step.run import (
-    BatchSlices,
     PhaseScope,
     SlicedStep,
     Versions,
@@ -32,6 +31,8 @@ from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, LossNormalization
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
+from keras_paragrad.engine.step.interception import capturing_applies
+from keras_paragrad.engine.step.stages import BatchSlices
 from keras_paragrad.storage.row_gradients import scale_gradient
 
 _log = logging.getLogger("keras_paragrad")
@@ -186,7 +187,7 @@ class CustomStep:
             with released():
                 apply(call, lambda: weights.apply(call, weighting, gradients))
 
-        with capturing_applies(self.model, capture) as released:
+        with capturing_applies(capture) as released:
             return train_step_of(self.model)(batch)
 
     @contextlib.contextmanager

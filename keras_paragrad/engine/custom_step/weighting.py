@@ -8,10 +8,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import all_layers, all_variables
+from keras_paragrad.compat.model import all_layers, all_variables, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis
-from keras_paragrad.engine.custom_step.capture import capturing_applies, train_step_of
 from keras_paragrad.engine.custom_step.random_rows import random_numbers_by_row
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
 from keras_paragrad.engine.probes.trial import (
@@ -27,6 +26,7 @@ from keras_paragrad.engine.probes.trial import (
 )
 from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.replicas.replica_batch import rows_of
+from keras_paragrad.engine.step.interception import capturing_applies
 
 _ROWS, _FIRST = 8, 3
 _SEEDS = (0, 1)
@@ -110,7 +110,7 @@ class _TrialStep:
         scope = _TrialScope()
         scope.state_mapping.update(self.values)
         numbers = random_numbers_by_row(first, count, _ROWS)
-        with untouched(self.model, scope), capturing_applies(self.model, capture), numbers:
+        with untouched(self.model, scope), capturing_applies(capture), numbers:
             for layer in all_layers(self.model):
                 if isinstance(layer, keras.layers.BatchNormalization):
                     vars(layer)["call"] = functools.partial(call_for_inference, layer.call)

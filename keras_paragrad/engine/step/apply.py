@@ -2,8 +2,8 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -18,26 +18,20 @@ from keras_paragrad.compat.collectives import (
 )
 from keras_paragrad.compat.optimizer import (
     Accumulating,
-    accumulation_steps,
     find_accumulator,
     nested_optimizers,
     unwrap_loss_scale,
     updating_optimizers,
 )
-from keras_paragrad.compat.state import patch_of, replace_methods, restore_methods, state_of
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar
 from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.step.stages import Transform
-from keras_paragrad.engine.telemetry.watch import Observation, UpdateWatch
 from keras_paragrad.storage.row_gradients import scale_gradient
 from keras_paragrad.storage.storage import (
     any_divided,
-    gather_gradients,
     reduce_divided_gradients,
     reduce_gradients,
-    scatter_gradients,
 )
-from keras_paragrad.storage.updating import refresh, replace_norms, squared_norms, updating
+from keras_paragrad.storage.updating import refresh, squared_norms, updating
 
 _REDUCE = "_all_reduce_sum_gradients"
 
@@ -221,96 +215,3 @@ def _overwrite_with_average(per_replica: OnReplicas, optimizer: keras.optimizers
 
     optimizer._overwrite_model_variables_with_average_value(variables)
     per_replica(constrain)
-
-
-PlainApply = Callable[[Gradients, Sequence[keras.Variable] | None], None]
-# Replaces an optimizer's `apply`: called with the original, and with its arguments.
-Apply = Callable[[PlainApply, Gradients, Sequence[keras.Variable] | None], None]
-
-
-def intercept_apply(optimizer: keras.optimizers.Optimizer, apply: Apply | None) -> None:
-    """Replaces an optimizer's `apply`, or restores it, if `None`. Nothing else replaces it."""
-    state = state_of(optimizer)
-    if state.intercepted is not None:
-        restore_methods(optimizer, "apply")
-        replace_methods(optimizer, **state.intercepted)
-        state.intercepted = None
-    if apply is not None:
-        before = optimizer.apply
-        # If the instance has its own `apply`, that is restored later.
-        state.intercepted = {"apply": before} if "apply" in vars(optimizer) else {}
-        replace_methods(
-            optimizer, apply=lambda grads, trainable_variables=None: apply(before, grads, trainable_variables)
-        )
-
-
-def install_transform(
-    optimizer: keras.optimizers.Optimizer, transform: Transform | None, *, shown: bool = False
-) -> None:
-    """Makes the innermost optimizer's `apply` run the *transform* stage, and observe and watch updates if `shown`.
-
-    It decides on updates: at the end of a window, and unless a loss scale skips one.
-
-    Raises:
-        ValueError: There is a transform, and the optimizer accumulates gradients itself.
-    """
-    steps = accumulation_steps(optimizer)
-    if transform is not None and steps > 1:
-        raise ValueError(
-            f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps={steps}), so the gradient of "
-            "a whole update can't be transformed. Remove that argument, and compile with "
-            f"AccumulatingOptimizer(optimizer, steps={steps})."
-        )
-    state_of(optimizer).transform = transform
-    intercept_apply(optimizer, functools.partial(_update, optimizer) if shown or transform is not None else None)
-
-
-def installed_transform(optimizer: keras.optimizers.Optimizer) -> Transform | None:
-    """The installed transform. Functions that were traced with another one are outdated."""
-    return state_of(optimizer).transform
-
-
-def _update(
-    optimizer: keras.optimizers.Optimizer,
-    apply: PlainApply,
-    grads: Gradients,
-    variables: Sequence[keras.Variable] | None,
-) -> None:
-    """Observes, transforms, applies and watches an update."""
-    gradients, variables = list(grads), None if variables is None else list(variables)
-    observation, watch = patch_of(optimizer, Observation), patch_of(optimizer, UpdateWatch)
-    if observation is not None:
-        observation.observe_update(gradients)
-    if watch is not None:
-        watch.begin(variables)
-    transform = installed_transform(optimizer)
-    if transform is not None:
-        gradients = _transform(optimizer, transform, gradients, variables)
-    apply(gradients, variables)
-    if watch is not None:
-        watch.end()
-
-
-def _transform(
-    optimizer: keras.optimizers.Optimizer,
-    transform: Transform,
-    grads: Sequence[Any],
-    variables: Sequence[keras.Variable] | None,
-) -> list[GradientTensor | None]:
-    """Transforms dense gradients without loss scale, and returns them among the others, in the same order."""
-    updated: Sequence[keras.Variable] = optimizer._trainable_variables if variables is None else variables
-    # Float8 scales are passed as gradients.
-    indices = [
-        index
-        for index, (gradient, variable) in enumerate(zip(grads, updated, strict=True))
-        if gradient is not None and not optimizer._overwrite_variable_with_gradient(variable)
-    ]
-    scale = optimizer.loss_scale_factor
-    changed = [updated[index] for index in indices]
-    dense = gather_gradients([tf.convert_to_tensor(grads[index]) for index in indices], changed)
-    unscaled = [gradient / scale for gradient in dense] if scale else dense
-    whole = transform(unscaled, changed)
-    replace_norms(optimizer, whole, changed)
-    transformed = dict(zip(indices, scatter_gradients(whole, changed), strict=True))
-    scaled = {index: gradient * scale if scale else gradient for index, gradient in transformed.items()}
-    return [scaled.get(index, gradient) for index, gradient in enumerate(grads)]

@@ -25,9 +25,9 @@ from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.losses.sums import LossWindow
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
-from keras_paragrad.engine.step.apply import install_transform
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
+from keras_paragrad.engine.step.interception import install_transform
 from keras_paragrad.engine.step.stages import Apply, Stages, save_states
 from keras_paragrad.engine.step.symbolic import (
     build_from_data,

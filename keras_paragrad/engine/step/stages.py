@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.types import Batch, Step
-from keras_paragrad.engine.custom_step.run import BatchSlices
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.step.gradient import Gradient, Normalize, Present, StepContext, is_slower_in_xla_loop
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
@@ -77,6 +76,20 @@ class Take(NamedTuple):
     normalize: LossNormalization | None = None
     by_xla: bool = False
     deferred_refusal: DeferredRefusal | None = None
+
+
+class BatchSlices(NamedTuple):
+    """A batch cut into slices.
+
+    Attributes:
+        number: The number of slices, without the last.
+        at: Cuts a slice, by its index.
+        last: The last slice.
+    """
+
+    number: tf.Tensor | int
+    at: Callable[[tf.Tensor], Batch]
+    last: Batch
 
 
 class Split(Protocol):

@@ -14,8 +14,8 @@ from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Gradients, GradientTensor, Specs, Step, Structure
 from keras_paragrad.compat.variables import copy_built_optimizer, unallocated_variable, without_memory
 from keras_paragrad.engine.probes.untouched import never_run, untouched
-from keras_paragrad.engine.step.apply import PlainApply, intercept_apply
 from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.interception import PlainApply, intercept_apply
 from keras_paragrad.engine.step.operations import Block, block_of
 
 

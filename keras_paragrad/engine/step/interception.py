@@ -1,0 +1,209 @@
+"""Replaces the `apply` of optimizers: to run the last stages of an update, and to capture calls of a `train_step`.
+
+Nothing else replaces it.
+"""
+
+import contextlib
+import functools
+import threading
+import types
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.optimizers.base_optimizer import BaseOptimizer
+
+from keras_paragrad.compat.optimizer import accumulation_steps
+from keras_paragrad.compat.state import patch_of, state_of
+from keras_paragrad.compat.types import Gradients, GradientTensor
+from keras_paragrad.engine.step.stages import Transform
+from keras_paragrad.engine.telemetry.watch import Observation, UpdateWatch
+from keras_paragrad.storage.storage import gather_gradients, scatter_gradients
+from keras_paragrad.storage.updating import replace_norms
+
+PlainApply = Callable[[Gradients, Sequence[keras.Variable] | None], None]
+# Called in place of an optimizer's `apply`, with the original, and with its arguments.
+Interceptor = Callable[[PlainApply, Gradients, Sequence[keras.Variable] | None], None]
+# Called in place of any optimizer's `apply`, with the optimizer, the gradients and their variables.
+Handler = Callable[[keras.optimizers.Optimizer, list[GradientTensor | None], list[keras.Variable]], None]
+
+
+class _Interception:
+    """The replaced `apply` of an optimizer, or of a class of optimizers.
+
+    Args:
+        owner: The optimizer or class.
+        intercept: Called while nothing on this thread captures calls; by default, the original is.
+    """
+
+    def __init__(self, owner: Any, intercept: Interceptor | None = None):
+        self.owner, self._before, original = owner, vars(owner).get("apply"), owner.apply
+
+        @functools.wraps(getattr(original, "__func__", original))
+        def apply(
+            optimizer: keras.optimizers.Optimizer,
+            grads: Gradients,
+            trainable_variables: Sequence[keras.Variable] | None = None,
+            **keywords: object,
+        ) -> None:
+            if _captures.handler is not None:
+                variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+                _captures.handler(optimizer, list(grads), list(variables))
+                return
+            plain = functools.partial(original, *([optimizer] if isinstance(owner, type) else []), **keywords)
+            (functools.partial(intercept, plain) if intercept else plain)(grads, trainable_variables)
+
+        self._assign(apply if isinstance(owner, type) else types.MethodType(apply, owner))
+
+    def remove(self) -> None:
+        """Restores the original."""
+        self._assign(self._before)
+
+    def _assign(self, apply: Callable[..., None] | None) -> None:
+        # Bypass Keras's tracking of attributes.
+        kind = type if isinstance(self.owner, type) else object
+        if apply is None:
+            kind.__delattr__(self.owner, "apply")
+        else:
+            kind.__setattr__(self.owner, "apply", apply)
+
+
+def intercept_apply(optimizer: keras.optimizers.Optimizer, intercept: Interceptor | None) -> None:
+    """Replaces an optimizer's `apply`, or restores it, if `None`."""
+    state = state_of(optimizer)
+    if state.interception is not None:
+        state.interception.remove()
+    state.interception = None if intercept is None else _Interception(optimizer, intercept)
+
+
+class _Captures(threading.local):
+    """The handler of a thread: each replica is traced in its own."""
+
+    handler: Handler | None = None
+
+
+_captures = _Captures()
+_lock = threading.Lock()
+_classes: list[_Interception] = []
+_capturing = 0
+
+
+@contextlib.contextmanager
+def capturing_applies(handler: Handler) -> Generator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Context in which calls of any optimizer's `apply` on this thread go to a handler instead.
+
+    Yields a context, within which `apply` updates variables again.
+    """
+    with _intercepted_classes(), _handling(handler):
+        yield lambda: _handling(None)
+
+
+@contextlib.contextmanager
+def _handling(handler: Handler | None) -> Generator[None]:
+    before, _captures.handler = _captures.handler, handler
+    try:
+        yield
+    finally:
+        _captures.handler = before
+
+
+@contextlib.contextmanager
+def _intercepted_classes() -> Generator[None]:
+    """Context in which the `apply` of all classes of optimizers is replaced: a step may have any, from anywhere."""
+    _count_captures(1)
+    try:
+        yield
+    finally:
+        _count_captures(-1)
+
+
+def _count_captures(change: int) -> None:
+    global _capturing
+    with _lock:
+        if not _capturing:
+            _classes.extend(map(_Interception, _classes_with_apply(BaseOptimizer)))
+        _capturing += change
+        if not _capturing:
+            while _classes:
+                _classes.pop().remove()
+
+
+def _classes_with_apply(kind: type) -> Iterator[type]:
+    """A class and its subclasses, of those that define `apply`."""
+    if "apply" in vars(kind):
+        yield kind
+    for each in kind.__subclasses__():
+        yield from _classes_with_apply(each)
+
+
+def install_transform(
+    optimizer: keras.optimizers.Optimizer, transform: Transform | None, *, shown: bool = False
+) -> None:
+    """Makes the innermost optimizer's `apply` run the *transform* stage, and observe and watch updates if `shown`.
+
+    It decides on updates: at the end of a window, and unless a loss scale skips one.
+
+    Raises:
+        ValueError: There is a transform, and the optimizer accumulates gradients itself.
+    """
+    steps = accumulation_steps(optimizer)
+    if transform is not None and steps > 1:
+        raise ValueError(
+            f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps={steps}), so the gradient of "
+            "a whole update can't be transformed. Remove that argument, and compile with "
+            f"AccumulatingOptimizer(optimizer, steps={steps})."
+        )
+    state_of(optimizer).transform = transform
+    intercept_apply(optimizer, functools.partial(_update, optimizer) if shown or transform is not None else None)
+
+
+def installed_transform(optimizer: keras.optimizers.Optimizer) -> Transform | None:
+    """The installed transform. Functions that were traced with another one are outdated."""
+    return state_of(optimizer).transform
+
+
+def _update(
+    optimizer: keras.optimizers.Optimizer,
+    apply: PlainApply,
+    grads: Gradients,
+    variables: Sequence[keras.Variable] | None,
+) -> None:
+    """Observes, transforms, applies and watches an update."""
+    gradients, variables = list(grads), None if variables is None else list(variables)
+    observation, watch = patch_of(optimizer, Observation), patch_of(optimizer, UpdateWatch)
+    if observation is not None:
+        observation.observe_update(gradients)
+    if watch is not None:
+        watch.begin(variables)
+    transform = installed_transform(optimizer)
+    if transform is not None:
+        gradients = _transform(optimizer, transform, gradients, variables)
+    apply(gradients, variables)
+    if watch is not None:
+        watch.end()
+
+
+def _transform(
+    optimizer: keras.optimizers.Optimizer,
+    transform: Transform,
+    grads: Sequence[Any],
+    variables: Sequence[keras.Variable] | None,
+) -> list[GradientTensor | None]:
+    """Transforms dense gradients without loss scale, and returns them among the others, in the same order."""
+    updated: Sequence[keras.Variable] = optimizer._trainable_variables if variables is None else variables
+    # Float8 scales are passed as gradients.
+    indices = [
+        index
+        for index, (gradient, variable) in enumerate(zip(grads, updated, strict=True))
+        if gradient is not None and not optimizer._overwrite_variable_with_gradient(variable)
+    ]
+    scale = optimizer.loss_scale_factor
+    changed = [updated[index] for index in indices]
+    dense = gather_gradients([tf.convert_to_tensor(grads[index]) for index in indices], changed)
+    unscaled = [gradient / scale for gradient in dense] if scale else dense
+    whole = transform(unscaled, changed)
+    replace_norms(optimizer, whole, changed)
+    transformed = dict(zip(indices, scatter_gradients(whole, changed), strict=True))
+    scaled = {index: gradient * scale if scale else gradient for index, gradient in transformed.items()}
+    return [scaled.get(index, gradient) for index, gradient in enumerate(grads)]
