@@ -25,7 +25,7 @@ CONSTRAINTS := $(or $(constraints-$(RELEASES)),$(error RELEASES is pinned, oldes
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
-.PHONY: demo browser test-fast test test-all durations gpu mutants bench bench-peers exactness clean FORCE
+.PHONY: demo browser docs test-fast test test-all durations gpu mutants bench bench-peers exactness clean FORCE
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -74,6 +74,11 @@ LONG := XLA_FLAGS= GRAPPLER=1 CASES=10 $(PYTEST) -m 'long or hypothesis'
 
 test-all: test
 	status=0; $(LONG) tests/per_example || status=1; $(LONG) --ignore tests/per_example || status=1; exit $$status
+
+# The documentation as a site, which needs no server and no network.
+docs: .venv/.wheel
+	$(BIN)/python -P -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo "Open build/docs/index.html"
 
 # Which modules' tests go first, by what they take on a quiet machine.
 durations: .venv/.wheel

@@ -1,4 +1,4 @@
-"""The documentation holds: code and commands run as written, links lead somewhere, and guides stay short."""
+"""The documentation holds: code and commands run as written, and links lead somewhere."""
 
 import ast
 import os
@@ -19,7 +19,8 @@ pytestmark = pytest.mark.fast
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 INDEX = DOCS / "index.md"
-FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+TASKS = DOCS / "how_to.md"
+FENCE = re.compile(r"^```([\w{}-]+)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 # A script is shown below a line that ends with its name, as in: As `train.py`:
 SCRIPT = re.compile(r"\bAs `([\w.]+\.py)`:\n\n```python\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)\s]+)\)")
@@ -60,7 +61,7 @@ GUIDES = (
     "sharding",
     "telemetry",
 )
-LONG = {INDEX, *(DOCS / "guides" / f"{name}.md" for name in GUIDES)}
+LONG = {TASKS, *(DOCS / "guides" / f"{name}.md" for name in GUIDES)}
 
 
 def marks_of(page):
@@ -146,13 +147,8 @@ def test_files_in_commands_exist(page):
                     assert word in given or (folder / word).exists(), word
 
 
-@pytest.mark.parametrize("guide", sorted((DOCS / "guides").glob("*.md")), ids=name_of)
-def test_a_guide_has_at_most_800_words(guide):
-    assert len(guide.read_text().split()) <= 800
-
-
 def test_a_task_fits_on_one_screen():
-    tasks = re.split(r"^## ", INDEX.read_text(), flags=re.MULTILINE)[1:]
+    tasks = re.split(r"^## ", TASKS.read_text(), flags=re.MULTILINE)[1:]
     for task in tasks:
         assert len(task.splitlines()) <= 40, task.splitlines()[0]
 

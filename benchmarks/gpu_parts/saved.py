@@ -11,7 +11,7 @@ from gpu_parts.case import PASSED, Line
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
 PAGE = ROOT / "docs" / "benchmarks" / "gpu.md"
-SAYING = (ROOT / "README.md", ROOT / "docs" / "index.md")
+SAYING = (ROOT / "README.md", ROOT / "docs" / "how_to.md")
 MARKED = re.compile(r"<!-- GPUs -->\n.*?<!-- /GPUs -->", flags=re.DOTALL)
 Saved = dict[str, Any]
 

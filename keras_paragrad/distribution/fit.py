@@ -273,11 +273,10 @@ class DistributedFit(InNotebooks):
     ) -> keras.callbacks.History:
         """Trains a model as its own `fit` would on one device. Call it on every worker with the same arguments.
 
+        Those that aren't listed are as in `keras.Model.fit`. Only the first of several workers shows progress.
+
         Args:
             model: A compiled model, built within `scope()`.
-            x, y, batch_size, epochs, verbose, callbacks, validation_split, validation_data, shuffle, class_weight,
-                sample_weight, initial_epoch, steps_per_epoch, validation_steps, validation_batch_size,
-                validation_freq: As in `keras.Model.fit`. Only the first of several workers shows progress.
             normalize: Whether to first set the model's `keras.layers.Normalization` layers to the mean and variance
                 of the training data, computed in one pass.
             **data_options: `cache`, `prefetch` and `seed`; see `dataset`.

@@ -75,15 +75,17 @@ class Rule:
     and every returned list has one entry for each of `variables(layer)`, unless stated otherwise. `batch` is the number
     of examples, `shape` the shape of the variable.
 
-    | method | returns, for each variable |
-    |---|---|
-    | `gradients(call)` | `tf.Tensor` `(batch, *shape)` |
-    | `gradients_of_all(calls)` | `tf.Tensor` `(batch, *shape)` |
-    | `gradients_to_keep(calls)` | the same, or `Factors` |
-    | `squared_norms(calls)` | `tf.Tensor` `(batch,)` |
-    | `squares(calls)` | any number of `tf.Tensor` `(batch, ...)` |
-    | `second_moments(calls)` | `tf.Tensor` of `shape` |
-    | `weighted_sums(calls, weights)` | `tf.Tensor` of `shape`, or `tf.IndexedSlices` |
+    ===============================  =============================================
+    method                           returns, for each variable
+    ===============================  =============================================
+    `gradients(call)`                `tf.Tensor` `(batch, *shape)`
+    `gradients_of_all(calls)`        `tf.Tensor` `(batch, *shape)`
+    `gradients_to_keep(calls)`       the same, or `Factors`
+    `squared_norms(calls)`           `tf.Tensor` `(batch,)`
+    `squares(calls)`                 any number of `tf.Tensor` `(batch, ...)`
+    `second_moments(calls)`          `tf.Tensor` of `shape`
+    `weighted_sums(calls, weights)`  `tf.Tensor` of `shape`, or `tf.IndexedSlices`
+    ===============================  =============================================
 
     Attributes:
         before_activation: Whether cotangents are taken before the layer's `activation`, rather than at its output.

@@ -42,7 +42,7 @@ def prepare_for_servers(
     Raises:
         ValueError: The model can't be trained with parameter servers. The message says what to write.
 
-    Example, which connects the process to a cluster for good:
+    Example, which connects the process to a cluster for good::
 
         strategy = servers.make_parameter_server_strategy(servers.in_process_cluster(workers=2, servers=1))
         with strategy.scope():

@@ -1,0 +1,42 @@
+"""How Sphinx builds the site, offline: `make docs`."""
+
+import os
+import sys
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+sys.path.insert(0, str(DOCS / "site"))
+
+import keras_paragrad  # noqa: E402
+
+project = "keras_paragrad"
+author = copyright = "The keras_paragrad authors"
+release = version = keras_paragrad.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "pages", "mathml"]
+exclude_patterns = ["site"]
+myst_enable_extensions = ["dollarmath"]
+# Anchors as GitHub makes them.
+myst_heading_anchors = 4
+
+# Google's style, with Markdown's backticks.
+default_role = "py:obj"
+napoleon_numpy_docstring = False
+napoleon_attr_annotations = False
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented_params"
+autodoc_typehints_format = "short"
+autodoc_inherit_docstrings = False
+autodoc_member_order = "bysource"
+add_module_names = False
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = f"keras_paragrad {release}"
+html_static_path = ["site/static"]
+html_css_files = ["site.css"]
+html_copy_source = False
+html_show_sphinx = False
+# It is fetched, which a browser refuses for files.
+html_show_search_summary = False
