@@ -31,7 +31,7 @@ def name_of(page):
 
 
 def blocks(page, language):
-    """The code blocks of a language on a page, without scripts that its commands run, and the number of lines before."""
+    """The code blocks of a language on a page, without scripts that commands run, with the number of lines before."""
     text = page.read_text()
     run = " ".join(each[2].partition("\n")[0] for each in FENCE.finditer(text) if each[1] == "console")
     scripts = [script.start(2) for script in SCRIPT.finditer(text) if script[1] in run]
