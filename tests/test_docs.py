@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import runpy
 import shlex
 import string
 import subprocess
@@ -238,3 +239,11 @@ def test_the_modules_that_a_page_names_are_there(page):
     paths = [f"/{path.relative_to(ROOT)}" for path in there]
     assert named
     assert [name for name in named if not any(path.endswith(f"/{name}") for path in paths)] == []
+
+
+def test_what_troubleshooting_quotes_is_a_message_of_the_package():
+    read = runpy.run_path(str(DOCS / "site" / "messages.py"))
+    said = [text for module in read["ROOT"].rglob("*.py") for text in read["strings"](module)]
+    quoted = re.findall(r"^### (.+)$", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
+    assert len(quoted) > 40
+    assert [each for each in quoted if not any(each in text for text in said)] == []

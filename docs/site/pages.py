@@ -11,6 +11,7 @@ from contextlib import redirect_stdout, suppress
 from types import ModuleType
 from typing import Any
 
+from messages import messages as all_messages
 from sphinx.application import Sphinx
 
 import keras_paragrad
@@ -81,7 +82,19 @@ def _help(command: str) -> str:
     return printed.getvalue().rstrip()
 
 
-MARKS: dict[str, Callable[[str], str]] = {"reference": reference, "commands": commands}
+def messages(_: str) -> str:
+    """The errors and warnings of each folder of the package, each with an anchor."""
+    parts = []
+    for folder, texts in all_messages().items():
+        parts.append(f"## {folder}")
+        for number, text in enumerate(dict.fromkeys(texts), start=1):
+            # Backticks stay: they are around code there, too.
+            shown = re.sub(r"([*_\[\]<>#$\\])(?=[^`]*(?:`[^`]*`[^`]*)*$)", r"\\\1", " ".join(text.split()))
+            parts.append(f"({folder}-{number})=\n{shown}")
+    return "\n\n".join(parts)
+
+
+MARKS: dict[str, Callable[[str], str]] = {"reference": reference, "commands": commands, "messages": messages}
 
 
 def _toctree(app: Sphinx, docname: str, text: str) -> str:
