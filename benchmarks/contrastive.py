@@ -3,18 +3,11 @@
 `python benchmarks/contrastive.py` prints the tables and saves them in `results/contrastive.json`.
 """
 
-import functools
 import os
-import platform
-import resource
-import statistics
-import subprocess
-import sys
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-from harness import interleaved, report
+from harness import peak_memory, report, report_step_times, run_benchmark
 
 SIZE, ROUNDS, TIMED = 64, 5, 512
 BATCHES = (256, 1024, 4096)
@@ -29,7 +22,7 @@ CASES = {
 WHOLE, RECOMPUTED, OURS, PLAIN = CASES
 
 
-def contrastive_model(case, rows, jit_compile):
+def contrastive_model(case, jit_compile, rows):
     """A convolutional encoder of two views, compiled with the loss of SimCLR, and a batch."""
     import warnings
 
@@ -71,22 +64,16 @@ def contrastive_model(case, rows, jit_compile):
     return model, x, np.zeros(rows, "float32")
 
 
-def print_peak(case, rows, trains):
-    """Runs in a process of its own: the most memory it has held, in MB."""
+def train(case, rows, trains):
     from models import endless
 
-    model, *data = contrastive_model(case, int(rows), False)
+    model, *data = contrastive_model(case, False, int(rows))
     if trains == "yes":
         model.fit(endless(*data), steps_per_epoch=2, verbose=0)
-    unit = 1 if platform.system() == "Darwin" else 1024
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)
 
 
 def peak(case, rows, trains="yes"):
-    # On Linux a process's peak begins with what its parent holds, so this one must not load TensorFlow before.
-    command = [sys.executable, "-W", "ignore", __file__, case, str(rows), trains]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
-    return float(finished.stdout.split()[-1])
+    return peak_memory(__file__, case, str(rows), trains)
 
 
 def memory():
@@ -97,37 +84,11 @@ def memory():
 
 
 def times():
-    from models import endless
-
-    columns = ["", "step", "to plain slices", "CPU time", "to plain slices, CPU time"]
-    for jit_compile in ("off", "on"):
-        trained = {case: contrastive_model(case, TIMED, jit_compile == "on") for case in CASES}
-        computing = {case: [] for case in CASES}
-
-        def step(case, trained=trained, computing=computing):
-            model, *data = trained[case]
-            start, computed = time.perf_counter(), time.process_time()
-            model.fit(endless(*data), steps_per_epoch=1, verbose=0)
-            computing[case].append((time.process_time() - computed) * 1e3)
-            return (time.perf_counter() - start) * 1e3
-
-        walls = interleaved({case: functools.partial(step, case) for case in CASES}, ROUNDS, warm_up=1)
-        busy = {case: statistics.median(taken[1:]) for case, taken in computing.items()}
-        rows = [
-            [case, *(cell for taken in (walls, busy) for cell in (round(taken[case]), taken[case] / taken[PLAIN]))]
-            for case in CASES
-        ]
-        title = f"Milliseconds a step, jit {jit_compile}: SimCLR, convolutions, batch of {TIMED}"
-        report("contrastive", title, columns, rows)
-
-
-def main():
-    if sys.argv[1:]:
-        print_peak(*sys.argv[1:])
-        return
-    memory()
-    times()
+    title = f"SimCLR, convolutions, batch of {TIMED}"
+    report_step_times(
+        "contrastive", title, lambda *case: contrastive_model(*case, TIMED), CASES, PLAIN, "plain slices", ROUNDS
+    )
 
 
 if __name__ == "__main__":
-    main()
+    run_benchmark(train, memory, times)

@@ -1,9 +1,14 @@
 """What every benchmark shares: interleaved timing, Fashion-MNIST, a table and a JSON file."""
 
+import functools
 import gzip
 import json
 import os
+import platform
+import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -46,6 +51,64 @@ def timed_fit(model, dataset, steps: int, micro_batches: int, callbacks: Sequenc
         return (time.perf_counter() - start) / micro_batches * 1e3
 
     return run
+
+
+def report_step_times(
+    name: str, title: str, make: Callable[[str, bool], tuple], cases: Sequence[str], base: str, to: str, rounds: int
+) -> None:
+    """Reports milliseconds a step, and of processor time, without and with XLA.
+
+    Args:
+        name: The benchmark's file.
+        title: What is trained, for the table's title.
+        make: Returns the model of a case, compiled with XLA or not, and the arrays of a batch.
+        cases: The cases, which take turns.
+        base: The case that others are compared to.
+        to: Its name in the columns.
+        rounds: How many turns count.
+    """
+    from models import endless
+
+    columns = ["", "step", f"to {to}", "CPU time", f"to {to}, CPU time"]
+    for jit_compile in ("off", "on"):
+        trained = {case: make(case, jit_compile == "on") for case in cases}
+        # Of all cores, which says more on a machine that others use too.
+        computing: dict[str, list[float]] = {case: [] for case in cases}
+
+        def step(case: str, trained=trained, computing=computing) -> float:
+            model, *data = trained[case]
+            start, computed = time.perf_counter(), time.process_time()
+            # Not of arrays: the thread that tunes their pipeline sleeps, and is waited for when `fit` ends.
+            model.fit(endless(*data), steps_per_epoch=1, verbose=0)
+            computing[case].append((time.process_time() - computed) * 1e3)
+            return (time.perf_counter() - start) * 1e3
+
+        walls = interleaved({case: functools.partial(step, case) for case in cases}, rounds, warm_up=1)
+        busy = {case: statistics.median(taken[1:]) for case, taken in computing.items()}
+        rows = [
+            [case, *(cell for taken in (walls, busy) for cell in (round(taken[case]), taken[case] / taken[base]))]
+            for case in cases
+        ]
+        report(name, f"Milliseconds a step, jit {jit_compile}: {title}", columns, rows)
+
+
+def peak_memory(script: str, *arguments: str) -> float:
+    """The most memory, in MB, that `run_benchmark` of a script holds with these arguments, in a process of its own."""
+    # On Linux a process's peak begins with what its parent holds, so this one must not load TensorFlow before.
+    command = [sys.executable, "-W", "ignore", script, *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
+    return float(finished.stdout.split()[-1])
+
+
+def run_benchmark(train: Callable[..., object], *reports: Callable[[], None]) -> None:
+    """Makes the reports, or with arguments of a `peak_memory` trains, and prints the most memory held, in MB."""
+    if not sys.argv[1:]:
+        for each in reports:
+            each()
+        return
+    train(*sys.argv[1:])
+    unit = 1 if platform.system() == "Darwin" else 1024
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)
 
 
 def fashion_mnist(rows: int, part: str = "train") -> tuple[np.ndarray, np.ndarray]:

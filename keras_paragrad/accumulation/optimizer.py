@@ -22,7 +22,7 @@ from keras_paragrad.accumulation.window import GradientWindow, Steps, StepsSched
 from keras_paragrad.arguments import check_choice, check_flag, check_text
 from keras_paragrad.compat.collectives import OnReplicas, cross_replica, first_replica_value, replica_count, run_if
 from keras_paragrad.compat.model import fit_frame
-from keras_paragrad.compat.optimizer import WrappingOptimizer
+from keras_paragrad.compat.optimizer import WrappingOptimizer, build_optimizer
 from keras_paragrad.compat.types import Config, Gradients
 from keras_paragrad.engine.step.apply import apply_everywhere
 from keras_paragrad.engine.step.gradient_functions import releasing
@@ -153,9 +153,8 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """
         if len(grads) == 0:
             return
-        if not self.built and trainable_variables is not None:
-            with keras.name_scope(self.name, caller=self):
-                self.build(list(trainable_variables))
+        if trainable_variables is not None:
+            build_optimizer(self, trainable_variables)
         window = self.window
         variables = self.trainable_variables if trainable_variables is None else trainable_variables
         observe_gradient(self, [g for g, v in zip(grads, variables, strict=True) if v is not self.gradient_weight])

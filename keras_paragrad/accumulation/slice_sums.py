@@ -6,11 +6,11 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.optimizer import unwrap_loss_scale
-from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
+from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, Scalar
 from keras_paragrad.engine.losses.sums import zero_sums
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, gradient_of
-from keras_paragrad.storage.row_gradients import scale_gradient
+from keras_paragrad.storage.row_gradients import accumulate_gradient, scale_gradient, sum_dtype
 
 
 class RunningSums(NamedTuple):
@@ -50,7 +50,7 @@ class SliceSums:
 
     def zero(self) -> RunningSums:
         """The sums to start from as tensors, for a loop."""
-        return self._running_sums([tf.zeros(variable.shape, _dtype(variable)) for variable in self.variables])
+        return self._running_sums([tf.zeros(variable.shape, sum_dtype(variable)) for variable in self.variables])
 
     def _running_sums(self, gradients: Gradients) -> RunningSums:
         return RunningSums(gradients, tf.constant(0.0), zero_sums(self.model))
@@ -76,13 +76,13 @@ class SliceSums:
         gradients = self.add_gradients(total.gradients, part.gradients, factor)
         return RunningSums(gradients, total.divisor + weight, total.losses + part.sums.vector)
 
-    def add_gradients(self, total: Gradients, gradients: Gradients, factor: tf.Tensor | float = 1.0) -> list[Any]:
+    def add_gradients(self, total: Gradients, gradients: Gradients, factor: Scalar | None = 1.0) -> list[Any]:
         """Adds gradients, times a factor, to the sum for each trainable weight."""
-        sums = list(total)
-        for index, gradient in enumerate(gradients):
+        sums, factor = list(total), None if self.equal_weights else factor
+        for index, (variable, gradient) in enumerate(zip(self.variables, gradients, strict=True)):
             if gradient is not None:
                 self.present.add(index)
-                sums[index] = self._accumulate(index, sums[index], gradient, factor)
+                sums[index] = accumulate_gradient(variable, sums[index], gradient, factor)
         return sums
 
     def present_gradients(self, total: Gradients) -> list[Any]:
@@ -96,27 +96,6 @@ class SliceSums:
         """Adds two sums."""
         gradients = self.add_gradients(total.gradients, other.gradients)
         return RunningSums(gradients, total.divisor + other.divisor, total.losses + other.losses)
-
-    def _accumulate(self, index: int, total: Any, gradient: Any, factor: tf.Tensor | float) -> GradientTensor:
-        """Adds a gradient, times a factor, to a variable's sum."""
-        variable = self.variables[index]
-        dtype = _dtype(variable)
-        if getattr(variable, "overwrite_with_gradient", False):
-            value = tf.cast(gradient, dtype)
-            return value if total is None else tf.maximum(total, value)
-        factor = tf.cast(factor, dtype)
-        if isinstance(gradient, tf.IndexedSlices):
-            rows = factor * tf.cast(gradient.values, dtype)
-            if total is None or isinstance(total, tf.IndexedSlices):
-                # Not summed: Keras's optimizers square and clip the gradient of each lookup.
-                before = ([total.values], [total.indices]) if total else ([], [])
-                return tf.IndexedSlices(
-                    tf.concat([*before[0], rows], 0), tf.concat([*before[1], gradient.indices], 0), gradient.dense_shape
-                )
-            return tf.tensor_scatter_nd_add(total, gradient.indices[:, tf.newaxis], rows)
-        value = tf.cast(gradient, dtype)
-        value = value if self.equal_weights else factor * value
-        return value if total is None else total + value
 
     def gradient(self, total: RunningSums, rows: tf.Tensor | int) -> Gradient:
         """The gradient of the batch.
@@ -170,7 +149,3 @@ def rows_at(data: Batch, first: tf.Tensor | int, count: tf.Tensor | int, *, in_b
         return tf.gather(tensor, first + tf.range(count))
 
     return keras.tree.map_structure(part_of, data)
-
-
-def _dtype(variable: keras.Variable) -> str:
-    return "float64" if variable.dtype == "float64" else "float32"

@@ -44,6 +44,12 @@ def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     return [metric for layer in model._flatten_layers() for metric in layer._metrics]
 
 
+def step_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
+    """The metrics that a custom step may update: also those that an overridden `metrics` property leaves out."""
+    metrics = [*model.metrics, *keras.Model.metrics.fget(model), *all_metrics(model)]  # pyright: ignore
+    return list({id(metric): metric for metric in metrics}.values())
+
+
 def all_variables(model: keras.layers.Layer) -> list[keras.Variable]:
     """The variables that a call of a model or layer, its loss and its metrics may assign to."""
     metrics = [*all_metrics(model), *getattr(model, "metrics", ())]

@@ -73,6 +73,13 @@ def clips_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     return any(getattr(inner, name, None) for inner in updating_optimizers(optimizer) for name in _CLIPPING)
 
 
+def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+    """Creates an optimizer's state under the names that Keras gives it, unless it is built already."""
+    if not optimizer.built:
+        with keras.name_scope(optimizer.name, caller=optimizer):
+            optimizer.build(list(variables))
+
+
 _SETTINGS = (
     "weight_decay",
     "clipnorm",

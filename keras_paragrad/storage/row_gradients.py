@@ -1,8 +1,9 @@
-"""Gradients that may be `tf.IndexedSlices`: scaled, and summed over the replicas."""
+"""Gradients that may be `tf.IndexedSlices`: scaled, added, and summed over the replicas."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import sum_over_replicas
@@ -33,6 +34,34 @@ def scale_gradient(gradient: GradientTensor | None, factor: Scalar) -> Any:
         values = scale_gradient(gradient.values, factor)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)
+
+
+def add_gradients(one: Any, other: Any) -> Any:
+    """The sum of two gradients, each dense or `tf.IndexedSlices` or `None`."""
+    if one is None or other is None:
+        return other if one is None else one
+    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
+        # Rows are not summed: Keras's optimizers square and clip the gradient of each lookup.
+        rows = tf.concat([one.values, other.values], 0)
+        return tf.IndexedSlices(rows, tf.concat([one.indices, other.indices], 0), other.dense_shape)
+    if isinstance(other, tf.IndexedSlices):
+        return tf.tensor_scatter_nd_add(one, other.indices[:, tf.newaxis], other.values)
+    return tf.convert_to_tensor(one) + other
+
+
+def sum_dtype(variable: keras.Variable) -> str:
+    """The dtype in which the gradients of a variable are summed."""
+    return "float64" if variable.dtype == "float64" else "float32"
+
+
+def accumulate_gradient(
+    variable: keras.Variable, total: GradientTensor | None, gradient: Any, factor: Scalar | None = None
+) -> Any:
+    """Adds a gradient of a variable, times a factor, to a sum; of float8 scales, it keeps the larger one."""
+    gradient = tf.cast(gradient, sum_dtype(variable))
+    if getattr(variable, "overwrite_with_gradient", False):
+        return gradient if total is None else tf.maximum(total, gradient)  # pyright: ignore
+    return add_gradients(total, gradient if factor is None else scale_gradient(gradient, factor))
 
 
 def _merge_rows(total: Any, read: GradientTensor) -> Any:

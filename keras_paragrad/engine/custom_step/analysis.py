@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
-from keras_paragrad.compat.model import all_metrics, all_variables, train_step_of
+from keras_paragrad.compat.model import all_variables, step_metrics, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
 from keras_paragrad.engine.probes.trial import is_seed
@@ -195,12 +195,6 @@ def _placeholder(tensor: Any) -> Any:
             "tensors."
         )
     return tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
-
-
-def step_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
-    """The metrics that a step may update; an overridden `metrics` property may leave some out."""
-    metrics = [*model.metrics, *keras.Model.metrics.fget(model), *all_metrics(model)]  # pyright: ignore
-    return list({id(metric): metric for metric in metrics}.values())
 
 
 class _TracedStep:

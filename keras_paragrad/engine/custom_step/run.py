@@ -9,14 +9,14 @@ import tensorflow as tf
 from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 
 from keras_paragrad.compat.collectives import replica_index
-from keras_paragrad.compat.model import train_step_of
+from keras_paragrad.compat.model import step_metrics, train_step_of
 from keras_paragrad.compat.state import MethodPatch, patched
-from keras_paragrad.compat.types import Batch, Gradients
-from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, step_metrics
+from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
+from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis
 from keras_paragrad.engine.custom_step.weighting import WEIGHTINGS, Weighting
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.step.stages import BatchSlices
-from keras_paragrad.storage.row_gradients import scale_gradient
+from keras_paragrad.storage.row_gradients import accumulate_gradient, sum_dtype
 
 # Updates variables with the gradients of the batch: called with the call of `apply` and all its gradients.
 Update = Callable[[ApplyCall, list[Any]], None]
@@ -168,7 +168,7 @@ class _Phase:
 
     def _start(self) -> _Sums:
         gradients = [
-            [tf.zeros(call.variables[place].shape, _sum_dtype(call.variables[place])) for place in call.places]
+            [tf.zeros(call.variables[place].shape, sum_dtype(call.variables[place])) for place in call.places]
             for call in (self.analysis.calls[index] for index in self.calls)
         ]
         states = [tf.convert_to_tensor(variable.value) for variable in self.carried]
@@ -226,7 +226,9 @@ class _Phase:
 
     def _sum(self, index: int, total: list[tf.Tensor], gradients: Gradients, rows: Batch) -> list[tf.Tensor]:
         call, weight = self.analysis.calls[index], self.step.share(self.step.weightings[index], rows)
-        return [_add(before, gradients[place], weight) for before, place in zip(total, call.places, strict=True)]
+        present: list[GradientTensor] = [gradients[place] for place in call.places]  # pyright: ignore
+        variables = [call.variables[place] for place in call.places]
+        return [accumulate_gradient(*each, weight) for each in zip(variables, total, present, strict=True)]
 
     def _logged(self, before: list[tf.Tensor], logs: Any, rows: Batch) -> list[tf.Tensor]:
         flat, share = keras.tree.flatten(logs), tf.constant(1.0) if self.step.summed else self._share(rows)
@@ -291,17 +293,6 @@ class PhaseScope(keras.StatelessScope):
             self.state_mapping.pop(key, None)
         else:
             self.state_mapping[key] = copy
-
-
-def _add(total: tf.Tensor, gradient: Any, weight: tf.Tensor) -> tf.Tensor:
-    scaled = scale_gradient(gradient, weight)
-    if isinstance(scaled, tf.IndexedSlices):
-        return tf.tensor_scatter_nd_add(total, scaled.indices[:, tf.newaxis], tf.cast(scaled.values, total.dtype))
-    return total + tf.cast(scaled, total.dtype)
-
-
-def _sum_dtype(variable: keras.Variable) -> str:
-    return "float64" if variable.dtype == "float64" else "float32"
 
 
 def current_value(scope: keras.StatelessScope, variable: keras.Variable) -> tf.Tensor:

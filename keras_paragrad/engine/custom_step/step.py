@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.model import train_step_of
-from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.optimizer import build_optimizer, find_accumulator
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Gradients
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
@@ -276,6 +276,4 @@ def _make_variables(make: Callable[[], Any]) -> Any:
 
 def _build_optimizers(analysis: StepAnalysis) -> None:
     for call in analysis.calls:
-        if not call.optimizer.built:
-            with keras.name_scope(call.optimizer.name, caller=call.optimizer):
-                call.optimizer.build(call.variables)
+        build_optimizer(call.optimizer, call.variables)

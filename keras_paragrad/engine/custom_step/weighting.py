@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import all_layers, all_variables, train_step_of
+from keras_paragrad.compat.model import all_variables, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis
 from keras_paragrad.engine.custom_step.random_rows import random_numbers_by_row
@@ -16,8 +16,8 @@ from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
 from keras_paragrad.engine.probes.trial import (
     SIZES,
     Inconclusive,
-    call_for_inference,
     gradients_match,
+    normalize_by_moving_statistics,
     run_trial,
     synthetic_rows,
     take_rows,
@@ -111,9 +111,7 @@ class _TrialStep:
         scope.state_mapping.update(self.values)
         numbers = random_numbers_by_row(first, count, _ROWS)
         with untouched(self.model, scope), capturing_applies(capture), numbers:
-            for layer in all_layers(self.model):
-                if isinstance(layer, keras.layers.BatchNormalization):
-                    vars(layer)["call"] = functools.partial(call_for_inference, layer.call)
+            normalize_by_moving_statistics(self.model)
             train_step_of(self.model)(data)
         if len(captured) != len(self.calls):
             raise Inconclusive("the step calls optimizers differently on other rows")

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
+from keras_paragrad.compat.model import step_metrics
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, LossArguments, Scalar, StepLogs, Structure
 from keras_paragrad.engine.losses.divisors import without_replica_division
@@ -136,9 +137,7 @@ class LogReducer:
     ) -> None:
         self.model, self.data, self.batch, self.normalize, self.terms = model, data, batch, normalize, terms
         self.summed = summed
-        # An overridden `metrics` property may leave some out.
-        every = [*model.metrics, *keras.Model.metrics.fget(model)]  # pyright: ignore
-        self.metrics: list[keras.metrics.Metric] = list({id(metric): metric for metric in every}.values())
+        self.metrics = step_metrics(model)
         self.variables = [variable for metric in self.metrics for variable in metric.variables]
         self._before = {} if batch.nonempty is None else {id(each): tf.identity(each.value) for each in self.variables}
         self._results: list[tf.Tensor] = []

@@ -189,9 +189,7 @@ class PureFunction:
         """Runs the computation with given values of the variables; returns its results and their new values."""
         mapping = list(zip(self.variables, state, strict=True))
         with untouched(self.model, _KnownVariablesScope(mapping, collect_losses=True)) as scope:
-            for layer in (self.model, *all_layers(self.model)):
-                if isinstance(layer, keras.layers.BatchNormalization):
-                    vars(layer)["call"] = functools.partial(call_for_inference, layer.call)
+            normalize_by_moving_statistics(self.model)
             results = self.compute(data)
             after = [scope.get_current_value(variable) for variable in self.variables]
             # Variables among the results have their values only in this scope.
@@ -226,7 +224,14 @@ def uses_half_precision(model: keras.layers.Layer) -> bool:
     return any(layer.compute_dtype not in ("float32", "float64") for layer in (model, *all_layers(model)))
 
 
-def call_for_inference(call: Callable[..., Structure], *arguments: Any, **keywords: Any) -> Structure:
+def normalize_by_moving_statistics(model: keras.layers.Layer) -> None:
+    """Makes each `BatchNormalization` of a model compute as in inference; within `untouched`, which restores it."""
+    for layer in (model, *all_layers(model)):
+        if isinstance(layer, keras.layers.BatchNormalization):
+            vars(layer)["call"] = functools.partial(_call_for_inference, layer.call)
+
+
+def _call_for_inference(call: Callable[..., Structure], *arguments: Any, **keywords: Any) -> Structure:
     return call(*arguments, **{**keywords, "training": False})
 
 

@@ -18,6 +18,7 @@ from keras_paragrad.compat.collectives import (
 )
 from keras_paragrad.compat.optimizer import (
     Accumulating,
+    build_optimizer,
     find_accumulator,
     nested_optimizers,
     unwrap_loss_scale,
@@ -126,9 +127,7 @@ def _weighting(
     contribution: Contribution,
 ) -> tuple[tf.Tensor, keras.Variable]:
     """The pair that carries a `Contribution` to an accumulating optimizer, through the optimizers around it."""
-    if not optimizer.built:
-        with keras.name_scope(optimizer.name, caller=optimizer):
-            optimizer.build(variables)
+    build_optimizer(optimizer, variables)
     return tf.stack(contribution), accumulator.gradient_weight
 
 

@@ -19,7 +19,7 @@ from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.data import EpochIterator
 from keras_paragrad.compat.model import fit_frame, overrides_train_step
-from keras_paragrad.compat.optimizer import innermost_optimizer
+from keras_paragrad.compat.optimizer import build_optimizer, innermost_optimizer
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.custom_step.step import CustomStep
@@ -228,10 +228,8 @@ class StepBuilder:
         if not build_losses_of(model, iterator.element_spec):
             return
         self.make_loss_window()
-        optimizer = model.optimizer
-        if optimizer is not None and not optimizer.built:
-            with keras.name_scope(optimizer.name, caller=optimizer):
-                optimizer.build(model.trainable_variables)
+        if model.optimizer is not None:
+            build_optimizer(model.optimizer, model.trainable_variables)
 
     def _window_of(self, data: Batch) -> LossWindow | None:
         if not self.stages.apply or overrides_train_step(self.model):

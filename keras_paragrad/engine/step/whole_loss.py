@@ -27,7 +27,7 @@ from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_f
 from keras_paragrad.engine.step.operations import check_runs_twice
 from keras_paragrad.storage.gathering import watch_gathered
 from keras_paragrad.storage.regathering import regather_in_backward
-from keras_paragrad.storage.row_gradients import scale_gradient
+from keras_paragrad.storage.row_gradients import add_gradients, scale_gradient
 
 Result = TypeVar("Result")
 
@@ -257,16 +257,7 @@ def gradient_of_replica(context: StepContext, data: Batch) -> Gradient:
     whole = whole_loss(context, data, tensors, forms[-1])
     weights = [source(variable) for variable in model.trainable_weights]
     found = context.replica_batch.gradients(_gradients(tape, tensors, weights, whole.cotangents))
-    return gradient_of_batch(context, data, list(map(_add, found, whole.gradients)), whole)
-
-
-def _add(one: GradientTensor | None, other: GradientTensor | None) -> GradientTensor | None:
-    if one is None or other is None:
-        return other if one is None else one
-    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
-        rows = tf.concat([one.values, other.values], 0)
-        return tf.IndexedSlices(rows, tf.concat([one.indices, other.indices], 0), one.dense_shape)
-    return tf.convert_to_tensor(one) + tf.convert_to_tensor(other)
+    return gradient_of_batch(context, data, list(map(add_gradients, found, whole.gradients)), whole)
 
 
 def gradient_of_batch(context: StepContext, data: Batch, gradients: Gradients, whole: WholeLoss) -> Gradient:
