@@ -152,12 +152,13 @@ def without_times(line):
 
 
 def alike(shown, printed):
-    """Whether lines are the same but for rounding: of a difference as `6e-08`, the power of ten."""
-    number = r"-?\d+\.\d+|\d+(?=e-)"
+    """Whether lines are the same but for rounding: of what is rounding itself, as `6e-08`, the order of magnitude."""
+    number = r"-?\d+(?:\.\d+)?e-\d+|-?\d+\.\d+"
     if re.sub(number, "N", shown) != re.sub(number, "N", printed):
         return False
     pairs = zip(re.findall(number, shown), re.findall(number, printed), strict=True)
-    return all("." not in one or float(one) == pytest.approx(float(other), rel=0.02) for one, other in pairs)
+    near = [(float(one), pytest.approx(float(other), rel=9 if "e" in one else 0.02)) for one, other in pairs]
+    return all(one == other for one, other in near)
 
 
 def started(words, folder):
