@@ -214,6 +214,20 @@ def check_function(
     return value
 
 
+def check_choice_or_function(name: str, value: Any, choices: Sequence[str], what: str) -> Any:
+    """One of the given strings, or a callable that is not a class.
+
+    Args:
+        what: The name of the function in the message, with its arguments.
+    """
+    if callable(value) and not isinstance(value, type):
+        return value
+    choice = _chosen(value, choices)
+    if choice is _NO_CHOICE:
+        raise refusal(name, value, f"{', '.join(map(repr, choices))} or {what}")
+    return choice
+
+
 def check_instance(
     name: str,
     value: object,

@@ -10,16 +10,17 @@ from counting import CALLED, CountingLoss, counting_model
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch, recompute
 from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
 from keras_paragrad.engine.custom_step.analysis import analyze_step
-from keras_paragrad.engine.custom_step.weighting import WEIGHTINGS, find_weightings
-from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.custom_step.weighting import find_weightings as find_weightings_of_step
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.terms import recorded_terms
+from keras_paragrad.engine.losses.weightings import weighting_of
 from keras_paragrad.engine.probes.comparing import compares_examples
-from keras_paragrad.engine.probes.independence import check_metrics, independence_refusal
+from keras_paragrad.engine.probes.independence import check_metrics, mixing_reasons
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.probes.states import layers_storing_examples
 from keras_paragrad.engine.probes.untouched import untouched
+from keras_paragrad.engine.probes.weighting_trial import try_weightings
 from keras_paragrad.engine.telemetry.train_functions import gradient_graph
 from keras_paragrad.inputs.chunks import Execution, bytes_of_gradient
 from keras_paragrad.inputs.selection import Selection
@@ -31,6 +32,12 @@ X, Y = (np.random.default_rng(seed).normal(size=(ROWS, SIZE)).astype("float32") 
 SPEC = tf.TensorSpec((None, SIZE))
 
 
+def weightings(model):
+    """A function of `weighting` is tried as well."""
+    arguments = {"x": SPEC, "y": SPEC, "y_pred": None, "sample_weight": None}
+    assert [each.name for each in try_weightings(model, arguments, by_examples).fitting] == ["<lambda>", "examples"]
+
+
 def refusal(model):
     """In the step that a component asks in, which has called the loss before."""
 
@@ -39,21 +46,21 @@ def refusal(model):
         with untouched(model, keras.StatelessScope()), recorded_terms(model) as terms:
             loss = model.compute_loss(x, y, model(x, training=True))
         arguments = {"x": x, "y": y, "y_pred": y, "sample_weight": None}
-        independence_refusal(model, arguments, terms, asked_by="microbatch", normalize=by_examples)
+        mixing_reasons(model, arguments, terms, asked_by="microbatch")
+        find_weightings(model, arguments, by_examples)
         assert not loss_mixes_rows(terms[0])
         return loss
 
     step(X, Y)
 
 
-def by_examples(arguments):
-    return Normalizer(tf.cast(tf.shape(arguments["y"])[0], "float32"))
+by_examples = weighting_of(lambda x, y, y_pred, sample_weight: tf.shape(y)[0])
 
 
 def custom_step(model):
     """Keras's own `train_step` is analyzed and tried as any other."""
     analysis = analyze_step(model, (SPEC, SPEC))
-    find_weightings(model, analysis, (SPEC, SPEC), list(WEIGHTINGS.values()))
+    find_weightings_of_step(model, analysis, (SPEC, SPEC))
 
 
 def comparison(model):
@@ -72,7 +79,8 @@ def recompute_where_it_pays(model):
 # What each of them calls.
 PROBES = {
     "mixing_layer": (lambda model: find_mixing_layer(model, SPEC), {"layer"}),
-    "independence_refusal": (refusal, {"layer", "model", "loss"}),
+    "mixing_reasons": (refusal, {"layer", "model", "loss"}),
+    "try_weightings": (weightings, {"layer", "model", "loss"}),
     "compares_examples": (comparison, {"layer", "model", "loss"}),
     "check_metrics": (lambda model: check_metrics(model, SPEC, SPEC, None), {"metric"}),
     "layers_that_keep_examples": (lambda model: layers_storing_examples(model, SPEC), {"layer"}),

@@ -13,17 +13,19 @@ import tensorflow as tf
 from keras_paragrad.accumulation.advice import (
     ACCUMULATOR_DTYPES,
     TAILS,
+    WEIGHTING_FUNCTION,
     WEIGHTINGS,
     check_inner_optimizer,
     recommend_callback,
 )
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.window import GradientWindow, Steps, StepsSchedule
-from keras_paragrad.arguments import check_choice, check_flag, check_text
+from keras_paragrad.arguments import check_choice, check_choice_or_function, check_flag, check_text
 from keras_paragrad.compat.collectives import OnReplicas, cross_replica, first_replica_value, replica_count, run_if
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import WrappingOptimizer, build_optimizer
 from keras_paragrad.compat.types import Config, Gradients
+from keras_paragrad.engine.losses.weightings import DivisorFunction
 from keras_paragrad.engine.step.apply import apply_everywhere
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.interception import installed_transform
@@ -92,14 +94,14 @@ class AccumulatingOptimizer(WrappingOptimizer):
         inner_optimizer: keras.optimizers.Optimizer | str | Config,
         steps: Steps = 4,
         *,
-        weighting: str = "auto",
+        weighting: str | DivisorFunction = "auto",
         tail: str = "flush",
         accumulator_dtype: str | None = "float32",
         skip_nonfinite: bool = False,
         name: str | None = None,
     ):
         schedule = StepsSchedule(steps)
-        weighting = check_choice("weighting", weighting, WEIGHTINGS)
+        weighting = check_choice_or_function("weighting", weighting, WEIGHTINGS, WEIGHTING_FUNCTION)
         tail = check_choice("tail", tail, TAILS)
         accumulator_dtype = check_choice("accumulator_dtype", accumulator_dtype, ACCUMULATOR_DTYPES)
         skip_nonfinite = check_flag("skip_nonfinite", skip_nonfinite)
@@ -294,7 +296,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         return {
             **super().get_config(),
             "steps": keras.saving.serialize_keras_object(self.steps) if callable(self.steps) else self.steps,
-            "weighting": self.weighting,
+            "weighting": keras.saving.serialize_keras_object(self.weighting),
             "tail": self.tail,
             "accumulator_dtype": self.accumulator_dtype,
             "skip_nonfinite": self.skip_nonfinite,

@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS
+from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS, WEIGHTING_FUNCTION
 from keras_paragrad.accumulation.gradient_cache import GradientCache
 from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_at
-from keras_paragrad.arguments import check_choice, check_instance, check_integer
+from keras_paragrad.arguments import check_choice_or_function, check_instance, check_integer
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, warn_of_batch_statistics
+from keras_paragrad.engine.losses.weightings import DivisorFunction
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
@@ -53,10 +54,12 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
     2
     """
 
-    def __init__(self, model: keras.Model, size: int, *, weighting: str = "auto"):
+    def __init__(self, model: keras.Model, size: int, *, weighting: str | DivisorFunction = "auto"):
         check_instance("model", model, keras.Model, "a Keras model")
         size = check_integer("size", size, most=2**31 - 1, example=64)
-        measure = LossNormalization(check_choice("weighting", weighting, SLICE_WEIGHTINGS), "microbatch")
+        measure = LossNormalization(
+            check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, WEIGHTING_FUNCTION), "microbatch"
+        )
         builder = StepBuilder.of(model)
         if not isinstance(builder.stages.split, Slices | None):
             raise ValueError(

@@ -1165,7 +1165,7 @@ _CUSTOM_STEPS = [
     ),
     _fault(
         "random numbers of a part are not those of the whole",
-        "engine/custom_step/random_rows.py",
+        "engine/probes/random_rows.py",
         "if sizes and sizes[0] == self.count:",
         "if False:",
         "custom_steps/test_custom_steps.py::test_random_numbers_of_a_step_go_from_slice_to_slice",

@@ -13,7 +13,7 @@ from keras_paragrad.compat.model import step_metrics, train_step_of
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis
-from keras_paragrad.engine.custom_step.weighting import WEIGHTINGS, Weighting
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.step.stages import BatchSlices
 from keras_paragrad.storage.row_gradients import accumulate_gradient, sum_dtype

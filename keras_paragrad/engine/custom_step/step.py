@@ -25,10 +25,11 @@ from keras_paragrad.engine.custom_step.run import (
     suspended_scope,
     weighting_means,
 )
-from keras_paragrad.engine.custom_step.weighting import WEIGHTINGS, Weighting, find_weightings
+from keras_paragrad.engine.custom_step.weighting import find_weightings
 from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
 from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, LossNormalization
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments, weighting_of
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.interception import capturing_applies
@@ -55,7 +56,7 @@ class CustomStep:
         self.signature = _signature(data, normalize)
         build_layers_by_step(model, data)
         self.analysis: StepAnalysis = analyze_step(model, data)
-        self.weightings = find_weightings(model, self.analysis, data, _candidates(normalize, data))
+        self.weightings = find_weightings(model, self.analysis, data, _stated(normalize))
         # Whether the step reports sums over the rows.
         self.summed = all(each.divisor is None for each in self.weightings)
         _say(model, self.analysis, self.weightings)
@@ -210,7 +211,7 @@ class _BatchWeights:
     def divisor(self, weighting: Weighting, rows: Batch) -> tf.Tensor:
         """The divisor of some rows: zero on a replica that has none."""
         assert weighting.divisor, "sums have none"
-        return self.replica_batch.weight(tf.cast(weighting.divisor(rows), "float32"))
+        return self.replica_batch.weight(weighting.divisor(step_arguments(rows)))
 
     def share(self, weighting: Weighting, rows: Batch) -> tf.Tensor:
         """The weight of some rows in the batch of all replicas."""
@@ -239,17 +240,15 @@ def _signature(data: Batch, normalize: LossNormalization) -> tuple[Any, ...]:
     return normalize.weighting, *(leaf if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in leaves)
 
 
-def _candidates(normalize: LossNormalization, data: Batch) -> list[Weighting]:
-    """The weightings to try: the stated one, or all."""
-    if normalize.weighting == "auto":
-        weighted = isinstance(data, tuple) and keras.utils.unpack_x_y_sample_weight(data)[2] is not None
-        return [each for name, each in WEIGHTINGS.items() if name != "sample_weight" or weighted]
-    if normalize.weighting not in WEIGHTINGS:
+def _stated(normalize: LossNormalization) -> Weighting | None:
+    """The weighting that the user states, or `None` if it is to be found."""
+    if normalize.weighting == "mask":
         raise IndivisibleError(
-            f"weighting={normalize.weighting!r} needs the outputs of the model, which a train_step of its own keeps to "
-            f"itself. Write {normalize.asked_by}(..., weighting='auto'), or one of {', '.join(map(repr, WEIGHTINGS))}."
+            "weighting='mask' needs the outputs of the model, which a train_step of its own keeps to itself. Write "
+            f"{normalize.asked_by}(..., weighting='auto'), 'examples', 'sample_weight', 'sum', or a function of (x, y, "
+            "y_pred, sample_weight), where y_pred is None."
         )
-    return [WEIGHTINGS[normalize.weighting]]
+    return weighting_of(normalize.weighting)
 
 
 def _say(model: keras.Model, analysis: StepAnalysis, weightings: list[Weighting]) -> None:

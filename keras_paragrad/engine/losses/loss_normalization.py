@@ -1,8 +1,9 @@
 """Loss normalization: the divisor of a micro-batch's loss, and so the weight of its gradient."""
 
 import dataclasses
+import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -13,12 +14,21 @@ from keras_paragrad.compat.model import (
     overrides_train_step,
     summed_by_keras,
 )
+from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, LossArguments
 from keras_paragrad.engine.losses.divisors import SUM, DivisorKey, Normalizer, UnknownDivisorError, gradient_divisor_of
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.independence import independence_refusal
-from keras_paragrad.engine.replicas.replica_batch import rows_of
+from keras_paragrad.engine.losses.weightings import (
+    WEIGHTINGS,
+    DivisorFunction,
+    Weighting,
+    step_arguments,
+    weighting_of,
+)
+from keras_paragrad.engine.probes.independence import mixing_reasons, once_per_compile
+from keras_paragrad.engine.probes.weighting_trial import FIRST, ROWS, WeightingTrial, try_weightings
 
+_log = logging.getLogger("keras_paragrad")
 # The advice if all parts of a batch have the same size and weights, by the component that splits batches.
 _FOR_EQUAL_PARTS = {
     "AccumulatingOptimizer": "write AccumulatingOptimizer(..., weighting='uniform')",
@@ -48,71 +58,80 @@ class LossNormalization:
     Instances with the same weighting are equal, so they share compiled steps.
 
     Attributes:
-        weighting: `"auto"`, `"examples"`, `"sample_weight"`, `"mask"` or `"sum"`.
+        weighting: `"auto"`, `"examples"`, `"sample_weight"`, `"mask"`, `"sum"`, or a function.
         asked_by: The component that splits batches, for errors to name.
     """
 
-    weighting: str = "auto"
+    weighting: str | DivisorFunction = "auto"
     asked_by: str = dataclasses.field(default="AccumulatingOptimizer", compare=False)
 
     def check(self, model: keras.Model) -> None:
-        """Refuses a model whose loss has an unknown normalizer.
+        """Refuses a model that can't be divided, whatever its loss divides by.
 
         Raises:
-            ValueError: The model has a custom `train_step`, or with `"auto"` a custom `compute_loss`.
+            ValueError: The model has a custom `train_step`.
         """
         name = type(model).__name__
-        if overrides_train_step(model):
-            if self.captures_steps:
-                return
+        if overrides_train_step(model) and not self.captures_steps:
             raise IndivisibleError(
                 f"{name} defines its own train_step, so the normalizer of its loss is unknown, and parts of a batch "
                 "with different sizes or weights would bias the gradient. If all parts have the same size and "
                 f"weights, {_FOR_EQUAL_PARTS[self.asked_by]}; otherwise move what train_step does into compute_loss."
             )
-        if not self.takes_whole_losses:
-            self._check_compute_loss(model)
 
     @property
     def takes_whole_losses(self) -> bool:
         """Whether a loss that compares examples can be computed on the outputs of the whole batch."""
         return self.asked_by in ("microbatch", "DistributedFit")
 
-    def _check_compute_loss(self, model: keras.Model) -> None:
-        if self.weighting == "auto" and overrides_compute_loss(model):
-            raise IndivisibleError(
-                f"{type(model).__name__} defines its own compute_loss, so the normalizer of its loss is unknown. "
-                f"{self._advice}"
-            )
-
     def __call__(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
         """The normalizer of the loss that was just computed; see `keras_paragrad.engine.step.gradient.Normalize`."""
-        weight = self._weight(model, arguments, terms)
-        self._refuse_mixing(model, arguments, terms, training=True)
-        return weight
+        mixes = self._refuse_mixing(model, arguments, terms, training=True)
+        return self._normalizer(model, arguments, terms, tried=not mixes)
 
-    def _weight(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
-        self._check_compute_loss(model)
+    def _normalizer(
+        self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, tried: bool = True
+    ) -> Normalizer:
+        """The normalizer as the user states it, as it follows from the losses, or as a trial finds it.
+
+        Args:
+            model: The model.
+            arguments: The arguments of its `compute_loss`.
+            terms: The terms of its compiled losses.
+            tried: Whether what is stated is held to a trial.
+        """
         stated = self._stated(model, arguments, terms)
-        return _normalizer_of_terms(model, terms, self._advice) if stated is None else stated
+        if stated is not None:
+            if tried and self.weighting != "auto":
+                self._check_stated(model, arguments)
+            return stated
+        reason = self._why_unknown(model, terms)
+        if reason is None:
+            return _normalizer_of_terms(model, terms)
+        weighting = self._find(model, arguments, reason)
+        self._check_by_example(terms, weighting.name)
+        return weighting.normalizer(arguments)
 
     def _refuse_mixing(
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, training: bool
-    ) -> None:
-        """Raises if parts of a batch do not give the loss and the states of the whole."""
-        normalize = STATED.get(self.weighting)
-        refusal = independence_refusal(
-            model, arguments, terms, asked_by=self.asked_by, training=training, normalize=normalize
-        )
-        if refusal:
+    ) -> bool:
+        """Raises if parts of a batch do not give the loss and the states of the whole; whether they may not.
+
+        With a stated weighting, the reasons are only warned of.
+        """
+        stated = self.weighting != "auto"
+        reasons = mixing_reasons(model, arguments, terms, asked_by=self.asked_by, training=training, refused=not stated)
+        if reasons and not stated:
             anyway = f" To train anyway, {_TO_TRAIN_ANYWAY[self.asked_by]}." if self._takes_weighting else ""
-            raise IndivisibleError(f"{refusal}{anyway}")
+            raise IndivisibleError(f"{reasons}{anyway}")
+        return reasons is not None
 
     def in_evaluation(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
         """The weight of a part of a batch in evaluation, or `None` if each output's loss has its own."""
-        self._check_compute_loss(model)
         self._refuse_mixing(model, arguments, terms, training=False)
-        return self._stated(model, arguments, terms)
+        stated = self._stated(model, arguments, terms)
+        reason = self._why_unknown(model, terms) if stated is None else None
+        return stated if reason is None else self._find(model, arguments, reason).normalizer(arguments)
 
     def in_custom_step(self, model: keras.Model, data: Batch, terms: Sequence[LossTerm], what: str) -> Normalizer:
         """The weight of a part of a batch in a custom `test_step`, for a scalar that errors call `what`.
@@ -120,12 +139,10 @@ class LossNormalization:
         Raises:
             ValueError: The normalizer is unknown.
         """
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        if terms or self.weighting in ("examples", "sample_weight", "sum"):
-            y_pred = terms[0].y_pred if terms else None
-            arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+        if terms or self.weighting in ("examples", "sample_weight", "sum") or callable(self.weighting):
+            arguments = {**step_arguments(data), "y_pred": terms[0].y_pred if terms else None}
             self._refuse_mixing(model, arguments, list(terms), training=False)
-            return self._weight(model, arguments, list(terms))
+            return self._normalizer(model, arguments, list(terms), tried=bool(terms))
         raise ValueError(
             f"{type(model).__name__} defines its own test_step, so the normalizer of {what} is unknown, and parts of a "
             "batch with different sizes would bias it. Compute the loss with self.compute_loss(...), and update "
@@ -134,29 +151,18 @@ class LossNormalization:
         )
 
     def _stated(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
-        """The weight as the user states it or as added losses determine it; `None` to derive it from the losses."""
-        by_example = any(term.by_example for term in terms)
-        if by_example and self.weighting in ("sample_weight", "mask"):
-            raise ValueError(
-                f"weighting={self.weighting!r}, but with PerExampleGradients(..., masked_mean='example') the gradient "
-                f"is divided by the number of examples. Write {self._configured_by}(..., weighting='examples'), or "
-                "leave it out."
-            )
-        if by_example and self.weighting == "examples":
-            # Derived from the losses, it is the same, and the logged losses keep their own divisors.
+        """The normalizer as the user states it or as added losses determine it; `None` if another rule has to."""
+        stated = weighting_of(self.weighting)
+        if stated is not None:
+            self._check_by_example(terms, stated.name)
+            if stated.name == "examples" and any(term.by_example for term in terms):
+                # Derived from the losses, it is the same, and the logged losses keep their own divisors.
+                return None
+            if stated.divisor is None:
+                return _normalizer_of_sum(model, terms)._replace(stated="sum")
+            return stated.normalizer(arguments)
+        if self._why_unknown(model, terms):
             return None
-        if self.weighting in STATED and self.weighting != "sum":
-            return STATED[self.weighting](arguments)._replace(stated=self.weighting)
-        if self.weighting == "sum" or self._adds_sums(model, terms):
-            return _normalizer_of_sum(model, terms)._replace(stated="sum")
-        return None
-
-    def _adds_sums(self, model: keras.Model, terms: list[LossTerm]) -> bool:
-        """Whether layers add losses of several values, which Keras sums, as it sums the compiled ones.
-
-        Raises:
-            ValueError: Layers add other losses.
-        """
         summed = summed_by_keras(model)
         if any(summed) and not all(term.is_sum for term in terms):
             raise IndivisibleError(
@@ -165,12 +171,88 @@ class LossNormalization:
                 "add_loss(keras.ops.mean(values)) with weighting='examples', or compile with losses of "
                 "reduction='sum'."
             )
-        if not all(summed):
-            raise IndivisibleError(
-                "A layer adds a loss with add_loss() or an activity regularizer, which may be a sum or a mean over the "
-                f"examples. {self._advice}"
+        return _normalizer_of_sum(model, terms)._replace(stated="sum") if summed else None
+
+    def _check_by_example(self, terms: list[LossTerm], name: str) -> None:
+        """Refuses what contradicts the gradient of a mean of the examples' masked means."""
+        if any(term.by_example for term in terms) and name in ("sample_weight", "mask"):
+            raise ValueError(
+                f"weighting={name!r}, but with PerExampleGradients(..., masked_mean='example') the gradient "
+                f"is divided by the number of examples. Write {self._configured_by}(..., weighting='examples'), or "
+                "leave it out."
             )
-        return bool(summed)
+
+    def _why_unknown(self, model: keras.Model, terms: list[LossTerm]) -> str | None:
+        """Why what the loss divides by doesn't follow from the compiled losses, or `None` if it does."""
+        if overrides_compute_loss(model):
+            return f"{type(model).__name__} defines its own compute_loss, so the normalizer of its loss is unknown."
+        if not all(summed_by_keras(model)):
+            return (
+                "A layer adds a loss with add_loss() or an activity regularizer, which may be a sum or a mean over the "
+                "examples."
+            )
+        try:
+            for term in terms:
+                gradient_divisor_of(term)
+        except UnknownDivisorError as error:
+            return str(error)
+        return None
+
+    def _find(self, model: keras.Model, arguments: LossArguments, reason: str) -> Weighting:
+        """What an unknown loss divides by, as a trial shows; raises with the `reason` that it is unknown."""
+        if not self._takes_weighting:
+            raise IndivisibleError(
+                f"{reason} For training with differential privacy, let each loss return one value per example."
+            )
+        trial = find_weightings(model, arguments)
+        problem = _problem_of(trial)
+        if problem or trial is None:
+            raise IndivisibleError(f"{reason} {problem} {self._advice(trial)}")
+        weighting = trial.fitting[0]
+        message = (
+            f"The loss of {model.name!r} was tried on made-up rows, and parts of a batch are weighted by "
+            f"weighting={weighting.argument}."
+        )
+        state = state_of(model)
+        if message not in state.logged:
+            state.logged |= {message}
+            _log.info("%s", message)
+        return weighting
+
+    def _check_stated(self, model: keras.Model, arguments: LossArguments) -> None:
+        """Raises if a trial shows that the loss divides by something else than what is stated."""
+        stated = weighting_of(self.weighting)
+        assert stated is not None, "auto states nothing"
+        trial = find_weightings(model, arguments, stated)
+        fit = trial and trial.fit_of(stated)
+        if trial is None or fit is None or not fit.error:
+            # Without a mask, "mask" is the number of examples.
+            return
+        fitting = [each.argument for each in trial.fitting]
+        advice = f"Write weighting={fitting[0]}, or leave it out." if fitting else self._advice(trial)
+        raise IndivisibleError(
+            f"weighting={stated.argument} is not what the loss of {type(model).__name__} is divided by. "
+            f"{_seen(trial)} {advice}"
+        )
+
+    def _advice(self, trial: WeightingTrial | None) -> str:
+        """What to write where the weighting is unknown."""
+        name = self._configured_by
+        functions = f"{name}(..., weighting=...) takes 'examples', 'sample_weight', 'mask', 'sum' or"
+        if trial is None or trial.ambiguous or trial.random:
+            return (
+                f"If you know the normalizer, state it: {functions} a function of (x, y, y_pred, sample_weight) that "
+                "returns it for a part of a batch."
+            )
+        whole = {
+            "microbatch": "recompute() saves memory for any loss.",
+            "DistributedFit": "DistributedFit('none') trains any loss.",
+        }.get(self.asked_by, "microbatch(model, size) also takes losses that compare examples.")
+        return (
+            "It divides by something else, such as a count of tokens, or divides its terms by different things, or "
+            f"compares examples. In the first case state what it divides by: {name}(..., weighting=lambda x, y, "
+            f"y_pred, sample_weight: keras.ops.sum(y != 0)), for instance. {whole}"
+        )
 
     @property
     def captures_steps(self) -> bool:
@@ -186,16 +268,34 @@ class LossNormalization:
         # A stated weight that isn't the loss's would not bound the contribution of an example.
         return self.asked_by != "make_private"
 
-    @property
-    def _advice(self) -> str:
-        """What to write where the weighting is unknown."""
-        if not self._takes_weighting:
-            return "For training with differential privacy, let each loss return one value per example."
-        return (
-            f"If you know the normalizer, state it: {self._configured_by}(..., weighting=...) takes 'examples', "
-            f"'sample_weight', 'mask' or 'sum'. If all parts of a batch have the same size and weights, "
-            f"{_FOR_EQUAL_PARTS[self.asked_by]}."
-        )
+
+def find_weightings(
+    model: keras.Model, arguments: LossArguments, stated: Weighting | None = None
+) -> WeightingTrial | None:
+    """`try_weightings`, once for each `compile` and signature of the arguments."""
+    given = {name: arguments[name] for name in ("x", "y", "sample_weight")}
+    key = ("weightings", stated if stated and stated.name not in WEIGHTINGS else None)
+    return once_per_compile(key, model, given, lambda: try_weightings(model, arguments, stated))
+
+
+def _problem_of(trial: WeightingTrial | None) -> str | None:
+    """Why a trial doesn't show what a loss divides by."""
+    if trial is None:
+        return "It could not be tried on made-up rows; the log says why."
+    if trial.random:
+        return "It draws random numbers that are not the same for the rows of a part, so a trial shows nothing."
+    if not trial.fitting:
+        return _seen(trial)
+    if trial.ambiguous:
+        return "On made-up rows the mask of the output hides nothing, so whether it divides by it is unknown."
+    return None
+
+
+def _seen(trial: WeightingTrial) -> str:
+    return (
+        f"On {ROWS} made-up rows, and on {FIRST} and {ROWS - FIRST} of them, the weighted gradients of the parts don't "
+        f"add up to that of the whole: {trial}."
+    )
 
 
 def warn_of_batch_statistics(model: keras.Model) -> None:
@@ -210,37 +310,11 @@ def warn_of_batch_statistics(model: keras.Model) -> None:
         )
 
 
-def _undivided(arguments: LossArguments) -> Normalizer:
-    return Normalizer(tf.constant(1.0), summed=True)
-
-
-def _examples(arguments: LossArguments) -> Normalizer:
-    return Normalizer(tf.cast(rows_of(arguments["x"]), "float32"))
-
-
-def _sample_weight(arguments: LossArguments) -> Normalizer:
-    weights = keras.tree.flatten(arguments["sample_weight"])
-    return Normalizer(_sum(weights[0])) if weights and weights[0] is not None else _examples(arguments)
-
-
-def _mask(arguments: LossArguments) -> Normalizer:
-    mask = LossTerm(keras.losses.MeanSquaredError(), None, arguments["y_pred"], None).prediction_mask
-    return Normalizer(_sum(mask)) if mask is not None else _examples(arguments)
-
-
-STATED: dict[str, Callable[[LossArguments], Normalizer]] = {
-    "examples": _examples,
-    "sample_weight": _sample_weight,
-    "mask": _mask,
-    "sum": _undivided,
-}
-
-
-def _normalizer_of_terms(model: keras.Model, terms: list[LossTerm], advice: str) -> Normalizer:
+def _normalizer_of_terms(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
     """The normalizer that all compiled losses share."""
     if not terms:
         raise IndivisibleError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
-    divisors = [_divisor(term, advice) for term in terms]
+    divisors = [gradient_divisor_of(term) for term in terms]
     kinds = {kind for kind, _ in divisors}
     if len(kinds) > 1:
         raise IndivisibleError(
@@ -254,8 +328,12 @@ def _normalizer_of_terms(model: keras.Model, terms: list[LossTerm], advice: str)
 
 def _normalizer_of_sum(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
     """The normalizer of a loss that is a sum over the examples."""
-    averaged = [term.loss.name for term in terms if not (term.is_sum or term.reduces_itself)]
-    if averaged and not overrides_compute_loss(model):
+    if overrides_compute_loss(model):
+        return Normalizer(tf.constant(1.0), summed=True)
+    averaged = [
+        term.loss.name for term in terms if not (term.is_sum or term.reduces_itself or term.values.shape.rank == 0)
+    ]
+    if averaged:
         raise IndivisibleError(
             f"weighting='sum' states that the loss is a sum over the examples, but {', '.join(averaged)} averages. "
             "Give it reduction='sum', or state another weighting."
@@ -268,17 +346,6 @@ def _normalizer_of_sum(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
     return Normalizer(tf.constant(1.0), summed=True)
 
 
-def _divisor(term: LossTerm, advice: str) -> tuple[DivisorKey, tf.Tensor]:
-    try:
-        return gradient_divisor_of(term)
-    except UnknownDivisorError as error:
-        raise IndivisibleError(f"{error} {advice}") from None
-
-
 def _name_kinds(divisors: list[tuple[DivisorKey, tf.Tensor]]) -> str:
     names = {"sum": "nothing", "weights": "sample weights", "mask": "a mask", "size": "the number of elements"}
     return ", ".join(names[kind[0]] for kind, _ in divisors)
-
-
-def _sum(tensor: tf.Tensor) -> tf.Tensor:
-    return tf.reduce_sum(tf.cast(tensor, "float32"))

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -11,11 +11,11 @@ from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import added_losses, all_layers, overrides_compute_loss, overrides_train_step
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
-from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
-from keras_paragrad.engine.losses.loss_normalization import STATED, IndivisibleError, LossNormalization
+from keras_paragrad.engine.losses.divisors import without_replica_division
+from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, LossNormalization, find_weightings
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.probes.independence import PARTS, once_per_compile
-from keras_paragrad.engine.probes.losses import gradients_of_parts_add_up, loss_mixes_rows
+from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_value_per_example
 from keras_paragrad.engine.probes.states import split_dependent_layers
 from keras_paragrad.engine.probes.trial import SIZES, PureFunction, call_model, run_trial, synthetic_rows
@@ -83,7 +83,8 @@ def _find(model: Any, arguments: LossArguments, asked_by: str, training: bool) -
     if training and "compares" not in state_of(model).logged:
         state_of(model).logged |= {"compares"}
         _log.info(
-            "The loss of %r compares the examples of a batch, so it is computed on the outputs of whole batches; %s",
+            "The loss of %r compares the examples of a batch, or divides by something of its own, so it is computed on "
+            "the outputs of whole batches; %s",
             model.name,
             "each slice runs twice, for its outputs and for its gradient."
             if asked_by == "microbatch"
@@ -99,8 +100,9 @@ def _compares(model: Any, traced: _Traced) -> bool:
         return True
     if not unknown and not overrides_compute_loss(model):
         return False
-    normalizers: Sequence[Callable[[LossArguments], Normalizer]] = list(STATED.values())
-    return not gradients_of_parts_add_up(model, traced.arguments, *normalizers)
+    trial = find_weightings(model, traced.arguments)
+    # Of a random loss, averages show less than its refusal.
+    return trial is not None and not trial.fitting
 
 
 def _trace(model: Any, arguments: LossArguments, size: int) -> _Traced:

@@ -10,9 +10,8 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import LossArguments, Structure
-from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.losses import gradients_of_parts_add_up, loss_mixes_rows
+from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.probes.states import (
     split_dependent_call_metrics,
@@ -45,14 +44,14 @@ class _Problems(NamedTuple):
     inexact: list[str]
 
 
-def independence_refusal(
+def mixing_reasons(
     model: keras.Model,
     arguments: LossArguments,
     terms: list[LossTerm],
     *,
     asked_by: str,
     training: bool = True,
-    normalize: Callable[[LossArguments], Normalizer] | None = None,
+    refused: bool = True,
 ) -> str | None:
     """Says why parts of a batch can't be combined into the whole; tried once for each `compile`.
 
@@ -62,19 +61,18 @@ def independence_refusal(
         terms: The terms of the compiled loss.
         asked_by: The component that splits batches.
         training: Whether the batch is trained on; else it is evaluated.
-        normalize: Computes the divisor of the loss that the user states. Then the reasons are only warned of.
+        refused: Whether the caller refuses the reasons; else they are warned of.
 
     Returns:
         The reasons, or `None` if there are none.
     """
-    key = (asked_by, training, normalize is None)
+    key = (asked_by, training)
     problems = once_per_compile(
-        key, model, arguments, lambda: _find_problems(model, arguments, terms, asked_by, training, normalize)
+        key, model, arguments, lambda: _find_problems(model, arguments, terms, asked_by, training)
     )
-    if problems.wrong and normalize is None:
-        return " ".join(problems.wrong)
-    _warn([*problems.wrong, *problems.inexact])
-    return None
+    if not (problems.wrong and refused):
+        _warn([*problems.wrong, *problems.inexact])
+    return " ".join(problems.wrong) or None
 
 
 def check_metrics(model: keras.Model, y: Structure, y_pred: Structure, sample_weight: Structure) -> None:
@@ -120,7 +118,6 @@ def _find_problems(
     terms: list[LossTerm],
     asked_by: str,
     training: bool,
-    normalize: Callable[[LossArguments], Normalizer] | None,
 ) -> _Problems:
     """Runs trials that compare parts of a batch with the whole, and describes what would be wrong or inexact."""
     parts = PARTS[asked_by]
@@ -135,11 +132,6 @@ def _find_problems(
         )
     if not training:
         return _Problems(wrong, inexact)
-    if not wrong and normalize and not gradients_of_parts_add_up(model, arguments, normalize):
-        wrong.append(
-            f"The losses of {parts}, weighted by `weighting`, do not sum to the loss of the whole batch: that has "
-            "another normalizer, or is not a sum over the examples."
-        )
     names = split_dependent_layers(model, arguments["x"], on_replicas=on_replicas)
     if names:
         inexact.append(

@@ -32,7 +32,7 @@ from keras_paragrad.engine.step.gradient import (
 )
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Split, Stages
-from keras_paragrad.engine.step.symbolic import build_losses
+from keras_paragrad.engine.step.symbolic import build_by_calling, build_losses
 from keras_paragrad.engine.step.whole_loss import gradient_of_replica
 from keras_paragrad.engine.telemetry.watch import observe_before_all_reduce
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
@@ -202,6 +202,8 @@ class TrainStep(NamedTuple):
         divides = stages.split if cuts else stages.take if replicas > 1 else None
         if divides is None or stages.combine or divides.normalize is None or not divides.normalize.takes_whole_losses:
             return False
+        # A model without compiled losses may not be built yet, and trials need it.
+        build_by_calling(model, keras.utils.unpack_x_y_sample_weight(data)[0])
         build_losses(model, data)
         try:
             compares = compares_examples(model, data, divides.normalize)

@@ -1,0 +1,97 @@
+"""What a loss may be divided by: the values of `weighting`."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.masking import get_keras_mask
+
+from keras_paragrad.compat.types import Batch, LossArguments, Scalar, Structure
+from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.replicas.replica_batch import rows_of
+
+# Maps `(x, y, y_pred, sample_weight)` of a part of a batch to what its loss is divided by.
+DivisorFunction = Callable[[Structure, Structure, Structure, Structure], Scalar]
+
+
+class Weighting(NamedTuple):
+    """What a loss is divided by, which is the weight of a part's gradient in the batch's.
+
+    Attributes:
+        name: `"examples"`, `"sample_weight"`, `"mask"` or `"sum"`, or the name of a function.
+        divisor: Maps the arguments of `compute_loss` to a float32 scalar; `None` for a sum, which is not divided.
+    """
+
+    name: str
+    divisor: Callable[[LossArguments], tf.Tensor] | None
+
+    def normalizer(self, arguments: LossArguments) -> Normalizer:
+        """The normalizer of a part of a batch."""
+        if self.divisor is None:
+            return Normalizer(tf.constant(1.0), summed=True, stated=self.name)
+        return Normalizer(self.divisor(arguments), stated=self.name)
+
+    @property
+    def argument(self) -> str:
+        """The value of `weighting` as it is typed."""
+        return repr(self.name) if self.name in WEIGHTINGS else self.name
+
+
+def weighting_of(stated: str | DivisorFunction) -> Weighting | None:
+    """The weighting that a user states, or `None` for `"auto"`."""
+    if isinstance(stated, str):
+        return WEIGHTINGS.get(stated)
+
+    def divisor(arguments: LossArguments) -> tf.Tensor:
+        value = tf.convert_to_tensor(stated(*(arguments[key] for key in ("x", "y", "y_pred", "sample_weight"))))
+        if value.shape.rank != 0:
+            raise ValueError(
+                f"The function {name!r} of `weighting` returned a tensor of shape {value.shape}, and must return one "
+                "number: what the loss of a part of a batch is divided by. Write keras.ops.sum(...) around it."
+            )
+        return tf.cast(value, "float32")
+
+    name = getattr(stated, "__name__", type(stated).__name__)
+    return Weighting(name, divisor)
+
+
+def step_arguments(data: Batch) -> LossArguments:
+    """The data of a `train_step` as arguments of `compute_loss`, without the outputs."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    return {"x": x, "y": y, "y_pred": None, "sample_weight": sample_weight}
+
+
+def output_mask(y_pred: Structure) -> tf.Tensor | None:
+    """The mask of the first output that has one."""
+    masks = (get_keras_mask(leaf) for leaf in keras.tree.flatten(y_pred))
+    return next((mask for mask in masks if mask is not None), None)
+
+
+def _examples(arguments: LossArguments) -> tf.Tensor:
+    return tf.cast(rows_of(arguments["x"]), "float32")
+
+
+def _sample_weight(arguments: LossArguments) -> tf.Tensor:
+    weights = keras.tree.flatten(arguments["sample_weight"])
+    return _sum(weights[0]) if weights and weights[0] is not None else _examples(arguments)
+
+
+def _mask(arguments: LossArguments) -> tf.Tensor:
+    mask = output_mask(arguments["y_pred"])
+    return _examples(arguments) if mask is None else _sum(mask)
+
+
+def _sum(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(tf.cast(tensor, "float32"))
+
+
+WEIGHTINGS = {
+    each.name: each
+    for each in (
+        Weighting("examples", _examples),
+        Weighting("sample_weight", _sample_weight),
+        Weighting("mask", _mask),
+        Weighting("sum", None),
+    )
+}

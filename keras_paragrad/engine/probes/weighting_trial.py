@@ -1,0 +1,279 @@
+"""Which weighting makes the gradients of parts of a batch add up to that of the whole, by a trial on synthetic rows."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.types import Array, Batch, LossArguments
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, output_mask
+from keras_paragrad.engine.probes.random_rows import random_numbers_by_row
+from keras_paragrad.engine.probes.trial import (
+    SIZES,
+    Inconclusive,
+    PureFunction,
+    call_model,
+    gradients_match,
+    run_trial,
+    synthetic_rows,
+    take_rows,
+    uses_half_precision,
+    watch_weights,
+)
+
+Result = TypeVar("Result")
+# The rows of the whole and of the first part: parts have different sizes.
+ROWS, FIRST = 8, 3
+BOUNDS = ((0, FIRST), (FIRST, ROWS))
+# What programs put in place of labels that don't count.
+_IGNORED = (-100, -1)
+# The largest relative error of a gradient that only rounding makes: in float32, and where GPUs multiply in TF32.
+_ROUNDING, _ROUNDING_OF_TF32 = 3e-5, 1e-3
+# The numbers of samples of a random loss that are averaged.
+_SAMPLES = 16
+_QUESTION = "what the loss is divided by"
+
+
+class Fit(NamedTuple):
+    """How well the weighted gradients of the parts add up to that of the whole.
+
+    Attributes:
+        weighting: The weighting.
+        error: The largest relative error, or 0 if only rounding makes it.
+    """
+
+    weighting: Weighting
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.weighting.argument} {'fits' if not self.error else f'is {self.error:.2g} off'}"
+
+
+class WeightingTrial(NamedTuple):
+    """The result of a trial.
+
+    Attributes:
+        fits: What was tried, in the order of preference.
+        ambiguous: Whether a mask hid nothing, so that it can't be told from the number of examples.
+        random: Whether random numbers could not be drawn by row, so that averages of losses were compared.
+    """
+
+    fits: list[Fit]
+    ambiguous: bool = False
+    random: bool = False
+
+    @property
+    def fitting(self) -> list[Weighting]:
+        """The weightings that fit."""
+        return [each.weighting for each in self.fits if not each.error]
+
+    def fit_of(self, weighting: Weighting) -> Fit | None:
+        """How well a weighting fits, if it was tried."""
+        return next((each for each in self.fits if each.weighting.name == weighting.name), None)
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self.fits))
+
+
+def try_weightings(model: keras.Model, arguments: LossArguments, stated: Weighting | None) -> WeightingTrial | None:
+    """Tries what a model's loss divides by; `None` if it can't be computed on synthetic rows.
+
+    Losses alone would show less: before training, predictions may be all the same, and so are means of their losses.
+
+    Args:
+        model: A built and compiled model.
+        arguments: The arguments of its `compute_loss`, whose shapes and dtypes are used.
+        stated: What the user states, to be tried as well.
+    """
+    candidates = list(WEIGHTINGS.values())
+    if stated is not None and stated not in candidates:
+        candidates.insert(0, stated)
+    if arguments["sample_weight"] is None:
+        candidates.remove(WEIGHTINGS["sample_weight"])
+    question = f"whether weighting={stated.argument} is what the loss is divided by" if stated else _QUESTION
+    return run_trial(
+        lambda size: _Trial(model, candidates).run(arguments, size), *SIZES, otherwise=None, question=question
+    )
+
+
+class _Draw(NamedTuple):
+    """The errors of the candidates, and whether the output's mask hides other shares of the parts than of the whole."""
+
+    errors: list[float]
+    mask_hides: bool
+
+
+class _Trial:
+    """Computes the gradient of a model's loss on synthetic rows, and what it may be divided by."""
+
+    def __init__(self, model: keras.Model, candidates: list[Weighting]):
+        self.model, self.candidates = model, candidates
+        self.compute = PureFunction(model, self._gradients)
+        self.half_precision = uses_half_precision(model)
+        self.has_mask = False
+        self._random: bool | None = None
+
+    def run(self, arguments: LossArguments, size: int) -> WeightingTrial:
+        """Compares parts with the whole, for several draws."""
+        data = tuple(arguments[name] for name in ("x", "y", "sample_weight"))
+        draws = over_draws(self.model, data, size, self._compare)
+        errors = [max(each) for each in zip(*(draw.errors for draw in draws), strict=True)]
+        masked = [draw for draw in draws if draw.mask_hides]
+        fits = [
+            Fit(candidate, error)
+            for candidate, error in zip(self.candidates, errors, strict=True)
+            if self.has_mask or candidate is not WEIGHTINGS["mask"]
+        ]
+        trial = WeightingTrial(fits, random=bool(self._random))
+        return trial._replace(ambiguous=self.has_mask and not masked and WEIGHTINGS["mask"] in trial.fitting)
+
+    def _compare(self, batch: Batch) -> _Draw:
+        parts = [take_rows(batch, *rows) for rows in BOUNDS]
+        if self._random is None:
+            self._random = self._is_random(batch)
+        if self._random:
+            return _Draw(self._errors_on_average(batch, parts), False)
+        whole, *of_parts = (self.compute(each)[0] for each in (batch, *parts))
+        shares = shares_of([result[2] for result in of_parts], whole[2])
+        errors = errors_of(whole[0], [result[0] for result in of_parts], shares, half_precision=self.half_precision)
+        names = [each.name for each in self.candidates]
+        by_rows, by_mask = (shares[:, names.index(name)] for name in ("examples", "mask"))
+        return _Draw(errors, not np.allclose(by_rows, by_mask))
+
+    def _gradients(self, data: Any) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor]]:
+        """The gradient, the loss and what it may be divided by: 0 for a sum."""
+        x, y, sample_weight = data
+        count = int(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None).shape[0])
+        first = FIRST if count == ROWS - FIRST else 0
+        with random_numbers_by_row(first, count, ROWS), watch_weights(self.model) as gradients_of:
+            y_pred = call_model(self.model, (x,), training=True)
+            inputs = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+            # Of an unreduced loss, Keras differentiates the sum.
+            loss = tf.cast(tf.reduce_sum(self.model._compute_loss(**inputs, training=True)), "float32")
+        self.has_mask = output_mask(y_pred) is not None
+        gradients = gradients_of(loss)
+        if not gradients:
+            raise Inconclusive("the loss has no gradient")
+        return gradients, loss, [each.divisor(inputs) if each.divisor else tf.zeros([]) for each in self.candidates]
+
+    def _is_random(self, batch: Batch) -> bool:
+        whole, reseeded = self.compute(batch)[0], self.compute(batch, self.compute.reseed())[0]
+        return not gradients_match(whole[0], reseeded[0], half_precision=self.half_precision)
+
+    def _errors_on_average(self, batch: Batch, parts: list[Batch]) -> list[float]:
+        """Those of the mean losses of samples: a wrong divisor is usually off by a multiple."""
+
+        def sample(rows: Batch, offset: int) -> tuple[np.ndarray, Any]:
+            states = (self.compute.reseed(by=offset + draw) for draw in range(_SAMPLES))
+            results = [self.compute(rows, state)[0] for state in states]
+            return np.array([float(loss) for _, loss, _ in results]), results[-1][2]
+
+        (whole, divisors), *of_parts = (sample(each, _SAMPLES * number) for number, each in enumerate((batch, *parts)))
+        errors = []
+        for shares in shares_of([part for _, part in of_parts], divisors).T:
+            total = np.sum([losses * share for (losses, _), share in zip(of_parts, shares, strict=True)], axis=0)
+            noise = np.sqrt((whole.var() + total.var()) / _SAMPLES)
+            error, scale = abs(whole.mean() - total.mean()), abs(whole.mean())
+            errors.append(0.0 if error <= max(0.1 * scale, 5 * noise) else float(error / max(scale, 1e-30)))
+        return errors
+
+
+def shares_of(of_parts: Sequence[Sequence[Array]], whole: Sequence[Array]) -> np.ndarray:
+    """The weight of each part for each candidate `(parts, candidates)`, from what they are divided by: 0 for a sum."""
+    total = np.asarray(whole, "float64")
+    return np.where(total == 0, 1.0, np.asarray(of_parts, "float64") / np.where(total == 0, 1.0, total))
+
+
+def errors_of(
+    whole: Sequence[Array], of_parts: Sequence[Sequence[Array]], shares: np.ndarray, *, half_precision: bool
+) -> list[float]:
+    """The relative error of the parts' gradients, weighted by each candidate; 0 where only rounding makes it.
+
+    Args:
+        whole: The gradient of the whole, a tensor for each weight.
+        of_parts: Those of the parts.
+        shares: The weight of each part, for each candidate: `(parts, candidates)`.
+        half_precision: Whether they were computed in half precision.
+    """
+    expected = [np.asarray(each, "float64") for each in whole]
+    norm = np.sqrt(sum(np.sum(np.square(each)) for each in expected))
+    if not np.isfinite(norm) or not norm:
+        # Of a made-up row that the loss isn't made for.
+        return [0.0] * shares.shape[1]
+    errors = []
+    for weights in shares.T:
+        total = [
+            np.sum([weight * np.asarray(part, "float64") for weight, part in zip(weights, pieces, strict=True)], 0)
+            for pieces in zip(*of_parts, strict=True)
+        ]
+        pairs = zip(expected, total, strict=True)
+        error = float(np.sqrt(sum(np.sum(np.square(one - other)) for one, other in pairs)) / norm)
+        matches = gradients_match(expected, total, half_precision=half_precision)
+        errors.append(0.0 if matches and (half_precision or error <= _rounding()) else error)
+    return errors
+
+
+@functools.cache
+def _rounding() -> float:
+    coarse = tf.config.experimental.tensor_float_32_execution_enabled() and tf.config.list_physical_devices("GPU")
+    return _ROUNDING_OF_TF32 if coarse else _ROUNDING
+
+
+def over_draws(model: keras.Model, data: tuple[Any, ...], size: int, compare: Callable[[Any], Result]) -> list[Result]:
+    """What `compare` returns for several batches of synthetic rows: as usual, padded, and with labels to ignore.
+
+    Args:
+        model: The model, whose `Masking` layers say what is padded with.
+        data: Tensors with the shapes and dtypes of a batch: `x`, `y` and `sample_weight`, or the first of them.
+        size: The size of axes of unknown size.
+        compare: Takes a batch.
+    """
+    rows = functools.partial(synthetic_rows, rows=ROWS, size=size)
+
+    def draw(seed: int) -> list[Any]:
+        return [rows(each, seed=3 * seed + place, labels=place == 1) for place, each in enumerate(data)]
+
+    results = [compare(tuple(draw(0)))]
+    padding = next((each.mask_value for each in all_layers(model) if isinstance(each, keras.layers.Masking)), 0)
+    x, *others = draw(1)
+    weights = keras.tree.map_structure(lambda each: _replace(each, 0, _is_padded), others[1:])
+    batches = [(keras.tree.map_structure(lambda each: _replace(each, padding, _is_padded), x), *others[:1], *weights)]
+    for label in _IGNORED if others else ():
+        labels = keras.tree.map_structure(lambda each, label=label: _replace(each, label, _is_ignored), others[0])
+        batches.append((x, labels, *others[1:]))
+    for batch in batches:
+        try:
+            results.append(compare(batch))
+        except Exception:
+            # A loss that ignores no labels rejects these.
+            continue
+    return results
+
+
+def _is_padded(shape: list[int], draw: np.random.Generator) -> np.ndarray:
+    """Marks the end of each row, of its own length, or rows of numbers."""
+    if len(shape) == 1:
+        return np.arange(shape[0]) % 4 == 1
+    lengths = draw.integers(1, shape[1] + 1, shape[0])
+    # Not all of the same length.
+    lengths[[0, 1]] = shape[1], max(shape[1] // 2, 1)
+    return (np.arange(shape[1]) >= lengths[:, None]).reshape([*shape[:2], *[1] * (len(shape) - 2)])
+
+
+def _is_ignored(shape: list[int], draw: np.random.Generator) -> np.ndarray:
+    """Marks some elements, and none of the first row of each part."""
+    chosen = draw.uniform(size=shape) < 0.3
+    chosen.reshape(len(chosen), -1)[1, 0] = True
+    chosen[[0, FIRST]] = False
+    return chosen
+
+
+def _replace(tensor: Any, value: float, choose: Callable[[list[int], np.random.Generator], np.ndarray]) -> Any:
+    """Puts a value in place of some elements; of integers only if it is negative, as 0 is drawn anyway."""
+    if tensor is None or tensor.dtype.is_bool or tensor.dtype.is_unsigned or (tensor.dtype.is_integer and value >= 0):
+        return tensor
+    return tf.where(choose(tensor.shape.as_list(), np.random.default_rng(0)), tf.cast(value, tensor.dtype), tensor)
