@@ -20,12 +20,14 @@ class Line:
         outcome: One of the constants of this module.
         values: The numbers behind the sentence, as JSON's types.
         seconds: How long the case took.
+        since: What has changed since it was run, for a page that is written before it is run again.
     """
 
     text: str
     outcome: str = MEASURED
     values: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    since: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """The line as JSON's types."""

@@ -180,6 +180,8 @@ def line_of(case: Case, machine: Machine, until: float, may_be_refused: bool = F
         return Line(NO_TIME, NOT_RUN)
     try:
         line = case.run(machine, **case.arguments)
+    except ImportError as error:
+        return Line(str(error), NOT_RUN)
     except Exception as error:
         return Line(in_words(error), REFUSED if may_be_refused and is_refusal(error) else RAISED)
     return line if isinstance(line, Line) else Line(f"It returned {line!r}, not a Line.", EMPTY)
@@ -189,7 +191,10 @@ def in_words(error: BaseException) -> str:
     """An error's type, what it says, and the line of ours that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     says = " ".join(str(error).split())
-    return f"{type(error).__name__}: {says[:600]} ({Path(frame.filename).name}:{frame.lineno})"
+    if len(says) > 600:
+        # TensorFlow says first where the operation was made, and last what is wrong.
+        says = f"{says[:150]} ... {says[-450:]}"
+    return f"{type(error).__name__}: {says} ({Path(frame.filename).name}:{frame.lineno})"
 
 
 def is_refusal(error: Exception) -> bool:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from gpu_parts.case import PASSED, Line
+from gpu_parts.case import NOT_RUN, PASSED, Line
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "gpu.json"
@@ -60,9 +60,14 @@ class Results:
         partial.replace(self._path)
 
 
-def counts(lines: list[dict[str, Any]]) -> tuple[int, int]:
-    """How many of the lines passed, and how many there are."""
-    return sum(each["outcome"] in PASSED for each in lines), len(lines)
+def counted(lines: list[dict[str, Any]]) -> str:
+    """How many of the lines that were run passed, how many did not, and how many weren't run."""
+    ran = [each for each in lines if each["outcome"] != NOT_RUN]
+    failed = [each for each in ran if each["outcome"] not in PASSED]
+    text = f"{len(ran) - len(failed)} of {len(ran)} checks and measurements passed"
+    if mended := sum(bool(each.get("since")) for each in failed):
+        text += f"; {mended} of the others {'is' if mended == 1 else 'are'} mended and not run again"
+    return f"{text}; {len(lines) - len(ran)} were not run" if len(ran) < len(lines) else text
 
 
 def lines_of(card: dict[str, Any]) -> list[dict[str, Any]]:
@@ -82,12 +87,11 @@ def sentence(saved: Saved, link: str) -> str:
             "All measurements are on CPUs; GPUs and TPUs haven't been tried. "
             f"`make gpu` settles [what holds on a GPU]({link})."
         )
-    found = []
-    for name, card in saved.items():
-        passed, total = counts(lines_of(card))
-        failed = f"; {total - passed} don't" if passed < total else ""
-        found.append(f"on one {name} {passed} of {total} checks and measurements of `make gpu` passed{failed}")
-    return f"Measurements are on CPUs unless they say otherwise; {', '.join(found)} ([what holds on a GPU]({link}))."
+    found = [f"on one {name} {counted(lines_of(card))}" for name, card in saved.items()]
+    return (
+        f"Measurements are on CPUs unless they say otherwise. By `make gpu`, {', '.join(found)}: "
+        f"[what holds on a GPU]({link})."
+    )
 
 
 def page(saved: Saved, shows: dict[str, str]) -> str:
@@ -99,10 +103,10 @@ def page(saved: Saved, shows: dict[str, str]) -> str:
     """
     text = [
         "# What holds on a GPU\n",
-        "`make gpu` shows what holds on a machine with an NVIDIA GPU, in six minutes. `python benchmarks/gpu.py` does\n"
-        "the same where only the package, TensorFlow's GPU build and NumPy are installed. Each line is printed and\n"
-        "saved as JSON, in `gpu.json` among the results of the benchmarks, as soon as it is known, and this page is\n"
-        "written from that file.\n",
+        "`make gpu` shows what holds on a machine with an NVIDIA GPU, in twenty minutes. `python benchmarks/gpu.py`\n"
+        "does the same where only the package, TensorFlow's GPU build and NumPy are installed; lines that need an\n"
+        "extra say so without it. Each line is printed and saved as JSON, in `gpu.json` among the results of the\n"
+        "benchmarks, as soon as it is known, and this page is written from that file.\n",
         "| part | what it shows |\n|---|---|",
         *(f"| {name} | {what} |" for name, what in shows.items()),
         "",
@@ -110,13 +114,12 @@ def page(saved: Saved, shows: dict[str, str]) -> str:
     if not saved:
         text.append("**Not run yet.** All other measurements of this documentation are on CPUs.\n")
     for name, card in saved.items():
-        passed, total = counts(lines_of(card))
         text.append(f"## {name}\n")
         known = [f"{key} {value}" for key, value in card["machine"].items() if key != "card" and value != ""]
-        text.append(f"{passed} of {total} lines passed. {', '.join(known)}.\n")
+        text.append(f"{counted(lines_of(card))}. {', '.join(known)}.\n")
         for part, found in card["parts"].items():
             text += [f"### {name}: {part}\n", f"Run on {found['date']}.\n", "| | | |\n|---|---|---|"]
-            text += [f"| {each} | {_outcome(line)} | {_cell(line['text'])} |" for each, line in found["lines"].items()]
+            text += [f"| {each} | {_outcome(line)} | {_cell(line)} |" for each, line in found["lines"].items()]
             text.append("")
     return "\n".join(text)
 
@@ -126,7 +129,8 @@ def _outcome(line: dict[str, Any]) -> str:
     return outcome if outcome in PASSED else f"**{outcome}**"
 
 
-def _cell(text: str) -> str:
+def _cell(line: dict[str, Any]) -> str:
+    text = " ".join(filter(None, (line["text"], line.get("since"))))
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 

@@ -1,6 +1,7 @@
 """Queries about a model: its layers and metrics, what it overrides, and whether its `fit` is running."""
 
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -101,7 +102,23 @@ def may_choose_xla(model: keras.Model) -> bool:
     """Whether a model was compiled with `jit_compile="auto"`, and XLA can compile its layers."""
     check_objects()
     jit_compile = model._compile_config.config.get("jit_compile", "auto")
-    return jit_compile == "auto" and all(layer.supports_jit for layer in model._flatten_layers())
+    return jit_compile == "auto" and layer_without_xla(model) is None
+
+
+def layer_without_xla(model: keras.Model) -> keras.layers.Layer | None:
+    """A layer that XLA can't compile, if there is one: an LSTM that cuDNN runs, for example."""
+    return next((layer for layer in model._flatten_layers() if not layer.supports_jit), None)
+
+
+def compile_if_supported(model: keras.Model, jit_compile: bool) -> bool:
+    """`jit_compile`, or False with a warning if XLA can't compile the model, as `Model.compile` does."""
+    layer = layer_without_xla(model) if jit_compile else None
+    if layer is not None:
+        warnings.warn(
+            f"XLA can't compile {type(layer).__name__} {layer.name!r}, so jit_compile=True is ignored. Remove it.",
+            stacklevel=2,
+        )
+    return jit_compile and layer is None
 
 
 def overrides_fit(model: keras.Model) -> bool:

@@ -66,7 +66,7 @@ def replica_variable(shape: Sequence[int | None], dtype: tf.DType = tf.float32) 
 
     Args:
         shape: Its shape; a size of `None` is 0 at first and may change.
-        dtype: Its dtype.
+        dtype: Its dtype. TensorFlow keeps int32 in host memory, which XLA can't reach from a GPU; int64 will do.
     """
     return tf.Variable(
         tf.zeros([size or 0 for size in shape], dtype),

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.model import all_layers, compile_if_supported
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.probes.untouched import never_run, untouched
@@ -44,7 +44,9 @@ class Execution:
 
     def __init__(self, model: keras.Model, selection: Selection, output: Output, jit_compile: bool | str):
         self.model, self.selection, self.output = model, selection, output
-        self.jit_compile = model.jit_compile if jit_compile == "auto" else jit_compile
+        self.jit_compile = compile_if_supported(
+            model, model.jit_compile if jit_compile == "auto" else bool(jit_compile)
+        )
         self.strategy = model.distribute_strategy
         self._function: Any = None
 

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice
+from keras_paragrad.compat.model import layer_without_xla
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.inputs.function import Derivative, OutputChoice, RowFunction, refuse_missing_derivatives
 from keras_paragrad.inputs.rows import OutFiles
@@ -78,6 +79,11 @@ def input_jacobian(
             raise ValueError(
                 "mode='vectorized' needs XLA: without it, TensorFlow's batched matrix products write out of bounds. "
                 "Remove jit_compile, or write mode='reverse'."
+            )
+        if isinstance(model, keras.Model) and (layer := layer_without_xla(model)) is not None:
+            raise ValueError(
+                f"mode='vectorized' needs XLA, which can't compile {type(layer).__name__} {layer.name!r}. Write "
+                "mode='reverse'."
             )
         jit_compile = True
     options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_flag, check_instance, check_integer, refusal
+from keras_paragrad.compat.model import compile_if_supported
 from keras_paragrad.compat.types import FitData, Structure
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.step.gradient_functions import releasing
@@ -59,7 +60,7 @@ def _compute_in_batches(
         )
     for each in keras.tree.flatten(loss) or [loss]:
         _as_loss(each)
-    compute = _cached(quantity, model, loss, training, jit_compile)
+    compute = _cached(quantity, model, loss, training, compile_if_supported(model, jit_compile))
     if not tf.executing_eagerly():
         return compute(x, y, sample_weight)
     data = (x, _check_rows("y", y), _check_rows("sample_weight", sample_weight, optional=True))

@@ -33,7 +33,7 @@ class StepResults:
     def __init__(self, names: Collection[str], variables: Sequence[keras.Variable], capacity: int | None):
         self.variables = list(variables)
         self.capacity = capacity
-        self.count = ReplicaSum([], tf.int32)
+        self.count = ReplicaSum([], tf.int64)
         # Gradients are scaled when they are read: scaling them in the step would take another pass over them.
         self.factor = ReplicaSum([])
         self.norms = ReplicaRows([], capacity, self.count) if "norms" in names else None
@@ -48,7 +48,7 @@ class StepResults:
             quantities: The quantities of the step's backward pass.
             factor: Scales its gradients to gradients of each example's own loss.
         """
-        self.count.assign(quantities.batch)
+        self.count.assign(tf.cast(quantities.batch, "int64"))
         if self.gradients:
             self.factor.assign(factor)
             for stored, gradients in zip(self.gradients, quantities.gradients_to_keep(), strict=True):
@@ -172,7 +172,7 @@ class FactoredGradients:
         self.shape, self.capacity, self.count, self.factor = shape, capacity, count, factor
         self.buffers: list[_Buffers] = []
         # Index of the buffers that the last step wrote to.
-        self.index = ReplicaSum([], tf.int32)
+        self.index = ReplicaSum([], tf.int64)
 
     def assign(self, gradients: "tf.Tensor | Factors") -> None:
         """Stores gradients, `(count, *shape)`, or their `Factors`; called within a step, on each replica."""
