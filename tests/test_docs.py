@@ -255,3 +255,20 @@ def test_what_troubleshooting_quotes_is_a_message_of_the_package():
     quoted = re.findall(r"^### (.+)$", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
     assert len(quoted) > 40
     assert [each for each in quoted if not any(each in text for text in said)] == []
+
+
+def test_tables_are_what_the_benchmarks_have_saved(monkeypatch):
+    """Write them anew with `python benchmarks/tables.py`."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import tables
+
+    marked = {
+        page.relative_to(ROOT).as_posix(): set(re.findall(r"<!-- table: ([\w ]+) -->", page.read_text()))
+        for page in (ROOT / "README.md", *PAGES)
+    }
+    assert {page: names for page, names in marked.items() if names} == {
+        page: set(names) for page, names in tables.TABLES.items()
+    }
+    for page in tables.TABLES:
+        text = (ROOT / page).read_text()
+        assert tables.written(page, text) == text, page

@@ -87,11 +87,8 @@ def sentence(saved: Saved, link: str) -> str:
             "All measurements are on CPUs; GPUs and TPUs haven't been tried. "
             f"`make gpu` settles [what holds on a GPU]({link})."
         )
-    found = [f"on one {name} {counted(lines_of(card))}" for name, card in saved.items()]
-    return (
-        f"Measurements are on CPUs unless they say otherwise. By `make gpu`, {', '.join(found)}: "
-        f"[what holds on a GPU]({link})."
-    )
+    found = "; ".join(f"on one {name}, {counted(lines_of(card))}" for name, card in saved.items())
+    return f"Measurements are on CPUs unless they say otherwise. [What holds on a GPU]({link}): {found}."
 
 
 def page(saved: Saved, shows: dict[str, str]) -> str:

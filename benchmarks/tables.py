@@ -1,0 +1,174 @@
+"""Writes the tables of README and the documentation from what the benchmarks have saved in `results/`.
+
+`python benchmarks/tables.py` writes each table between its marks, `<!-- table: name -->` and `<!-- /table -->`; a test
+fails if a page says something else. A new table is a function here, under its page and name in `TABLES`.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- table: ([\w ]+) -->\n).*?(<!-- /table -->)", flags=re.DOTALL)
+Row = Mapping[str, Any]
+
+
+@functools.cache
+def saved(name: str) -> dict[str, Any]:
+    """What a benchmark has saved: by title, rows."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def rows_of(name: str, title: str) -> dict[str, Row]:
+    """The rows of the one table whose title begins so, by their first cell."""
+    (rows,) = (rows for each, rows in saved(name).items() if each.startswith(title))
+    return {next(iter(row.values())).strip(): row for row in rows}
+
+
+def in_words(value: object) -> str:
+    """A number with two or three digits."""
+    if isinstance(value, float):
+        return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)
+
+
+def without_range(ratio: str) -> float:
+    """The median of what is saved as a median with its range."""
+    return float(ratio.partition(" (")[0])
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table in Markdown, whose first column is text."""
+    lines = [[each or " " for each in head], ["---", *["---:"] * (len(head) - 1)]]
+    lines += [[in_words(cell) for cell in row] for row in rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def as_saved(name: str, title: str) -> str:
+    """A table as the benchmark has printed it."""
+    rows = list(rows_of(name, title).values())
+    return table(list(rows[0]), [list(row.values()) for row in rows])
+
+
+def stock_errors() -> str:
+    """What goes wrong in Keras alone: six rows of both tables of exactness."""
+    windows = rows_of("exactness", "Largest difference from")
+    replicas = rows_of("exactness_matrix", "Largest difference of")
+    chosen = [
+        ("accumulation, a last micro-batch of fewer rows", windows["an uneven last micro-batch"]),
+        ("accumulation, weighted examples", windows["weighted examples, weighted mean"]),
+        ("accumulation, a learning-rate schedule", windows["learning-rate schedule"]),
+        ("accumulation on two replicas", windows["two replicas"]),
+        ("two replicas, `clipnorm`", replicas["clip: clipnorm"]),
+        ("two workers", replicas["replicas: 2 workers"]),
+    ]
+    return table(["", "Keras", "keras_paragrad"], [[name, *list(row.values())[1:]] for name, row in chosen])
+
+
+def costs() -> str:
+    """What the components cost, and beside what: the slower ones too."""
+    accumulation = rows_of("accumulation", "Milliseconds a micro-batch of 64")
+    gpu = saved("gpu")["NVIDIA H200"]["parts"]["fast"]["lines"]["accumulation with Adam: MLP, k=4"]
+    on_gpu = gpu["values"]["milliseconds"]
+    replicas = rows_of(
+        "distribution", "A step on 2 replicas, MLP 784-512-512-10, batch of 128; gradients are added up on one"
+    )
+    workers = rows_of("distribution", "Two workers on a ring")
+    examples = saved("per_example")["A step of fit, in plain steps"]
+    clipped = [row["jit off"] for row in examples if row[""].strip() == "clipped update"]
+    private = rows_of("privacy", "A step of 1024 examples in fit")
+    theirs = [row for row in saved("privacy")["A step in other libraries"] if row["examples"] == 1024]
+    opacus = [row["private, four physical batches, to plain"] for row in theirs if row[""].startswith("Opacus")]
+    ours = [
+        private[f"{model}, jit off"]["make_private, four physical batches, to plain"]
+        for model in ("mlp", "cnn", "transformer")
+    ]
+    contrastive = rows_of("contrastive", "Milliseconds a step, jit off")
+    recomputed = rows_of("recompute", "Milliseconds a step, jit off")
+    memory = rows_of("recompute", "Peak memory")
+    auto = 'recompute(model, "auto")'
+    return table(
+        ["", "beside", "time"],
+        [
+            ["accumulation of 4, XLA", "Keras's own", accumulation["jit on, k=4"]["to built-in"]],
+            ["accumulation of 4, without XLA", "Keras's own", accumulation["jit off, k=4"]["to built-in"]],
+            ["accumulation of 4, XLA, one H200", "Keras's own", on_gpu["AccumulatingOptimizer"] / on_gpu["Keras"]],
+            ["two replicas", "`MirroredStrategy`", without_range(replicas["Adam"]["ours to stock, at most 1"])],
+            [
+                "two workers",
+                "half the step and the all-reduce, each alone",
+                without_range(workers["the step to the sum of the two"]["ms"]),
+            ],
+            ["clipping per example: MLP, CNN, Transformer", "the plain step", _list(clipped)],
+            ["`make_private`: MLP, CNN, Transformer", "the plain step", _list(ours)],
+            ["Opacus: the same, in PyTorch", "its plain step", _list(opacus)],
+            [
+                f"`recompute(model)`: Transformer, {memory[auto]['saved, jit off']} less memory",
+                "the plain step",
+                recomputed[auto]["to plain"],
+            ],
+            [
+                "a loss that compares examples, in slices",
+                "slices of a loss that doesn't",
+                contrastive["microbatch(size=64)"]["to plain slices, CPU time"],
+            ],
+        ],
+    )
+
+
+def _list(values: Sequence[float]) -> str:
+    return ", ".join(in_words(value) for value in values)
+
+
+def exactness_of_distribution() -> str:
+    """Every setting of the matrix."""
+    rows = rows_of("exactness_matrix", "Largest difference of")
+    return table(
+        ["", "Keras", "`DistributedFit`"],
+        [[name, *list(row.values())[1:]] for name, row in rows.items()],
+    )
+
+
+def exactness_of_accumulation() -> str:
+    """Every setting of windows."""
+    rows = rows_of("exactness", "Largest difference from")
+    head = ["", "`gradient_accumulation_steps=4`", "`AccumulatingOptimizer`"]
+    return table(head, [[name, *list(row.values())[1:]] for name, row in rows.items()])
+
+
+# By page and by the name of a table there, what writes it.
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"stock Keras": stock_errors, "costs": costs},
+    "docs/benchmarks/exactness.md": {
+        "accumulation": exactness_of_accumulation,
+        "distribution": exactness_of_distribution,
+    },
+    "docs/benchmarks/accumulation.md": {
+        "dense": functools.partial(as_saved, "accumulation", "Milliseconds a micro-batch of 64"),
+        "embedding": functools.partial(as_saved, "accumulation", "Milliseconds a micro-batch of 32"),
+        "memory": functools.partial(as_saved, "memory", "Peak memory"),
+    },
+}
+
+
+def written(page: str, text: str) -> str:
+    """A page's text with its tables as they are saved.
+
+    Raises:
+        KeyError: The page has marks of a table that is not in `TABLES`.
+    """
+    return MARKED.sub(lambda found: f"{found[1]}{TABLES[page][found[2]]()}{found[3]}", text)
+
+
+def main() -> None:
+    for page in TABLES:
+        path = ROOT / page
+        path.write_text(written(page, path.read_text()))
+
+
+if __name__ == "__main__":
+    main()
