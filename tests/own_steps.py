@@ -100,6 +100,15 @@ class PerplexityOfParts(Perplexity):
         return {**found, "perplexity": keras.ops.exp(found["mae"])}
 
 
+class WithoutError(keras.Model):
+    """Leaves a metric out that isn't updated in training."""
+
+    def compute_metrics(self, x: Any, y: Any, y_pred: Any, sample_weight: Any = None) -> dict[str, Any]:
+        found = super().compute_metrics(x, y, y_pred, sample_weight)
+        del found["mae"]
+        return found
+
+
 # Of a step, what `DistributedFit` has to be told, and what is compiled.
 CASES = {
     "Guide": (Guide, {}, {}),
@@ -111,6 +120,7 @@ CASES = {
     "Tracking": (Tracking, {"weighting": "examples"}, {"metrics": None}),
     "Examples": (Examples, {}, {"metrics": None}),
     "PerplexityOfParts": (PerplexityOfParts, {}, {}),
+    "WithoutError": (WithoutError, {}, {}),
 }
 
 

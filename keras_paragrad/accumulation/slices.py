@@ -13,7 +13,7 @@ from keras_paragrad.arguments import check_choice_or_function, check_instance, c
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, warn_of_batch_statistics
 from keras_paragrad.engine.losses.weightings import DivisorFunction
-from keras_paragrad.engine.replicas.replica_batch import rows_of
+from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
@@ -111,8 +111,7 @@ class Slices(NamedTuple):
 
     def slices(self, data: Batch) -> BatchSlices:
         """Cuts a batch, for a model's own `train_step`: the last slice has at least one row."""
-        static_rows = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]
-        rows = rows_of(data) if static_rows is None else static_rows
+        rows = cut_rows_of(data)
         full = (rows - 1) // self.size
         last = rows_at(data, full * self.size, rows - full * self.size)
         return BatchSlices(full, lambda index: rows_at(data, index * self.size, self.size), last)
@@ -120,7 +119,6 @@ class Slices(NamedTuple):
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch, accumulated over slices of `size` rows; the last one may be smaller."""
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-        static_rows = tensors[0].shape[0]
         sums = self.make_accumulator(context, data)
 
         def add_remainder(total: RunningSums):
@@ -129,11 +127,11 @@ class Slices(NamedTuple):
             first = rows // self.size * self.size
             return sums.add(total, rows_at(data, first, rows - first), rows)
 
-        rows = rows_of(tensors) if static_rows is None else static_rows
+        rows = cut_rows_of(data)
         full_slices = rows // self.size
         remainder = rows - full_slices * self.size
         total = self.accumulate(sums, full_slices, lambda index: rows_at(data, index * self.size, self.size), rows)
-        if static_rows is None:
+        if isinstance(rows, tf.Tensor):
             total = tf.cond(remainder > 0, lambda: add_remainder(total), lambda: total)
         elif remainder:
             total = add_remainder(total)

@@ -48,6 +48,8 @@ class ModelState:
     independence = Slot[tuple[Any, dict[Any, Any]] | None](None)
     deferred_refusal = Slot[Mapping[str, Any]]({})
     logged = Slot[frozenset[str]](frozenset())
+    # Of models: what a custom `compute_metrics` has returned of the part of a batch that was traced last.
+    shown_metrics = Slot[tuple[str, ...] | None](None)
     # By replica, the weight of the loss in the backward pass that is being traced.
     replica_weights = Slot[Mapping[int, Any]]({})
     # Of any object: methods replaced while a step is traced, by the class of their `MethodPatch`.

@@ -157,6 +157,13 @@ class SelfReducing(keras.losses.Loss):
         return scalar_loss(y_true, y_pred)
 
 
+class MeanOfItsOwn(keras.losses.Loss):
+    """Of which Keras sums one number, whatever `reduction` says."""
+
+    def call(self, y_true, y_pred):
+        return scalar_loss(y_true, y_pred)
+
+
 class OwnLoss(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return scalar_loss(y, y_pred) + sum(self.losses)
@@ -175,7 +182,15 @@ def test_a_sum_with_a_weight_regularizer_is_refused():
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("weighting", ["auto", "examples"])
-@pytest.mark.parametrize("build", [dense_model(scalar_loss), dense_model(SelfReducing()), dense_model("mse", OwnLoss)])
+@pytest.mark.parametrize(
+    "build",
+    [
+        dense_model(MeanOfItsOwn(reduction=None)),
+        dense_model(scalar_loss),
+        dense_model(SelfReducing()),
+        dense_model("mse", OwnLoss),
+    ],
+)
 def test_losses_whose_divisor_can_not_be_seen(build, weighting):
     compare(build, *regression(), weighting=weighting)
 

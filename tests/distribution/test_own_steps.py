@@ -79,6 +79,12 @@ def test_what_compute_metrics_adds_has_to_be_had_of_parts():
         fitted(own_steps.Perplexity, 3)
 
 
+def test_what_compute_metrics_leaves_out_is_left_out_of_parts():
+    expected, found = fitted(own_steps.WithoutError, 100), fitted(own_steps.WithoutError, 3)
+    assert found.keys() == expected.keys() == {"loss"}
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
 class Gan(keras.Model):
     """Two models and their optimizers; neither the model itself nor its own optimizer is used."""
 

@@ -10,6 +10,7 @@ from keras_paragrad.compat.data import count_files, shard_files_of_worker
 from keras_paragrad.compat.types import Batch, Dataset, FitData, Scalar, Specs, Structure
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.decisions import SHARD_POLICIES
+from keras_paragrad.engine.replicas.replica_batch import DIFFERENT_ROWS
 
 AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 
@@ -110,10 +111,7 @@ def count_rows(batch: Batch) -> tf.Tensor:
     """The number of rows in a batch; a runtime error if its tensors disagree."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if not _is_absent(leaf)]
     counts = [_rows(leaf) for leaf in leaves]
-    checks = [
-        tf.debugging.assert_equal(count, counts[0], "The tensors of a batch have different numbers of rows.")
-        for count in counts[1:]
-    ]
+    checks = [tf.debugging.assert_equal(count, counts[0], DIFFERENT_ROWS) for count in counts[1:]]
     with tf.control_dependencies([check for check in checks if check is not None]):
         return tf.identity(counts[0])
 

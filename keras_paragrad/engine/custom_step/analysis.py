@@ -151,7 +151,7 @@ class _RecordingScope(keras.StatelessScope):
     """Notes the last value that each variable is assigned, and how many operations a graph has at each assignment."""
 
     def __init__(self, graph: FuncGraph):
-        super().__init__()
+        super().__init__(collect_losses=True)
         self._graph = graph
         self.values: dict[int, Any] = {}
         self.positions: dict[int, list[int]] = {}

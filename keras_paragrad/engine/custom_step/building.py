@@ -21,7 +21,9 @@ def build_layers_by_step(model: keras.Model, data: Batch) -> None:
         model: A model whose `train_step` is its own.
         data: Tensors, or `keras.KerasTensor`, with the shapes and dtypes of a batch.
     """
-    if all(layer.built for layer in all_layers(model)):
+    # Compiled losses and metrics make theirs when they are first called.
+    compiled = [each for each in (model._compile_loss, model._compile_metrics) if each is not None]
+    if all(each.built for each in (*all_layers(model), *compiled)):
         return
     strategy = model.distribute_strategy
     specs = keras.tree.map_structure(_spec, data)

@@ -245,7 +245,8 @@ class PhaseScope(keras.StatelessScope):
     """
 
     def __init__(self, states: list[tuple[keras.Variable, tf.Tensor]], versions: Versions, phase: int, *, last: bool):
-        super().__init__(states)
+        # Otherwise what layers add to the losses would be left out.
+        super().__init__(states, collect_losses=True)
         self._versions, self._phase, self._last = versions, phase, last
         self._events = versions.analysis.events
         self._changes = dict.fromkeys(self._events, 0)

@@ -75,7 +75,7 @@ class _TrialStep:
             present: list[GradientTensor] = [gradients[place] for place in places]  # pyright: ignore
             captured.append([tf.cast(tf.convert_to_tensor(gradient), "float32") for gradient in present])
 
-        scope = _TrialScope()
+        scope = _TrialScope(collect_losses=True)
         scope.state_mapping.update(self.values)
         numbers = random_numbers_by_row(first, count, ROWS)
         with untouched(self.model, scope), capturing_applies(capture), numbers:

@@ -48,17 +48,17 @@ def divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
     """
     if term.reduces_itself:
         raise UnknownDivisorError(f"The loss {term.loss.name!r} overrides __call__, so its normalizer is unknown.")
-    reduction = term.loss.reduction
-    if term.is_sum:
-        return SUM, tf.constant(1.0)
     values = term.values
+    # The sum of one number may be a mean over the batch.
     if values.shape.rank == 0:
         raise UnknownDivisorError(
             f"The loss {term.loss.name!r} returns one number for the whole batch, so its normalizer is unknown. Let it "
             "return one value per example."
         )
+    if term.is_sum:
+        return SUM, tf.constant(1.0)
     size = tf.cast(tf.size(values), "float32")
-    if reduction == "mean_with_sample_weight" and term.weights is not None:
+    if term.loss.reduction == "mean_with_sample_weight" and term.weights is not None:
         weights = tf.reduce_sum(tf.cast(term.weights, "float32"))
         return ("weights", id(term.sample_weight), *map(id, term.masks)), weights
     if term.mask is not None:

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.model import step_metrics
-from keras_paragrad.compat.state import MethodPatch, patched
+from keras_paragrad.compat.state import MethodPatch, patched, state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Scalar, StepLogs, Structure
 from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
@@ -29,22 +29,29 @@ def _overrides_compute_metrics(model: keras.Model) -> bool:
 
 
 def update_metrics(model: keras.Model, batch: LossArguments) -> None:
-    """Updates a model's metrics with a part of a batch, for `get_metrics_result` after the last part.
+    """Updates a model's metrics with a part of a batch, for `metrics_result` after the last part.
 
     Raises:
-        ValueError: A custom `compute_metrics` returns other names than `get_metrics_result`.
+        ValueError: A custom `compute_metrics` returns names that `get_metrics_result` doesn't.
     """
     computed = model.compute_metrics(**batch)
     if not _overrides_compute_metrics(model):
         return
     logged = model.get_metrics_result()
-    if set(computed) != set(logged):
+    if not set(computed) <= set(logged):
         raise ValueError(
             f"compute_metrics of {type(model).__name__} returns {sorted(computed)}, and get_metrics_result "
             f"{sorted(logged)}. Batches are computed in parts, and the logs of all parts are those of "
             "get_metrics_result. Override that too, so that it returns the same logs, computed from the states of "
             "metrics."
         )
+    state_of(model).shown_metrics = tuple(computed)
+
+
+def metrics_result(model: keras.Model) -> StepLogs:
+    """The result of `get_metrics_result`, without what a custom `compute_metrics` has left out for the last part."""
+    results, shown = model.get_metrics_result(), state_of(model).shown_metrics
+    return results if shown is None else {name: results[name] for name in shown}
 
 
 class AllReducedResults:
@@ -72,7 +79,7 @@ class AllReducedResults:
             self.parts.append(losses.part)
 
     def results(self, sums: Sequence[tf.Tensor]) -> StepLogs:
-        """The result of `get_metrics_result` for the all-reduced `parts`."""
+        """The result of `metrics_result` for the all-reduced `parts`."""
         state = {}
         for group, total in zip(self._groups, sums, strict=False):
             pieces = tf.split(total, [variable.shape.num_elements() for variable in group])
@@ -80,7 +87,7 @@ class AllReducedResults:
         for variable, added in self.losses.add(sums[-1]) if self.losses else ():
             state[id(variable)] += added
         with keras.StatelessScope(state_mapping=[(each, state[id(each)]) for each in self.variables]):
-            return self.model.get_metrics_result()
+            return metrics_result(self.model)
 
 
 def all_reduced_results(model: keras.Model, losses: TrackedLosses | None = None) -> StepLogs:

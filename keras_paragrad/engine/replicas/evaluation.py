@@ -12,7 +12,7 @@ from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.losses.divisors import without_replica_division
-from keras_paragrad.engine.losses.logs import all_reduced_results, run_custom_test_step, update_metrics
+from keras_paragrad.engine.losses.logs import all_reduced_results, metrics_result, run_custom_test_step, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.probes.comparing import compares_examples
@@ -60,7 +60,7 @@ def static_test_step(model: keras.Model, data: Batch) -> StepLogs:
     y_pred, sums = _compute_losses(model, data, Take(), divided=True)
     TrackedLosses(model, sums).track()
     update_metrics(model, {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight})
-    return model.get_metrics_result()
+    return metrics_result(model)
 
 
 def build_predict_function(model: keras.Model, take: Take) -> Callable[[list[Batch]], Structure]:

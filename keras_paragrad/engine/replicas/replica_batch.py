@@ -17,6 +17,48 @@ def rows_of(x: Structure) -> tf.Tensor:
     return sizes[0]
 
 
+# What TensorFlow's error says of it.
+DIFFERENT_ROWS = "The tensors of a batch have different numbers of rows."
+
+
+def cut_rows_of(data: Structure) -> tf.Tensor | int:
+    """The number of examples in a batch that is to be cut: static, if that is known.
+
+    Raises:
+        ValueError: Its tensors have different numbers of rows. If that shows in the step alone, TensorFlow raises
+            another error, which `explain_different_rows` replaces.
+    """
+    tensors = [tensor for tensor in keras.tree.flatten(data) if tensor is not None]
+    static = {tensor.shape[0] for tensor in tensors} - {None}
+    if len(static) > 1:
+        raise ValueError(_different_rows())
+    if tensors[0].shape[0] is not None:
+        return tensors[0].shape[0]
+    first, *others = [rows_of(tensor) for tensor in tensors]
+    # Those of ragged tensors are int64.
+    checks = [tf.debugging.assert_equal(tf.cast(rows, first.dtype), first, DIFFERENT_ROWS) for rows in others]
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(first)
+
+
+def explain_different_rows(error: tf.errors.InvalidArgumentError) -> None:
+    """Replaces the error of a batch that can't be cut; ignores other errors.
+
+    Raises:
+        ValueError: The tensors of a batch have different numbers of rows.
+    """
+    if DIFFERENT_ROWS in error.message:
+        raise ValueError(_different_rows()) from None
+
+
+def _different_rows() -> str:
+    return (
+        f"{DIFFERENT_ROWS} A batch is cut between its examples, and each example needs a row of every tensor: graphs "
+        "whose nodes are put one after the other have none. Pad each graph to the same number of nodes and edges, "
+        "accumulate over batches with AccumulatingOptimizer, or save memory with keras_paragrad.recompute(model)."
+    )
+
+
 class ReplicaBatch(NamedTuple):
     """A replica's part of a batch, which may be empty.
 

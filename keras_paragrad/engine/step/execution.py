@@ -12,6 +12,7 @@ from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
 from keras_paragrad.compat.collectives import first_replica_values
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
+from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Apply, MeshRunner, Take
@@ -160,6 +161,7 @@ def compile_steps(
         try:
             logs = execute(iterator, updates)
         except tf.errors.InvalidArgumentError as error:
+            explain_different_rows(error)
             if guard:
                 guard.explain(error)
             raise

@@ -15,7 +15,7 @@ from keras_paragrad.compat.state import MethodPatch, patch_of, patched
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
 from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.losses.logs import AllReducedResults, run_custom_train_step
+from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result, run_custom_train_step
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
 from keras_paragrad.engine.probes.comparing import compares_examples
@@ -144,7 +144,7 @@ class TrainStep(NamedTuple):
             )
         # Log.
         if shared is None:
-            return gradient.show() if gradient.show else self.model.get_metrics_result()
+            return gradient.show() if gradient.show else metrics_result(self.model)
         return shared.results(sum_over_replicas(shared.parts) if sums is None else sums)
 
     @property
