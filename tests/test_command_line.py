@@ -1,15 +1,21 @@
 """The command line: quick where it can be, and of help where words are wrong."""
 
+import inspect
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import keras_paragrad
+from keras_paragrad.cli import explain
 from keras_paragrad.cli.main import main
+from keras_paragrad.cli.parser import Parser
+
+ROOT = Path(__file__).parents[1]
 
 pytestmark = pytest.mark.fast
 
@@ -142,3 +148,56 @@ def test_completions_name_what_is_missing(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completions", "bash"]) == 1
     assert "Run pip install 'keras_paragrad[completions]'" in capsys.readouterr().err
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 0
+    assert "explain" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["doctor", "estimate", "explain", "launch", "report"])
+def test_help_has_examples_and_a_page_that_exist(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    examples, _, page = capsys.readouterr().out.partition("examples:\n")[2].partition("explained in ")
+    assert (ROOT / page.strip()).exists()
+    lines = examples.split("\n  keras-paragrad "[1:])[1:]
+    assert lines and all(line.split()[0] == command for line in lines)
+
+
+def test_every_argument_of_distributed_fit_has_an_option_with_help():
+    parser = Parser("explain")
+    explain.add_arguments(parser)
+    helped = {action.dest for action in parser._actions if action.help}
+    assert set(inspect.signature(keras_paragrad.DistributedFit).parameters) - helped == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--logical-cpus 4 --mesh batch=2,model=2 --layout auto", "Plan: mesh, 4 devices on CPU:0 to CPU:3"),
+        ("--gpus 4 --stages 4 --microbatches 8", "Plan: pipeline, 4 stages on GPU:0 to GPU:3"),
+        ("--workers 2 --gpus 2", "Found: 1 CPU, 2 GPUs in this process; a description has 2 workers"),
+    ],
+)
+def test_explain_prints_lines_and_the_table_on_request(words, says, capsys):
+    assert main(["explain", *words.split()]) == 0
+    short = capsys.readouterr().out
+    assert says in short
+    assert len(short.splitlines()) == 5
+    assert main(["explain", *words.split(), "--all"]) == 0
+    assert "To change it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--stages 4", "Give --stages and --microbatches."),
+        ("--stages 2 --microbatches 2 --strategy mirrored", "A pipeline is a strategy."),
+        ("--mesh batch=2 --strategy mirrored --layout auto", "mesh"),
+    ],
+)
+def test_explain_refuses_what_contradicts_itself(words, says, capsys):
+    assert main(["explain", "--logical-cpus", "4", *words.split()]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("keras-paragrad explain: error: ") and says in said

@@ -1,8 +1,8 @@
 """Print the code that makes a shell complete keras-paragrad's commands and options."""
 
 import argparse
-import sys
 
+from keras_paragrad.cli.parser import refuse
 from keras_paragrad.extras import MissingExtraError, require
 
 _HELP = """to use it, add to the shell's startup file:
@@ -23,8 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         require("`completions`", "shtab")
     except MissingExtraError as error:
-        print(error, file=sys.stderr)
-        return 1
+        return refuse("completions", error, 1)
     import shtab
 
     print(shtab.complete(arguments.parser, arguments.shell))

@@ -2,11 +2,14 @@
 
 import argparse
 
-from keras_paragrad.cli.parser import number
+from keras_paragrad.cli.parser import add_examples, number
+
+_PAGE = "docs/guides/plan.md"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `doctor`."""
+    add_examples(parser, "doctor\ndoctor --seconds 30", _PAGE)
     seconds = number(above=0, most=24 * 3600)
     parser.add_argument(
         "--seconds", type=seconds, default=120.0, metavar="S", help="time limit of the collective (default: 120)"
@@ -17,4 +20,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the findings; returns 0, or 1 if no plan can be made for this environment, or the collective failed."""
     from keras_paragrad.distribution.diagnosis import diagnose
 
-    return diagnose(arguments.seconds)
+    status = diagnose(arguments.seconds)
+    print(f"The plan is explained in {_PAGE}.")
+    return status

@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from keras_paragrad.arguments import LARGEST, quote
-from keras_paragrad.cli.parser import complete_paths, did_you_mean, integer
+from keras_paragrad.cli.parser import add_examples, complete_paths, did_you_mean, integer, refuse
 from keras_paragrad.distribution.decisions import MOST_DESCRIBED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `estimate`."""
+    examples = (
+        "estimate train.py:build_model --batch-size 64\nestimate train.py:build_model --batch-size 64 --devices 8"
+    )
+    add_examples(parser, examples, "docs/guides/estimate.md")
     model = parser.add_argument(
         "model", metavar="train.py:build_model", type=_function, help="a file, and its function that returns the model"
     )
@@ -32,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
     namespace = vars(_imported(path))
     if not callable(namespace.get(name)):
         functions = [each for each, value in namespace.items() if callable(value) and not each.startswith("_")]
-        return _refuse(f"{path} has no function {name!r}{did_you_mean(name, functions)}")
+        return refuse("estimate", f"{path} has no function {name!r}{did_you_mean(name, functions)}")
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
     from keras_paragrad.compat.variables import without_memory
     from keras_paragrad.memory.estimate import estimate_memory
@@ -43,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         estimate = estimate_memory(model, arguments.batch_size, arguments.devices, length=arguments.length)
     except ValueError as error:
-        return _refuse(str(error))
+        return refuse("estimate", error)
     if arguments.json:
         print(json.dumps(estimate.to_dict(), indent=2))
     else:
@@ -69,8 +73,3 @@ def _imported(path: Path) -> Any:
     module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def _refuse(message: str) -> int:
-    print(f"estimate: error: {message}", file=sys.stderr)
-    return 2

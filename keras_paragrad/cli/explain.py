@@ -4,32 +4,42 @@ import argparse
 import functools
 import json
 import re
-import sys
 from typing import TYPE_CHECKING, Any
 
 from keras_paragrad.arguments import LARGEST, quote
-from keras_paragrad.cli.parser import integer, number
+from keras_paragrad.cli.parser import add_examples, integer, number, refuse
 from keras_paragrad.distribution.decisions import (
     BATCHES,
     COMMUNICATIONS,
+    LAYOUTS,
     LONGEST_WAIT,
     LR_SCALINGS,
     MOST_DESCRIBED,
     SHARD_POLICIES,
     SHARDS,
     STRATEGIES,
+    WEIGHTINGS,
 )
 
 if TYPE_CHECKING:
     from keras_paragrad.distribution.hardware import Hardware
     from keras_paragrad.distribution.options import Options
 
+_EXAMPLES = """explain
+explain --all
+explain --gpus 4 --compute-capability 9.0 --shard parameters
+explain --workers 2 --gpus 8
+explain --logical-cpus 4 --mesh batch=2,model=2 --layout auto
+explain --gpus 4 --stages 4 --microbatches 8"""
 JIT: dict[str, str | bool] = {"auto": "auto", "true": True, "false": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `explain`: a machine, and those of `DistributedFit`."""
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    add_examples(parser, _EXAMPLES, "docs/guides/plan.md")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--all", action="store_true", help="print each decision, why, and how to change it")
+    shown.add_argument("--json", action="store_true", help="print the plan as JSON")
     machine = parser.add_argument_group("another machine")
     some, none = integer(1, MOST_DESCRIBED), integer(0, MOST_DESCRIBED)
     machine.add_argument("--cpus", type=some, metavar="N", help="processors")
@@ -47,19 +57,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan; returns 0, or 2 if the arguments are wrong, or contradict the machine."""
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
-    from keras_paragrad.distribution.plan import Explanation, make_plan
+    from keras_paragrad.distribution.plan import Explanation, make_plan, summary_lines
     from keras_paragrad.plain_text import show
 
     try:
         hardware = _machine(arguments)
         plan = make_plan(hardware, _options(arguments))
     except ValueError as error:
-        print(f"explain: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("explain", error)
     if arguments.json:
         print(json.dumps(plan.to_dict(), indent=2))
-    else:
+    elif arguments.all:
         show(Explanation(plan, hardware))
+    else:
+        print(*summary_lines(plan, hardware), "Each decision, and how to change it: --all", sep="\n")
     return 0
 
 
@@ -67,20 +78,45 @@ def _add_options(group: Any) -> None:
     """Declares an option for each argument of `DistributedFit`."""
     # What isn't given is left to the defaults of `Options`.
     option = functools.partial(group.add_argument, default=argparse.SUPPRESS)
-    option("--strategy", choices=STRATEGIES)
-    option("--devices", type=lambda text: text.split(","), metavar="CPU:0,CPU:1")
-    option("--communication", choices=COMMUNICATIONS)
-    option("--jit", choices=JIT)
-    option("--precision", metavar="POLICY")
-    option("--batch", choices=BATCHES)
-    option("--lr-scaling", choices=LR_SCALINGS[1:])
-    option("--warmup-steps", type=integer(0, LARGEST), metavar="N")
-    option("--inexact", dest="exact", action="store_false", help="exact=False")
-    option("--shard-policy", choices=SHARD_POLICIES)
-    option("--shard", choices=SHARDS[1:])
-    option("--device-bytes", type=integer(1, LARGEST), metavar="BYTES", help="for --shard auto")
-    option("--pack-bytes", type=integer(0, LARGEST), metavar="BYTES")
-    option("--collective-timeout", type=number(least=1, most=LONGEST_WAIT), metavar="SECONDS")
+    option("--strategy", choices=STRATEGIES, help="how replicas are spread over devices and workers")
+    option("--devices", type=_names, metavar="GPU:0,GPU:1", help="devices of a process (default: all)")
+    option(
+        "--stages",
+        type=integer(2, LARGEST),
+        metavar="N",
+        help="Pipeline(stages=N): cuts the model, with --microbatches",
+    )
+    option("--microbatches", type=integer(1, LARGEST), metavar="N", help="Pipeline(microbatches=N), which cuts batches")
+    option("--mesh", type=_axes, metavar="batch=2,model=2", help="a mesh of devices in place of a strategy")
+    option("--layout", choices=LAYOUTS[1:], help="with --mesh, how weights are split")
+    option("--communication", choices=COMMUNICATIONS, help="how gradients are all-reduced")
+    option("--jit", choices=JIT, help="whether XLA compiles steps")
+    option("--precision", metavar="POLICY", help="dtype policy of models, such as mixed_bfloat16")
+    option("--batch", choices=BATCHES, help="whether replicas divide a batch, or each takes one")
+    option("--lr-scaling", choices=LR_SCALINGS[1:], help="with --batch per_replica, how the learning rate grows")
+    option("--warmup-steps", type=integer(0, LARGEST), metavar="N", help="updates until it has grown")
+    option("--inexact", dest="exact", action="store_false", help="exact=False: need not be the step of one device")
+    option("--weighting", choices=WEIGHTINGS, help="what a compute_loss of your own divides by")
+    option("--shard-policy", choices=SHARD_POLICIES, help="how workers share the data")
+    option("--shard", choices=SHARDS[1:], help="what each replica holds a shard of")
+    option("--min-shard-bytes", type=integer(1, LARGEST), metavar="BYTES", help="smaller variables stay whole")
+    option("--device-bytes", type=integer(1, LARGEST), metavar="BYTES", help="a device's memory, for --shard auto")
+    option("--pack-bytes", type=integer(0, LARGEST), metavar="BYTES", help="gradients that are all-reduced together")
+    seconds = number(least=1, most=LONGEST_WAIT)
+    option("--startup-timeout", type=seconds, metavar="SECONDS", help="time to wait for other workers at the start")
+    option("--collective-timeout", type=seconds, metavar="SECONDS", help="time until a collective without them fails")
+
+
+def _names(text: str) -> list[str]:
+    return text.split(",")
+
+
+def _axes(text: str) -> dict[str, int]:
+    """For `add_argument(type=...)`: reads the sizes of a mesh's axes."""
+    axes = [re.fullmatch(r"([a-z]+)=([0-9]{1,6})", each) for each in text.split(",")]
+    if not all(axes):
+        raise argparse.ArgumentTypeError(f"{quote(text)} is not a mesh; expected one such as batch=2,model=2")
+    return {axis[1]: int(axis[2]) for axis in axes if axis}
 
 
 def _machine(arguments: argparse.Namespace) -> "Hardware":
@@ -100,6 +136,15 @@ def _options(arguments: argparse.Namespace) -> "Options":
     }
     if "jit" in options:
         options["jit"] = JIT[options["jit"]]
+    pipeline = {name: getattr(arguments, name) for name in ("stages", "microbatches") if name in arguments}
+    if pipeline:
+        from keras_paragrad.distribution import Pipeline
+
+        if len(pipeline) < 2:
+            raise ValueError(f"--{next(iter(pipeline))} is one half of a pipeline. Give --stages and --microbatches.")
+        if "strategy" in options:
+            raise ValueError("A pipeline is a strategy. Leave --strategy out, or --stages and --microbatches.")
+        options["strategy"] = Pipeline(**pipeline)
     return Options(**options)
 
 

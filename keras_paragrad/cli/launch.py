@@ -7,7 +7,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from keras_paragrad.cli.parser import complete_paths, integer, number
+from keras_paragrad.cli.parser import add_examples, complete_paths, integer, number, refuse
 
 if TYPE_CHECKING:
     from keras_paragrad.distribution.cluster import Cluster
@@ -20,10 +20,15 @@ _USAGE = """%(prog)s --workers N [options] script.py [arguments]
        %(prog)s --workers N [options] -m module [arguments]
        %(prog)s script.py [arguments]          within srun, or in a pod of an Indexed Job"""
 
+_EXAMPLES = """launch --workers 2 train.py --epochs 3
+launch --workers 4 --devices-per-worker 1 --max-restarts 3 train.py
+launch --workers 2 -m package.train"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `launch`: its own options, then a script or module with its arguments."""
     parser.usage = _USAGE
+    add_examples(parser, _EXAMPLES, "docs/guides/launch.md")
     some, none = integer(1, _MOST), integer(0, _MOST)
     here = parser.add_argument_group("on this machine")
     here.add_argument("--workers", type=some, metavar="N", help="number of workers")
@@ -63,8 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         layout = Layout(arguments.workers, arguments.ps, arguments.devices_per_worker, arguments.port_base)
         return launch(layout, command, arguments.max_restarts, arguments.grace_seconds)
     except ValueError as error:
-        print(f"launch: error: {error}", file=sys.stderr)
-        return 2
+        return refuse("launch", error)
 
 
 def _command(script: list[str], module: list[str] | None) -> list[str]:

@@ -36,9 +36,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {keras_paragrad.__version__}")
     # What `completions` completes.
     parser.set_defaults(parser=parser)
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command", parser_class=Parser)
+    subparsers = parser.add_subparsers(dest="command", metavar="command", parser_class=Parser)
     for name, module in COMMANDS.items():
         module.add_arguments(subparsers.add_parser(name, help=module.__doc__, description=module.__doc__))
     arguments, unknown = parser.parse_known_args(words)
+    if arguments.command is None:
+        parser.refuse_unknown(unknown)
+        parser.print_help()
+        return 0
     subparsers.choices[arguments.command].refuse_unknown(unknown)
     return COMMANDS[arguments.command].run(arguments)

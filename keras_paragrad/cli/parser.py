@@ -3,10 +3,12 @@
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, TypeVar
 
 from keras_paragrad.arguments import check_integer, check_number, quote
+from keras_paragrad.cli import PROGRAM
 
 Result = TypeVar("Result")
 
@@ -34,6 +36,19 @@ class Parser(argparse.ArgumentParser):
             options = [option for action in self._actions for option in action.option_strings]
             unknown = words[0].partition("=")[0]
             self.error(f"unrecognized arguments: {quote(' '.join(words))[1:-1]}{did_you_mean(unknown, options)}")
+
+
+def add_examples(parser: argparse.ArgumentParser, examples: str, page: str | None = None) -> None:
+    """Adds examples to a command's help, and the page of the documentation that explains it."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    lines = [f"  {PROGRAM} {line}" for line in examples.splitlines()]
+    parser.epilog = "\n".join(["examples:", *lines, *([f"\nexplained in {page}"] if page else [])])
+
+
+def refuse(command: str, error: object, status: int = 2) -> int:
+    """Prints an error as argparse prints its own, and returns the exit status."""
+    print(f"{PROGRAM} {command}: error: {error}", file=sys.stderr)
+    return status
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

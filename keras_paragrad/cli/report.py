@@ -1,14 +1,14 @@
 """Write an HTML report of a log directory, or a comparison of two."""
 
 import argparse
-import sys
 
-from keras_paragrad.cli.parser import complete_paths
+from keras_paragrad.cli.parser import add_examples, complete_paths, refuse
 from keras_paragrad.extras import MissingExtraError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `report`."""
+    add_examples(parser, "report logs\nreport --compare before after --output report.html", "docs/guides/profiling.md")
     runs = parser.add_mutually_exclusive_group(required=True)
     complete_paths(
         runs.add_argument(
@@ -31,7 +31,6 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         path = write_report(log_dir, arguments.output, other)
     except (OSError, ValueError, MissingExtraError) as error:
-        print(error, file=sys.stderr)
-        return 1
+        return refuse("report", error, 1)
     print(path)
     return 0

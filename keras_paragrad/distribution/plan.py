@@ -167,7 +167,7 @@ def summary_lines(plan: Plan, hardware: Hardware) -> list[str]:
     >>> from keras_paragrad.distribution import make_plan
     >>> machine = describe(gpus=4, compute_capability=(9, 0))
     >>> print("\\n".join(summary_lines(make_plan(machine, Options()), machine)))
-    Found: 1 CPU, 4 GPU in this process; no cluster
+    Found: 1 CPU, 4 GPUs in this process; no cluster
     Plan: mirrored, 4 replicas on GPU:0 to GPU:3, all-reduce by nccl
     Step: compiled by XLA on each replica, float32, each batch divided among the replicas, exact
     To start it: python train.py

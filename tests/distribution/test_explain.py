@@ -35,7 +35,7 @@ def test_all_of_the_plan_is_in_it(explanation):
         for part in (decision.name, decision.reason, decision.evidence, decision.override):
             assert words(part) in text, part
         assert value_in_words(decision.value) in text
-    assert text.startswith("Found: 1 CPU, 4 GPU in this process")
+    assert text.startswith("Found: 1 CPU, 4 GPUs in this process")
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_the_command_describes_machines(capsys):
 
 def test_the_command_prints_a_table(capsys):
     machine = ["--gpus", "4", "--gpu-memory-gb", "80", "--compute-capability", "9.0", "--workers", "2"]
-    assert main(["explain", *machine]) == 0
+    assert main(["explain", "--all", *machine]) == 0
     assert capsys.readouterr().out.rstrip("\n") == str(Explanation(make_plan(MACHINE, Options()), MACHINE))
 
 

@@ -45,14 +45,18 @@ def decide_exact(hardware: Hardware, options: Options) -> Decision:
 
 def hardware_in_words(hardware: Hardware) -> str:
     """The devices of this process and the cluster, in a line."""
-    parts = [f"{len(devices)} {kind}" for kind in ("CPU", "GPU") if (devices := hardware.of_kind(kind))]
+    parts = [_counted(len(devices), kind) for kind in ("CPU", "GPU") if (devices := hardware.of_kind(kind))]
     parts += ["a TPU"] if hardware.tpus else []
     words = f"{', '.join(parts)} in this process" if parts else "no device"
     cluster = hardware.cluster
     if cluster is None:
         return f"{words}; no cluster"
-    jobs = ", ".join(f"{len(hosts)} {job}" for job, hosts in cluster.jobs.items())
+    jobs = ", ".join(_counted(len(hosts), job) for job, hosts in cluster.jobs.items())
     return f"{words}; {cluster.source} has {jobs}, and this is {cluster.job} {cluster.index}"
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def _choose(hardware: Hardware, options: Options) -> tuple[str, str, str]:
