@@ -25,7 +25,7 @@ CONSTRAINTS := $(or $(constraints-$(RELEASES)),$(error RELEASES is pinned, oldes
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
-.PHONY: demo browser docs test-fast test test-all durations gpu mutants bench bench-peers exactness clean FORCE
+.PHONY: demo browser docs lint release-check test-fast test test-all durations gpu mutants bench bench-peers exactness clean FORCE
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -57,6 +57,10 @@ browser:
 	has_chromium || echo "To be left out: the tests in a browser. To run them, install Chromium and its driver:" \
 		"sudo apt-get install $(CHROMIUM)"
 
+# One of several machines' part of the tests, by recorded durations: `make test PART=1/3`. None is left out by default.
+PART ?=
+export PART
+
 # Types and doctests are checked beside the tests, in one process, and shown after them.
 test: browser .venv/.wheel
 	$(BIN)/ruff check .
@@ -65,6 +69,16 @@ test: browser .venv/.wheel
 		> .venv/beside.log 2>&1 & beside=$$!; \
 	$(PYTEST); status=$$?; \
 	wait $$beside || status=1; cat .venv/beside.log; cat $(LEFT_OUT) 2>/dev/null; exit $$status
+
+# What a change is asked for first: in a minute, without TensorFlow.
+lint: .venv/.constraints
+	$(PIP) install -c $< ruff
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# What a release holds, and that it works where nothing else is installed, on each Python that there is.
+release-check: .venv/.dev
+	$(BIN)/python tests/release_check.py
 
 # The tests that take too long for every change as well: each model of others in each way to train it, all combinations
 # of parameters, many cases where cases are drawn, and XLA and Grappler as users have them.

@@ -79,6 +79,8 @@ def pytest_configure(config):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     covering.mark_long(items)
+    if part := os.environ.get("PART"):
+        tiers.keep_part(items, part)
     tiers.slowest_first(items)
 
 

@@ -2,14 +2,17 @@
 
 import ast
 import importlib
+import json
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
+import tiers
 
 import keras_paragrad
 
@@ -130,15 +133,53 @@ def test_the_workflow_runs_what_there_is():
     pythons = re.search(r"python: \[(.*)\]", workflow).group(1)
     supported = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r"Python :: 3\.", each)]
     assert re.findall(r'"([\d.]+)"', pythons) == supported
-    assert {each.partition("@")[0] for each in re.findall(r"uses: (\S+)", workflow)} == {
-        "actions/checkout",
-        "actions/setup-python",
-    }
     releases = re.findall(r"releases: \[(.*)\]", workflow)[0].split(", ") + re.findall(r"releases: (\w+)\}", workflow)
     assert sorted(releases) == ["newest", "oldest", "pinned", "pre"]
     commands = re.findall(r"command: ([\w-]+)", workflow) + re.findall(r"run: make ([a-z-]+)", workflow)
     for command in commands:
         assert re.search(rf"^{command}:", MAKEFILE, flags=re.MULTILINE), command
+
+
+@pytest.mark.skipif(not GITHUB.exists(), reason="a source distribution has no .github")
+@pytest.mark.parametrize("name", ["tests", "release"])
+def test_actions_are_githubs_own_and_pinned(name):
+    workflow = (GITHUB / "workflows" / f"{name}.yml").read_text()
+    used = re.findall(r"uses: (.*)", workflow)
+    assert used
+    for each in used:
+        assert re.fullmatch(r"actions/[a-z-]+@[0-9a-f]{40} # v[\d.]+", each), each
+    for command in re.findall(r"run: make ([a-z -]+?)(?: [A-Z]+=|\n)", workflow):
+        for target in command.split():
+            assert re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE), target
+
+
+@pytest.mark.skipif(not GITHUB.exists(), reason="a source distribution has no .github")
+def test_pre_commit_runs_the_linters_of_make():
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    (pinned,) = re.findall(r"^ruff==.*", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE)
+    assert re.findall(r"additional_dependencies: \[(.*)\]", hooks) == [pinned, pinned]
+    for entry in re.findall(r"entry: (.*) --force-exclude", hooks):
+        assert f"$(BIN)/{entry} ." in MAKEFILE
+
+
+@pytest.mark.parametrize("machines", [1, 3])
+def test_machines_share_the_tests_and_leave_none_out(machines):
+    class Item(NamedTuple):
+        nodeid: str
+
+    folder = ROOT / "tests"
+    everything = [Item(f"tests/{path.relative_to(folder).as_posix()}::test") for path in folder.rglob("test_*.py")]
+    recorded = json.loads((ROOT / "tests" / "durations.json").read_text())
+    parts = []
+    for number in range(1, machines + 1):
+        items = list(everything)
+        tiers.keep_part(items, f"{number}/{machines}")
+        parts.append(items)
+    assert sorted(item.nodeid for part in parts for item in part) == sorted(item.nodeid for item in everything)
+    seconds = [
+        sum(recorded.get(item.nodeid.partition("::")[0].removeprefix("tests/"), 0) for item in part) for part in parts
+    ]
+    assert max(seconds) < 1.1 * min(seconds)
 
 
 def test_the_citation_is_of_this_version():

@@ -30,6 +30,22 @@ MARKERS = (
 )
 
 
+def keep_part(items: list[pytest.Function], part: str) -> None:
+    """Keeps the tests of one machine of several, in place: `2/3` is the second of three.
+
+    Each module goes to the machine that has least to do so far, by recorded seconds, the slowest first.
+    """
+    number, _, machines = part.partition("/")
+    recorded = json.loads(RECORDED.read_text())
+    modules = sorted({_module(item.nodeid) for item in items}, key=lambda module: (-recorded.get(module, 0), module))
+    seconds, of_module = [0.0] * int(machines), {}
+    for module in modules:
+        of_module[module] = seconds.index(min(seconds))
+        # A module that is not recorded yet takes something too.
+        seconds[of_module[module]] += recorded.get(module, 0) + 0.5
+    items[:] = [item for item in items if of_module[_module(item.nodeid)] == int(number) - 1]
+
+
 def slowest_first(items: list[pytest.Function]) -> None:
     """Sorts tests, in place, by their modules' recorded seconds: a slow one begun last leaves other workers idle."""
     recorded = json.loads(RECORDED.read_text())
