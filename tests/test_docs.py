@@ -1,6 +1,7 @@
 """The documentation holds: code and commands run as written, and links lead somewhere."""
 
 import ast
+import json
 import os
 import re
 import runpy
@@ -272,3 +273,49 @@ def test_tables_are_what_the_benchmarks_have_saved(monkeypatch):
     for page in tables.TABLES:
         text = (ROOT / page).read_text()
         assert tables.written(page, text) == text, page
+
+
+NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
+# By benchmarks' page, the files of the numbers in its tables.
+MEASURED = {
+    "accumulation": ("accumulation", "memory", "contrastive"),
+    "distribution": ("distribution",),
+    "input_gradients": ("input_gradients",),
+    "per_example": ("per_example",),
+    "privacy": ("privacy",),
+    "profiling": ("profiling",),
+    "recompute": ("recompute",),
+    "sharding": ("sharding", "mesh", "pipeline", "estimate"),
+}
+# Rows that no benchmark measures again.
+MEASURED_ONCE = ("a worker raises an error", "`fit`, as above", "a dataset on each worker", "one process, stock `fit`")
+
+
+def numbers_in(saved):
+    """All numbers in what JSON holds, in its sentences too."""
+    if isinstance(saved, dict):
+        saved = [*saved, *saved.values()]
+    if isinstance(saved, list):
+        return [number for each in saved for number in numbers_in(each)]
+    if isinstance(saved, str):
+        return [float(each.replace(",", "")) for each in re.findall(NUMBER, saved)]
+    return [float(saved)] if isinstance(saved, int | float) else []
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_numbers_in_tables_are_those_that_benchmarks_have_saved(name):
+    results = [ROOT / "benchmarks" / "results" / f"{each}.json" for each in MEASURED[name]]
+    saved = numbers_in([json.loads(path.read_text()) for path in results])
+    scales = {"": (1.0,), " ms": (1.0,), " s": (1.0,), " MB": (1.0, 1e-6), "%": (1.0, 100.0)}
+    checked = 0
+    for line in (ROOT / "docs" / "benchmarks" / f"{name}.md").read_text().splitlines():
+        label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        if not line.startswith("|") or label.startswith(MEASURED_ONCE):
+            continue
+        for cell in cells:
+            if found := re.fullmatch(rf"({NUMBER})(| ms| s| MB|%)", cell):
+                shown, decimals = float(found[1].replace(",", "")), len(found[1].partition(".")[2])
+                near = 0.500001 * 10**-decimals
+                assert any(abs(shown - scale * each) <= near for scale in scales[found[2]] for each in saved), line
+                checked += 1
+    assert checked > 8
