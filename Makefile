@@ -89,9 +89,9 @@ LONG := XLA_FLAGS= GRAPPLER=1 CASES=10 $(PYTEST) -m 'long or hypothesis'
 test-all: test
 	status=0; $(LONG) tests/per_example || status=1; $(LONG) --ignore tests/per_example || status=1; exit $$status
 
-# The documentation as a site, which needs no server and no network.
+# The documentation as a site, which needs no server and no network. The first time it runs the tutorials, a minute each.
 docs: .venv/.wheel
-	$(BIN)/python -P -m sphinx -q -W --keep-going -b html docs build/docs
+	TUTORIALS=cache $(BIN)/python -P -m sphinx -q -W --keep-going -b html docs build/docs
 	@echo "Open build/docs/index.html"
 
 # Which modules' tests go first, by what they take on a quiet machine.

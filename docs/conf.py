@@ -14,11 +14,21 @@ project = "keras_paragrad"
 author = copyright = "The keras_paragrad authors"
 release = version = keras_paragrad.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "pages", "mathml"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "pages", "mathml"]
 exclude_patterns = ["site"]
 myst_enable_extensions = ["dollarmath"]
 # Anchors as GitHub makes them.
 myst_heading_anchors = 4
+
+# Tutorials are run by `make docs`, which keeps what they print for the next time; the tests build without.
+nb_execution_mode = os.environ.get("TUTORIALS", "off")
+nb_execution_cache_path = str(DOCS.parent / "build" / "tutorials")
+nb_execution_timeout = 600
+nb_execution_raise_on_error = True
+nb_output_stderr = "remove"
+nb_merge_streams = True
+# They would be fetched; nothing here is a widget.
+nb_ipywidgets_js = {}
 
 # Google's style, with Markdown's backticks.
 default_role = "py:obj"

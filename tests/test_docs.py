@@ -105,10 +105,16 @@ def test_code_runs(page, tmp_path, monkeypatch, capsys):
         assert_printed(shown_after(page, code), capsys.readouterr().out)
 
 
-@pytest.mark.parametrize("page", sorted(LONG), ids=name_of)
+# Which `make docs` runs, and a test of the site.
+TUTORIALS = [page for page in sorted((DOCS / "tutorials").glob("*.md")) if page.name != "index.md"]
+
+
+@pytest.mark.parametrize("page", [*sorted(LONG), *TUTORIALS], ids=name_of)
 def test_what_code_imports_is_there(page):
     """Of pages whose code takes long to run; and it can be compiled."""
-    for code, above in blocks(page, "python"):
+    cells = blocks(page, "{code-cell}" if page in TUTORIALS else "python")
+    assert cells
+    for code, above in cells:
         parsed = ast.parse("\n" * above + code, page)
         parsed.body = [each for each in parsed.body if isinstance(each, (ast.Import, ast.ImportFrom))]
         exec(compile(parsed, page, "exec"), {"__name__": "documentation"})

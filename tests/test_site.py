@@ -39,15 +39,19 @@ class Page(HTMLParser):
             self.loads.append(source)
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    built = tmp_path_factory.mktemp("site")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+def build(built, tutorials="off"):
+    path = os.pathsep.join(path for path in sys.path if path)
+    environment = {**os.environ, "PYTHONPATH": path, "TUTORIALS": tutorials}
     options = ["-q", "-W", "--keep-going", "-b", "html"]
     command = [sys.executable, "-P", "-m", "sphinx", *options, str(DOCS), str(built)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     return built
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +112,13 @@ def test_every_public_name_has_a_page(site):
 
 def test_the_pages_are_of_this_version(site):
     assert f"keras_paragrad {keras_paragrad.__version__}" in (site / "index.html").read_text()
+
+
+@pytest.mark.long
+def test_tutorials_run(tmp_path):
+    """As `make docs` runs them, with what they print on the page."""
+    built = build(tmp_path, tutorials="force")
+    pages = [path for path in (built / "tutorials").glob("*.html") if path.name != "index.html"]
+    assert len(pages) >= 5
+    for path in pages:
+        assert 'class="output' in path.read_text(), path.name
