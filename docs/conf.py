@@ -19,6 +19,8 @@ exclude_patterns = ["site"]
 myst_enable_extensions = ["dollarmath"]
 # Anchors as GitHub makes them.
 myst_heading_anchors = 4
+# Messages and code are to be copied as they are.
+smartquotes = False
 
 # Tutorials are run by `make docs`, which keeps what they print for the next time; the tests build without.
 nb_execution_mode = os.environ.get("TUTORIALS", "off")

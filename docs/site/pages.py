@@ -118,7 +118,9 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
 
 def _skip(app: Sphinx, what: str, name: str, value: Any, skip: bool, options: Any) -> bool | None:
     """Leaves out what Keras calls: its own documentation says when."""
-    hooks = r"on_\w+|get_config|from_config|build|build_from_config|compute_output_\w+|set_model|set_params"
+    hooks = (
+        r"on_\w+|get_config|from_config|build|build_from_config|compute_output_\w+|set_model|set_params|finalize_\w+"
+    )
     return True if re.fullmatch(hooks, name) else None
 
 
