@@ -160,7 +160,7 @@ def without_times(line):
 
 def alike(shown, printed):
     """Whether lines are the same but for rounding: of what is rounding itself, as `6e-08`, the order of magnitude."""
-    number = r"-?\d+(?:\.\d+)?e-\d+|-?\d+\.\d+"
+    number = r"-?\d+(?:\.\d+)?e-\d+|-?\d+\.\d+|\d+(?= [KMG]iB)"
     if re.sub(number, "N", shown) != re.sub(number, "N", printed):
         return False
     pairs = zip(re.findall(number, shown), re.findall(number, printed), strict=True)
