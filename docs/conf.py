@@ -6,6 +6,8 @@ from pathlib import Path
 
 DOCS = Path(__file__).parent
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+# The width of the commands' help.
+os.environ["COLUMNS"] = "100"
 sys.path.insert(0, str(DOCS / "site"))
 
 import keras_paragrad  # noqa: E402

@@ -51,11 +51,13 @@ class Printable(InNotebooks):
 
 
 def plain_text(renderable: object, width: int = WIDTH) -> str:
-    """Renders an object of rich without colours, whatever rich reads from the environment."""
+    """Renders an object of rich without colours, whatever rich finds around it."""
     from rich.console import Console
 
     page = io.StringIO()
-    Console(file=page, width=width, color_system=None, force_terminal=False, _environ={}).print(renderable)
+    # In a notebook, a console would show what it prints there, and leave the page empty.
+    console = Console(file=page, width=width, color_system=None, force_terminal=False, force_jupyter=False, _environ={})
+    console.print(renderable)
     return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
 
 

@@ -83,3 +83,16 @@ def test_what_is_shown(kind):
     text = html.unescape(page[page.index(">") + 1 : -len("</pre>")])
     assert text == str(made)
     assert isinstance(made, Privacy) or repr(made) == text
+
+
+@pytest.mark.parametrize("kind", SHOWN, ids=lambda kind: kind.__name__)
+def test_a_notebook_shows_it_once(kind, monkeypatch):
+    """Rich's consoles show what they print in a notebook, beside what `_repr_html_` returns."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    displayed = []
+    monkeypatch.setattr("rich.jupyter.display", lambda *shown: displayed.append(shown))
+    make, says = SHOWN[kind]
+    made = make()
+    assert says in str(made)
+    assert says in html.unescape(made._repr_html_())
+    assert displayed == []
