@@ -15,10 +15,10 @@ from keras_paragrad.engine.losses.loss_normalization import LossNormalization, w
 from keras_paragrad.engine.losses.weightings import DivisorFunction
 from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.stages import BatchSlices
-from keras_paragrad.engine.step.symbolic import build_losses
 
 
 class microbatch:  # noqa: N801  (used as a function and as a context manager, like contextlib's own)

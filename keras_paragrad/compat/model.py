@@ -1,15 +1,18 @@
-"""Queries about a model: its layers and metrics, what it overrides, and whether its `fit` is running."""
+"""Queries about a model: its layers, metrics and `trainable` flags, what it overrides, whether its `fit` is running."""
 
+import contextlib
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.optimizer import innermost_optimizer
+from keras_paragrad.compat.state import MethodPatch, patch_of, patched
 from keras_paragrad.compat.types import Batch, StepLogs
 
 # Models that have added losses of several values and none of one value.
@@ -176,3 +179,70 @@ def fit_frame(frame: types.FrameType | None, model: keras.Model | None = None) -
                 return frame
         frame = frame.f_back
     return None
+
+
+class Trainable(NamedTuple):
+    """The `trainable` flags of a model's layers, outermost first, and of its weights.
+
+    Keras reads them while a step is traced: later changes take effect with `compile` or a forced trace.
+    """
+
+    layers: list[tuple[keras.layers.Layer, bool]]
+    weights: list[tuple[keras.Variable, bool]]
+
+    @classmethod
+    def of(cls, model: keras.Model) -> "Trainable":
+        """The current flags."""
+        layers = [model, *all_layers(model)]
+        return cls(
+            [(layer, bool(layer.trainable)) for layer in layers],
+            [(weight, bool(weight.trainable)) for weight in model.weights],
+        )
+
+    @classmethod
+    def by_optimizer(cls, model: keras.Model) -> "Trainable":
+        """The flags from when the optimizer was built, with which Keras's step was traced."""
+        now = cls.of(model)
+        built_for = {id(weight) for weight in innermost_optimizer(model.optimizer)._trainable_variables}
+        if built_for == {id(weight) for weight in model.trainable_weights}:
+            return now
+        layers = [(layer, _trains(layer, built_for, flag)) for layer, flag in now.layers]
+        return cls(layers, [(weight, id(weight) in built_for) for weight, _ in now.weights])
+
+    def assign(self) -> None:
+        """Sets the flags. Setting a layer's flag also sets its sublayers', which come after it."""
+        for owner, flag in (*self.layers, *self.weights):
+            owner.trainable = flag
+
+    @property
+    def changed(self) -> bool:
+        """Whether the flags have changed since."""
+        return any(owner.trainable != flag for owner, flag in (*self.layers, *self.weights))
+
+
+def _trains(layer: keras.layers.Layer, built_for: set[int], flag: bool) -> bool:
+    weights = [weight for each in layer._flatten_layers() for weight in each._trainable_variables]
+    return any(id(weight) in built_for for weight in weights) if weights else flag
+
+
+class _TrainableAsTraced(MethodPatch):
+    def __init__(self, model: keras.Model, before: Trainable):
+        super().__init__()
+        self.before, self.now = before, Trainable.of(model)
+
+    def patch_all(self) -> None:
+        self.before.assign()
+
+    def restore(self) -> None:
+        super().restore()
+        self.now.assign()
+
+
+@contextlib.contextmanager
+def traced_as(model: keras.Model, trainable: Trainable | None) -> Generator[None]:
+    """Context in which a step is traced with the flags of an earlier trace; entered on every replica."""
+    if model.run_eagerly or trainable is None or not (patch_of(model, _TrainableAsTraced) or trainable.changed):
+        yield
+        return
+    with patched(model, lambda: _TrainableAsTraced(model, trainable)):
+        yield

@@ -16,7 +16,7 @@ from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Decisions, Options, Planner, planner_of
 from keras_paragrad.distribution.plan import Plan
-from keras_paragrad.engine.step.symbolic import check_compiled_in_scope
+from keras_paragrad.engine.step.building import check_compiled_in_scope
 from keras_paragrad.memory.estimate import Estimate, estimate_memory
 
 # The names that a user's parallelism needs.

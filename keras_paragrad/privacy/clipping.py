@@ -15,7 +15,7 @@ from keras_paragrad.compat.model import added_losses
 from keras_paragrad.compat.types import Config, GradientTensor, Structure
 from keras_paragrad.engine.probes.states import layers_storing_examples
 from keras_paragrad.engine.probes.trial import is_trial
-from keras_paragrad.engine.step.symbolic import build_by_calling
+from keras_paragrad.engine.step.building import build_by_calling
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.step import Step
 from keras_paragrad.per_example.units import units_of

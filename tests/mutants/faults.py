@@ -1138,22 +1138,22 @@ _CUSTOM_STEPS = [
     _fault(
         "a gradient that reads updated weights is computed in the phase of the update",
         "engine/custom_step/analysis.py",
-        "event.phase + by_slice",
-        "event.phase",
+        "change.phase + by_slice",
+        "change.phase",
         "custom_steps/test_custom_steps.py::test_slices[wgan]",
     ),
     _fault(
         "later phases read no weights from before an update",
-        "engine/custom_step/run.py",
+        "engine/custom_step/versions.py",
         "            copy.assign(variable.value)",
         "            copy.assign(tf.zeros_like(copy))",
         "custom_steps/test_custom_steps.py::test_slices[captions]",
     ),
     _fault(
         "a number of a slice counts as much as that of the batch",
-        "engine/custom_step/run.py",
-        "return update(values, sample_weight=share)",
-        "return update(values)",
+        "engine/losses/logs.py",
+        "            sample_weight = self.shares[replica_index()]\n",
+        "            sample_weight = None\n",
         "custom_steps/test_custom_steps.py::test_slices[autoencoder]",
     ),
     _fault(

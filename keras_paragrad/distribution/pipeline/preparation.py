@@ -28,10 +28,10 @@ from keras_paragrad.engine.pipeline.placement import (
 )
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.segments import Part, RunPart, functional_of, run_in_stages
-from keras_paragrad.engine.step.symbolic import build_losses
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.plain_text import Printable
 from keras_paragrad.storage.model_variables import build_optimizer

@@ -3,7 +3,6 @@
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -15,23 +14,16 @@ from keras_paragrad.compat.optimizer import build_optimizer, find_accumulator
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Gradients
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
-from keras_paragrad.engine.custom_step.building import build_layers_by_step
-from keras_paragrad.engine.custom_step.run import (
-    PhaseScope,
-    SlicedStep,
-    Versions,
-    changed_order,
-    current_value,
-    suspended_scope,
-    weighting_means,
-)
+from keras_paragrad.engine.custom_step.run import SlicedStep, changed_order
+from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions, make_variables, suspended_scope
 from keras_paragrad.engine.custom_step.weighting import find_weightings
 from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
-from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics
+from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics, weighting_means
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, LossNormalization
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments, weighting_of
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
+from keras_paragrad.engine.step.building import build_layers_by_step
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.step.stages import BatchSlices
 from keras_paragrad.storage.row_gradients import scale_gradient
@@ -60,8 +52,8 @@ class CustomStep:
         # Whether the step reports sums over the rows.
         self.summed = all(each.divisor is None for each in self.weightings)
         _say(model, self.analysis, self.weightings)
-        _make_variables(lambda: _build_optimizers(self.analysis))
-        self.versions = Versions(self.analysis, _make_variables)
+        make_variables(lambda: [build_optimizer(call.optimizer, call.variables) for call in self.analysis.calls])
+        self.versions = WeightVersions(self.analysis)
 
     @classmethod
     def of(
@@ -124,7 +116,7 @@ class CustomStep:
                 if end:
                     end()
             if scope:
-                scope.pass_over(call.variables)
+                scope.advance(call.variables)
 
         rows = tf.cast(replica_batch.rows, "float32")
         with (
@@ -133,9 +125,9 @@ class CustomStep:
             weighting_means(self.model, rows, summed=False),
         ):
             logs = reduce_logs(self._run_whole(batch, replica_batch, apply))
-        for state in self.analysis.states if scope else ():
-            if state.by_slice:
-                state.variable.assign(current_value(scope, state.variable))
+        for state in self.analysis.states:
+            if scope and state.by_slice:
+                state.variable.assign(scope.value_of(state.variable))
         return logs
 
     def _check_window(self) -> None:
@@ -259,20 +251,3 @@ def _say(model: keras.Model, analysis: StepAnalysis, weightings: list[Weighting]
     if message not in state.logged:
         state.logged |= {message}
         _log.info("%s", message)
-
-
-def _make_variables(make: Callable[[], Any]) -> Any:
-    """Makes variables in another thread: TensorFlow makes none while it traces a function again."""
-    strategy = tf.distribute.get_strategy()
-
-    def make_in_scope() -> Any:
-        with strategy.scope():
-            return make()
-
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(make_in_scope).result()
-
-
-def _build_optimizers(analysis: StepAnalysis) -> None:
-    for call in analysis.calls:
-        build_optimizer(call.optimizer, call.variables)

@@ -71,8 +71,8 @@ class _TrialStep:
         captured: list[list[tf.Tensor]] = []
 
         def capture(optimizer: Any, gradients: Gradients, variables: list[keras.Variable]) -> None:
-            places = self.calls[len(captured)].places
-            present: list[GradientTensor] = [gradients[place] for place in places]  # pyright: ignore
+            indices = self.calls[len(captured)].indices
+            present: list[GradientTensor] = [gradients[index] for index in indices]  # pyright: ignore
             captured.append([tf.cast(tf.convert_to_tensor(gradient), "float32") for gradient in present])
 
         scope = _TrialScope(collect_losses=True)

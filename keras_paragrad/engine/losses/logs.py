@@ -266,3 +266,33 @@ def reducing_metrics(reducer: LogReducer, outputs_scale: float, *, updates: bool
             yield
         finally:
             del replacement.reducers[replica_index()]
+
+
+class _WeightedMeans(MethodPatch):
+    """Makes a model's `Mean`s count the scalar of a slice by its share of the batch; sums are added, and count once."""
+
+    def __init__(self, model: keras.Model, summed: bool):
+        super().__init__()
+        self.model, self.summed = model, summed
+        self.shares: dict[int, tf.Tensor] = {}
+
+    def patch_all(self) -> None:
+        for metric in step_metrics(self.model):
+            if type(metric).update_state is keras.metrics.Mean.update_state:
+                self.replace(metric, "update_state", functools.partial(self._update_mean, metric.update_state))
+
+    def _update_mean(self, update: Callable[..., None], values: Scalar, sample_weight: tf.Tensor | None = None) -> None:
+        values = tf.convert_to_tensor(values)
+        if values.shape.rank == 0 and sample_weight is None:
+            sample_weight = self.shares[replica_index()]
+            if self.summed:
+                values = tf.math.divide_no_nan(values, tf.cast(sample_weight, values.dtype))
+        update(values, sample_weight=sample_weight)
+
+
+@contextlib.contextmanager
+def weighting_means(model: keras.Model, share: tf.Tensor, *, summed: bool) -> Generator[None]:
+    """Context of a slice, in which `Mean`s count scalars by the slice's share of the batch."""
+    with patched(model, lambda: _WeightedMeans(model, summed)) as means:
+        means.shares[replica_index()] = share
+        yield

@@ -18,11 +18,11 @@ from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
+from keras_paragrad.engine.step.building import build_layers_from_inputs
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.engine.step.gradient import call_in_function
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.stages import Take
-from keras_paragrad.engine.step.symbolic import build_layers_from_inputs
 from keras_paragrad.engine.step.whole_loss import evaluate_whole
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 

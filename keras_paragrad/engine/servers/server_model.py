@@ -15,8 +15,8 @@ from keras_paragrad.compat.optimizer import updating_optimizers
 from keras_paragrad.compat.state import replace_methods, restore_methods
 from keras_paragrad.compat.types import Batch, BatchIterator, Scalar, Step, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.servers.metric_states import MetricStates
+from keras_paragrad.engine.step.building import build_from_data
 from keras_paragrad.engine.step.gradient_functions import releasing
-from keras_paragrad.engine.step.symbolic import build_from_data
 
 Result = TypeVar("Result")
 

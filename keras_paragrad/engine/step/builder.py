@@ -18,18 +18,14 @@ import tensorflow as tf
 from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.data import EpochIterator
-from keras_paragrad.compat.model import fit_frame, overrides_train_step
+from keras_paragrad.compat.model import Trainable, fit_frame, overrides_train_step, traced_as
 from keras_paragrad.compat.optimizer import build_optimizer, innermost_optimizer
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.losses.sums import LossWindow
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
-from keras_paragrad.engine.step.execution import compile_steps
-from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
-from keras_paragrad.engine.step.interception import install_transform
-from keras_paragrad.engine.step.stages import Apply, Stages, save_states
-from keras_paragrad.engine.step.symbolic import (
+from keras_paragrad.engine.step.building import (
     build_from_data,
     build_losses,
     build_losses_of,
@@ -37,7 +33,11 @@ from keras_paragrad.engine.step.symbolic import (
     is_fully_built,
     losses_built,
 )
-from keras_paragrad.engine.step.train_step import Trainable, TrainStep, traced_as
+from keras_paragrad.engine.step.execution import compile_steps
+from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
+from keras_paragrad.engine.step.interception import install_transform
+from keras_paragrad.engine.step.stages import Apply, Stages, save_states
+from keras_paragrad.engine.step.train_step import TrainStep
 from keras_paragrad.engine.telemetry.train_functions import LATEST, PlanAhead, choose_train_function, compiled_functions
 from keras_paragrad.engine.telemetry.watch import Telemetry, observing_gradients, updates_each_batch, watching_updates
 from keras_paragrad.storage.storage import any_divided

@@ -1,17 +1,15 @@
 """The training step of one replica: its stages, in the order in which a step runs them."""
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import replica_count, replicas_are_local, sum_over_replicas
+from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import all_layers, check_no_row_states
-from keras_paragrad.compat.optimizer import Accumulating, find_accumulator, innermost_optimizer
-from keras_paragrad.compat.state import MethodPatch, patch_of, patched
+from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
 from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.losses.divisors import Normalizer
@@ -22,6 +20,7 @@ from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.independence import INSTEAD_OF_WINDOWS
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
+from keras_paragrad.engine.step.building import build_by_calling, build_losses, build_optimizers_outside_of_graphs
 from keras_paragrad.engine.step.gradient import (
     Gradient,
     ReplicaWeight,
@@ -32,7 +31,6 @@ from keras_paragrad.engine.step.gradient import (
 )
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Split, Stages
-from keras_paragrad.engine.step.symbolic import build_by_calling, build_losses
 from keras_paragrad.engine.step.whole_loss import gradient_of_replica
 from keras_paragrad.engine.telemetry.watch import observe_before_all_reduce
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
@@ -260,37 +258,6 @@ class TrainStep(NamedTuple):
         )
 
 
-def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.AbstractContextManager[object]:
-    """Context of a custom `train_step` in which the model's optimizers create their variables eagerly.
-
-    In a graph they would create them in a branch, which TensorFlow can't do on several devices.
-    """
-    if replica_count() == 1 or not replicas_are_local() or tf.executing_eagerly():
-        return contextlib.nullcontext()
-    return patched(model, lambda: _EagerBuild(model))
-
-
-class _EagerBuild(MethodPatch):
-    def __init__(self, model: keras.Model):
-        super().__init__()
-        values = keras.tree.flatten([value for name, value in vars(model).items() if not name.startswith("_")])
-        self.optimizers = [each for each in values if isinstance(each, keras.optimizers.Optimizer) and not each.built]
-
-    def patch_all(self) -> None:
-        for optimizer in self.optimizers:
-            self.replace(optimizer, "build", _build_eagerly(optimizer.build))
-
-
-def _build_eagerly(build: Callable[..., None]) -> Callable[..., None]:
-    """An optimizer's `build` that creates its variables outside of the traced graph."""
-
-    def build_in_init_scope(variables: Sequence[keras.Variable]) -> None:
-        with tf.init_scope():
-            build(variables)
-
-    return build_in_init_scope
-
-
 def _check_rows(model: keras.Model, data: Batch, gradients: Gradients) -> None:
     """Refuses sparse gradients in eager mode: only a graph shows whether a replica has summed the rows."""
     sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in keras.tree.flatten(data))
@@ -300,72 +267,3 @@ def _check_rows(model: keras.Model, data: Batch, gradients: Gradients) -> None:
             f"{model.name} has sparse inputs, and run_eagerly=True hides whether a replica has summed the gradients of "
             "a row. Write model.compile(..., run_eagerly=False), or run eagerly on one device: DistributedFit('none')."
         )
-
-
-class Trainable(NamedTuple):
-    """The `trainable` flags of a model's layers, outermost first, and of its weights.
-
-    Keras reads them while a step is traced: later changes take effect with `compile` or a forced trace.
-    """
-
-    layers: list[tuple[keras.layers.Layer, bool]]
-    weights: list[tuple[keras.Variable, bool]]
-
-    @classmethod
-    def of(cls, model: keras.Model) -> "Trainable":
-        """The current flags."""
-        layers = [model, *all_layers(model)]
-        return cls(
-            [(layer, bool(layer.trainable)) for layer in layers],
-            [(weight, bool(weight.trainable)) for weight in model.weights],
-        )
-
-    @classmethod
-    def by_optimizer(cls, model: keras.Model) -> "Trainable":
-        """The flags from when the optimizer was built, with which Keras's step was traced."""
-        now, built_for = (
-            cls.of(model),
-            {id(weight) for weight in innermost_optimizer(model.optimizer)._trainable_variables},
-        )
-        if built_for == {id(weight) for weight in model.trainable_weights}:
-            return now
-        layers = [(layer, _trains(layer, built_for, flag)) for layer, flag in now.layers]
-        return cls(layers, [(weight, id(weight) in built_for) for weight, _ in now.weights])
-
-    def assign(self) -> None:
-        """Sets the flags. Setting a layer's flag also sets its sublayers', which come after it."""
-        for owner, flag in (*self.layers, *self.weights):
-            owner.trainable = flag
-
-    @property
-    def changed(self) -> bool:
-        """Whether the flags have changed since."""
-        return any(owner.trainable != flag for owner, flag in (*self.layers, *self.weights))
-
-
-def _trains(layer: keras.layers.Layer, built_for: set[int], flag: bool) -> bool:
-    weights = [weight for each in layer._flatten_layers() for weight in each._trainable_variables]
-    return any(id(weight) in built_for for weight in weights) if weights else flag
-
-
-class _TrainableAsTraced(MethodPatch):
-    def __init__(self, model: keras.Model, before: Trainable):
-        super().__init__()
-        self.before, self.now = before, Trainable.of(model)
-
-    def patch_all(self) -> None:
-        self.before.assign()
-
-    def restore(self) -> None:
-        super().restore()
-        self.now.assign()
-
-
-@contextlib.contextmanager
-def traced_as(model: keras.Model, trainable: Trainable | None) -> Generator[None]:
-    """Context in which a step is traced with the flags of an earlier trace; entered on every replica."""
-    if model.run_eagerly or trainable is None or not (patch_of(model, _TrainableAsTraced) or trainable.changed):
-        yield
-        return
-    with patched(model, lambda: _TrainableAsTraced(model, trainable)):
-        yield

@@ -1,5 +1,8 @@
-"""Builds models, losses and metrics from the shapes of data, before the first step, and checks how they were built."""
+"""Builds models, losses, metrics and optimizers outside of the graphs of steps, and checks how they were built."""
 
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import keras
@@ -7,15 +10,19 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
 from keras.src.backend.common.symbolic_scope import SymbolicScope
+from keras.src.backend.common.variables import Variable
 from keras.src.utils.python_utils import is_default
 from tensorflow.python.framework.func_graph import FuncGraph
 
+from keras_paragrad.compat.collectives import replica_count, replicas_are_local
 from keras_paragrad.compat.data import EpochIterator, first_batch, loses_prefetched_batches
-from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step
+from keras_paragrad.compat.model import all_layers, overrides_compute_loss, overrides_train_step, train_step_of
 from keras_paragrad.compat.optimizer import nested_optimizers
+from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Specs
-from keras_paragrad.engine.custom_step.building import build_layers_by_step
+from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
 from keras_paragrad.engine.probes.untouched import untouched
+from keras_paragrad.engine.step.interception import capturing_applies
 
 _MIRRORED = (
     tf.distribute.MirroredStrategy,
@@ -68,6 +75,43 @@ def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, d
             if not overrides_train_step(model):
                 raise
             build_layers_by_step(model, keras.tree.map_structure(of_any_size, data_batch))
+
+
+def build_layers_by_step(model: keras.Model, data: Batch) -> None:
+    """Builds a model's layers and metrics by running its `train_step` on two synthetic rows, without any update.
+
+    Args:
+        model: A model whose `train_step` is its own.
+        data: Tensors, or `keras.KerasTensor`, with the shapes and dtypes of a batch.
+    """
+    # Compiled losses and metrics create theirs when they are first called.
+    compiled = [each for each in (model._compile_loss, model._compile_metrics) if each is not None]
+    if all(each.built for each in (*all_layers(model), *compiled)):
+        return
+    strategy = model.distribute_strategy
+    specs = keras.tree.map_structure(_spec, data)
+
+    def build(size: int) -> None:
+        rows = synthetic_rows(specs, 2, seed=0, size=size)
+        with strategy.scope(), capturing_applies(lambda *call: None), _without_assignments():
+            train_step_of(model)(rows)
+
+    run_trial(build, *SIZES, otherwise=None, question="which weights train_step makes")
+
+
+def _spec(tensor: Any) -> Any:
+    return None if tensor is None else tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype)
+
+
+@contextlib.contextmanager
+def _without_assignments() -> Generator[None]:
+    """Context in which Keras's variables are made, and not assigned."""
+    assign = Variable.assign
+    Variable.assign = lambda variable, value: variable
+    try:
+        yield
+    finally:
+        Variable.assign = assign
 
 
 def build_layers_from_inputs(model: keras.Model, data_batch: Batch) -> None:
@@ -162,3 +206,29 @@ def check_compiled_in_scope(model: keras.Model) -> None:
             "on one device. Write `with dist.scope(): model.compile(...)`, and create the optimizer and metrics there "
             "as well, also in a callback."
         )
+
+
+def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.AbstractContextManager[object]:
+    """Context of a custom `train_step` in which the model's optimizers create their variables eagerly.
+
+    In a graph, they would create them in a branch, which TensorFlow can't do on several devices.
+    """
+    if replica_count() == 1 or not replicas_are_local() or tf.executing_eagerly():
+        return contextlib.nullcontext()
+    return patched(model, lambda: _EagerBuild(model))
+
+
+class _EagerBuild(MethodPatch):
+    def __init__(self, model: keras.Model):
+        super().__init__()
+        values = keras.tree.flatten([value for name, value in vars(model).items() if not name.startswith("_")])
+        self.optimizers = [each for each in values if isinstance(each, keras.optimizers.Optimizer) and not each.built]
+
+    def patch_all(self) -> None:
+        for optimizer in self.optimizers:
+            self.replace(optimizer, "build", functools.partial(_build_eagerly, optimizer.build))
+
+
+def _build_eagerly(build: Callable[..., None], variables: Sequence[keras.Variable]) -> None:
+    with tf.init_scope():
+        build(variables)

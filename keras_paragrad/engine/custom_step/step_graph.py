@@ -1,0 +1,191 @@
+"""Traces a model's own `train_step` into a graph that never runs, and finds what its values are computed from."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import keras
+import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
+
+from keras_paragrad.compat.model import all_variables, step_metrics, train_step_of
+from keras_paragrad.compat.types import Batch, Gradients
+from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
+from keras_paragrad.engine.probes.trial import is_seed
+from keras_paragrad.engine.probes.untouched import untouched
+from keras_paragrad.engine.step.interception import capturing_applies
+
+# The operations that write to a variable begin with one of these; the scope records Keras's own assignments.
+_WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
+# The operations that draw random numbers contain one of these; the last two are of `tf.random.Generator`.
+_RANDOM = ("Random", "Multinomial", "StatefulStandard", "StatefulUniform")
+
+
+class CapturedApply(NamedTuple):
+    """A captured call of `optimizer.apply`.
+
+    Attributes:
+        optimizer: The optimizer.
+        variables: The variables that it was called with.
+        gradients: A gradient for each of them, or `None`.
+        position: The number of operations before the call.
+    """
+
+    optimizer: keras.optimizers.Optimizer
+    variables: list[keras.Variable]
+    gradients: Gradients
+    position: int
+
+    @property
+    def updated(self) -> list[keras.Variable]:
+        """The variables that the call updates: the given ones, and the optimizer's counters and slots."""
+        rate = getattr(self.optimizer, "_learning_rate", None)
+        return [*self.variables, *(each for each in self.optimizer.variables if each is not rate)]
+
+
+class Sources(NamedTuple):
+    """What tensors are computed from.
+
+    Attributes:
+        reads: The reads of variables: pairs of a variable's id and the read's position.
+        by_slice: Whether the tensors depend on the batch's rows, or on random numbers.
+    """
+
+    reads: set[tuple[int, int]]
+    by_slice: bool
+
+
+class StepGraph:
+    """The graph of a model's own `train_step`. A position is a number of operations.
+
+    Args:
+        model: A built model.
+        data: Tensors with the shapes and dtypes of a slice.
+
+    Attributes:
+        applies: The calls of `apply`, in order.
+        logs: The values that the step returns, flat.
+        values: The last value that each variable of the model is assigned, by the variable's id.
+        assigned_at: The positions of the assignments of each variable, by its id.
+        variables: The variables of the model and of the optimizers, by id.
+        weights: The ids of the trainable variables that are updated or assigned.
+        metrics: The ids of the variables of metrics.
+        seeds: The ids of the states of random seeds.
+
+    Raises:
+        IndivisibleError: The step does what can't be divided.
+    """
+
+    def __init__(self, model: keras.Model, data: Batch):
+        self.model, self._graph = model, FuncGraph("custom_step")
+        self.applies: list[CapturedApply] = []
+        scope, model_variables = _RecordingScope(self._graph), all_variables(model)
+        with self._graph.as_default(), untouched(model, scope), capturing_applies(self._capture):
+            batch = keras.tree.map_structure(_placeholder, data)
+            self.logs = keras.tree.flatten(train_step_of(model)(batch))
+        self.values, self.assigned_at = scope.values, scope.positions
+        self._position = {operation: index for index, operation in enumerate(self._graph.get_operations())}
+        self._batch = {tensor.op for tensor in keras.tree.flatten(batch) if tensor is not None}
+        self.weights = {id(variable) for each in self.applies for variable in each.variables}
+        self.weights |= {id(each) for each in model_variables if each.trainable and id(each) in self.values}
+        updated = [variable for each in self.applies for variable in each.updated]
+        self.variables = {id(each): each for each in (*model_variables, *updated)}
+        self.seeds = {id(each) for each in model_variables if is_seed(each)}
+        self.metrics = {id(variable) for metric in step_metrics(model) for variable in metric.variables}
+        handles = {id(each.value.handle): id(each) for each in self.variables.values()}
+        # The variable that each captured handle belongs to; other resources, such as tables, are no variables.
+        self._captured: dict[tf.Operation, int | None] = {
+            inner.op: handles.get(id(outer)) for outer, inner in self._graph.captures if inner.dtype == tf.resource
+        }
+        self._check({id(each) for each in model_variables})
+
+    def _capture(
+        self, optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
+    ) -> None:
+        tensors = [getattr(gradient, "values", gradient) for gradient in gradients if gradient is not None]
+        if any(getattr(tensor, "graph", self._graph) is not self._graph for tensor in tensors):
+            raise self.refusal(
+                f"calls {optimizer.name!r} within a tf.function, a tf.cond or a loop of TensorFlow's, where its "
+                "gradients can't be combined with others. Call it in train_step itself, and write Python's if and for "
+                "around it",
+                ends="",
+            )
+        self.applies.append(CapturedApply(optimizer, variables, gradients, len(self._graph.get_operations())))
+
+    def _check(self, model_variables: set[int]) -> None:
+        """Refuses assignments that each slice would repeat, and a step without an update."""
+        if self.values.keys() - model_variables:
+            raise self.refusal(
+                "assigns a keras.Variable that isn't the model's, so its batches can't be divided. Make it an "
+                "attribute of the model",
+                ends="",
+            )
+        definition = self._graph.as_graph_def()
+        for node in (*definition.node, *(node for each in definition.library.function for node in each.node_def)):
+            if node.op.startswith(_WRITES):
+                raise self.refusal(
+                    f"assigns a tf.Variable (by {node.op}), which each part of a batch would do. Keep the value "
+                    "in a keras.Variable of the model, from self.add_weight(..., trainable=False)",
+                    ends="",
+                )
+        if not self.applies:
+            raise self.refusal("doesn't call apply or apply_gradients of an optimizer")
+
+    def refusal(self, does: str, ends: str = ", so its batches can't be divided") -> IndivisibleError:
+        """The error for a step that can't be divided."""
+        return IndivisibleError(f"The train_step of {type(self.model).__name__} {does}{ends}.")
+
+    def sources(self, values: Iterable[object]) -> Sources:
+        """What values are computed from; those that aren't of the graph are constants."""
+        pending = [operation for value in values for operation in _operations_of(value)]
+        pending = [operation for operation in pending if operation.graph is self._graph]
+        visited, reads, by_slice = set(), set(), False
+        while pending:
+            operation = pending.pop()
+            if operation in visited:
+                continue
+            visited.add(operation)
+            by_slice = by_slice or operation in self._batch or any(word in operation.type for word in _RANDOM)
+            for tensor in operation.inputs:
+                variable = self._captured.get(tensor.op)
+                if variable is not None:
+                    reads.add((variable, self._position[operation]))
+                    by_slice = by_slice or variable in self.seeds
+                pending.append(tensor.op)
+        return Sources(reads, by_slice)
+
+
+class _RecordingScope(keras.StatelessScope):
+    """Records the last value that each variable is assigned, and the position of each assignment."""
+
+    def __init__(self, graph: FuncGraph):
+        super().__init__(collect_losses=True)
+        self._graph = graph
+        self.values: dict[int, object] = {}
+        self.positions: dict[int, list[int]] = {}
+
+    def add_update(self, update: tuple[keras.Variable, object]) -> None:
+        """Assigns a variable. Trainable ones keep their values, so that a tape watches them when they are read."""
+        variable, value = update
+        if not variable.trainable:
+            super().add_update(update)
+        self.values[id(variable)] = value
+        self.positions.setdefault(id(variable), []).append(len(self._graph.get_operations()))
+
+
+def _placeholder(tensor: object) -> tf.Tensor | None:
+    if tensor is None:
+        return None
+    if not isinstance(tensor, (tf.Tensor, tf.TensorSpec)):
+        raise IndivisibleError(
+            f"Its train_step takes a {type(tensor).__name__}, and only dense tensors can be divided. Give fit() dense "
+            "tensors."
+        )
+    return tf.compat.v1.placeholder(tensor.dtype, tensor.shape)
+
+
+def _operations_of(value: object) -> list[tf.Operation]:
+    """The operations that compute a value."""
+    if isinstance(value, tf.IndexedSlices):
+        return [value.values.op, value.indices.op]
+    tensor: object = value.value if isinstance(value, keras.Variable) else value  # pyright: ignore
+    return [tensor.op] if isinstance(tensor, tf.Tensor) and hasattr(tensor, "op") else []

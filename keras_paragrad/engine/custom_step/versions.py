@@ -1,0 +1,143 @@
+"""The versions of weights that the phases of a model's own `train_step` read, and the scope in which a phase runs."""
+
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeVar
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
+
+from keras_paragrad.engine.custom_step.analysis import StepAnalysis
+
+Made = TypeVar("Made")
+
+
+class WeightVersions:
+    """Copies of weights from before an update, for later phases that read the old value.
+
+    Args:
+        analysis: What the step does.
+    """
+
+    def __init__(self, analysis: StepAnalysis):
+        self.analysis = analysis
+        versions = sorted(set().union(*analysis.versions))
+        self._copies = make_variables(lambda: {version: self._make_copy(version[0]) for version in versions})
+
+    def _make_copy(self, key: int) -> tf.Variable:
+        # A variable, as the tape of a step watches reads of variables.
+        weight = self.analysis.weights[key]
+        return tf.Variable(tf.zeros(weight.shape, weight.dtype))
+
+    def save(self, variable: keras.Variable, version: int) -> None:
+        """Copies a weight before it changes, if a later phase reads this version."""
+        copy = self._copies.get((id(variable), version))
+        if copy is not None:
+            copy.assign(variable.value)
+
+    def of_phase(self, key: int, version: int, phase: int) -> tf.Variable | None:
+        """The copy that a phase reads in place of a weight; `None` if it reads the weight."""
+        return self._copies[key, version] if (key, version) in self.analysis.versions[phase] else None
+
+
+class PhaseScope(keras.StatelessScope):
+    """The scope of one slice in a phase: holds what the step assigns, but for weights, which the last slice changes.
+
+    A weight has the value of the version that the step on the whole batch would read.
+
+    Args:
+        states: The variables that are carried from slice to slice, with their values.
+        versions: The versions of weights.
+        phase: The phase.
+        last: Whether it is the last slice.
+    """
+
+    def __init__(
+        self, states: list[tuple[keras.Variable, tf.Tensor]], versions: WeightVersions, phase: int, *, last: bool
+    ):
+        # Otherwise, losses that layers add would be dropped.
+        super().__init__(states, collect_losses=True)
+        self._versions, self._phase, self._last = versions, phase, last
+        self._changes = versions.analysis.changes
+        # How many changes of each weight the step has made so far.
+        self._version = dict.fromkeys(self._changes, 0)
+        for key in self._changes:
+            self._map_to_version(key)
+
+    def change(
+        self,
+        variables: Sequence[keras.Variable],
+        update: Callable[[], object],
+        released: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Runs the update of an optimizer's call if this slice makes it, and advances to the next version.
+
+        Args:
+            variables: The weights that the optimizer was called with.
+            update: Collects the gradients, and in the last slice updates the weights.
+            released: A context in which `apply` isn't captured.
+        """
+        phases = {self._changes[id(each)][self._version[id(each)]].phase for each in variables}
+        if phases == {self._phase} and self._last:
+            for each in variables:
+                self._versions.save(each, self._version[id(each)])
+            with released(), suspended_scope():
+                update()
+        elif self._phase in phases:
+            update()
+        self.advance(variables)
+
+    def advance(self, variables: Sequence[keras.Variable]) -> None:
+        """Advances to the next version of weights."""
+        for each in variables:
+            self._version[id(each)] += 1
+            self._map_to_version(id(each))
+
+    def add_update(self, update: tuple[keras.Variable, object]) -> None:
+        """Assigns a variable."""
+        variable, value = update
+        key = id(variable)
+        if key not in self._changes:
+            super().add_update(update)
+            return
+        if self._changes[key][self._version[key]].phase == self._phase and self._last:
+            self._versions.save(variable, self._version[key])
+            with suspended_scope():
+                variable.assign(value)
+        self.advance([variable])
+
+    def _map_to_version(self, key: int) -> None:
+        copy = self._versions.of_phase(key, self._version[key], self._phase)
+        if copy is None:
+            self.state_mapping.pop(key, None)
+        else:
+            self.state_mapping[key] = copy
+
+    def value_of(self, variable: keras.Variable) -> tf.Tensor:
+        """A variable's value in the scope, with its static shape."""
+        return tf.ensure_shape(tf.convert_to_tensor(self.get_current_value(variable)), variable.shape)
+
+
+@contextmanager
+def suspended_scope() -> Generator[None]:
+    """Context within a stateless scope in which Keras's variables are read and assigned."""
+    scope = get_global_attribute("stateless_scope")
+    set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        set_global_attribute("stateless_scope", scope)
+
+
+def make_variables(make: Callable[[], Made]) -> Made:
+    """Makes variables in another thread: TensorFlow makes none while it traces a function again."""
+    strategy = tf.distribute.get_strategy()
+
+    def make_in_scope() -> Made:
+        with strategy.scope():
+            return make()
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make_in_scope).result()
