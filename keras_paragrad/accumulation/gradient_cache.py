@@ -1,7 +1,7 @@
-"""Slices of a batch whose loss compares examples: all outputs, then their loss, then each slice's backward pass."""
+"""Gradient caching: slices of a batch whose loss compares examples run forward, and again forward and backward."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import keras
 import tensorflow as tf
@@ -13,14 +13,16 @@ from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_loop
 from keras_paragrad.engine.step.whole_loss import OutputForm, backward, forward, gradient_of_batch, trace, whole_loss
 
-# Variables that a forward pass assigns to, with their values after it.
-_State = Sequence[tuple[keras.Variable, Any]]
+# The variables that a forward pass assigns, with their new values.
+_State = Sequence[tuple[keras.Variable, tf.Tensor]]
+_Inputs = TypeVar("_Inputs")
+_Outputs = TypeVar("_Outputs")
 
 
 class GradientCache:
-    """Computes a batch's gradient in slices, each of which runs twice: for its outputs, and with their gradient.
+    """Computes a batch's gradient in slices, each of which runs twice: for its outputs, and for the gradient.
 
-    The first run assigns to nothing, so the second draws the same random numbers, and states change once.
+    The first run assigns no variable, so the second draws the same random numbers, and states change once.
 
     Args:
         context: The context of the batch.
@@ -37,14 +39,14 @@ class GradientCache:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         static = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None).shape[0]
         rows = rows_of(x) if static is None else static
-        # The slices in the loop. The last one has its own graph, unless it is known to be as large.
+        # The number of slices in the loop. The last slice has a graph of its own, unless it is known to be as large.
         in_loop = -(-rows // self.size) - 1 if static is None else rows // self.size
         has_rest = static is None or static % self.size
         last = rows_at(x, in_loop * self.size, rows - in_loop * self.size) if has_rest else None
         tensors = (self._eager_outputs if tf.executing_eagerly() else self._outputs)(x, in_loop, last)
         whole = whole_loss(self.context, data, tensors, self._forms[-1])
 
-        def add(index: Any, total: list[Any]) -> Any:
+        def add(index: tf.Tensor, total: Gradients) -> tuple[tf.Tensor, Gradients]:
             first = index * self.size
             cotangents = rows_at(whole.cotangents, first, self.size)
             return index + 1, self._add(total, rows_at(x, first, self.size), cotangents, in_loop=True)
@@ -55,17 +57,19 @@ class GradientCache:
             first = in_loop * self.size
             total = self._add(total, last, rows_at(whole.cotangents, first, rows - first))
         total = self.sums.add_gradients(self.context.replica_batch.gradients(total), whole.gradients)
-        # All of them before any weight is updated: in graphs that TensorFlow optimized, the backward pass of the last
-        # slice was seen to read an updated one.
+        # Before any weight is updated: in optimized graphs, the backward pass of the last slice may otherwise read an
+        # updated one.
         gradients = tf.tuple(self.sums.present_gradients(total))
         return gradient_of_batch(self.context, data, gradients, whole)
 
-    def _outputs(self, x: Structure, in_loop: Any, last: Structure) -> list[tf.Tensor]:
-        """The tensors of `forward` for the whole batch."""
+    def _outputs(self, x: Structure, in_loop: tf.Tensor | int, last: Structure) -> list[tf.Tensor]:
+        """The tensors of `forward` for the whole batch; `last` is the slice after those in the loop, if any."""
         specs, assigned = self._trace(rows_at(x, 0, self.size))
         arrays = [tf.TensorArray(each.dtype, in_loop, element_shape=each.shape) for each in specs]
 
-        def add(index: Any, values: list[Any], arrays: list[Any]) -> Any:
+        def add(
+            index: tf.Tensor, values: list[tf.Tensor], arrays: list[tf.TensorArray]
+        ) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.TensorArray]]:
             part = rows_at(x, index * self.size, self.size)
             tensors, state = self._forward(part, list(zip(assigned, values, strict=True)), in_loop=True)
             arrays = [array.write(index, tensor) for array, tensor in zip(arrays, tensors, strict=True)]
@@ -77,16 +81,16 @@ class GradientCache:
             return [_join(array.stack()) for array in arrays]
         tensors, _ = self._forward(last, list(zip(assigned, values, strict=True)))
 
-        def all_rows(array: Any, spec: tf.TensorSpec, tensor: tf.Tensor) -> tf.Tensor:
+        def all_rows(array: tf.TensorArray, spec: tf.TensorSpec, tensor: tf.Tensor) -> tf.Tensor:
             if spec.shape.is_fully_defined():
                 return tf.concat([_join(array.stack()), tensor], 0)
-            # An array without elements knows no shape.
+            # The shape of an empty array's elements is unknown.
             nothing = tf.zeros(tf.concat([[in_loop, self.size], tf.shape(tensor)[1:]], 0), tensor.dtype)
             return tf.concat([_join(tf.cond(in_loop > 0, array.stack, lambda: nothing)), tensor], 0)
 
         return [all_rows(*each) for each in zip(arrays, specs, tensors, strict=True)]
 
-    def _eager_outputs(self, x: Structure, in_loop: Any, last: Structure) -> list[tf.Tensor]:
+    def _eager_outputs(self, x: Structure, in_loop: tf.Tensor | int, last: Structure) -> list[tf.Tensor]:
         slices = [rows_at(x, index * self.size, self.size) for index in range(int(in_loop))]
         parts, state = [], []
         for each in slices if last is None else [*slices, last]:
@@ -95,12 +99,12 @@ class GradientCache:
         return [tf.concat(each, 0) for each in zip(*parts, strict=True)]
 
     def _trace(self, x: Structure) -> tuple[list[tf.TensorSpec], list[keras.Variable]]:
-        """The tensors of a slice, and the variables that its forward pass assigns to."""
+        """The specs of a slice's tensors, and the variables that its forward pass assigns."""
         tensors, state = trace(self.model, lambda: self._forward(x, []))
         return [tf.TensorSpec(each.shape, each.dtype) for each in tensors], [variable for variable, _ in state]
 
     def _forward(self, x: Structure, state: _State, *, in_loop: bool = False) -> tuple[list[tf.Tensor], _State]:
-        """A first run of a slice, from a state; returns its tensors, and the state after it."""
+        """Runs a slice for the first time, from a state; returns its tensors and the new state."""
         assigned: list[keras.Variable] = []
 
         def run(x: Structure) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -115,19 +119,22 @@ class GradientCache:
         tensors, values = self._call(run, x, in_loop=in_loop)
         return tensors, list(zip(assigned, values, strict=True))
 
-    def _add(self, total: Gradients, x: Structure, cotangents: Structure, *, in_loop: bool = False) -> list[Any]:
-        """Adds the gradient of a second run of a slice."""
+    def _add(
+        self, total: Gradients, x: Structure, cotangents: list[tf.Tensor | None], *, in_loop: bool = False
+    ) -> Gradients:
+        """Runs a slice for the second time, and adds its gradient."""
         gradients = self._call(lambda inputs: backward(self.model, *inputs), (x, cotangents), in_loop=in_loop)
         return self.sums.add_gradients(total, gradients)
 
-    def _call(self, run: Any, inputs: Any, *, in_loop: bool) -> Any:
+    def _call(self, run: Callable[[_Inputs], _Outputs], inputs: _Inputs, *, in_loop: bool) -> _Outputs:
+        """Runs a slice, in a function of its own if XLA compiles it or if that is faster in a loop."""
         if self.context.by_xla or (in_loop and is_slower_in_loop(self.model)):
             return call_in_function(run, inputs, by_xla=self.context.by_xla)
         return run(inputs)
 
 
 def _join(stacked: tf.Tensor) -> tf.Tensor:
-    """Rows of the slices `(slices, size, ...)`, in order."""
+    """Reshapes `(slices, size, ...)` to `(slices * size, ...)`."""
     shape = tf.shape(stacked)
     joined = tf.reshape(stacked, tf.concat([[shape[0] * shape[1]], shape[2:]], 0))
     return tf.ensure_shape(joined, [None, *stacked.shape[2:]])

@@ -1,6 +1,6 @@
 """Combines the gradients of slices into that of the batch."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
@@ -11,6 +11,8 @@ from keras_paragrad.engine.losses.sums import zero_sums
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, gradient_of
 from keras_paragrad.storage.row_gradients import accumulate_gradient, scale_gradient, sum_dtype
+
+Data = TypeVar("Data")
 
 
 class RunningSums(NamedTuple):
@@ -119,7 +121,7 @@ class SliceSums:
         return self.last.of_all(gradients, tf.convert_to_tensor(rows), divisor, total.losses)
 
 
-def rows_at(data: Batch, first: tf.Tensor | int, count: tf.Tensor | int, *, in_bounds: bool = False) -> Batch:
+def rows_at(data: Data, first: tf.Tensor | int, count: tf.Tensor | int, *, in_bounds: bool = False) -> Data:
     """Consecutive rows of every tensor in a batch.
 
     Args:

@@ -1,9 +1,8 @@
-"""Runs a model's own `train_step` exactly: in slices, on replicas, and on the micro-batches of a window."""
+"""`CustomStep`: runs a model's own `train_step` exactly, in slices, on replicas or on the micro-batches of a window."""
 
 import contextlib
 import logging
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -12,7 +11,7 @@ from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.model import train_step_of
 from keras_paragrad.compat.optimizer import build_optimizer, find_accumulator
 from keras_paragrad.compat.state import state_of
-from keras_paragrad.compat.types import Batch, Gradients
+from keras_paragrad.compat.types import Batch, Gradients, StepLogs
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
 from keras_paragrad.engine.custom_step.run import SlicedStep, changed_order
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions, make_variables, suspended_scope
@@ -32,12 +31,12 @@ _log = logging.getLogger("keras_paragrad")
 
 
 class CustomStep:
-    """A model's own `train_step`, as it was analyzed for data of one signature and one weighting.
+    """A model's own `train_step`, analyzed for one signature of the data and one weighting.
 
     Args:
         model: A built model.
         data: Tensors with the shapes and dtypes of a batch or a slice.
-        normalize: Says what the losses are divided by, or that it is to be found.
+        normalize: States what the losses are divided by; with the weighting `"auto"`, a trial finds it.
 
     Raises:
         IndivisibleError: The step can't be divided.
@@ -51,22 +50,22 @@ class CustomStep:
         self.weightings = find_weightings(model, self.analysis, data, _stated(normalize))
         # Whether the step reports sums over the rows.
         self.summed = all(each.divisor is None for each in self.weightings)
-        _say(model, self.analysis, self.weightings)
+        _log_weightings(model, self.analysis, self.weightings)
         make_variables(lambda: [build_optimizer(call.optimizer, call.variables) for call in self.analysis.calls])
         self.versions = WeightVersions(self.analysis)
 
     @classmethod
     def of(
-        cls, known: list["CustomStep"], model: keras.Model, data: Batch, normalize: LossNormalization
+        cls, analyzed: list["CustomStep"], model: keras.Model, data: Batch, normalize: LossNormalization
     ) -> "CustomStep":
-        """The step for such data: one of the known ones, or a new one, which joins them."""
-        step = next((each for each in known if each.signature == _signature(data, normalize)), None)
+        """The analyzed step for such data, or a new one, which is appended."""
+        step = next((each for each in analyzed if each.signature == _signature(data, normalize)), None)
         if step is None:
             step = cls(model, data, normalize)
-            known.append(step)
+            analyzed.append(step)
         return step
 
-    def run_in_slices(self, slices: BatchSlices, batch: Batch, replica_batch: ReplicaBatch) -> Any:
+    def run_in_slices(self, slices: BatchSlices, batch: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the step on the slices of a batch or replica batch, and returns its logs."""
         weights = _BatchWeights(batch, replica_batch, self.weightings)
 
@@ -83,12 +82,12 @@ class CustomStep:
         with without_replica_division(in_logs=True):
             logs = sliced.run(slices, lambda: self._reducing_results(batch, replica_batch), replica_batch.nonempty)
         flat = keras.tree.flatten(logs)
-        places = [place for place, log in enumerate(self.analysis.logs) if log and log.by_slice]
-        for place, total in zip(places, sum_over_replicas([flat[place] for place in places]), strict=True):
-            flat[place] = total
+        averaged = [index for index, log in enumerate(self.analysis.logs) if log and log.by_slice]
+        for index, total in zip(averaged, sum_over_replicas([flat[index] for index in averaged]), strict=True):
+            flat[index] = total
         return keras.tree.pack_sequence_as(logs, flat)
 
-    def run_on_replica(self, data: Batch, replica_batch: ReplicaBatch) -> Any:
+    def run_on_replica(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the step on a replica batch, and returns the logs of the whole batch."""
         batch = replica_batch.filled(data)
         reducer = LogReducer(self.model, batch, replica_batch, None, (), summed=self.summed)
@@ -97,14 +96,14 @@ class CustomStep:
         reducer.discard_filler()
         return logs
 
-    def run_micro_batch(self, data: Batch, replica_batch: ReplicaBatch, end: Callable[[], None] | None) -> Any:
+    def run_micro_batch(self, data: Batch, replica_batch: ReplicaBatch, end: Callable[[], None] | None) -> StepLogs:
         """Runs the step on a micro-batch of a window, and returns its logs.
 
         Args:
             data: The micro-batch, or a replica's part of it.
-            replica_batch: That part.
-            end: Updates the weights at the end of a window; `None` before it. Then only the states change that each
-                slice of a batch would change.
+            replica_batch: Its rows.
+            end: Updates the weights at the end of a window, or `None` before the end: then no state changes but those
+                that each slice of a batch changes.
         """
         self._check_window()
         batch = replica_batch.filled(data)
@@ -120,7 +119,7 @@ class CustomStep:
 
         rows = tf.cast(replica_batch.rows, "float32")
         with (
-            self._on_one_replica(batch, replica_batch) as reduce_logs,
+            self._reducing_logs(batch, replica_batch) as reduce_logs,
             scope or contextlib.nullcontext(),
             weighting_means(self.model, rows, summed=False),
         ):
@@ -147,8 +146,8 @@ class CustomStep:
             )
 
     @contextlib.contextmanager
-    def _on_one_replica(self, batch: Batch, replica_batch: ReplicaBatch) -> Generator[Callable[[Any], Any]]:
-        """Context in which metrics show the results of all replicas; yields what reduces the other logs."""
+    def _reducing_logs(self, batch: Batch, replica_batch: ReplicaBatch) -> Generator[Callable[[StepLogs], StepLogs]]:
+        """Context in which metrics return the results of all replicas; yields a function that reduces other logs."""
         if replica_count() == 1:
             yield lambda logs: logs
             return
@@ -162,18 +161,20 @@ class CustomStep:
         batch: Batch,
         replica_batch: ReplicaBatch,
         apply: Callable[[ApplyCall, Callable[[], None]], None] = lambda call, update: update(),
-    ) -> Any:
-        """Runs the step, and updates with the gradients of all replicas where it calls its optimizers.
+    ) -> StepLogs:
+        """Runs the step undivided, and updates with the gradients of all replicas where it calls its optimizers.
 
         Args:
             batch: The batch, or a replica's part of it.
-            replica_batch: That part.
-            apply: Gets each call of an optimizer, and what it does.
+            replica_batch: Its rows.
+            apply: Gets each call of an optimizer, and a function that updates its variables.
         """
         weights = _BatchWeights(batch, replica_batch, self.weightings)
         pairs = iter(zip(self.analysis.calls, self.weightings, strict=True))
 
-        def capture(optimizer: Any, gradients: Gradients, variables: list[keras.Variable]) -> None:
+        def capture(
+            optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
+        ) -> None:
             call, weighting = next(pairs)
             if optimizer is not call.optimizer:
                 raise changed_order(self.model)
@@ -191,18 +192,18 @@ class CustomStep:
 
 
 class _BatchWeights:
-    """The weights of a batch, in the batch of all replicas."""
+    """The weights of a replica batch and its slices in the batch of all replicas."""
 
     def __init__(self, batch: Batch, replica_batch: ReplicaBatch, weightings: Sequence[Weighting]):
         self.batch, self.replica_batch = batch, replica_batch
         divided = {each.name: each for each in (WEIGHTINGS["examples"], *weightings) if each.divisor}
-        # Here, as TensorFlow can't run collectives in a loop over slices.
+        # Not in `share`: TensorFlow can't run collectives in a loop over slices.
         totals = sum_over_replicas([self.divisor(each, batch) for each in divided.values()])
         self._totals = dict(zip(divided, totals, strict=True))
 
     def divisor(self, weighting: Weighting, rows: Batch) -> tf.Tensor:
-        """The divisor of some rows: zero on a replica that has none."""
-        assert weighting.divisor, "sums have none"
+        """The divisor of some rows: zero on a replica without rows."""
+        assert weighting.divisor, "sums are not divided"
         return self.replica_batch.weight(weighting.divisor(step_arguments(rows)))
 
     def share(self, weighting: Weighting, rows: Batch) -> tf.Tensor:
@@ -212,7 +213,7 @@ class _BatchWeights:
         return tf.math.divide_no_nan(self.divisor(weighting, rows), self._totals[weighting.name])
 
     def apply(self, call: ApplyCall, weighting: Weighting, gradients: Gradients) -> None:
-        """Updates with the sum of all replicas' weighted gradients, or adds them to the window of an optimizer."""
+        """Updates with the sum of all replicas' weighted gradients, or accumulates it in the optimizer's window."""
         gradients = self.replica_batch.gradients(gradients)
         normalizer = None
         if find_accumulator(call.optimizer) is None:
@@ -220,14 +221,15 @@ class _BatchWeights:
         elif weighting.divisor is None:
             factor, normalizer = tf.constant(1.0), Normalizer(tf.constant(1.0), summed=True)
         else:
-            # As Keras divides the loss.
+            # Keras divides the loss by the number of replicas.
             factor = tf.constant(1.0 / replica_count())
             normalizer = Normalizer(self.divisor(weighting, self.batch))
         scaled = [scale_gradient(gradient, factor) for gradient in gradients]
         apply_gradient(call.optimizer, call.variables, scaled, normalizer, whole=True)
 
 
-def _signature(data: Batch, normalize: LossNormalization) -> tuple[Any, ...]:
+def _signature(data: Batch, normalize: LossNormalization) -> tuple[object, ...]:
+    """What an analysis depends on: the weighting, and the shapes and dtypes of rows."""
     leaves = keras.tree.flatten(data)
     return normalize.weighting, *(leaf if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in leaves)
 
@@ -243,10 +245,11 @@ def _stated(normalize: LossNormalization) -> Weighting | None:
     return weighting_of(normalize.weighting)
 
 
-def _say(model: keras.Model, analysis: StepAnalysis, weightings: list[Weighting]) -> None:
+def _log_weightings(model: keras.Model, analysis: StepAnalysis, weightings: list[Weighting]) -> None:
+    """Logs once how a step is divided."""
     pairs = zip(analysis.calls, weightings, strict=True)
-    found = "; ".join(f"{call.optimizer.name}: {weighting.name}, phase {call.phase + 1}" for call, weighting in pairs)
-    message = f"The train_step of {type(model).__name__} is divided. Parts of a batch are weighted by: {found}."
+    listed = "; ".join(f"{call.optimizer.name}: {weighting.name}, phase {call.phase + 1}" for call, weighting in pairs)
+    message = f"The train_step of {type(model).__name__} is divided. Parts of a batch are weighted by: {listed}."
     state = state_of(model)
     if message not in state.logged:
         state.logged |= {message}

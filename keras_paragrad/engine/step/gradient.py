@@ -25,6 +25,7 @@ from keras_paragrad.storage.gathering import watch_gathered
 from keras_paragrad.storage.regathering import regather_in_backward
 from keras_paragrad.storage.row_gradients import scale_gradient
 
+Data = TypeVar("Data")
 Result = TypeVar("Result")
 # Maps a model, the arguments of its `compute_loss` and the recorded loss terms to the weight.
 Normalize = Callable[[keras.Model, LossArguments, list[LossTerm]], Normalizer]
@@ -137,14 +138,14 @@ def forward_backward_in_function(context: StepContext, data: Batch) -> ForwardBa
     return ForwardBackwardResult(gradients, loss, y_pred, weight, sums)
 
 
-def call_in_function(function: Callable[[Batch], Result], data: Batch, *, by_xla: bool = True) -> Result:
+def call_in_function(function: Callable[[Data], Result], data: Data, *, by_xla: bool = True) -> Result:
     """Calls a function on one replica without inlining it; its outputs keep their masks."""
 
     attributes = None if by_xla else {NO_INLINE: True}
 
     # Traced on each replica: a shared function would run on the first one's device.
     @tf.function(jit_compile=by_xla, autograph=False, experimental_attributes=attributes)
-    def call(data: Batch):
+    def call(data: Data):
         outputs = function(data)
         return outputs, [mask_of(output) for output in keras.tree.flatten(outputs)]
 

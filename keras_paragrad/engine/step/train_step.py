@@ -45,7 +45,7 @@ class TrainStep(NamedTuple):
         window: The losses of the micro-batches since the last update, if the *apply* stage is filled.
         update: Whether the step ends with an update, if the *apply* stage is filled.
         guard: Limits the batches of an indivisible step, if the *split* stage is filled.
-        custom_steps: Holds what was found out about the model's own `train_step`.
+        custom_steps: The analyzed steps of the model's own `train_step`; new ones are appended.
     """
 
     model: keras.Model

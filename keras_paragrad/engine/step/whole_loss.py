@@ -1,7 +1,7 @@
-"""The loss of a whole batch from the outputs of its parts, for losses that compare examples.
+"""Computes losses that compare examples on the outputs of a whole batch, gathered from its parts.
 
-The gradient with respect to the outputs is computed on those of the whole batch, and each part's backward pass begins
-with its rows of it: gradient caching (Gao et al., 2021, https://arxiv.org/abs/2101.06983).
+The gradient of the loss with respect to the gathered outputs is computed once; each part's backward pass starts from
+its rows of that gradient. Known as gradient caching: Gao et al., 2021, https://arxiv.org/abs/2101.06983.
 """
 
 import functools
@@ -15,7 +15,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.layers import has_gradient, mask_of, with_mask
 from keras_paragrad.compat.model import added_losses_by_layer, overrides_compute_loss, replace_added_losses
-from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, LossArguments, Structure
+from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, LossArguments, Structure, TensorVariable
 from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
 from keras_paragrad.engine.losses.logs import update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums
@@ -33,12 +33,12 @@ Result = TypeVar("Result")
 
 
 class OutputForm(NamedTuple):
-    """How the tensors of a forward pass make up the model's outputs.
+    """The layout of the tensors of a forward pass: leaves of the outputs, masks, and losses that layers added.
 
     Attributes:
-        structure: The outputs, whose leaves come first.
-        masked: The numbers of the leaves with a mask; their masks follow.
-        adding: The layers that added losses of a value for each example, which come last.
+        structure: The nested outputs.
+        masked: The indices of the leaves that have a mask.
+        adding: The layers that added a loss with a value for each example.
     """
 
     structure: Structure
@@ -46,20 +46,20 @@ class OutputForm(NamedTuple):
     adding: tuple[keras.layers.Layer, ...]
 
     def pack(self, tensors: Sequence[tf.Tensor]) -> Structure:
-        """The outputs, with their masks."""
+        """The nested outputs, with their masks."""
         count = len(keras.tree.flatten(self.structure))
         masks = dict(zip(self.masked, tensors[count:], strict=False))
-        # A new tensor, as a mask is an attribute.
+        # A mask is an attribute of a tensor, and must not change the given one.
         leaves = [with_mask(tf.identity(each), masks.get(index)) for index, each in enumerate(tensors[:count])]
         return keras.tree.pack_sequence_as(self.structure, leaves)
 
     def add_losses(self, model: keras.Model, tensors: Sequence[tf.Tensor]) -> None:
-        """Gives the layers their added losses, as a call on the whole batch does."""
+        """Makes the layers hold the added losses that a call on the whole batch adds."""
         replace_added_losses(model, zip(self.adding, tensors[len(tensors) - len(self.adding) :], strict=True))
 
 
-def forward(model: Any, x: Structure, *, training: bool = True) -> tuple[list[tf.Tensor], OutputForm]:
-    """Calls a model; returns tensors that have a row for each example."""
+def forward(model: keras.Model, x: Structure, *, training: bool = True) -> tuple[list[tf.Tensor], OutputForm]:
+    """Calls a model; returns its outputs, masks and added losses as tensors with a row for each example."""
     y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
     leaves = keras.tree.flatten(y_pred)
     masks = [mask_of(leaf) for leaf in leaves]
@@ -70,10 +70,10 @@ def forward(model: Any, x: Structure, *, training: bool = True) -> tuple[list[tf
 
 
 def trace(model: keras.Model, run: Callable[[], Result]) -> Result:
-    """Runs a forward pass in a graph that never runs, and leaves the model as it is.
+    """Traces a forward pass into a graph that never runs, without side effects on the model.
 
     Raises:
-        ValueError: A second run could differ from the first.
+        ValueError: A second run of the forward pass could give other results.
     """
     with FuncGraph("forward").as_default() as graph, untouched(model, never_run()):
         result = run()
@@ -81,19 +81,17 @@ def trace(model: keras.Model, run: Callable[[], Result]) -> Result:
     return result
 
 
-# Collectives add integers as float64, which has no room for all of these.
+# Collectives add integers as float64, which can't represent all integers of 64 bits.
 _LONG = (tf.int64, tf.uint64)
 
 
-def _without_long_integers(tensor: Any) -> tf.Tensor:
-    """A tensor, whose integers of 64 bits become pairs of 32 bits."""
-    return tf.bitcast(tensor, tf.int32) if tensor.dtype in _LONG else tensor
+class _RowGatherer:
+    """Gathers the rows of all replicas, in order, and slices this replica's rows out again.
 
+    All-gathers need equal sizes, so each replica pads its rows with zeros to the size of the batch, and all-reduces.
 
-class _Rows:
-    """The rows of a batch, of which each replica has a part, in order; an empty one has a filler.
-
-    A gathered tensor is the sum of the replicas' parts, each in its place: collectives that gather need equal sizes.
+    Args:
+        batch: This replica's batch. If it is empty, tensors have a filler row.
     """
 
     def __init__(self, batch: ReplicaBatch):
@@ -109,24 +107,27 @@ class _Rows:
         if replica_count() == 1:
             return nested
         leaves = keras.tree.flatten(nested)
-        places = [place for place, leaf in enumerate(leaves) if leaf is not None]
-        sums = sum_over_replicas([self._in_place(_without_long_integers(leaves[place])) for place in places])
-        for place, total in zip(places, sums, strict=True):
-            dtype = leaves[place].dtype
+        present = [index for index, leaf in enumerate(leaves) if leaf is not None]
+        sums = sum_over_replicas([self._pad(leaves[index]) for index in present])
+        for index, total in zip(present, sums, strict=True):
+            dtype = leaves[index].dtype
             total = tf.bitcast(total, dtype) if dtype in _LONG else tf.cast(total, dtype)
-            total.set_shape([None, *leaves[place].shape[1:]])
-            leaves[place] = total
+            total.set_shape([None, *leaves[index].shape[1:]])
+            leaves[index] = total
         return keras.tree.pack_sequence_as(nested, leaves)
 
-    def _in_place(self, tensor: Any) -> tf.Tensor:
-        tensor = tf.cast(tensor, "int32") if tensor.dtype.is_bool else tensor
+    def _pad(self, tensor: tf.Tensor) -> tf.Tensor:
+        """Pads this replica's rows to the batch, in a dtype in which zeros can be added."""
+        if tensor.dtype in _LONG:
+            tensor = tf.bitcast(tensor, tf.int32)
+        elif tensor.dtype.is_bool:
+            tensor = tf.cast(tensor, "int32")
         after = self.total - self.first - self.batch.rows
         paddings = tf.concat([[[self.first, after]], tf.zeros([tensor.shape.rank - 1, 2], "int32")], 0)
-        rows: Any = self.batch.drop_filler(tensor)
-        return tf.pad(rows, paddings)
+        return tf.pad(self.batch.drop_filler(tensor), paddings)  # pyright: ignore
 
     def of_replica(self, tensor: GradientTensor | None) -> tf.Tensor | None:
-        """This replica's rows of a gathered tensor, with zeros for a filler."""
+        """This replica's rows of a gathered tensor; of an empty batch, a filler row of zeros."""
         if tensor is None:
             return None
         tensor = tf.convert_to_tensor(tensor)
@@ -139,20 +140,20 @@ class _Rows:
 
 
 class WholeLoss(NamedTuple):
-    """A loss of outputs, and its gradient.
+    """The loss of a whole batch, and its gradient.
 
     Attributes:
-        loss: The loss of the batch.
-        cotangents: The gradient with respect to each of this replica's tensors, or `None`.
-        gradients: This replica's share of the gradient with respect to each trainable weight that isn't through the
-            outputs: of regularizers, and of weights that `compute_loss` reads; or `None`.
-        sums: This replica's share of the losses to log, or `None` on one.
+        loss: The loss.
+        cotangents: For each tensor of this replica's forward pass, the gradient of the loss, or `None`.
+        gradients: For each trainable weight, this replica's share of the gradient that doesn't flow through the
+            outputs, but from regularizers and from weights that `compute_loss` reads; or `None`.
+        sums: This replica's share of the losses to log; `None` on one device.
         batch: The arguments of `compute_loss`, with this replica's rows.
     """
 
     loss: tf.Tensor
     cotangents: list[tf.Tensor | None]
-    gradients: list[Any]
+    gradients: Gradients
     sums: LossSums | None
     batch: LossArguments
 
@@ -162,61 +163,63 @@ def whole_loss(context: StepContext, data: Batch, tensors: Sequence[tf.Tensor], 
 
     Args:
         context: The context of the step.
-        data: The batch, on this replica.
-        tensors: The results of `forward`, on this replica.
-        form: How they make up the outputs.
+        data: This replica's batch.
+        tensors: The tensors of this replica's `forward`.
+        form: Their layout.
     """
-    model, rows = context.model, _Rows(context.replica_batch)
+    model, rows = context.model, _RowGatherer(context.replica_batch)
     whole = _gather(model, data, tensors, rows)
-    places = [place for place, tensor in enumerate(whole.tensors) if has_gradient(tensor)]
-    watched = [whole.tensors[place] for place in places]
+    differentiable = [index for index, tensor in enumerate(whole.tensors) if has_gradient(tensor)]
+    watched = [whole.tensors[index] for index in differentiable]
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
         tape.watch(watched)
         loss, terms = whole.loss(model, form, training=True)
         scaled = model.optimizer.scale_loss(loss)
-    found: Any = tape.gradient(scaled, [*watched, *(source(variable) for variable in model.trainable_weights)])
-    by_place = dict(zip(places, found, strict=False))
-    cotangents = [by_place.get(place) for place in range(len(tensors))]
-    # All replicas compute the same.
+    weights = [source(variable) for variable in model.trainable_weights]
+    computed: list[GradientTensor | None] = tape.gradient(scaled, [*watched, *weights])  # pyright: ignore
+    of_outputs, of_weights = computed[: len(watched)], computed[len(watched) :]
+    by_index = dict(zip(differentiable, of_outputs, strict=True))
+    cotangents = [by_index.get(index) for index in range(len(tensors))]
+    # All replicas compute the same gradient, and their shares are summed.
     share = tf.constant(1 / replica_count())
-    gradients = [scale_gradient(each, share) for each in found[len(places) :]]
+    gradients = [scale_gradient(each, share) for each in of_weights]
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     batch = {"x": x, "y": y, "y_pred": form.pack(tensors), "sample_weight": sample_weight}
     sums = _share_of_sums(model, loss, terms, rows) if context.sums else None
     return WholeLoss(loss, [rows.of_replica(each) for each in cotangents], gradients, sums, batch)
 
 
-class _Whole(NamedTuple):
-    """The tensors of all outputs of a batch, and the other arguments of `compute_loss`."""
+class _WholeBatch(NamedTuple):
+    """The tensors of a forward pass on a whole batch, and the arguments of `compute_loss` but `y_pred`."""
 
     tensors: list[tf.Tensor]
-    arguments: dict[str, Any]
+    arguments: LossArguments
 
-    def loss(self, model: Any, form: OutputForm, *, training: bool) -> tuple[tf.Tensor, list[LossTerm]]:
-        """The loss, and the terms of the compiled losses."""
+    def loss(self, model: keras.Model, form: OutputForm, *, training: bool) -> tuple[tf.Tensor, list[LossTerm]]:
+        """The loss, and the terms of compiled losses."""
         form.add_losses(model, self.tensors)
         untracked = replica_count() > 1
         with recorded_terms(model, untracked=untracked) as terms, without_replica_division():
             return model._compute_loss(**self.arguments, y_pred=form.pack(self.tensors), training=training), terms
 
 
-def _gather(model: Any, data: Batch, tensors: Sequence[tf.Tensor], rows: _Rows) -> _Whole:
+def _gather(model: keras.Model, data: Batch, tensors: Sequence[tf.Tensor], rows: _RowGatherer) -> _WholeBatch:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     # Keras's own `compute_loss` ignores the inputs, which may be large.
     inputs = x if overrides_compute_loss(model) else None
     gathered: Any = rows.gather({"outputs": list(tensors), "x": inputs, "y": y, "sample_weight": sample_weight})
     outputs = gathered.pop("outputs")
-    return _Whole(outputs, {**gathered, "x": x} if inputs is None else gathered)
+    return _WholeBatch(outputs, {**gathered, "x": x} if inputs is None else gathered)
 
 
-def _share_of_sums(model: Any, loss: tf.Tensor, terms: list[LossTerm], rows: _Rows) -> LossSums:
-    """This replica's share of the losses of the whole batch, which every replica has computed."""
+def _share_of_sums(model: keras.Model, loss: tf.Tensor, terms: list[LossTerm], rows: _RowGatherer) -> LossSums:
+    """This replica's share of the losses to log: every replica has computed those of the whole batch."""
     sums = loss_sums(model, loss, terms, rows.total)
     return sums._replace(vector=sums.vector / replica_count())
 
 
-def backward(model: Any, x: Structure, cotangents: Sequence[tf.Tensor | None]) -> list[Any]:
-    """Calls a model on a part of a batch again, and returns the gradient of its weights.
+def backward(model: keras.Model, x: Structure, cotangents: Sequence[tf.Tensor | None]) -> list[GradientTensor | None]:
+    """Runs the forward pass of a part of a batch again, and its backward pass; returns the gradients of the weights.
 
     Args:
         model: A compiled model.
@@ -229,15 +232,18 @@ def backward(model: Any, x: Structure, cotangents: Sequence[tf.Tensor | None]) -
 
 
 def _gradients(
-    tape: tf.GradientTape, tensors: Sequence[tf.Tensor], weights: list[Any], cotangents: Sequence[tf.Tensor | None]
-) -> list[Any]:
+    tape: tf.GradientTape,
+    tensors: Sequence[tf.Tensor],
+    weights: Sequence[TensorVariable],
+    cotangents: Sequence[tf.Tensor | None],
+) -> list[GradientTensor | None]:
+    """Backpropagates the gradient of the loss with respect to a part's tensors."""
     pairs = [pair for pair in zip(tensors, cotangents, strict=True) if pair[1] is not None]
     if not pairs:
         return [None] * len(weights)
-    targets, found = map(list, zip(*pairs, strict=True))
-    with regather_in_backward(found[0]):
-        gradients: Any = tape.gradient(targets, weights, output_gradients=found)
-    return gradients
+    targets, output_gradients = map(list, zip(*pairs, strict=True))
+    with regather_in_backward(output_gradients[0]):
+        return tape.gradient(targets, list(weights), output_gradients=output_gradients)  # pyright: ignore
 
 
 def gradient_of_replica(context: StepContext, data: Batch) -> Gradient:
@@ -252,18 +258,18 @@ def gradient_of_replica(context: StepContext, data: Batch) -> Gradient:
         return tensors
 
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
-        # XLA can't compile the collectives after it.
+        # The forward pass alone: XLA can't compile the collectives of the loss.
         tensors = call_in_function(run, x) if context.by_xla else run(x)
     whole = whole_loss(context, data, tensors, forms[-1])
     weights = [source(variable) for variable in model.trainable_weights]
-    found = context.replica_batch.gradients(_gradients(tape, tensors, weights, whole.cotangents))
-    return gradient_of_batch(context, data, list(map(add_gradients, found, whole.gradients)), whole)
+    gradients = context.replica_batch.gradients(_gradients(tape, tensors, weights, whole.cotangents))
+    return gradient_of_batch(context, data, list(map(add_gradients, gradients, whole.gradients)), whole)
 
 
 def gradient_of_batch(context: StepContext, data: Batch, gradients: Gradients, whole: WholeLoss) -> Gradient:
-    """The gradient of a batch, whose sum over the replicas is the whole one.
+    """The `Gradient` of a replica batch, which is summed over the replicas.
 
-    On one device, loss and metrics are tracked as Keras does; on several, this updates the metrics.
+    On one device, Keras's trackers get the loss and the metrics; on several, metrics are updated here.
     """
     model, batch = context.model, whole.batch
     if whole.sums is None:
@@ -275,9 +281,9 @@ def gradient_of_batch(context: StepContext, data: Batch, gradients: Gradients, w
     return Gradient(list(gradients), whole.loss, rows_of(batch["x"]), weight, whole.sums)
 
 
-def evaluate_whole(model: Any, data: Batch, batch: ReplicaBatch) -> tuple[Structure, LossSums]:
-    """The outputs of a replica batch, and its share of a loss that compares examples with those of other replicas."""
-    rows = _Rows(batch)
+def evaluate_whole(model: keras.Model, data: Batch, batch: ReplicaBatch) -> tuple[Structure, LossSums]:
+    """The outputs of a replica batch, and its share of the loss of the whole batch, which compares all examples."""
+    rows = _RowGatherer(batch)
     tensors, form = forward(model, keras.utils.unpack_x_y_sample_weight(data)[0], training=False)
     loss, terms = _gather(model, data, tensors, rows).loss(model, form, training=False)
     return form.pack(tensors), _share_of_sums(model, loss, terms, rows)
