@@ -13,10 +13,8 @@ from keras_paragrad.compat.layers import attributes, called_for_training, compil
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.gradient_functions import releasing
-from keras_paragrad.per_example.calls import Call
-from keras_paragrad.per_example.separability import call_signature
-from keras_paragrad.per_example.units import Unit, check_training, layers_with_variable, units_of
-from keras_paragrad.per_example.weight_reads import WeightReads
+from keras_paragrad.per_example.calls import Call, WeightReads
+from keras_paragrad.per_example.units import Unit, call_signature, check_training, layers_with_variable, units_of
 
 # A batch size that no other axis is likely to have: an output with another first axis is not a batch of examples.
 _PROBE_BATCH = 1009

@@ -16,7 +16,7 @@ from keras_paragrad.engine.step.building import build_by_calling
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.per_example.capture import Capture, units_for
 from keras_paragrad.per_example.quantities import Quantities
-from keras_paragrad.per_example.separability import check_separable_layer, check_separable_loss, example_losses
+from keras_paragrad.per_example.units import check_separable_layer, check_separable_loss, example_losses
 
 # A name or a config of Keras, a loss, a function of targets and predictions, or one of these for each output.
 LossArgument: TypeAlias = (

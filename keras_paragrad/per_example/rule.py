@@ -8,8 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import quote
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.per_example.calls import Call
-from keras_paragrad.per_example.weight_reads import WeightReads
+from keras_paragrad.per_example.calls import Call, WeightReads
 from keras_paragrad.sums import row_sums
 
 # Makes gradients, `(batch, *shape)`, of their factors.

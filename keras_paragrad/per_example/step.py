@@ -17,7 +17,7 @@ from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.step.gradient import replica_weight_of
 from keras_paragrad.per_example.capture import Capture, units_for
 from keras_paragrad.per_example.quantities import Quantities
-from keras_paragrad.per_example.separability import (
+from keras_paragrad.per_example.units import (
     check_separable_layer,
     check_separable_loss,
     check_separable_model,

@@ -17,7 +17,7 @@ from keras_paragrad.compat.delegation import (
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.types import Config, Shape, Structure
 from keras_paragrad.exports import passing_options_to
-from keras_paragrad.per_example.weight_reads import LossReads
+from keras_paragrad.per_example.calls import LossReads
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 
 _ON_DATA = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")

@@ -19,7 +19,7 @@ from keras_paragrad.arguments import (
     refusal,
 )
 from keras_paragrad.compat.types import Logs
-from keras_paragrad.profiling.run_info import run_info, write_run_info
+from keras_paragrad.profiling.log_files import run_info, write_run_info
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, RequestSignal
 from keras_paragrad.profiling.session import ProfilerPauses, Session, warn_of_missing
 from keras_paragrad.profiling.summary import ProfileSummary

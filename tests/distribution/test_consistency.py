@@ -13,9 +13,9 @@ import pytest
 
 from keras_paragrad import AccumulatingOptimizer, GradientTelemetry, Throughput
 from keras_paragrad.distribution.consistency import compare, describe_training
+from keras_paragrad.distribution.consistency.compare import differing, sketches
 from keras_paragrad.distribution.consistency.describe import arguments_of, can_change_training
 from keras_paragrad.distribution.consistency.fitting import stops_within
-from keras_paragrad.distribution.consistency.weights import differing, sketches
 
 Callback = keras.callbacks.Callback
 

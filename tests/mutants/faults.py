@@ -527,7 +527,7 @@ _DISTRIBUTION = [
     ),
     _fault(
         "weights of equal norm count as the same",
-        "distribution/consistency/weights.py",
+        "distribution/consistency/compare.py",
         "close &= (np.abs",
         "close |= (np.abs",
         "distribution/test_consistency.py::test_weights_are_compared_within_rounding",

@@ -7,8 +7,8 @@ import profiled
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.profiling import run_info as module
-from keras_paragrad.profiling.run_info import run_info
+from keras_paragrad.profiling import log_files as module
+from keras_paragrad.profiling.log_files import run_info
 from keras_paragrad.profiling.summary import RunInfo
 
 pytestmark = pytest.mark.fast

@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientTelemetry
-from keras_paragrad.profiling.run_info import write_run_info
+from keras_paragrad.profiling.log_files import write_run_info
 from keras_paragrad.profiling.schedule import ProfileSchedule
 from keras_paragrad.profiling.session import PROFILES, SUMMARY, remove_oldest
 from keras_paragrad.profiling.summary import ProfileSummary, RunInfo

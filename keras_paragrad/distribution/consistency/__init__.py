@@ -1,9 +1,8 @@
 """Checks that all workers train the same model in the same way, before the first step and once an epoch."""
 
-from keras_paragrad.distribution.consistency.compare import SAME_SCRIPT, check_same_training
+from keras_paragrad.distribution.consistency.compare import SAME_SCRIPT, check_same_training, check_same_weights
 from keras_paragrad.distribution.consistency.describe import describe_training, versions
 from keras_paragrad.distribution.consistency.fitting import AgreeEachEpoch, ComparedFit, with_agreement
-from keras_paragrad.distribution.consistency.weights import check_same_weights
 
 __all__ = [
     "SAME_SCRIPT",

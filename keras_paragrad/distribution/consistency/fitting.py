@@ -15,14 +15,14 @@ from keras_paragrad.compat.data import Adapter, reread
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import barrier
 from keras_paragrad.distribution.checkpoint.backup import Backup
-from keras_paragrad.distribution.consistency.compare import check_same_training
-from keras_paragrad.distribution.consistency.describe import arguments_of, describe_training, is_of_a_library
-from keras_paragrad.distribution.consistency.weights import (
+from keras_paragrad.distribution.consistency.compare import (
+    check_same_training,
     check_same_weights,
     refuse_if_differing,
     sketches,
     variables_to_compare,
 )
+from keras_paragrad.distribution.consistency.describe import arguments_of, describe_training, is_of_a_library
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.workers import all_or_none, gather
 

@@ -18,8 +18,7 @@ from keras_paragrad.compat.workers import MeshWorkersStrategy, barrier, set_work
 from keras_paragrad.distribution.data import DistributedData, undivided_dataset
 from keras_paragrad.distribution.decisions.communication import no_communication
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
-from keras_paragrad.distribution.decisions.devices import devices_in_words
-from keras_paragrad.distribution.decisions.strategy import hardware_in_words
+from keras_paragrad.distribution.decisions.strategy import devices_in_words, hardware_in_words
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.mesh.checks import check_batch, check_mesh_model, check_mesh_options, check_steps
 from keras_paragrad.distribution.mesh.layouts import (

@@ -10,8 +10,12 @@ import tensorflow as tf
 from keras_paragrad.compat.model import compile_arguments
 from keras_paragrad.distribution.decisions.computation import ACROSS
 from keras_paragrad.distribution.decisions.decision import Decision, list_of
-from keras_paragrad.distribution.decisions.devices import devices_in_words, requested_devices, splitting_cpu
-from keras_paragrad.distribution.decisions.strategy import hardware_in_words
+from keras_paragrad.distribution.decisions.strategy import (
+    devices_in_words,
+    hardware_in_words,
+    requested_devices,
+    splitting_cpu,
+)
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices
 from keras_paragrad.distribution.options import Decisions, Options
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation

@@ -14,8 +14,12 @@ from keras_paragrad.arguments import check_integer
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.decisions.communication import no_communication
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
-from keras_paragrad.distribution.decisions.devices import devices_in_words, requested_devices
-from keras_paragrad.distribution.decisions.strategy import LAUNCH, hardware_in_words
+from keras_paragrad.distribution.decisions.strategy import (
+    LAUNCH,
+    devices_in_words,
+    hardware_in_words,
+    requested_devices,
+)
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.launch.tasks import HOST, free_ports
 from keras_paragrad.distribution.options import Decisions, Options, refuse_devices

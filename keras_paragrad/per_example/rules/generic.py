@@ -10,10 +10,9 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import full_precision, mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.per_example.calls import Call, widened, widened_dtype
+from keras_paragrad.per_example.calls import Call, WeightReads, fixed_weights, widened, widened_dtype
 from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, register_rule
 from keras_paragrad.per_example.rules.normalization import batch_statistics_refusal
-from keras_paragrad.per_example.weight_reads import WeightReads, fixed_weights
 
 
 @register_rule(

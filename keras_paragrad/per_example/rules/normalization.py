@@ -9,9 +9,8 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import attributes
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.per_example.calls import Call, widened
+from keras_paragrad.per_example.calls import Call, WeightReads, fixed_weights, widened
 from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, register_rule
-from keras_paragrad.per_example.weight_reads import WeightReads, fixed_weights
 
 
 class Normalization(Rule):
