@@ -90,8 +90,8 @@ def _output(operation: tf.Operation) -> tf.Tensor:
     return operation.outputs[0]
 
 
-def _input(place: int) -> _Tensor:
-    return lambda operation: operation.inputs[place]
+def _input(index: int) -> _Tensor:
+    return lambda operation: operation.inputs[index]
 
 
 _COUNTS: dict[str, Callable[[tf.Operation], int]] = {

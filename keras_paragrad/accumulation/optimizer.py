@@ -214,15 +214,15 @@ class AccumulatingOptimizer(WrappingOptimizer):
         window, all_variables = self.window, self.trainable_variables
         # A variable that was frozen since gets no update, not even by its momentum.
         frozen = {index for index, was in self._with_gradient.items() if was and not all_variables[index].trainable}
-        places = [index for index in range(len(all_variables)) if index not in frozen]
-        variables = [all_variables[index] for index in places]
+        updated = [index for index in range(len(all_variables)) if index not in frozen]
+        variables = [all_variables[index] for index in updated]
         # After a restore, it is unknown which variables get gradients.
-        indices = sorted(self._with_gradient.keys() - frozen) or places
+        indices = sorted(self._with_gradient.keys() - frozen) or updated
 
         def mean() -> Any:
             means, weight = window.mean(indices, [all_variables[index] for index in indices])
             gradients = dict(zip(indices, means, strict=True))
-            present = [gradients.get(index) for index in places]
+            present = [gradients.get(index) for index in updated]
             # Here, as TensorFlow can't run collectives in the branch below.
             return present, weight, squared_norms(self.inner_optimizer, present, variables)
 

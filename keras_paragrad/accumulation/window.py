@@ -220,16 +220,16 @@ class GradientWindow(SavedVariables):
         """
         # Without tf.identity, a multi-worker strategy can't place variables that are used inside a conditional.
         sums = [tf.identity(storage_of(self.accumulators[index]).local) for index in indices]
-        averaged = [place for place, index in enumerate(indices) if not self.overwrites[index]]
+        averaged = [position for position, index in enumerate(indices) if not self.overwrites[index]]
         totals, (weight,) = reduce_replicated_gradients(
-            [sums[place] for place in averaged],
-            [variables[place] for place in averaged],
+            [sums[position] for position in averaged],
+            [variables[position] for position in averaged],
             [tf.identity(self.weight.value)],
         )
         # One reciprocal, then multiplications: TensorFlow's `div_no_nan` of a tensor is several times slower.
         factor = tf.math.reciprocal_no_nan(weight)
-        for place, total in zip(averaged, totals, strict=True):
-            sums[place] = scale_gradient(total, factor)
+        for position, total in zip(averaged, totals, strict=True):
+            sums[position] = scale_gradient(total, factor)
         return sums, weight
 
     def clear(self) -> None:

@@ -208,7 +208,7 @@ def _merge_to_fit(entries: list[Entry]) -> list[Entry]:
     while len(entries) > ROWS:
         *others, last = entries
         events = [entry.event for entry in others]
-        first = next((place for place, event in enumerate(events) if event in events[place + 1 :]), 0)
+        first = next((index for index, event in enumerate(events) if event in events[index + 1 :]), 0)
         second = events.index(events[first], first + 1) if events[first] in events[first + 1 :] else 1
         one, other = others[first], others[second]
         entries = [entry for entry in others if entry not in (one, other)]

@@ -95,7 +95,7 @@ class _Batches:
 
     def take(self, numbers: np.ndarray) -> Batch:
         """The batch of the examples with these numbers."""
-        places = np.empty(len(numbers), np.int64)
+        positions = np.empty(len(numbers), np.int64)
         parts, start = [], 0
         for index in np.unique(numbers // self.size):
             batch = self._batch(int(index))
@@ -108,9 +108,9 @@ class _Batches:
             (in_batch,) = np.nonzero(numbers // self.size == index)
             offsets = numbers[in_batch] % self.size
             parts.append(keras.tree.map_structure(lambda leaf, offsets=offsets: leaf[offsets], batch))
-            places[in_batch] = np.arange(start, start + len(in_batch))
+            positions[in_batch] = np.arange(start, start + len(in_batch))
             start += len(in_batch)
-        return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves)[places], *parts)
+        return keras.tree.map_structure(lambda *leaves: np.concatenate(leaves)[positions], *parts)
 
     def gather(self, draws: Dataset) -> Dataset:
         specs = keras.tree.flatten(self._spec)

@@ -46,7 +46,7 @@ class PoissonSampling:
     def __init__(self, key: tuple[int, int], examples: int, rate: float, rows: int, replicas: int = 1):
         self.key, self.examples, self.rate, self.rows = key, examples, rate, rows
         # The place in the batch for each place in the draw: replicas get equal numbers of examples, but for one.
-        self._places = np.arange(rows).reshape(replicas, -1).T.ravel()
+        self._positions = np.arange(rows).reshape(replicas, -1).T.ravel()
 
     def draw(self, update: int) -> Draw:
         """Draws the batch of an update."""
@@ -56,8 +56,8 @@ class PoissonSampling:
         chosen = np.sort(random.choice(self.examples, count, replace=False, shuffle=False))
         numbers = np.full(self.rows, chosen[0] if count else 0, np.int64)
         present = np.zeros(self.rows, bool)
-        places = self._places[:count]
-        numbers[places], present[places] = chosen, True
+        positions = self._positions[:count]
+        numbers[positions], present[positions] = chosen, True
         return Draw(numbers, present)
 
     def draw_all(self, updates: Iterable[int]) -> Draw:

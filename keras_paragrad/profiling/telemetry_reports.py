@@ -86,7 +86,7 @@ class ReportReader:
         self.weights = tuple(weights)
         self.layers = tuple(dict.fromkeys(weight.layer for weight in weights))
         belongs = [[weight.layer == layer for layer in self.layers] for weight in weights]
-        self._in_order = sorted(range(len(weights)), key=lambda place: self.layers.index(weights[place].layer))
+        self._in_order = sorted(range(len(weights)), key=lambda position: self.layers.index(weights[position].layer))
         sizes = [sum(column) for column in zip(*belongs, strict=True)]
         self._starts = np.cumsum([0, *sizes[:-1]])
 

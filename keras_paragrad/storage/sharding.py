@@ -53,7 +53,7 @@ class Partition(NamedTuple):
     def shard(self, whole: Array, index: int) -> tf.Tensor:
         """One shard of a tensor of the variable's shape."""
         flat = tf.reshape(whole, [-1])
-        begin, end = (min(place * self.size, self.elements) for place in (index, index + 1))
+        begin, end = (min(shard * self.size, self.elements) for shard in (index, index + 1))
         missing = self.size - (end - begin)
         return tf.pad(flat[begin:end], [[0, missing]]) if missing else flat[begin:end]
 

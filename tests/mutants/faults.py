@@ -618,7 +618,7 @@ _PROFILING = [
     _fault(
         "telemetry shows norms before clipping as those after it",
         "engine/telemetry/watch.py",
-        "both[index], both[index + len(places)]",
+        "both[index], both[index + len(positions)]",
         "both[index], both[index]",
         "profiling/telemetry/test_values.py::test_clipping",
     ),
@@ -796,8 +796,8 @@ _SHARDING = [
     _fault(
         "a dilated convolution on a mesh puts the places of its blocks beside each other",
         "engine/mesh/equivalents.py",
-        "for place in (count + axis, axis)]",
-        "for place in (axis, count + axis)]",
+        "for position in (count + axis, axis)]",
+        "for position in (axis, count + axis)]",
         "sharding/test_mesh_operations.py::test_dilated_convolutions",
     ),
     _fault(

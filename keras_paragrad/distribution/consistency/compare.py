@@ -139,8 +139,8 @@ def differing(of_workers: np.ndarray) -> tuple[int, int] | None:
     scale = np.where(np.isfinite(norms[:1]), norms[:1], 1.0)
     close = np.isclose(norms, norms[:1], rtol=TOLERANCE, atol=1e-12, equal_nan=True)
     close &= (np.abs(products - products[:1]) <= TOLERANCE * scale + 1e-12) | ~np.isfinite(products[:1])
-    places = np.argwhere(~close.T)
-    return (int(places[0][0]), int(places[0][1])) if len(places) else None
+    indices = np.argwhere(~close.T)
+    return (int(indices[0][0]), int(indices[0][1])) if len(indices) else None
 
 
 def check_same_weights(strategy: tf.distribute.Strategy, model: keras.Model) -> None:

@@ -132,9 +132,9 @@ class _Outputs:
         self.numerators, self.divisors = [zero] * count, [zero] * count
         self.weighted: list[tf.Tensor] = []
         self.known = self.proportional = True
-        for place, term in enumerate(terms):
+        for position, term in enumerate(terms):
             # A custom `compute_loss` may call the compiled losses several times: their mean is logged.
-            index = place % count
+            index = position % count
             value = _mean(term.result, dtype)
             self.weighted.append(value * self.factors[index])
             self.called[index] = True

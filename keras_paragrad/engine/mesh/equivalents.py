@@ -67,7 +67,7 @@ def batch_to_space(input: tf.Tensor, block_shape: Array, crops: Any, name: str |
     count, (rows, *sizes) = len(block), _static_sizes(tensor)
     rows //= math.prod(block)
     tensor = pin_on_mesh(tf.reshape(tensor, [rows, *block, *sizes]))
-    order = [place for axis in range(1, count + 1) for place in (count + axis, axis)]
+    order = [position for axis in range(1, count + 1) for position in (count + axis, axis)]
     tensor = tf.transpose(tensor, [0, *order, *range(2 * count + 1, len(tensor.shape))])
     whole = [size * each for size, each in zip(sizes, block, strict=False)]
     tensor = pin_on_mesh(tf.reshape(tensor, [rows, *whole, *sizes[count:]]))
@@ -284,7 +284,7 @@ EQUIVALENTS: tuple[tuple[ModuleType, str, Callable[..., tf.Tensor | None]], ...]
 
 
 @contextlib.contextmanager
-def computing_by_equivalents() -> Generator[None]:
+def substituted_operations() -> Generator[None]:
     """Context in which this process computes these operations by others while it traces a step for a mesh."""
     with contextlib.ExitStack() as stack:
         for module, name, equivalent in EQUIVALENTS:

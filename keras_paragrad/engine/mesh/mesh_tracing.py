@@ -12,7 +12,7 @@ from keras.src.backend.tensorflow import distribution_lib
 from keras_paragrad.compat.layers import attributes
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.engine.mesh.equivalents import computing_by_equivalents
+from keras_paragrad.engine.mesh.equivalents import substituted_operations
 from keras_paragrad.engine.mesh.pinning import pinning_between_layers
 from keras_paragrad.storage.dtensor import Layout, computing_on_mesh, relayout
 
@@ -57,7 +57,7 @@ def tracing_for_mesh(model: keras.Model, outputs: OutputLayouts) -> Generator[No
         _unrolled(model),
         _with_constants(model),
         pinning_between_layers(model),
-        computing_by_equivalents(),
+        substituted_operations(),
     ):
         yield
     if not tf.executing_eagerly():

@@ -204,7 +204,7 @@ class _UpdateRecord:
 
     def __init__(self, weights: Sequence[keras.Variable]):
         self.weights = weights
-        self.places = {id(weight): place for place, weight in enumerate(weights)}
+        self.positions = {id(weight): position for position, weight in enumerate(weights)}
         # Identities, for variables that are read and updated in one step.
         self.before = [tf.identity(weight.value) for weight in weights]
         self.deltas = WeightDeltas(weights)
@@ -267,14 +267,14 @@ class UpdateWatch(MethodPatch):
         def step(gradients: Sequence[GradientTensor], variables: Sequence[keras.Variable], learning_rate: Scalar):
             record = self.records[replica_index()]
             record.learning_rate = learning_rate
-            places = [record.places[id(variable)] for variable in variables]
+            positions = [record.positions[id(variable)] for variable in variables]
             gathered = gather_gradients([*record.unclipped, *gradients], [*variables, *variables])
             both = [_dense(gradient, variables[index % len(variables)]) for index, gradient in enumerate(gathered)]
             # Otherwise, the optimizer gets gradients that are all-reduced already.
             if replica_count() > 1 and optimizer.__dict__.get(_REDUCE) is not list:
                 both = sum_over_replicas(both)
-            for index, place in enumerate(places):
-                record.gradients[place], record.clipped[place] = both[index], both[index + len(places)]
+            for index, position in enumerate(positions):
+                record.gradients[position], record.clipped[position] = both[index], both[index + len(positions)]
             result = original(gradients, variables, learning_rate)
             if optimizer.gradient_accumulation_steps:
                 # Here, in the branch in which Keras's own accumulation updates.
