@@ -25,7 +25,7 @@ CONSTRAINTS := $(or $(constraints-$(RELEASES)),$(error RELEASES is pinned, oldes
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
-.PHONY: demo browser docs lint release-check test-fast test test-all durations gpu mutants bench bench-peers exactness clean FORCE
+.PHONY: demo browser docs lint release-check test-fast test test-all durations gpu mutants bench bench-peers exactness census clean FORCE
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -107,6 +107,10 @@ gpu: .venv/.gpu
 # Plants faults in a copy of the package, one at a time, and shows which test finds each. Some of them, by a part of their
 # name: `make mutants FAULTS="all-reduced"`.
 FAULTS ?=
+
+# What each component does with Keras's own examples, by class.
+census: .venv/.wheel
+	PYTHONPATH=tests $(BIN)/python -P tests/foreign/keras_io/census.py
 
 mutants: .venv/.wheel
 	$(BIN)/python tests/mutants/run.py $(FAULTS)

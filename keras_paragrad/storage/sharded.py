@@ -201,6 +201,12 @@ class ShardedVariable(DistributedVariable):
         if READING.assigned is not None:
             update_fn(AssignmentRecorder(self, READING.assigned), whole)
             return None
+        if id(self) in READING.values or id(self) in READING.cast:
+            raise ValueError(
+                f"A layer assigns to its weight {self.name!r} when it is called, as SpectralNormalization does. The "
+                "weight's shards were gathered before, and the layer would go on with what they were. Write "
+                "DistributedFit(..., shard='optimizer')."
+            )
         if self.copies_are_current:
             update_fn(self.local_copy, whole, **kwargs)
         return update_fn(self.shard, self.partition.copy_shard(whole, replica_index()), **kwargs)

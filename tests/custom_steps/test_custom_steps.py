@@ -367,3 +367,18 @@ def test_the_example_trains_one_gan_in_three_ways(tmp_path):
     assert len(differences) == 3
     assert max(differences) < 1e-6
     assert (tmp_path / "gan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.own_process
+def test_layers_that_normalize_by_all_replicas_are_refused():
+    class Normalized(models.Captions):
+        def __init__(self):
+            super().__init__()
+            normalization = keras.layers.BatchNormalization(synchronized=True)
+            self.head = keras.Sequential([keras.Input((5,)), normalization, keras.layers.Dense(3)])
+
+    dist = replicas()
+    with dist.scope():
+        model = compiled(Normalized, jit_compile=False)
+    with pytest.raises(ValueError, match="train_step of Normalized .* of all replicas. Use GroupNormalization"):
+        fitted(model, fit=lambda *data, **options: dist.fit(model, *data, **options))

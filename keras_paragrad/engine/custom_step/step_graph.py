@@ -7,7 +7,8 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
-from keras_paragrad.compat.model import all_variables, step_metrics, train_step_of
+from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.compat.model import all_layers, all_variables, step_metrics, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
 from keras_paragrad.engine.probes.trial import is_seed
@@ -78,6 +79,7 @@ class StepGraph:
     def __init__(self, model: keras.Model, data: Batch):
         self.model, self._graph = model, FuncGraph("custom_step")
         self.applies: list[CapturedApply] = []
+        self._refuse_synchronized_layers()
         scope, model_variables = _RecordingScope(self._graph), all_variables(model)
         with self._graph.as_default(), untouched(model, scope), capturing_applies(self._capture):
             batch = keras.tree.map_structure(_placeholder, data)
@@ -129,6 +131,21 @@ class StepGraph:
                 )
         if not self.applies:
             raise self.refusal("doesn't call apply or apply_gradients of an optimizer")
+
+    def _refuse_synchronized_layers(self) -> None:
+        """Refuses layers whose gradients pass from replica to replica, before they are weighted."""
+        names = [
+            layer.name
+            for layer in all_layers(self.model)
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.synchronized and layer.trainable
+        ]
+        if names and replica_count() > 1:
+            raise self.refusal(
+                f"computes gradients that are weighted afterwards, and {', '.join(names)} normalize by the statistics "
+                "of all replicas",
+                ends=". Use GroupNormalization, move what it does into compute_loss, or train on one device: "
+                "DistributedFit('none'). There, recompute(model) saves memory",
+            )
 
     def refusal(self, does: str, ends: str = ", so its batches can't be divided") -> IndivisibleError:
         """The error for a step that can't be divided."""

@@ -140,10 +140,11 @@ def _compute_losses(
 ) -> tuple[Structure, LossSums]:
     """The predictions for a batch, and the sums of its losses."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = _infer(model, x)
-    arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-    with recorded_terms(model, untracked=True) as terms, without_replica_division():
-        loss = model._compute_loss(**arguments, training=False)
+    with without_replica_division():
+        y_pred = _infer(model, x)
+        arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+        with recorded_terms(model, untracked=True) as terms:
+            loss = model._compute_loss(**arguments, training=False)
     weight = take.normalize.in_evaluation(model, arguments, terms) if take.normalize else None
     return y_pred, loss_sums(model, loss, terms, rows_of(x), weight, divided=divided)
 

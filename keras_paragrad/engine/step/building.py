@@ -86,7 +86,8 @@ def build_layers_by_step(model: keras.Model, data: Batch) -> None:
     """
     # Compiled losses and metrics create theirs when they are first called.
     compiled = [each for each in (model._compile_loss, model._compile_metrics) if each is not None]
-    if all(each.built for each in (*all_layers(model), *compiled)):
+    built = all(layer.built for layer in all_layers(model))
+    if built and all(each.built for each in compiled):
         return
     strategy = model.distribute_strategy
     specs = keras.tree.map_structure(_spec, data)
@@ -96,7 +97,7 @@ def build_layers_by_step(model: keras.Model, data: Batch) -> None:
         with strategy.scope(), capturing_applies(lambda *call: None), _without_assignments():
             train_step_of(model)(rows)
 
-    run_trial(build, *SIZES, otherwise=None, question="which weights train_step makes")
+    run_trial(build, *SIZES, otherwise=None, question=None if built else "which weights train_step makes")
 
 
 def _spec(tensor: Any) -> Any:

@@ -86,13 +86,12 @@ def forward_backward(context: StepContext, data: Batch) -> ForwardBackwardResult
     model, normalize = context.model, context.normalize
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
-        y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
-        arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-        with (
-            recorded_terms(model, untracked=context.sums) as terms,
-            without_replica_division() if normalize else contextlib.nullcontext(),
-        ):
-            loss = model._compute_loss(**arguments, training=True)
+        # Layers may compute losses too, and add them.
+        with without_replica_division() if normalize else contextlib.nullcontext():
+            y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+            arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+            with recorded_terms(model, untracked=context.sums) as terms:
+                loss = model._compute_loss(**arguments, training=True)
         with tape.stop_recording():
             weight = normalize(model, arguments, terms) if normalize else None
             sums = None

@@ -1,0 +1,167 @@
+"""What each component does with each miniature: the steps of plain Keras, unless it stands here."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import keras
+from foreign.keras_io.miniatures import MINIATURES
+
+WAYS = ("accumulation", "slices", "replicas", "shards", "recomputation", "telemetry")
+TOLERANCE = 2e-6
+# Of loops without `fit`, and of models of Keras 2, there are no miniatures here.
+BY_HAND, KERAS_2 = "loops by hand", "models of Keras 2"
+CLASSES = {**{name: case.group for name, case in MINIATURES.items()}, "by_hand": BY_HAND, "of_transformers": KERAS_2}
+
+
+class Outcome(NamedTuple):
+    """What comes of a miniature.
+
+    Attributes:
+        refused: What the error says, or `None`.
+        warned: What a warning says of a training that takes other steps, or `None`.
+        options: What the component has to be told, one argument.
+        changed: What has to be changed in the model, one argument.
+        logs: Whether `fit` shows what plain Keras shows.
+        called: What the documentation calls it, if it isn't exact.
+        unnoticed: Whether it takes other steps without a word.
+    """
+
+    refused: str | None = None
+    warned: str | None = None
+    options: Mapping[str, Any] = {}
+    changed: Mapping[str, Any] = {}
+    logs: bool = True
+    called: str = ""
+    unnoticed: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether the steps are those of plain Keras, with at most one argument changed."""
+        return self.refused is None and self.warned is None and not self.unnoticed
+
+    @property
+    def word(self) -> str:
+        """What the documentation calls it."""
+        if not self.exact:
+            return self.called or ("unnoticed" if self.unnoticed else "refused" if self.warned is None else "warned")
+        arguments = {**self.options, **self.changed}.items()
+        return ", ".join(f"`{name}={getattr(value, '__name__', repr(value))}`" for name, value in arguments) or "exact"
+
+
+CUT = ("accumulation", "slices")
+SPREAD = ("replicas", "shards")
+PARTS = (*CUT, *SPREAD)
+# What the errors and warnings say.
+NUMBER = "returns one number for the whole batch"
+LOSS, SHARDS = "defines its own compute_loss", "this optimizer updates shards"
+TRIAL = "The weighted gradients of the parts don't sum to that of the whole"
+WINDOWS, PHASES = "are not there at the same time", "micro-batches can't be accumulated one after the other"
+BATCHES = "normalize with the statistics of each micro-batch"
+REPLICAS = "normalize each replica's part of a batch by its own statistics"
+NOT_MEASURED = Outcome(refused="no update was measured", called="not measured")
+
+
+def refused(says: str, ways: tuple[str, ...] = PARTS) -> dict[str, Outcome]:
+    """An error, in each of these ways."""
+    return dict.fromkeys(ways, Outcome(refused=says))
+
+
+def tokens(x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+    """The tokens that are not padding."""
+    return keras.ops.sum(y > 0)
+
+
+# A `train_step` of the model's own: no shards, and logs of windows are means over micro-batches, which may be uneven.
+STEP = {"accumulation": Outcome(logs=False), "shards": Outcome(refused=SHARDS)}
+OPTIMIZERS = {**STEP, "accumulation": Outcome(refused=PHASES), "telemetry": NOT_MEASURED}
+NOT_DIVIDED = {**refused(TRIAL, ("accumulation", "slices", "replicas")), "shards": Outcome(refused=SHARDS)}
+NORMALIZED = {
+    **dict.fromkeys(CUT, Outcome(warned=BATCHES)),
+    **dict.fromkeys(SPREAD, Outcome(changed={"synchronized": True})),
+}
+
+# A trial on made-up rows doesn't see experts that a few tokens don't tell apart, or a state that ends up the same.
+UNNOTICED = dict.fromkeys(PARTS, Outcome(unnoticed=True))
+
+EXCEPTIONS: dict[str, dict[str, Outcome]] = {
+    # Losses.
+    "masked_tokens": {"accumulation": Outcome(options={"weighting": tokens})},
+    "normalized_siamese": NORMALIZED,
+    "switch_transformer": UNNOTICED,
+    "points": NORMALIZED,
+    # Losses that compare rows.
+    "supervised_contrastive": refused("compares examples|Losses that compare", ("accumulation",)),
+    "retrieval": refused(LOSS, ("accumulation",)),
+    "summed_retrieval": refused(LOSS, ("accumulation",)),
+    "correlated": refused(NUMBER, ("accumulation",)),
+    "barlow_twins": {
+        **refused("mixes them as well|returns one number", CUT),
+        **dict.fromkeys(SPREAD, Outcome(changed={"synchronized": True})),
+    },
+    "metric_learning": NOT_DIVIDED,
+    "dual_encoder": NOT_DIVIDED,
+    "queue": NOT_DIVIDED,
+    # Layers.
+    "batch_normalization": NORMALIZED,
+    "recommender": refused("depends on the others in the batch"),
+    "molecules": refused("different numbers of rows", ("slices", *SPREAD)),
+    "running_maximum": UNNOTICED,
+    "spectral_normalization": {
+        **dict.fromkeys(CUT, Outcome(warned="The state of")),
+        **refused("assigns to its weight", ("shards", "recomputation")),
+    },
+    # Steps.
+    **dict.fromkeys(
+        (
+            "autoencoder",
+            "diffusion",
+            "masked_autoencoder",
+            "speech",
+            "triplets",
+            "guide",
+            "two_heads",
+            "vector_quantized",
+            "flow",
+            "zero_reference",
+            "graph_attention",
+            "summed_step",
+            "one_token",
+        ),
+        STEP,
+    ),
+    "captions": {**STEP, "accumulation": Outcome(refused="updates weights")},
+    "masked_captions": NOT_DIVIDED,
+    "sharpness_aware": {**STEP, **refused("a value that depends on the rows", ("accumulation", "slices", "replicas"))},
+    "fixed_noise": NOT_DIVIDED,
+    "clipping_step": NOT_DIVIDED,
+    "thresholded": NOT_DIVIDED,
+    "shuffled": NOT_DIVIDED,
+    "normalizing_step": {
+        **STEP,
+        **dict.fromkeys(CUT, Outcome(warned=BATCHES)),
+        "replicas": Outcome(warned=REPLICAS),
+    },
+    **dict.fromkeys(("gan", "wgan_gp", "cyclegan", "forward_forward"), OPTIMIZERS),
+    "normalizing_gan": {
+        **OPTIMIZERS,
+        "slices": Outcome(warned=BATCHES),
+        "replicas": Outcome(warned=REPLICAS),
+    },
+    "fixed_noise_gan": {**OPTIMIZERS, **refused(TRIAL, ("slices", "replicas"))},
+    "counting_gan": {**OPTIMIZERS, **refused("assigns a tf.Variable", ("slices", "replicas"))},
+    "simclr": {**OPTIMIZERS, **refused(TRIAL, ("slices", "replicas"))},
+}
+
+
+EXCEPTIONS |= {
+    "by_hand": {
+        "accumulation": Outcome(options={"weighting": "uniform"}),
+        **dict.fromkeys(("slices", *SPREAD, "telemetry"), Outcome(refused="", called="by hand")),
+    },
+    "of_transformers": dict.fromkeys(WAYS, Outcome(refused="", called="Keras 2")),
+}
+
+
+def expected(name: str, way: str) -> Outcome:
+    """What a component does with a miniature."""
+    return EXCEPTIONS.get(name, {}).get(way, Outcome())
