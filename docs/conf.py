@@ -28,6 +28,7 @@ smartquotes = False
 nb_execution_mode = os.environ.get("TUTORIALS", "off")
 nb_execution_cache_path = str(DOCS.parent / "build" / "tutorials")
 nb_execution_timeout = 600
+nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_output_stderr = "remove"
 nb_merge_streams = True
