@@ -286,6 +286,21 @@ def test_losses(loss, targets, mixes):
     assert loss_mixes_rows(LossTerm(loss, tf.zeros(*targets), tf.zeros((4, 5)), None)) == mixes
 
 
+def test_numbers_that_are_not_finite_are_not_compared(caplog):
+    """NaN matches NaN, whatever a loss or a layer computes."""
+
+    class OfNegatives(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            return ops.mean(y_pred) + ops.log(-1 - ops.abs(y_pred[:, 0]))
+
+    assert not loss_mixes_rows(LossTerm(OfNegatives(), tf.zeros([4, 1]), tf.zeros([4, 2]), None))
+    assert "the losses are not finite on synthetic rows" in caplog.text
+    mixing = layers.Lambda(lambda x: ops.mean(x) + ops.log(-1 - ops.abs(x)))
+    mixing.build((None, 3))
+    assert find_mixing_layer(mixing, (tf.zeros([4, 3]),)) is None
+    assert "the outputs are not finite on synthetic rows" in caplog.text
+
+
 class Maximum(keras.metrics.Metric):
     def __init__(self, decay=None, name="maximum"):
         super().__init__(name=name)

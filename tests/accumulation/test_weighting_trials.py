@@ -85,6 +85,16 @@ def with_noise(x, y, y_pred, sample_weight):
     return ops.mean(squares(y, y_pred + keras.random.normal(ops.shape(y_pred), seed=3)))
 
 
+def of_positive_labels(x, y, y_pred, sample_weight):
+    """Infinite where a label is 0, as those of classes may be."""
+    return 0.05 * ops.sum(squares(ops.log(y), y_pred))
+
+
+def of_large_outputs(x, y, y_pred, sample_weight):
+    """NaN until outputs are above 20."""
+    return ops.sum(squares(y, ops.log(y_pred - 20.0)))
+
+
 def two_divisors(x, y, y_pred, sample_weight):
     return ops.mean(squares(y, y_pred)) + 1e-3 * ops.sum(ops.square(y_pred))
 
@@ -108,6 +118,7 @@ LOSSES = {
     "sum": (sum_of_all, (NUMBERS, TARGETS), None, "'sum'"),
     "sum over elements": (sum_over_elements, (NUMBERS, TARGETS), None, "'examples'"),
     "sample weights": (weighted, (NUMBERS, TARGETS, WEIGHTS), None, "'sample_weight'"),
+    "positive labels": (of_positive_labels, (NUMBERS, np.exp(TARGETS)), None, "'sum'"),
     "unused weights": (mean, (NUMBERS, TARGETS, WEIGHTS), None, "'examples'"),
     "mask": (by_output_mask, (TOKENS, TARGETS), embedding, "'mask'"),
     "padding": (by_output_mask, (PADDED, TARGETS), masking, "'mask'"),
@@ -277,3 +288,9 @@ def test_a_mask_that_hides_nothing_leaves_it_open():
 
     with pytest.raises(ValueError, match="mask of the output hides nothing.*takes 'examples'"):
         in_windows(by_output_mask, (NUMBERS, TARGETS), Marks, run_eagerly=True)
+
+
+def test_gradients_that_are_not_finite_tell_nothing():
+    """All weightings would fit them."""
+    with pytest.raises(ValueError, match="could not be tried on made-up rows"):
+        in_slices(of_large_outputs, (NUMBERS, TARGETS))

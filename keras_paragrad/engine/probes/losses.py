@@ -13,6 +13,7 @@ from keras_paragrad.engine.probes.row_independence import has_value_per_example
 from keras_paragrad.engine.probes.trial import (
     Inconclusive,
     change_rows,
+    check_finite,
     run_trial,
     synthetic_rows,
     take_rows,
@@ -79,6 +80,7 @@ def _mixes(
     if not match(before, values(*whole)):
         raise Inconclusive("the loss is random")
     unchanged = [row for row in range(_ROWS) if row not in _CHANGED]
+    check_finite([before[unchanged]], "the losses")
     if not match(before[unchanged], after[unchanged]):
         return True
     try:

@@ -21,6 +21,7 @@ from keras_paragrad.engine.probes.trial import (
     PureFunction,
     call_model,
     change_rows,
+    check_finite,
     gradients_match,
     run_trial,
     synthetic_rows,
@@ -91,6 +92,7 @@ def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_tra
         compute = PureFunction(model, lambda rows, training=training: _tensors(call_model(model, rows, training)))
         # With the same seeds, so that dropout drops the same elements.
         (before, state), (after, _) = compute(first), compute(second)
+        check_finite(before, "the outputs")
         if not all(map(changed.outputs_match, before, after)):
             # Random outputs differ from run to run, and show nothing.
             if all(map(changed.outputs_match, before, compute(first)[0])):
@@ -130,6 +132,7 @@ def _mixes_gradients(model: keras.layers.Layer, first: Batch, second: Batch, hal
 
     compute = PureFunction(model, gradient)
     inner, inner_after = (compute((rows, _INNER))[0] for rows in (first, second))
+    check_finite(inner, "the gradients")
     outer, whole = (compute((first, weights))[0] for weights in (_OUTER, _INNER + _OUTER))
     added = [one + other for one, other in zip(inner, outer, strict=True)]
     match = functools.partial(gradients_match, half_precision=half_precision)

@@ -279,6 +279,17 @@ def watch_weights(model: keras.layers.Layer) -> Generator[Callable[[tf.Tensor], 
         yield gradients_of
 
 
+def check_finite(results: Sequence[Array], what: str) -> None:
+    """Refuses to compare numbers of which none is finite: they would match whatever they are.
+
+    Raises:
+        Inconclusive: There are numbers, and none is finite.
+    """
+    numbers = [tf.cast(each, "float64") for each in map(tf.convert_to_tensor, results) if each.dtype.is_floating]
+    if numbers and not any(np.isfinite(each).any() for each in numbers):
+        raise Inconclusive(f"{what} are not finite on synthetic rows")
+
+
 def gradients_match(first: Sequence[Array], second: Sequence[Array], *, half_precision: bool) -> bool:
     """Whether two gradients, a tensor for each weight, differ by rounding alone."""
     pairs = [(np.asarray(a, "float64"), np.asarray(b, "float64")) for a, b in zip(first, second, strict=True)]

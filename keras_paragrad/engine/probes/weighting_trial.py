@@ -198,12 +198,15 @@ def errors_of(
         of_parts: Those of the parts.
         shares: The weight of each part, for each candidate: `(parts, candidates)`.
         half_precision: Whether they were computed in half precision.
+
+    Raises:
+        Inconclusive: The gradient of the whole is 0 or not finite, so it tells nothing.
     """
     expected = [np.asarray(each, "float64") for each in whole]
     norm = np.sqrt(sum(np.sum(np.square(each)) for each in expected))
     if not np.isfinite(norm) or not norm:
-        # Of a made-up row that the loss isn't made for.
-        return [0.0] * shares.shape[1]
+        # A logarithm of a label of 0, say. Every weighting would fit.
+        raise Inconclusive("the loss has no finite gradient other than 0 on synthetic rows")
     errors = []
     for weights in shares.T:
         total = [
@@ -226,18 +229,26 @@ def _rounding() -> float:
 def over_draws(model: keras.Model, data: tuple[Any, ...], size: int, compare: Callable[[Any], Result]) -> list[Result]:
     """What `compare` returns for several batches of synthetic rows: as usual, padded, and with labels to ignore.
 
+    Labels are 0 and 1, or between them for losses that need others than 0.
+
     Args:
         model: The model, whose `Masking` layers say what is padded with.
         data: Tensors with the shapes and dtypes of a batch: `x`, `y` and `sample_weight`, or the first of them.
         size: The size of axes of unknown size.
         compare: Takes a batch.
+
+    Raises:
+        Inconclusive: No batch tells anything.
     """
     rows = functools.partial(synthetic_rows, rows=ROWS, size=size)
 
-    def draw(seed: int) -> list[Any]:
-        return [rows(each, seed=3 * seed + place, labels=place == 1) for place, each in enumerate(data)]
+    def draw(seed: int, classes: bool = True) -> list[Any]:
+        return [rows(each, seed=3 * seed + index, labels=classes and index == 1) for index, each in enumerate(data)]
 
-    results = [compare(tuple(draw(0)))]
+    try:
+        results = [compare(tuple(draw(0)))]
+    except Inconclusive:
+        results = [compare(tuple(draw(0, classes=False)))]
     padding = next((each.mask_value for each in all_layers(model) if isinstance(each, keras.layers.Masking)), 0)
     x, *others = draw(1)
     weights = keras.tree.map_structure(lambda each: _replace(each, 0, _is_padded), others[1:])
@@ -249,7 +260,7 @@ def over_draws(model: keras.Model, data: tuple[Any, ...], size: int, compare: Ca
         try:
             results.append(compare(batch))
         except Exception:
-            # A loss that ignores no labels rejects these.
+            # A loss that ignores no labels rejects these, or has no gradient on them.
             continue
     return results
 
