@@ -13,8 +13,6 @@ from keras_paragrad.engine.losses.loss_normalization import warn_of_batch_statis
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
 # Slices of a batch are always weighted by their normalizer, never uniformly.
 SLICE_WEIGHTINGS = tuple(each for each in WEIGHTINGS if each != "uniform")
-# What else `weighting` may be.
-WEIGHTING_FUNCTION = "a function of (x, y, y_pred, sample_weight)"
 TAILS = ("flush", "carry", "drop")
 ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
 

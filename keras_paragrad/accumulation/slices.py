@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS, WEIGHTING_FUNCTION
+from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS
 from keras_paragrad.accumulation.gradient_cache import GradientCache
 from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_at
 from keras_paragrad.arguments import check_choice_or_function, check_instance, check_integer
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, warn_of_batch_statistics
-from keras_paragrad.engine.losses.weightings import DivisorFunction
+from keras_paragrad.engine.losses.weightings import FUNCTION, DivisorFunction
 from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
@@ -58,7 +58,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         check_instance("model", model, keras.Model, "a Keras model")
         size = check_integer("size", size, most=2**31 - 1, example=64)
         measure = LossNormalization(
-            check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, WEIGHTING_FUNCTION), "microbatch"
+            check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, FUNCTION), "microbatch"
         )
         builder = StepBuilder.of(model)
         if not isinstance(builder.stages.split, Slices | None):

@@ -11,7 +11,14 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_choice, check_integer, check_number, check_text, refusal
+from keras_paragrad.arguments import (
+    check_choice,
+    check_choice_or_function,
+    check_integer,
+    check_number,
+    check_text,
+    refusal,
+)
 from keras_paragrad.distribution.decisions import (
     BATCHES,
     COMMUNICATIONS,
@@ -25,6 +32,7 @@ from keras_paragrad.distribution.decisions import (
 )
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices
+from keras_paragrad.engine.losses.weightings import FUNCTION, DivisorFunction
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 
 CHOICES = {
@@ -33,7 +41,6 @@ CHOICES = {
     "batch": BATCHES,
     "lr_scaling": LR_SCALINGS,
     "exact": (True, False),
-    "weighting": WEIGHTINGS,
     "shard_policy": SHARD_POLICIES,
     "shard": SHARDS,
     "layout": LAYOUTS,
@@ -71,7 +78,7 @@ class Options:
     _: KW_ONLY
     warmup_steps: int = 0
     exact: bool = True
-    weighting: str = "auto"
+    weighting: str | DivisorFunction = "auto"
     shard_policy: str = "auto"
     pack_bytes: int | None = None
     shard: str | None = None
@@ -84,6 +91,7 @@ class Options:
 
     def __post_init__(self):
         checked = {name: check_choice(name, getattr(self, name), choices) for name, choices in CHOICES.items()}
+        checked["weighting"] = check_choice_or_function("weighting", self.weighting, WEIGHTINGS, FUNCTION)
         checked["strategy"] = _check_strategy(self.strategy)
         checked["precision"] = _check_precision(self.precision)
         checked["warmup_steps"] = check_integer("warmup_steps", self.warmup_steps, least=0)

@@ -15,9 +15,9 @@ from keras_paragrad.compat.types import Batch, Gradients, StepLogs
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
 from keras_paragrad.engine.custom_step.run import SlicedStep, changed_order
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions, make_variables, suspended_scope
-from keras_paragrad.engine.custom_step.weighting import find_weightings
+from keras_paragrad.engine.custom_step.weighting import find_weightings, sums_in_step
 from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
-from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics, weighting_means
+from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics, run_custom_train_step, weighting_means
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, LossNormalization
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments, weighting_of
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
@@ -189,6 +189,23 @@ class CustomStep:
         reducer = LogReducer(self.model, batch, replica_batch, None, (), summed=self.summed)
         with reducing_metrics(reducer, outputs_scale=1.0, updates=False):
             yield
+
+
+def run_inexact_step(model: keras.Model, data: Batch) -> Any:
+    """Runs a model's own `train_step` on a replica, and updates with the mean of the replicas' gradients, or their sum.
+
+    They are summed where a loss is found to be a sum over the rows. Keras sums all, and divides losses of its own.
+    """
+    sums = sums_in_step(model, data)
+    calls = iter(sums)
+
+    def capture(optimizer: Any, gradients: Gradients, variables: list[keras.Variable]) -> None:
+        factor = tf.constant(1.0 if next(calls, False) else 1 / replica_count())
+        with released():
+            optimizer.apply([scale_gradient(gradient, factor) for gradient in gradients], variables)
+
+    with without_replica_division(in_logs=True), capturing_applies(capture) as released:
+        return run_custom_train_step(model, data, summed=bool(sums) and all(sums))
 
 
 class _BatchWeights:

@@ -1,6 +1,7 @@
 """Finds what the losses of a model's own `train_step` divide by, by a trial on synthetic rows."""
 
 import functools
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,9 +11,10 @@ import tensorflow as tf
 
 from keras_paragrad.compat.model import all_variables, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
-from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis
+from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments
+from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.probes.random_rows import random_numbers_by_row
 from keras_paragrad.engine.probes.trial import (
     SIZES,
@@ -35,6 +37,8 @@ from keras_paragrad.engine.probes.weighting_trial import (
     shares_of,
 )
 from keras_paragrad.engine.step.interception import capturing_applies
+
+_log = logging.getLogger("keras_paragrad")
 
 
 class _TrialScope(keras.StatelessScope):
@@ -132,6 +136,21 @@ def find_weightings(
     if misfits:
         raise IndivisibleError(_misfit_message(model, analysis.calls, misfits, stated))
     return [fitting[0] for fitting in taken]
+
+
+def sums_in_step(model: keras.Model, data: Batch) -> list[bool]:
+    """For each call of an optimizer, whether its loss is a sum over the rows; empty if that can't be found."""
+
+    def find() -> list[bool]:
+        try:
+            weightings = find_weightings(model, analyze_step(model, data), data)
+        except Exception:
+            # What trains inexactly may be anything.
+            _log.debug("What the losses of a step divide by was not found.", exc_info=True)
+            return []
+        return [each.divisor is None for each in weightings]
+
+    return once_per_compile(("sums in train_step",), model, step_arguments(data), find)
 
 
 def _errors_of(step: _TrialStep, data: Batch, candidates: Sequence[Weighting]) -> list[list[float]]:

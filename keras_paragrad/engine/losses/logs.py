@@ -121,10 +121,13 @@ def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormali
     return logs
 
 
-def run_custom_train_step(model: keras.Model, data: Batch) -> StepLogs:
-    """Runs a custom `train_step` on every replica, and returns its logs over the whole batch, weighted by examples."""
+def run_custom_train_step(model: keras.Model, data: Batch, *, summed: bool = False) -> StepLogs:
+    """Runs a custom `train_step` on every replica, and returns its logs over the whole batch.
+
+    Numbers are summed, or averaged and weighted by examples.
+    """
     replica_batch = ReplicaBatch.of(data)
-    reducer = LogReducer(model, data, replica_batch, None, ())
+    reducer = LogReducer(model, data, replica_batch, None, (), summed=summed)
     with reducing_metrics(reducer, outputs_scale=1.0):
         return reducer.reduce_logs(model.train_step(data))
 

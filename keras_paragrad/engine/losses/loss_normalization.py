@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import (
     all_layers,
     overrides_compute_loss,
@@ -276,6 +277,32 @@ def find_weightings(
     given = {name: arguments[name] for name in ("x", "y", "sample_weight")}
     key = ("weightings", stated if stated and stated.name not in WEIGHTINGS else None)
     return once_per_compile(key, model, given, lambda: try_weightings(model, arguments, stated))
+
+
+def scale_by_replicas(
+    model: keras.Model, loss: tf.Tensor, arguments: LossArguments, terms: list[LossTerm]
+) -> tuple[tf.Tensor, Normalizer | None]:
+    """A replica's loss such that the sum over the replicas is that of the batch, if all have equally many examples.
+
+    Means and what layers add are divided by the number of replicas, as Keras divides them, and sums are not. Of a
+    model's own `compute_loss`, and of a loss that returns one number, a trial shows which it is. Also returns the
+    normalizer of such a sum, for the logs.
+    """
+    share = 1 / replica_count()
+    unknown = overrides_compute_loss(model) or any(term.reduces_itself or term.values.shape.rank == 0 for term in terms)
+    if unknown:
+        trial = find_weightings(model, arguments)
+        is_sum = trial is not None and trial.fitting == [WEIGHTINGS["sum"]]
+        if is_sum:
+            return loss, WEIGHTINGS["sum"].normalizer(arguments)
+        return loss * tf.cast(share, loss.dtype), None
+    flat = model._compile_loss._flat_losses
+    factors = [1.0 if each.loss_weights is None else each.loss_weights for each in flat]
+    scaled = loss * tf.cast(share, loss.dtype)
+    for place, term in enumerate(terms):
+        if term.is_sum:
+            scaled += tf.cast(term.result * factors[place % len(factors)] * (1 - share), loss.dtype)
+    return scaled, None
 
 
 def _problem_of(trial: WeightingTrial | None) -> str | None:

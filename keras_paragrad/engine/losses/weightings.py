@@ -11,6 +11,8 @@ from keras_paragrad.compat.types import Batch, LossArguments, Scalar, Structure
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 
+# What else `weighting` may be, for errors.
+FUNCTION = "a function of (x, y, y_pred, sample_weight)"
 # Maps `(x, y, y_pred, sample_weight)` of a part of a batch to what its loss is divided by.
 DivisorFunction = Callable[[Structure, Structure, Structure, Structure], Scalar]
 

@@ -31,6 +31,8 @@ Result = TypeVar("Result")
 Normalize = Callable[[keras.Model, LossArguments, list[LossTerm]], Normalizer]
 # Takes the arguments of a `Normalize`.
 Look = Callable[[keras.Model, LossArguments, list[LossTerm]], None]
+# Takes a model, the loss, the arguments of a `Normalize`; returns the scaled loss, and the normalizer for the logs.
+ScaleByReplicas = Callable[[keras.Model, tf.Tensor, LossArguments, list[LossTerm]], tuple[tf.Tensor, Normalizer | None]]
 # Maps a weight to the factor of the loss in the backward pass.
 WeighReplica = Callable[[Normalizer], tf.Tensor]
 # Maps a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
@@ -45,6 +47,8 @@ class StepContext(NamedTuple):
         replica_batch: Says whether there are examples in the batch.
         normalize: Measures the weight of the gradient; not measured, if `None`.
         weigh_replica: Maps the weight to a factor of the loss.
+        scale_by_replicas: Scales the loss of a replica that isn't weighted, so that the replicas' gradients are summed;
+            Keras scales some losses, if `None`.
         sums: Whether to return numerators and denominators of the losses, instead of updating Keras's trackers.
         look: Receives the arguments of `normalize`.
         present: Masks the rows that are examples; all are, if `None`.
@@ -56,6 +60,7 @@ class StepContext(NamedTuple):
     replica_batch: ReplicaBatch
     normalize: Normalize | None = None
     weigh_replica: WeighReplica | None = None
+    scale_by_replicas: ScaleByReplicas | None = None
     sums: bool = False
     look: Look | None = None
     present: Present | None = None
@@ -83,25 +88,27 @@ class ForwardBackwardResult(NamedTuple):
 
 def forward_backward(context: StepContext, data: Batch) -> ForwardBackwardResult:
     """Runs Keras's `train_step` from the inputs to the gradients."""
-    model, normalize = context.model, context.normalize
+    model, normalize, scale = context.model, context.normalize, context.scale_by_replicas
+    undivided = normalize is not None or scale is not None
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
         # Layers may compute losses too, and add them.
-        with without_replica_division() if normalize else contextlib.nullcontext():
+        with without_replica_division() if undivided else contextlib.nullcontext():
             y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
             arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
             with recorded_terms(model, untracked=context.sums) as terms:
                 loss = model._compute_loss(**arguments, training=True)
+        scaled_loss, shown = scale(model, loss, arguments, terms) if scale else (loss, None)
         with tape.stop_recording():
             weight = normalize(model, arguments, terms) if normalize else None
             sums = None
             if context.sums:
-                sums = loss_sums(model, loss, terms, rows_of(x), weight, divided=normalize is None)
+                sums = loss_sums(model, loss, terms, rows_of(x), weight or shown, divided=not undivided)
             if context.look:
                 # Last: terms cache what they compute, and this computes it in another graph.
                 context.look(model, arguments, terms)
             factor = context.weigh_replica(weight) if weight is not None and context.weigh_replica else None
-        weighted = loss if factor is None else loss * tf.cast(factor, loss.dtype)
+        weighted = scaled_loss if factor is None else scaled_loss * tf.cast(factor, loss.dtype)
         if weight is not None and not weight.summed and replica_count() > 1:
             weighted *= tf.cast(1 / replica_count(), weighted.dtype)
         scaled = model.optimizer.scale_loss(weighted)

@@ -11,10 +11,10 @@ from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import all_layers, check_no_row_states
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
-from keras_paragrad.engine.custom_step.step import CustomStep
+from keras_paragrad.engine.custom_step.step import CustomStep, run_inexact_step
 from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result, run_custom_train_step
-from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
+from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result
+from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, scale_by_replicas
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
 from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.independence import INSTEAD_OF_WINDOWS
@@ -89,7 +89,7 @@ class TrainStep(NamedTuple):
             )
         with self._accumulating(), build_optimizers_outside_of_graphs(self.model):
             several = take and replica_count() > 1
-            logs = run_custom_train_step(self.model, data) if several else self.model.train_step(data)
+            logs = run_inexact_step(self.model, data) if several else self.model.train_step(data)
         self.end()
         return logs
 
@@ -248,8 +248,10 @@ class TrainStep(NamedTuple):
         # Keras's trackers expect whole batches.
         partial = bool(split or self.stages.apply or self.stages.present or (self.stages.take and replica_count() > 1))
         refusal = None if normalize else self.stages.deferred_refusal
+        inexact = normalize is None and self.stages.take and replica_count() > 1
         return context._replace(
             normalize=normalize,
+            scale_by_replicas=scale_by_replicas if inexact else None,
             # On a mesh the number of rows is static, and Keras's trackers would count by it.
             sums=partial or self.stages.mesh is not None,
             look=refusal and refusal.look,
