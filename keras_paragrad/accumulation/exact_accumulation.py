@@ -22,9 +22,10 @@ class ExactAccumulation(keras.callbacks.Callback):
     model's own training step is restored when `fit` ends.
 
     Raises:
-        ValueError: When `fit` begins: the model was not compiled with an `AccumulatingOptimizer`, or it has a custom
-            `train_step` or loss, so the weight of its micro-batches is unknown. The message says what to write. With
-            `steps=1` on one replica such a model is trained anyway, and this is logged once.
+        ValueError: When `fit` begins: the model was not compiled with an `AccumulatingOptimizer`. In the first step:
+            the weight of its micro-batches is unknown, as its loss compares examples or divides by something else than
+            it was tried with. The message says what to write. With `steps=1` on one replica such a model is trained
+            anyway, and this is logged once.
 
     Example:
 

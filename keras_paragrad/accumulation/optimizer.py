@@ -53,9 +53,11 @@ class AccumulatingOptimizer(WrappingOptimizer):
         steps: How many micro-batches an update takes: an integer; pairs `(first_update, steps)`; or a callable that
             takes the number of updates made, a scalar int64 tensor, and returns an integer.
         weighting: The weight of a micro-batch. `"auto"` is its loss normalizer (the number of examples or elements,
-            the sum of the sample weights or of the mask); `"uniform"` weights all alike. For a custom loss,
-            `"examples"`, `"sample_weight"` and `"mask"` name its normalizer, and `"sum"` says that it has none. All
-            but `"uniform"` need `ExactAccumulation()`, and are uniform without it.
+            the sum of the sample weights or of the mask), which for a custom loss is found by gradients on made-up
+            rows. `"examples"`, `"sample_weight"` and `"mask"` name it, `"sum"` says that the loss has none, and a
+            function maps `(x, y, y_pred, sample_weight)` of a micro-batch to it; what is stated and doesn't fit is
+            refused. `"uniform"` weights all alike: it needs micro-batches of one size, a mean, and nothing that
+            happens once an update. All but `"uniform"` need `ExactAccumulation()`, and are uniform without it.
         tail: What to do with a partial window at the end of an epoch: `"flush"` updates with it, `"carry"` continues
             it in the next epoch, `"drop"` discards it. Without `ExactAccumulation()`, windows continue across epochs
             and this applies at the end of `fit`.
@@ -294,9 +296,13 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """The constructor's arguments, serialized."""
         return {
             **super().get_config(),
-            "steps": keras.saving.serialize_keras_object(self.steps) if callable(self.steps) else self.steps,
-            "weighting": keras.saving.serialize_keras_object(self.weighting),
+            "steps": _serialized(self.steps),
+            "weighting": _serialized(self.weighting),
             "tail": self.tail,
             "accumulator_dtype": self.accumulator_dtype,
             "skip_nonfinite": self.skip_nonfinite,
         }
+
+
+def _serialized(argument: Any) -> Any:
+    return keras.saving.serialize_keras_object(argument) if callable(argument) else argument

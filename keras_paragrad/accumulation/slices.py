@@ -31,16 +31,17 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
     Args:
         model: A model, compiled or not yet.
         size: The maximum number of examples in a slice, per replica. The last slice of a batch holds the rest.
-        weighting: The weight of a slice: `"auto"`, or for a custom `compute_loss` `"examples"`, `"sample_weight"`,
-            `"mask"` or `"sum"`. See `AccumulatingOptimizer`.
+        weighting: What the loss of a slice is divided by: `"auto"` finds it, `"examples"`, `"sample_weight"`, `"mask"`,
+            `"sum"` or a function of `(x, y, y_pred, sample_weight)` states it. See `AccumulatingOptimizer`.
 
     Returns:
         A handle: `undo()`, or leaving a `with` block, restores the model's own training step.
 
     Raises:
         ValueError: `size` is not an integer of at least 1, or the model runs in a pipeline. `fit` raises it for a
-            batch of more than `size` examples if the model has a custom `train_step` or loss, so the weight of a slice
-            is unknown. The message says what to write. Smaller batches are trained on whole, and this is logged once.
+            batch of more than `size` examples if the weight of a slice is unknown, as the loss divides by something
+            else than it was tried with, and can't be computed on whole batches. The message says what to write.
+            Smaller batches are trained on whole, and this is logged once.
 
     Example:
 

@@ -22,7 +22,7 @@ class Accumulating(Protocol):
     """An optimizer that accumulates gradients, and all-reduces their sum once per update, before clipping."""
 
     accumulates: bool
-    weighting: str
+    weighting: Any
 
     @property
     def gradient_weight(self) -> keras.Variable:

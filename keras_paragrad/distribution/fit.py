@@ -65,9 +65,10 @@ class DistributedFit(InNotebooks):
         lr_scaling: How the learning rate grows with the batch, under `batch="per_replica"`: `None`, `"linear"` or
             `"sqrt"`.
         warmup_steps: Number of updates over which the learning rate grows to its scaled value.
-        exact: Whether the result must be that of one device. If not, a model may have a custom `train_step`.
-        weighting: The weight of a replica's part of a batch, for a custom `compute_loss`: `"examples"`,
-            `"sample_weight"`, `"mask"` or `"sum"`.
+        exact: Whether the result must be that of one device. If not, updates take the mean of the
+            replicas' gradients, or the sum of those of sums, and whatever trains is trained.
+        weighting: What the loss of a replica's part of a batch is divided by: `"auto"` finds it, `"examples"`,
+            `"sample_weight"`, `"mask"`, `"sum"` or a function of `(x, y, y_pred, sample_weight)` states it.
         shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"` or `"already_sharded"`.
         pack_bytes: Bytes of gradients per bucket; 0 is a single bucket, except that between CPUs gradients of 1 MiB
             and more are reduced separately.

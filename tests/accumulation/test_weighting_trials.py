@@ -1,5 +1,7 @@
 """What a loss divides by is found by its gradients on made-up rows, and what is stated is held to them."""
 
+import contextlib
+import json
 import logging
 
 import keras
@@ -294,3 +296,38 @@ def test_gradients_that_are_not_finite_tell_nothing():
     """All weightings would fit them."""
     with pytest.raises(ValueError, match="could not be tried on made-up rows"):
         in_slices(of_large_outputs, (NUMBERS, TARGETS))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("sum", r"divided by the number of examples \('examples' is .* off, 'sum' fits\)"),
+        ("mask", "'mask' fits"),
+        ("mean", None),
+    ],
+)
+def test_uniform_says_what_it_needs(name, says):
+    loss, data, first, _ = LOSSES[name]
+    with (
+        pytest.warns(UserWarning, match=f"micro-batches of one size, a loss that is a mean.*{says}")
+        if says
+        else (contextlib.nullcontext())
+    ):
+        in_windows(loss, data, first, "uniform", run_eagerly=True)
+
+
+def test_a_function_is_saved_as_keras_saves_functions():
+    registered = keras.saving.register_keras_serializable("tests")(count_of_labels)
+    optimizer = AccumulatingOptimizer("sgd", 2, weighting=registered)
+    config = keras.saving.serialize_keras_object(optimizer)
+    assert json.loads(json.dumps(config)) == config
+    loaded = keras.saving.deserialize_keras_object(config)
+    assert loaded.weighting is registered
+    with pytest.raises(ValueError, match="`weighting` is 3, .* or a function of"):
+        AccumulatingOptimizer("sgd", 2, weighting=3)
+
+
+def test_a_lambda_is_saved_with_the_warning_of_keras():
+    optimizer = AccumulatingOptimizer("sgd", 2, weighting=lambda x, y, y_pred, sample_weight: ops.sum(sample_weight))
+    with pytest.warns(UserWarning, match="lambda"):
+        optimizer.get_config()

@@ -1,5 +1,6 @@
 """Models with a `train_step` of their own take the step of one device on the whole batch, however it is divided."""
 
+import functools
 from pathlib import Path
 
 import forked_scripts
@@ -382,3 +383,14 @@ def test_layers_that_normalize_by_all_replicas_are_refused():
         model = compiled(Normalized, jit_compile=False)
     with pytest.raises(ValueError, match="train_step of Normalized .* of all replicas. Use GroupNormalization"):
         fitted(model, fit=lambda *data, **options: dist.fit(model, *data, **options))
+
+
+@pytest.mark.slow(20)
+@pytest.mark.parametrize(
+    ("kind", "says"), [(models.Diffusion, "changes states once an update"), (models.SummedAutoencoder, "'sum'")]
+)
+def test_uniform_says_what_it_needs(kind, says):
+    optimizer = functools.partial(AccumulatingOptimizer, models.sgd(), steps=2, weighting="uniform")
+    model = compiled(kind, optimizer=optimizer, jit_compile=False)
+    with pytest.warns(UserWarning, match=f"micro-batches of one size, a loss that is a mean.*{says}"):
+        fitted(model, 4, callbacks=[ExactAccumulation()])

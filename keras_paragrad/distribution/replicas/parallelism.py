@@ -29,6 +29,7 @@ from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Pre
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.weightings import DivisorFunction
 from keras_paragrad.engine.replicas.prepared import (
     distributing_datasets_with,
     install_on_replicas,
@@ -54,14 +55,13 @@ class ReplicaPreparation(Preparation):
     Args:
         model: A compiled model, built with or without a strategy's scope.
         exact: Whether gradients are weighted and all-reduced before they are clipped.
-        weighting: The weight of a replica batch: `"auto"`, or for a custom `compute_loss` `"examples"`,
-            `"sample_weight"`, `"mask"` or `"sum"`. See `AccumulatingOptimizer`.
+        weighting: What the loss of a replica batch is divided by. See `AccumulatingOptimizer`.
         jit: Whether to compile with XLA; `None` follows the model's `compile`.
         shard_policy: How several workers share data that isn't a `DistributedData`.
 
     Raises:
-        ValueError: There are several replicas, and the model has a custom `train_step` or loss, so the weight of a
-            replica batch is unknown. The message says what to write. On one replica, this is logged.
+        ValueError: There are several replicas, and the weight of a replica batch is unknown. The message says what to
+            write. On one replica, this is logged.
     """
 
     changes_in_place = True
@@ -70,7 +70,7 @@ class ReplicaPreparation(Preparation):
         self,
         model: keras.Model,
         exact: bool = True,
-        weighting: str = "auto",
+        weighting: str | DivisorFunction = "auto",
         jit: bool | None = None,
         shard_policy: str = "auto",
     ):
@@ -109,7 +109,7 @@ class ReplicaPreparation(Preparation):
     def stop(self) -> None:
         uninstall_from_replicas(self.model)
 
-    def _normalization(self, weighting: str) -> LossNormalization:
+    def _normalization(self, weighting: str | DivisorFunction) -> LossNormalization:
         accumulator = find_accumulator(self.model.optimizer)
         stated = accumulator.weighting if accumulator else "auto"
         # Even if micro-batches are weighted uniformly, their replica batches may be uneven.

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import tensorflow as tf
 from keras_paragrad.compat.model import all_variables, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
-from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
+from keras_paragrad.engine.losses.loss_normalization import UNIFORM_NEEDS, IndivisibleError
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments
 from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.probes.random_rows import random_numbers_by_row
@@ -151,6 +152,32 @@ def sums_in_step(model: keras.Model, data: Batch) -> list[bool]:
         return [each.divisor is None for each in weightings]
 
     return once_per_compile(("sums in train_step",), model, step_arguments(data), find)
+
+
+def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
+    """Warns, once for each `compile`, of a step that isn't a mean over the examples, or does more once an update."""
+
+    def find() -> str | None:
+        try:
+            analysis = analyze_step(model, data)
+            weightings = find_weightings(model, analysis, data)
+        except IndivisibleError as refusal:
+            return str(refusal)
+        except Exception:
+            _log.debug("A train_step with weighting='uniform' was not checked.", exc_info=True)
+            return None
+        reasons = []
+        if len(analysis.calls) > 1:
+            reasons.append(f"updates weights {len(analysis.calls)} times")
+        if any(not state.by_slice for state in analysis.states):
+            reasons.append("changes states once an update, which happens once a micro-batch then")
+        others = dict.fromkeys(each.argument for each in weightings if each is not WEIGHTINGS["examples"])
+        if others:
+            reasons.append(f"has losses that are weighted by {', '.join(others)}")
+        return f"The train_step of {type(model).__name__} {', and '.join(reasons)}." if reasons else None
+
+    if found := once_per_compile(("uniform step",), model, step_arguments(data), find):
+        warnings.warn(f"{UNIFORM_NEEDS} {found} Leave weighting out.", stacklevel=2)
 
 
 def _errors_of(step: _TrialStep, data: Batch, candidates: Sequence[Weighting]) -> list[list[float]]:

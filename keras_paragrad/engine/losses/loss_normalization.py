@@ -17,7 +17,14 @@ from keras_paragrad.compat.model import (
 )
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, LossArguments
-from keras_paragrad.engine.losses.divisors import SUM, DivisorKey, Normalizer, UnknownDivisorError, gradient_divisor_of
+from keras_paragrad.engine.losses.divisors import (
+    SIZE,
+    SUM,
+    DivisorKey,
+    Normalizer,
+    UnknownDivisorError,
+    gradient_divisor_of,
+)
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.losses.weightings import (
     WEIGHTINGS,
@@ -106,7 +113,7 @@ class LossNormalization:
             if tried and self.weighting != "auto":
                 self._check_stated(model, arguments)
             return stated
-        reason = self._why_unknown(model, terms)
+        reason = self.why_unknown(model, terms)
         if reason is None:
             return _normalizer_of_terms(model, terms)
         weighting = self._find(model, arguments, reason)
@@ -131,7 +138,7 @@ class LossNormalization:
         """The weight of a part of a batch in evaluation, or `None` if each output's loss has its own."""
         self._refuse_mixing(model, arguments, terms, training=False)
         stated = self._stated(model, arguments, terms)
-        reason = self._why_unknown(model, terms) if stated is None else None
+        reason = self.why_unknown(model, terms) if stated is None else None
         return stated if reason is None else self._find(model, arguments, reason).normalizer(arguments)
 
     def in_custom_step(self, model: keras.Model, data: Batch, terms: Sequence[LossTerm], what: str) -> Normalizer:
@@ -162,7 +169,7 @@ class LossNormalization:
             if stated.divisor is None:
                 return _normalizer_of_sum(model, terms)._replace(stated="sum")
             return stated.normalizer(arguments)
-        if self._why_unknown(model, terms):
+        if self.why_unknown(model, terms):
             return None
         summed = summed_by_keras(model)
         if any(summed) and not all(term.is_sum for term in terms):
@@ -183,7 +190,7 @@ class LossNormalization:
                 "leave it out."
             )
 
-    def _why_unknown(self, model: keras.Model, terms: list[LossTerm]) -> str | None:
+    def why_unknown(self, model: keras.Model, terms: list[LossTerm]) -> str | None:
         """Why what the loss divides by doesn't follow from the compiled losses, or `None` if it does."""
         if overrides_compute_loss(model):
             return f"{type(model).__name__} defines its own compute_loss, so the normalizer of its loss is unknown."
@@ -277,6 +284,34 @@ def find_weightings(
     given = {name: arguments[name] for name in ("x", "y", "sample_weight")}
     key = ("weightings", stated if stated and stated.name not in WEIGHTINGS else None)
     return once_per_compile(key, model, given, lambda: try_weightings(model, arguments, stated))
+
+
+UNIFORM_NEEDS = (
+    "weighting='uniform' counts all micro-batches alike, which needs micro-batches of one size, a loss that is a mean, "
+    "and nothing that happens once an update."
+)
+
+
+def warn_of_uniform(model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> None:
+    """Warns, once for each `compile`, of a loss that is no mean over the examples, though micro-batches count alike."""
+
+    def find() -> str | None:
+        normalize = LossNormalization()
+        if normalize.why_unknown(model, terms) is None:
+            kinds = {gradient_divisor_of(term)[0][0] for term in terms}
+            return None if kinds <= {SIZE[0]} else ", ".join(sorted(_KINDS[kind] for kind in kinds))
+        trial = find_weightings(model, arguments)
+        if trial is None or WEIGHTINGS["examples"] in trial.fitting:
+            return None
+        return str(trial)
+
+    given = {name: arguments[name] for name in ("x", "y", "sample_weight")}
+    if found := once_per_compile(("uniform",), model, given, find):
+        warnings.warn(
+            f"{UNIFORM_NEEDS} The loss of {type(model).__name__} is not divided by the number of examples ({found}). "
+            "Leave weighting out.",
+            stacklevel=2,
+        )
 
 
 def scale_by_replicas(
@@ -373,6 +408,8 @@ def _normalizer_of_sum(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
     return Normalizer(tf.constant(1.0), summed=True)
 
 
+_KINDS = {"sum": "nothing", "weights": "sample weights", "mask": "a mask", "size": "the number of elements"}
+
+
 def _name_kinds(divisors: list[tuple[DivisorKey, tf.Tensor]]) -> str:
-    names = {"sum": "nothing", "weights": "sample weights", "mask": "a mask", "size": "the number of elements"}
-    return ", ".join(names[kind[0]] for kind, _ in divisors)
+    return ", ".join(_KINDS[kind[0]] for kind, _ in divisors)

@@ -12,9 +12,10 @@ from keras_paragrad.compat.model import all_layers, check_no_row_states
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
 from keras_paragrad.engine.custom_step.step import CustomStep, run_inexact_step
+from keras_paragrad.engine.custom_step.weighting import warn_of_uniform_step
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result
-from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, scale_by_replicas
+from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, scale_by_replicas, warn_of_uniform
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
 from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.independence import INSTEAD_OF_WINDOWS
@@ -87,6 +88,8 @@ class TrainStep(NamedTuple):
                 "itself, so the gradient of the whole batch can't be transformed. Write DistributedFit(..., "
                 "exact=True)."
             )
+        if self._is_uniform:
+            warn_of_uniform_step(self.model, data)
         with self._accumulating(), build_optimizers_outside_of_graphs(self.model):
             several = take and replica_count() > 1
             logs = run_inexact_step(self.model, data) if several else self.model.train_step(data)
@@ -242,6 +245,18 @@ class TrainStep(NamedTuple):
         gradient = split(self._context_of(context._replace(weigh_replica=None), split), data)
         return scale_by_replica(gradient, context.weigh_replica) if context.weigh_replica else gradient
 
+    @property
+    def _is_uniform(self) -> bool:
+        """Whether `fit` accumulates micro-batches that all count the same."""
+        accumulator = self._accumulator
+        return (
+            self.stages.apply is not None
+            and self.stages.combine is None
+            and accumulator is not None
+            and accumulator.weighting == "uniform"
+            and not getattr(getattr(accumulator, "schedule", None), "is_always_one", False)
+        )
+
     def _context_of(self, context: StepContext, split: Split | None = None) -> StepContext:
         """The context of a slice, or without `split` that of an unweighted batch."""
         normalize = self.stages.normalization(of_slices=split is not None)
@@ -254,7 +269,7 @@ class TrainStep(NamedTuple):
             scale_by_replicas=scale_by_replicas if inexact else None,
             # On a mesh the number of rows is static, and Keras's trackers would count by it.
             sums=partial or self.stages.mesh is not None,
-            look=refusal and refusal.look,
+            look=warn_of_uniform if self._is_uniform else refusal and refusal.look,
             present=self.stages.present,
             by_xla=self._by_xla and not self._by_layer,
         )
