@@ -245,6 +245,14 @@ def test_what_no_name_states(loss):
     assert largest_difference(in_slices(loss, data, first, run_eagerly=True), whole(loss, data, first)) < TOLERANCE
 
 
+def test_a_small_term_is_seen():
+    def small(x, y, y_pred, sample_weight):
+        return ops.mean(squares(y, y_pred)) + 1e-5 * ops.sum(squares(y, y_pred))
+
+    with pytest.raises(ValueError, match="'examples' is 0.00.* off"):
+        in_windows(small, (NUMBERS, TARGETS), run_eagerly=True)
+
+
 def scalar_mean(y, y_pred):
     return ops.mean(squares(y, y_pred))
 

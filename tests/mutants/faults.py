@@ -1184,6 +1184,34 @@ _CUSTOM_STEPS = [
         "if False:",
         "custom_steps/test_custom_steps.py::test_random_numbers_of_a_step_go_from_slice_to_slice",
     ),
+    _fault(
+        "a stated weighting is taken at its word",
+        "engine/losses/loss_normalization.py",
+        "if trial is None or fit is None or not fit.error:",
+        "if True:",
+        "accumulation/test_weighting_trials.py::test_what_is_stated_and_wrong_is_refused",
+    ),
+    _fault(
+        "a small term with another divisor passes as rounding",
+        "engine/probes/weighting_trial.py",
+        "_ROUNDING, _ROUNDING_OF_TF32 = 3e-5, 1e-3",
+        "_ROUNDING, _ROUNDING_OF_TF32 = 3e-2, 1e-3",
+        "accumulation/test_weighting_trials.py::test_a_small_term_is_seen",
+    ),
+    _fault(
+        "no made-up row is padded",
+        "engine/probes/weighting_trial.py",
+        "lengths[[0, 1]] = shape[1], max(shape[1] // 2, 1)",
+        "lengths[:] = shape[1]",
+        "accumulation/test_weighting_trials.py::test_it_is_found[padding-in_windows]",
+    ),
+    _fault(
+        "replicas that are not exact multiply means of compute_loss by their number",
+        "engine/losses/loss_normalization.py",
+        "share = 1 / replica_count()",
+        "share = 1.0",
+        "distribution/test_inexact_scale.py::test_it_is_the_step_of_one_device",
+    ),
 ]
 
 FAULTS = [
