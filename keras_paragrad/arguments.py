@@ -8,6 +8,7 @@ All take the argument's `name` and `value`. `optional` allows `None`, which is r
 write instead, for the message: a value, or code where functions and instances are expected.
 """
 
+import inspect
 import math
 import operator
 import os
@@ -214,18 +215,25 @@ def check_function(
     return value
 
 
-def check_choice_or_function(name: str, value: Any, choices: Sequence[str], what: str) -> Any:
-    """One of the given strings, or a callable that is not a class.
-
-    Args:
-        what: The name of the function in the message, with its arguments.
-    """
-    if callable(value) and not isinstance(value, type):
+def check_choice_or_function(name: str, value: object, choices: Sequence[str], parameters: Sequence[str]) -> Any:
+    """One of the given strings, or a function that can be called with as many arguments as there are `parameters`."""
+    if callable(value) and not isinstance(value, type) and _takes(value, len(parameters)):
         return value
     choice = _chosen(value, choices)
     if choice is _NO_CHOICE:
-        raise refusal(name, value, f"{', '.join(map(repr, choices))} or {what}")
+        raise refusal(name, value, f"{', '.join(map(repr, choices))} or a function of ({', '.join(parameters)})")
     return choice
+
+
+def _takes(function: Callable[..., object], count: int) -> bool:
+    """Whether a function can be called with `count` positional arguments, as far as its signature is known."""
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # of a builtin
+        return True
+    return True
 
 
 def check_instance(

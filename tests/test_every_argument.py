@@ -110,6 +110,7 @@ PATH = taken("'1'", "'word'", "'auto'", "'AUTO'", "np.str_")
 AUTO = taken("'auto'")
 TEXT = PATH | taken("'a\\0b'", "surrogate", "long text", "gs://")
 FUNCTION = taken("function", "method")
+WEIGHTING = AUTO | taken("function")
 NOTHING = taken()
 # What is checked elsewhere: data, which Keras reads, and keywords that are passed on.
 ELSEWHERE = None
@@ -175,7 +176,7 @@ OPTIONS = {
     # Without a scaling there is nothing to warm up to.
     "warmup_steps": ZERO,
     "exact": FLAG,
-    "weighting": AUTO,
+    "weighting": WEIGHTING,
     "shard_policy": AUTO,
     "pack_bytes": ZERO | COUNT | LARGE | NONE,
     "shard": AUTO | NONE,
@@ -194,7 +195,7 @@ PUBLIC = {
         {
             "inner_optimizer": NOTHING,
             "steps": COUNT | LARGE,
-            "weighting": AUTO,
+            "weighting": WEIGHTING,
             "tail": NOTHING,
             "accumulator_dtype": NONE,
             "skip_nonfinite": FLAG,
@@ -435,7 +436,9 @@ PUBLIC = {
         {"model": model, "f": lambda: lambda given, _: given},
     ),
     "microbatch": Called(
-        keras_paragrad.microbatch, {"model": NOTHING, "size": COUNT, "weighting": AUTO}, {"model": model, "size": 4}
+        keras_paragrad.microbatch,
+        {"model": NOTHING, "size": COUNT, "weighting": WEIGHTING},
+        {"model": model, "size": 4},
     ),
     "normalize_inputs": Called(
         normalize_inputs,

@@ -24,7 +24,7 @@ from keras_paragrad.compat.collectives import OnReplicas, cross_replica, first_r
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import WrappingOptimizer, build_optimizer
 from keras_paragrad.compat.types import Config, Gradients
-from keras_paragrad.engine.losses.weightings import FUNCTION, DivisorFunction
+from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
 from keras_paragrad.engine.step.apply import apply_everywhere
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.interception import installed_transform
@@ -102,7 +102,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         name: str | None = None,
     ):
         schedule = StepsSchedule(steps)
-        weighting = check_choice_or_function("weighting", weighting, WEIGHTINGS, FUNCTION)
+        weighting = check_choice_or_function("weighting", weighting, WEIGHTINGS, PARAMETERS)
         tail = check_choice("tail", tail, TAILS)
         accumulator_dtype = check_choice("accumulator_dtype", accumulator_dtype, ACCUMULATOR_DTYPES)
         skip_nonfinite = check_flag("skip_nonfinite", skip_nonfinite)

@@ -12,7 +12,7 @@ from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_
 from keras_paragrad.arguments import check_choice_or_function, check_instance, check_integer
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, warn_of_batch_statistics
-from keras_paragrad.engine.losses.weightings import FUNCTION, DivisorFunction
+from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
 from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_of
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
@@ -59,7 +59,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         check_instance("model", model, keras.Model, "a Keras model")
         size = check_integer("size", size, most=2**31 - 1, example=64)
         measure = LossNormalization(
-            check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, FUNCTION), "microbatch"
+            check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, PARAMETERS), "microbatch"
         )
         builder = StepBuilder.of(model)
         if not isinstance(builder.stages.split, Slices | None):

@@ -32,7 +32,7 @@ from keras_paragrad.distribution.decisions import (
 )
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices
-from keras_paragrad.engine.losses.weightings import FUNCTION, DivisorFunction
+from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 
 CHOICES = {
@@ -91,7 +91,7 @@ class Options:
 
     def __post_init__(self):
         checked = {name: check_choice(name, getattr(self, name), choices) for name, choices in CHOICES.items()}
-        checked["weighting"] = check_choice_or_function("weighting", self.weighting, WEIGHTINGS, FUNCTION)
+        checked["weighting"] = check_choice_or_function("weighting", self.weighting, WEIGHTINGS, PARAMETERS)
         checked["strategy"] = _check_strategy(self.strategy)
         checked["precision"] = _check_precision(self.precision)
         checked["warmup_steps"] = check_integer("warmup_steps", self.warmup_steps, least=0)

@@ -11,9 +11,9 @@ from keras_paragrad.compat.types import Batch, LossArguments, Scalar, Structure
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 
-# What else `weighting` may be, for errors.
-FUNCTION = "a function of (x, y, y_pred, sample_weight)"
-# Maps `(x, y, y_pred, sample_weight)` of a part of a batch to what its loss is divided by.
+# The arguments of a function that is a `weighting`.
+PARAMETERS = ("x", "y", "y_pred", "sample_weight")
+# Maps them, of a part of a batch to what its loss is divided by.
 DivisorFunction = Callable[[Structure, Structure, Structure, Structure], Scalar]
 
 
@@ -46,7 +46,7 @@ def weighting_of(stated: str | DivisorFunction) -> Weighting | None:
         return WEIGHTINGS.get(stated)
 
     def divisor(arguments: LossArguments) -> tf.Tensor:
-        value = tf.convert_to_tensor(stated(*(arguments[key] for key in ("x", "y", "y_pred", "sample_weight"))))
+        value = tf.convert_to_tensor(stated(*(arguments[key] for key in PARAMETERS)))
         if value.shape.rank != 0:
             raise ValueError(
                 f"The function {name!r} of `weighting` returned a tensor of shape {value.shape}, and must return one "
