@@ -191,7 +191,7 @@ class CustomStep:
             yield
 
 
-def run_inexact_step(model: keras.Model, data: Batch) -> Any:
+def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:
     """Runs a model's own `train_step` on a replica, and updates with the mean of the replicas' gradients, or their sum.
 
     They are summed where a loss is found to be a sum over the rows. Keras sums all, and divides losses of its own.
@@ -199,7 +199,7 @@ def run_inexact_step(model: keras.Model, data: Batch) -> Any:
     sums = sums_in_step(model, data)
     calls = iter(sums)
 
-    def capture(optimizer: Any, gradients: Gradients, variables: list[keras.Variable]) -> None:
+    def capture(optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]) -> None:
         factor = tf.constant(1.0 if next(calls, False) else 1 / replica_count())
         with released():
             optimizer.apply([scale_gradient(gradient, factor) for gradient in gradients], variables)
