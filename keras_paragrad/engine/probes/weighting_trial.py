@@ -245,23 +245,26 @@ def over_draws(model: keras.Model, data: tuple[Any, ...], size: int, compare: Ca
     def draw(seed: int, classes: bool = True) -> list[Any]:
         return [rows(each, seed=3 * seed + index, labels=classes and index == 1) for index, each in enumerate(data)]
 
-    try:
-        results = [compare(tuple(draw(0)))]
-    except Inconclusive:
-        results = [compare(tuple(draw(0, classes=False)))]
     padding = next((each.mask_value for each in all_layers(model) if isinstance(each, keras.layers.Masking)), 0)
     x, *others = draw(1)
     weights = keras.tree.map_structure(lambda each: _replace(each, 0, _is_padded), others[1:])
-    batches = [(keras.tree.map_structure(lambda each: _replace(each, padding, _is_padded), x), *others[:1], *weights)]
+    padded = keras.tree.map_structure(lambda each: _replace(each, padding, _is_padded), x)
+    batches = [tuple(draw(0)), tuple(draw(0, classes=False)), (padded, *others[:1], *weights)]
     for label in _IGNORED if others else ():
         labels = keras.tree.map_structure(lambda each, label=label: _replace(each, label, _is_ignored), others[0])
         batches.append((x, labels, *others[1:]))
-    for batch in batches:
+    results, nothing_told = [], None
+    for index, batch in enumerate(batches):
         try:
             results.append(compare(batch))
+        except Inconclusive as reason:
+            nothing_told = nothing_told or reason
         except Exception:
-            # A loss that ignores no labels rejects these, or has no gradient on them.
-            continue
+            # A loss of classes rejects labels between them, and one that ignores no labels those to ignore.
+            if not index:
+                raise
+    if not results:
+        raise nothing_told or Inconclusive("there are no synthetic rows")
     return results
 
 
