@@ -38,19 +38,10 @@ REASONS = (
         ("limits/distribution.md", "a custom `compute_loss`, `add_loss`, or a loss that returns one number"),
         {
             "two replicas": (
-                "test_compute_loss_no_training_backwards_compatibility",
                 "test_evaluate_with_custom_compute_loss",
                 "test_functional_list_outputs_with_custom_compute_loss",
-                "test_fwd_pass_loss_presence_in_compute_loss",
-                "test_metric_update_in_compute_loss",
             )
         },
-    ),
-    Reason(
-        "add_loss",
-        "adds a loss with add_loss()",
-        ("limits/distribution.md", "a custom `compute_loss`, `add_loss`, or a loss that returns one number"),
-        {"two replicas": ("test_internal_only_loss",)},
     ),
     Reason(
         "a loss that returns one number",

@@ -18,6 +18,7 @@ from keras_paragrad.engine.probes.trial import (
     synthetic_rows,
     take_rows,
 )
+from keras_paragrad.engine.step.operations import assigned_resources
 
 _ROWS = 8
 # The size of the first of two parts: they have different sizes.
@@ -34,7 +35,12 @@ def loss_mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
     `False` also if the loss can't be called on synthetic rows, or returns a scalar. If `one_value_each`, a loss that
     flattens examples and their elements counts as mixing.
     """
-    compute = tf.function(lambda y_true, y_pred: LossTerm(term.loss, y_true, y_pred, None).values, autograph=False)
+    traced = tf.function(lambda y_true, y_pred: LossTerm(term.loss, y_true, y_pred, None).values, autograph=False)
+
+    def compute(y_true: Structure, y_pred: Structure) -> tf.Tensor:
+        if assigned_resources(traced.get_concrete_function(y_true, y_pred).graph):
+            raise Inconclusive("the loss has a state that is unknown to Keras")
+        return traced(y_true, y_pred)
 
     def find(draws: tuple[tuple[bool, float, float], ...]) -> bool:
         if has_value_per_example(term.loss):
