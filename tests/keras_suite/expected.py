@@ -36,12 +36,7 @@ REASONS = (
         "a compute_loss of one's own",
         "defines its own compute_loss",
         ("limits/distribution.md", "a custom `compute_loss`, `add_loss`, or a loss that returns one number"),
-        {
-            "two replicas": (
-                "test_evaluate_with_custom_compute_loss",
-                "test_functional_list_outputs_with_custom_compute_loss",
-            )
-        },
+        {"two replicas": ("test_evaluate_with_custom_compute_loss",)},
     ),
     Reason(
         "a loss that returns one number",
