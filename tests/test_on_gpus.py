@@ -67,19 +67,20 @@ def transformed() -> keras.Model:
 
 
 MODELS = {
+    "clipped": lambda: compiled(wrap(mlp(), clip_norm=1.0)),
+    "private": private,
+    "gradients": lambda: compiled(wrap(mlp(), quantity="gradients", capacity=4)),
     "accumulation": lambda: compiled(mlp(), AccumulatingOptimizer("adam", 2)),
+    "norms": lambda: compiled(wrap(mlp())),
     "slices": sliced,
     "recompute": recomputed,
     "transform": transformed,
-    "norms": lambda: compiled(wrap(mlp())),
-    "gradients": lambda: compiled(wrap(mlp(), quantity="gradients", capacity=4)),
     "second moment": lambda: compiled(wrap(mlp(), quantity="second_moment")),
-    "clipped": lambda: compiled(wrap(mlp(), clip_norm=1.0)),
-    "private": private,
     "adaptive": lambda: private(clip_norm=AdaptiveClip(initial=1.0, quantile=0.5, count_noise=5)),
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_have_no_variables_that_gpus_cannot_hold(name):
     created = []
