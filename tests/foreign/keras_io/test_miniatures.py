@@ -52,13 +52,15 @@ def check(name, way):
         with pytest.raises(ValueError, match=outcome.refused):
             ways.WAYS[way](case, **options)
         return
-    if outcome.unnoticed:
-        pytest.xfail("takes other steps without a word")
     if outcome.warned is not None:
         with pytest.warns(UserWarning, match=outcome.warned):
             ways.WAYS[way](case, **options)
         return
     weights, shown = ways.errors(ways.WAYS[way](case, **options), reference(name, **outcome.changed))
+    if outcome.unnoticed:
+        # A known defect, which the page on limits lists: once it is mended, this says so.
+        assert weights > TOLERANCE, "exact now: no longer `unnoticed`"
+        return
     assert weights < TOLERANCE
     assert shown < TOLERANCE or not outcome.logs
 
