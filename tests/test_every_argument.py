@@ -475,7 +475,7 @@ PUBLIC = {
     ),
     "write_report": Called(
         keras_paragrad.write_report,
-        {"log_dir": PATH, "output": PATH | NONE, "compare": PATH | NONE},
+        {"log_dir": PATH, "output": PATH | NONE, "compare": PATH | NONE | taken("['word']")},
         {"log_dir": "missing"},
         costs=True,
     ),

@@ -1,4 +1,4 @@
-"""Write an HTML report of a log directory, or a comparison of two."""
+"""Write an HTML report of a log directory, or a comparison of several."""
 
 import argparse
 
@@ -8,13 +8,14 @@ from keras_paragrad.extras import MissingExtraError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `report`."""
-    add_examples(parser, "report logs\nreport --compare before after --output report.html", "docs/guides/profiling.md")
+    examples = "report logs\nreport --compare before after --output report.html\nreport --compare one two three"
+    add_examples(parser, examples, "docs/guides/profiling.md")
     runs = parser.add_mutually_exclusive_group(required=True)
     complete_paths(
         runs.add_argument(
             "log_dir", nargs="?", metavar="LOGDIR", help="the log_dir of Profiler, or a folder with a trace"
         ),
-        runs.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two such folders to compare"),
+        runs.add_argument("--compare", nargs="+", metavar=("A", "B"), help="two or more such folders to compare"),
         parser.add_argument(
             "--output",
             metavar="FILE",
@@ -27,9 +28,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the report and prints its path; returns 0, or 1 if there is nothing to report on, or nowhere to write."""
     from keras_paragrad.profiling.report import write_report
 
-    log_dir, other = arguments.compare or (arguments.log_dir, None)
+    log_dir, *others = arguments.compare or [arguments.log_dir]
+    if arguments.compare and not others:
+        return refuse("report", "--compare takes two folders or more: report --compare before after", 2)
     try:
-        path = write_report(log_dir, arguments.output, other)
+        path = write_report(log_dir, arguments.output, others or None)
     except (OSError, ValueError, MissingExtraError) as error:
         return refuse("report", error, 1)
     print(path)

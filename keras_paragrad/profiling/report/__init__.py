@@ -1,15 +1,16 @@
-"""`write_report`: a run's profile and telemetry, or a comparison of two runs, as one self-contained HTML file."""
+"""`write_report`: a run's profile and telemetry, or a comparison of runs, as one self-contained HTML file."""
 
 import base64
 import functools
 import hashlib
 import os
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import keras_paragrad
-from keras_paragrad.arguments import check_path
+from keras_paragrad.arguments import check_path, refusal
 from keras_paragrad.extras import require
 from keras_paragrad.profiling.report import compare_view, series_view
 from keras_paragrad.profiling.report.formatting import UNKNOWN, count, milliseconds, share
@@ -27,7 +28,7 @@ _GENERATOR = b'<meta name="generator" content="keras_paragrad">'
 def write_report(
     log_dir: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
-    compare: str | os.PathLike[str] | None = None,
+    compare: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
 ) -> Path:
     """Writes a log directory's profiles and records as one HTML file that needs no network.
 
@@ -40,7 +41,7 @@ def write_report(
         log_dir: The log directory of `Profiler`, `GradientTelemetry` or `Throughput`; traces of other tools work too.
         output: The file to write; by default `report.html` in `log_dir`, or `comparison.html` with `compare`. An
             existing report is replaced.
-        compare: The log directory of another run to compare with.
+        compare: The log directory of another run to compare with, or those of several.
 
     Returns:
         The path of the file.
@@ -48,6 +49,7 @@ def write_report(
     Raises:
         FileNotFoundError: A log directory does not exist, or holds nothing to report on.
         FileExistsError: `output` is an existing file that is not such a report.
+        ValueError: A path isn't one, or `compare` has no run or too many.
         MissingExtraError: Jinja2 is not installed, or pyarrow for Parquet tables.
 
     Example:
@@ -63,7 +65,7 @@ def write_report(
     """
     folders = [check_path("log_dir", log_dir, example="logs")]
     if compare is not None:
-        folders.append(check_path("compare", compare, example="other_logs"))
+        folders += _check_compared(compare)
     path = check_path("output", output, example="report.html", optional=True)
     require("The report", "jinja2")
     runs = [read_run(folder) for folder in folders]
@@ -83,6 +85,16 @@ def write_report(
             partial.unlink(missing_ok=True)
             raise
     return path
+
+
+def _check_compared(compare: object) -> list[Path]:
+    """The other runs' folders."""
+    others = compare if isinstance(compare, (list, tuple)) else [compare]
+    most = compare_view.MOST_RUNS - 1
+    if not 1 <= len(others) <= most:
+        expected = f"a path, or 1 to {most} of them"
+        raise refusal("compare", others, expected, "['other_logs', 'third_logs']")
+    return [check_path("compare", other, example="other_logs") for other in others]
 
 
 def _refuse_to_replace(path: Path) -> None:
@@ -145,13 +157,13 @@ def _comparison(runs: list[Run]) -> dict[str, Any]:
     figures = [figures_of(window.summary.steps) if window else None for window in windows]
     longest = max((each.longest for each in figures if each), default=0.0)
     return {
-        "title": f"{runs[0].name} and {runs[1].name} compared",
-        "runs": list(zip(compare_view.LETTERS, runs, strict=True)),
+        "title": f"{', '.join(run.name for run in runs[:-1])} and {runs[-1].name} compared",
+        "runs": list(zip(compare_view.LETTERS, runs, strict=False)),
         "facts": [_facts(run.info) for run in runs],
         "windows": [window_view(window, longest) if window else None for window in windows],
-        "pairs": compare_view.main_pairs(runs),
-        "operation_pairs": compare_view.operation_pairs(runs),
-        "layer_pairs": compare_view.layer_pairs(runs),
+        "rows": compare_view.main_rows(runs),
+        "operation_rows": compare_view.operation_rows(runs),
+        "layer_rows": compare_view.layer_rows(runs),
         "charts": compare_view.combined_charts(runs),
     }
 

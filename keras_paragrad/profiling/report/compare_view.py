@@ -1,5 +1,6 @@
-"""The report's view of two runs: every figure of both side by side, and the change."""
+"""The report's view of several runs: their figures side by side, with the changes from the first."""
 
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,17 +18,19 @@ from keras_paragrad.profiling.report.step_chart import PART_NAMES, figures_of
 from keras_paragrad.profiling.report.window_view import MOST_OPERATIONS, shorten
 from keras_paragrad.profiling.summary import PARTS, ProfileSummary
 
-LETTERS = ("A", "B")
+# As many lines of one quantity as colours and dashes can tell apart.
+MOST_RUNS = 25
+LETTERS = string.ascii_uppercase[:MOST_RUNS]
 _CHARTS = (*THROUGHPUT_CHARTS, *GRADIENT_CHARTS)
 
 
 @dataclass(frozen=True)
-class Pair:
-    """A figure of both runs, and its change from the first to the second."""
+class Row:
+    """A figure of every run, and its changes from the first run to each of the others."""
 
     name: str
-    values: tuple[str, str]
-    change: str
+    values: tuple[str, ...]
+    changes: tuple[str, ...]
 
 
 def newest_window(run: Run) -> ProfiledWindow | None:
@@ -43,67 +46,68 @@ def newest_summary(run: Run) -> ProfileSummary:
     return window.summary if window else ProfileSummary()
 
 
-def main_pairs(runs: Sequence[Run]) -> tuple[Pair, ...]:
+def main_rows(runs: Sequence[Run]) -> tuple[Row, ...]:
     """Step times, shares, memory and speed."""
     figures = [figures_of(newest_summary(run).steps) for run in runs]
-    pairs = [
-        _pair("Step time, median", [each and each.median for each in figures], milliseconds),
-        _pair("Step time, 95th percentile", [each and each.p95 for each in figures], milliseconds),
+    rows = [
+        _row("Step time, median", [each and each.median for each in figures], milliseconds),
+        _row("Step time, 95th percentile", [each and each.p95 for each in figures], milliseconds),
         *(
-            _pair(f"Share: {PART_NAMES[part]}", [each and each.shares[part] for each in figures], share)
+            _row(f"Share: {PART_NAMES[part]}", [each and each.shares[part] for each in figures], share)
             for part in PARTS
         ),
     ]
     peaks = [newest_summary(run).peak_memory for run in runs]
     devices = dict.fromkeys(device for peak in peaks for device in peak)
-    pairs += [_pair(f"Peak memory: {device}", [peak.get(device) for peak in peaks], size) for device in devices]
+    rows += [_row(f"Peak memory: {device}", [peak.get(device) for peak in peaks], size) for device in devices]
     for spec in _CHARTS:
-        pairs += [
-            _pair(
+        rows += [
+            _row(
                 f"{spec.title}: {name} (median)" if len(spec.quantities) > 1 else f"{spec.title} (median)",
                 [median_of((*run.telemetry, *run.throughput), quantity) for run in runs],
                 spec.formatter,
             )
             for quantity, name in spec.quantities.items()
         ]
-    return tuple(pair for pair in pairs if set(pair.values) != {"n/a"})
+    return tuple(pair for pair in rows if set(pair.values) != {"n/a"})
 
 
-def operation_pairs(runs: Sequence[Run]) -> tuple[Pair, ...]:
-    """The operations that take longest in either run, in milliseconds per step."""
+def operation_rows(runs: Sequence[Run]) -> tuple[Row, ...]:
+    """The operations that take longest in any run, in milliseconds per batch."""
     summaries = [newest_summary(run) for run in runs]
     times = [{each.name: summary.per_step(each) for each in summary.operations} for summary in summaries]
     names = sorted(
         {name for time in times for name in time}, key=lambda name: -max(time.get(name, 0.0) for time in times)
     )
     return tuple(
-        _pair(shorten(name), [time.get(name) for time in times], milliseconds) for name in names[:MOST_OPERATIONS]
+        _row(shorten(name), [time.get(name) for time in times], milliseconds) for name in names[:MOST_OPERATIONS]
     )
 
 
-def layer_pairs(runs: Sequence[Run]) -> tuple[tuple[str, tuple[Pair, ...]], ...]:
+def layer_rows(runs: Sequence[Run]) -> tuple[tuple[str, tuple[Row, ...]], ...]:
     """The median per layer of each quantity."""
     by_title = []
     for quantity, title in LAYER_QUANTITIES.items():
         layers = dict.fromkeys(
             each.name for run in runs for each in run.telemetry if each.quantity == quantity and each.name
         )
-        pairs = tuple(
-            _pair(layer, [median_of(run.telemetry, quantity, layer) for run in runs], number)
+        rows = tuple(
+            _row(layer, [median_of(run.telemetry, quantity, layer) for run in runs], number)
             for layer in list(layers)[:MOST_LAYERS]
         )
-        if pairs:
-            by_title.append((title, pairs))
+        if rows:
+            by_title.append((title, rows))
     return tuple(by_title)
 
 
 def combined_charts(runs: Sequence[Run]) -> tuple[LineChart, ...]:
-    """The whole-model quantities of both runs in the same charts."""
+    """The whole-model quantities of all runs in the same charts; of more than two runs, each quantity in its own."""
+    specs = _CHARTS if len(runs) == 2 else [single for spec in _CHARTS for single in spec.singles]
     charts = []
-    for spec in _CHARTS:
+    for spec in specs:
         series = [
             replace(each, name=f"{letter}: {spec.quantities[each.quantity]}")
-            for letter, run in zip(LETTERS, runs, strict=True)
+            for letter, run in zip(LETTERS, runs, strict=False)
             for each in (*run.telemetry, *run.throughput)
             if each.quantity in spec.quantities and not each.name
         ]
@@ -112,7 +116,7 @@ def combined_charts(runs: Sequence[Run]) -> tuple[LineChart, ...]:
     return tuple(charts)
 
 
-def _pair(name: str, values: Sequence[float | None], formatter: Callable[[float | None], str]) -> Pair:
-    before, after = values
-    changed = points(before, after) if formatter is share else change(before, after)
-    return Pair(name, (formatter(before), formatter(after)), changed)
+def _row(name: str, values: Sequence[float | None], formatter: Callable[[float | None], str]) -> Row:
+    before, *others = values
+    changed = points if formatter is share else change
+    return Row(name, tuple(map(formatter, values)), tuple(changed(before, after) for after in others))

@@ -52,6 +52,12 @@ class Line:
     steps: str
     values: str
 
+    @property
+    def stroke(self) -> str:
+        """The classes of its colour and dashes: the first five lines differ in both, later ones in either."""
+        turn, colour = divmod(self.style, MOST_LINES)
+        return f"line-{colour} dashes-{(colour + turn) % MOST_LINES}"
+
 
 @dataclass(frozen=True)
 class Mark:
@@ -110,17 +116,17 @@ def line_chart(
     series: Sequence[Series],
     formatter: Formatter = number,
     may_be_logarithmic: bool = True,
-    step_unit: str = "step",
+    step_unit: str = "update",
     excluded: Mapping[str, Series] | None = None,
 ) -> LineChart | None:
     """A chart of some series, or `None` if none of them has a value.
 
     Args:
         title: What it shows, with the unit.
-        series: At most `MOST_LINES`; their names are the legend.
+        series: At most `MOST_LINES` squared; their names are the legend.
         formatter: Formats a value.
         may_be_logarithmic: Whether a logarithmic axis is allowed.
-        step_unit: A step of the training, or an update of the optimizer.
+        step_unit: What the steps are: updates of the optimizer, or batches.
         excluded: The seconds excluded from the values at each step, by description.
     """
     series = [each for each in series if len(each.values)]

@@ -32,7 +32,6 @@ class ChartSpec:
         quantities: The quantities, with the names of their lines.
         formatter: Formats a value.
         may_be_logarithmic: Whether a logarithmic scale suits the quantity.
-        step_unit: The unit of the file's steps.
         has_exclusions: Whether the values exclude the times of `EXCLUDED`.
     """
 
@@ -40,12 +39,23 @@ class ChartSpec:
     quantities: Mapping[str, str]
     formatter: Formatter
     may_be_logarithmic: bool = False
-    step_unit: str = "step"
     has_exclusions: bool = False
 
+    @property
+    def singles(self) -> tuple["ChartSpec", ...]:
+        """A chart for each of its quantities."""
+        if len(self.quantities) == 1:
+            return (self,)
+        return tuple(
+            replace(self, title=f"{self.title}: {name}", quantities={quantity: name})
+            for quantity, name in self.quantities.items()
+        )
+
     def draw(self, series: Sequence[Series], excluded: Mapping[str, Series] | None = None) -> LineChart | None:
-        """Draws some series, with marks where time was excluded, or returns `None` without any."""
-        return line_chart(self.title, series, self.formatter, self.may_be_logarithmic, self.step_unit, excluded)
+        """Draws some series, with marks where time was excluded; `None` without values, or for shares of 0."""
+        if self.formatter in (count, share) and not any(each.values.any() for each in series):
+            return None
+        return line_chart(self.title, series, self.formatter, self.may_be_logarithmic, excluded=excluded)
 
 
 def _seconds(value: float | None) -> str:
@@ -58,15 +68,12 @@ GRADIENT_CHARTS = (
         {"gradient_norm": "before clipping", "clipped_gradient_norm": "after clipping"},
         number,
         True,
-        "update",
     ),
-    ChartSpec("Weights of the whole model, L2 norm", {"weight_norm": "weights"}, number, False, "update"),
-    ChartSpec(
-        "Update to weights of the whole model, ratio of L2 norms", {"update_ratio": "ratio"}, number, True, "update"
-    ),
-    ChartSpec("Values of the whole gradient that are not finite", {"nonfinite": "values"}, count, False, "update"),
-    ChartSpec("Learning rate", {"learning_rate": "learning rate"}, number, False, "update"),
-    ChartSpec("Loss scale", {"loss_scale": "loss scale"}, number, False, "update"),
+    ChartSpec("Weights of the whole model, L2 norm", {"weight_norm": "weights"}, number),
+    ChartSpec("Update to weights of the whole model, ratio of L2 norms", {"update_ratio": "ratio"}, number, True),
+    ChartSpec("Values of the whole gradient that are not finite", {"nonfinite": "values"}, count),
+    ChartSpec("Learning rate", {"learning_rate": "learning rate"}, number),
+    ChartSpec("Loss scale", {"loss_scale": "loss scale"}, number),
 )
 THROUGHPUT_CHARTS = (
     ChartSpec(
@@ -83,7 +90,7 @@ THROUGHPUT_CHARTS = (
     ),
     ChartSpec("Memory in use", {"host_memory_bytes": "host", "device_memory_bytes": "device"}, size),
     ChartSpec("Share of the peak: model FLOPs utilisation", {"mfu": "utilisation"}, share),
-    ChartSpec("Share of collectives in the step", {"collective_share": "collectives"}, share),
+    ChartSpec("Share of collectives in step times", {"collective_share": "collectives"}, share),
 )
 # Times in seconds that values exclude, with their names in the report.
 EXCLUDED = {"compile_s": "steps that compiled", "profiler_s": "pauses by Profiler"}
@@ -168,7 +175,7 @@ def _layer_view(quantity: str, layers: Sequence[Series]) -> LayerView:
     # Records of both whole layers and their variables: the variables are in the table only.
     whole = [layer for layer in layers if not layer.variable] or layers
     selected = _select(whole)
-    chart = line_chart(title, selected, formatter, step_unit="update")
+    chart = line_chart(title, selected, formatter)
     finite = np.concatenate([layer.finite for layer in layers])
     y_axis = axis_for([float(value) for value in finite], formatter)
     x_axis = steps_axis(min(layer.steps[0] for layer in layers), max(layer.steps[-1] for layer in layers), count)

@@ -100,7 +100,7 @@ def step_chart(steps: Sequence[StepTime], figures: StepFigures, longest: float) 
     bars = tuple(_bar(step, index * width, width, y_axis) for index, step in enumerate(drawn))
     note = ""
     if len(drawn) < len(steps):
-        note = f"{len(drawn)} of {count(len(steps))} steps are drawn: the shortest and the longest of each span."
+        note = f"{len(drawn)} of {count(len(steps))} batches are drawn: the shortest and the longest of each span."
     return StepChart(
         y_axis=y_axis,
         bars=bars,
@@ -109,7 +109,7 @@ def step_chart(steps: Sequence[StepTime], figures: StepFigures, longest: float) 
         p95=y_axis.position(figures.p95),
         parts=_parts(figures),
         description=(
-            f"Time of {count(len(steps))} steps, each divided into {', '.join(PART_NAMES.values())}. Median "
+            f"Time of {count(len(steps))} batches, each divided into {', '.join(PART_NAMES.values())}. Median "
             f"{milliseconds(figures.median)}, 95th percentile {milliseconds(figures.p95)}."
         ),
         note=note,
@@ -139,7 +139,7 @@ def _bar(step: StepTime, left: float, width: float, y_axis: Axis) -> Bar:
         time = getattr(step, part)
         if time > 0:
             low, high = y_axis.position(start), y_axis.position(start + time)
-            tooltip = f"step {step.step}, {PART_NAMES[part]}: {milliseconds(time)}"
+            tooltip = f"batch {step.step}, {PART_NAMES[part]}: {milliseconds(time)}"
             segments.append(Segment(part, round(100 - high, 2), round(high - low, 2), tooltip))
             start += time
     update = "" if step.update is None else count(step.update)

@@ -18,7 +18,7 @@ from keras_paragrad.profiling.summary import PARTS, PipelineTime, ProfileSummary
 MOST_DETAILED = 4
 MOST_OPERATIONS = 15
 # Compiler-generated names can be arbitrarily long.
-_LONGEST_NAME = 160
+_LONGEST_NAME = 1000
 # In percent of the chart: narrower boxes have no room for a number.
 _LEAST_NUMBERED = 1.6
 
@@ -47,7 +47,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class StagesChart:
-    """The stages of a pipeline in one step, with a sentence on their bubble and one for screen readers."""
+    """The stages of a pipeline in one batch, with a sentence on their bubble and one for screen readers."""
 
     title: str
     x_axis: Axis
@@ -106,7 +106,7 @@ def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
         chart=step_chart(summary.steps, figures, max(longest, figures.longest)) if figures else None,
         shares=shares_bar(figures) if figures else (),
         operations=operations,
-        memory=tuple((device, size(peak)) for device, peak in summary.peak_memory.items()),
+        memory=tuple((device, size(peak)) for device, peak in summary.peak_memory.items() if peak is not None),
         stages=stages_chart(summary.pipeline) if summary.pipeline else None,
     )
 
@@ -139,12 +139,12 @@ def stages_chart(times: PipelineTime) -> StagesChart:
     lanes = tuple(_lane(times, key, index * height, height, x_axis) for index, key in enumerate(keys))
     devices = f" and up to {times.columns} devices each, a, b and so on" if times.columns > 1 else ""
     bubble = (
-        f"Stages wait {share(times.bubble)} of the time between their first and last operation, over all steps. "
+        f"Stages wait {share(times.bubble)} of the time between their first and last operation, over all batches. "
         f"{count(times.stages)} stages of equal time would wait {share(times.ideal)} with {count(times.microbatches)} "
         f"micro-batches{devices}."
     )
     description = f"{len(lanes)} lanes, one for each device of a stage, with the micro-batches it computes. {bubble}"
-    return StagesChart(f"Stages in step {count(times.step)}", x_axis, lanes, description, bubble)
+    return StagesChart(f"Stages in batch {count(times.step)}", x_axis, lanes, description, bubble)
 
 
 def _lane(times: PipelineTime, key: tuple[int, int], top: float, height: float, x_axis: Axis) -> Lane:

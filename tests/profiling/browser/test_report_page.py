@@ -93,7 +93,7 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     one = make_run(folder / "one", steps=300, layers=12)
     other = make_run(folder / "other", steps=200, layers=12, scale=0.4)
-    return {"report": write_report(one), "comparison": write_report(one, compare=other)}
+    return {"report": write_report(one), "comparison": write_report(one, compare=[other, one])}
 
 
 @pytest.mark.parametrize("page", ["report", "comparison"])
@@ -118,12 +118,12 @@ def test_every_chart_is_drawn(browser, pages, page, expected, width):
         assert chart["collisions"] == [], chart
     captions = " ".join(chart["caption"] for chart in charts)
     for expected_caption in (
-        "Time of each step",
+        "Time of each batch",
         "Shares of the time",
         "Step time over the run",
         "Learning rate",
         "Loss scale",
-        "Stages in step 104",
+        "Stages in batch 104",
     ):
         assert expected_caption in captions
 
@@ -177,7 +177,7 @@ def test_parts_of_a_step_differ_without_colour(browser, pages):
     assert len(drawings) == 8
     assert (len(set(drawings[:6])), len(set(drawings[6:]))) == (6, 2)
     dashes = browser.execute_script(
-        "return [0, 1, 2, 3, 4].map(index => document.querySelector('.line-' + index))"
+        "return [0, 1, 2, 3, 4].map(index => document.querySelector('.dashes-' + index))"
         ".map(line => getComputedStyle(line).strokeDasharray)"
     )
     assert len(dashes) == len(set(dashes)) == 5
@@ -233,22 +233,22 @@ def test_values_are_shown_at_the_pointer(browser, pages, scheme):
     assert 147 <= step <= 152
     assert words[1:] == [f"before clipping: {step + 2}", "after clipping: 1"]
     assert browser.execute_script(PALE) == []
-    ActionChains(browser, 20).move_to_element(steps := plot_of(browser, "Time of each step")).perform()
+    ActionChains(browser, 20).move_to_element(steps := plot_of(browser, "Time of each batch")).perform()
     assert shown_by(lines)[0] == []
     assert {"update: 27", "time: 10 ms", "waiting for input: 5 ms", "idle: 500 µs"} <= set(shown_by(steps)[0])
-    stages = plot_of(browser, "Stages in step 104")
+    stages = plot_of(browser, "Stages in batch 104")
     ActionChains(browser, 20).move_to_element(stages.find_element(By.CLASS_NAME, "backward")).perform()
     assert shown_by(stages)[0] == ["stage 0a, micro-batch 0, backward: 2 ms"]
 
 
 def test_values_are_shown_by_the_keyboard(browser, pages, tmp_path):
     look_at(browser, pages["report"])
-    plot = plot_of(browser, "Time of each step")
+    plot = plot_of(browser, "Time of each batch")
     browser.execute_script("arguments[0].focus()", plot)
-    assert shown_by(plot)[0][0] == "step: 100"
+    assert shown_by(plot)[0][0] == "batch: 100"
     for keys, step in ((Keys.ARROW_RIGHT * 2, 102), (Keys.END, 119), (Keys.ARROW_LEFT, 118), (Keys.HOME, 100)):
         plot.send_keys(keys)
-        assert shown_by(plot)[0][0] == f"step: {step}"
+        assert shown_by(plot)[0][0] == f"batch: {step}"
     browser.execute_script("arguments[0].blur()", plot)
     assert shown_by(plot)[0] == []
     # A line without a value at a step says of which it is.
@@ -284,14 +284,13 @@ def test_dragging_zooms_and_a_double_click_shows_all(browser, pages, page):
     assert shown_by(plot)[1] != before
     ActionChains(browser, 20).double_click(plot).perform()
     assert shown_by(plot)[1] == before
-    steps = plot_of(browser, "Time of each step")
+    steps = plot_of(browser, "Time of each batch")
     drag(browser, steps, 0.52, 0.63)
     assert shown_by(steps)[1] == ["110", "111", "112"]
     steps.send_keys(Keys.ESCAPE, Keys.END, "+")
-    assert (
-        len(shown_by(steps)[1]) == 2 and shown_by(steps)[1][-1] == shown_by(steps)[0][0].removeprefix("step: ") == "119"
-    )
-    stages = plot_of(browser, "Stages in step 104")
+    (first, *_), ticks = shown_by(steps)
+    assert len(ticks) == 2 and ticks[-1] == first.removeprefix("batch: ") == "119"
+    stages = plot_of(browser, "Stages in batch 104")
     drag(browser, stages, 0.25, 0.5)
     names = shown_by(stages)[1]
     assert [float(name.removesuffix(" ms")) for name in names] == pytest.approx([2.5, 5], rel=0.05)

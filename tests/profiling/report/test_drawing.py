@@ -130,7 +130,7 @@ def test_a_line_has_gaps_where_values_are_no_numbers():
     assert line.pieces == ("0,833 2000,667",)
     assert [x for x, _ in line.dots] == [60.0, 100.0]
     assert line.gaps == (40.0, 80.0)
-    assert (line.smallest, line.largest, line.last) == ("1 (step 0)", "5 (step 5)", "5")
+    assert (line.smallest, line.largest, line.last) == ("1 (update 0)", "5 (update 5)", "5")
     assert (line.steps, line.values) == ("0 1 1 1 1 1", "1|2|NaN|4|∞|5")
 
 
@@ -154,7 +154,7 @@ def test_a_chart_of_no_number_is_a_chart():
 def test_the_table_has_the_values_of_the_steps():
     steps = np.arange(0.0, 1000.0, 10)
     chart = line_chart("Norm", [Series("", "a", "", steps, steps * 2), Series("", "b", "", steps[:1], np.array([7.0]))])
-    assert chart.heads == ("step", "a", "b")
+    assert chart.heads == ("update", "a", "b")
     assert chart.rows[0] == ("0", "0", "7")
     assert chart.rows[-1] == ("990", "1,980", "·")
 

@@ -27,7 +27,7 @@ from keras_paragrad.profiling.summary import OperationTime, ProfileSummary, Step
 
 pytestmark = pytest.mark.fast
 
-EMPTY = {"meta", "link", "br", "img", "input", "hr"}
+EMPTY = {"meta", "link", "br", "img", "input", "hr", "wbr"}
 
 
 class Page(html.parser.HTMLParser):
@@ -43,6 +43,8 @@ class Page(html.parser.HTMLParser):
         self.tags.append((tag, dict(attrs)))
         if tag not in EMPTY:
             self.open.append(tag)
+        if tag == "wbr":
+            self.text = self.text.removesuffix(" ")
 
     def handle_startendtag(self, tag, attrs):
         self.tags.append((tag, dict(attrs)))
@@ -75,7 +77,7 @@ def test_it_says_what_was_measured(tmp_path):
         "prefetch(tf.data.AUTOTUNE). Because: 50% of the step waits for input",
         "digits/dense/MatMul 1.5 ms 60% 40 MatMul dense",
         "<b>loss</b> & more",
-        "host 3 GiB CPU:0 n/a",
+        "host 3 GiB",
         "Layer names are those of the graph.",
         "Time to the first step 1.5 s",
         "FLOPs per step 3 GFLOP",
@@ -131,7 +133,7 @@ def test_its_size_is_bounded_and_its_extremes_are_kept(tmp_path):
     words = Page(path).words
     assert "There are 60 traces; the 40 newest are shown." in words
     assert "The 4 newest of 40 windows follow in detail." in words
-    assert "of 1,000 steps are drawn: the shortest and the longest of each span." in words
+    assert "of 1,000 batches are drawn: the shortest and the longest of each span." in words
     assert "3,000 values, drawn as at most 400 points" in words
     assert "5 of 120 layers are drawn" in words
     assert "1 values are NaN or infinite" in words
@@ -248,6 +250,30 @@ def test_two_runs_are_set_side_by_side(tmp_path):
     assert any("A: before clipping" in label and "B: before clipping" in label for label in page.labels())
 
 
+def test_several_runs_are_compared_with_the_first(tmp_path):
+    scales = {"old": 1.0, "wide": 0.5, "long": 2.0}
+    runs = [make_run(tmp_path / name, scale=scale) for name, scale in scales.items()]
+    page = Page(write_report(runs[0], compare=runs[1:]))
+    assert "old, wide and long compared A is old, B is wide, C is long." in page.words
+    assert "figure A B change to B C change to C" in page.words
+    assert "Step time, median 10 ms 5 ms -50.0% 20 ms +100.0%" in page.words
+    labels = [label for label in page.labels() if label.startswith("Step time over the run: median")]
+    assert len(labels) == 1 and all(f"{letter}: median" in labels[0] for letter in "ABC")
+    for others in ([], [runs[1]] * 25):
+        with pytest.raises(ValueError, match="`compare` is .* must be a path, or 1 to 24 of them"):
+            write_report(runs[0], compare=others)
+
+
+def test_what_is_0_throughout_has_no_chart(tmp_path):
+    values = {"collective_share": 0.0, "mfu": 0.0, "examples_per_second": 5.0}
+    write_rows(tmp_path / "throughput.csv", THROUGHPUT, [(n, 0, *pair) for n in range(5) for pair in values.items()])
+    gone = {"nonfinite": 0.0, "gradient_norm": 0.0}
+    write_rows(tmp_path / "telemetry.csv", TELEMETRY, [(0, 0, "", "", *pair) for pair in gone.items()])
+    # A gradient of 0 is worth knowing.
+    drawn = [label.partition(",")[0] for label in Page(write_report(tmp_path)).labels()]
+    assert drawn == ["Throughput", "Gradient of the whole model"]
+
+
 def test_it_goes_where_it_is_told(tmp_path):
     run = make_run(tmp_path / "run")
     path = tmp_path / "pages" / "mine.html"
@@ -316,6 +342,10 @@ def test_the_command(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == str(one / "report.html")
     assert main(["report", "--compare", str(one), str(other), "--output", str(tmp_path / "both.html")]) == 0
     assert (tmp_path / "both.html").exists()
+    assert main(["report", "--compare", str(one), str(other), str(one)]) == 0
+    assert "C is one" in Page(one / "comparison.html").words
+    assert main(["report", "--compare", str(one)]) == 2
+    assert "--compare takes two folders or more" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["report"])
     with pytest.raises(SystemExit):
@@ -337,5 +367,5 @@ def test_operations_times_are_those_of_a_step(tmp_path):
     write_window(tmp_path / "steps", ProfileSummary(steps=steps, operations=operations))
     write_window(tmp_path / "none", ProfileSummary(operations=operations))
     with_steps, without = (Page(write_report(tmp_path / name)).words for name in ("steps", "none"))
-    assert "self time per step" in with_steps and "m/first/MatMul 3 ms 75" in with_steps
-    assert "self time per step" not in without and "m/first/MatMul 30 ms 75" in without
+    assert "self time per batch" in with_steps and "m/first/MatMul 3 ms 75" in with_steps
+    assert "self time per batch" not in without and "m/first/MatMul 30 ms 75" in without
