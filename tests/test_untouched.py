@@ -123,7 +123,10 @@ def test_leaves_no_trace(model, probe, tmp_path, monkeypatch):
 
 def accumulated():
     made = counting_model(
-        SIZE, keras.Model, CountingLoss(keras.Variable(0.0, trainable=False)), AccumulatingOptimizer("sgd", 2)
+        SIZE,
+        keras.Model,
+        CountingLoss(keras.Variable(0.0, trainable=False)),
+        AccumulatingOptimizer("sgd", 2, weighting="examples"),
     )
     made.fit(X, Y, batch_size=2, callbacks=[ExactAccumulation()], verbose=0)
     return made
@@ -131,7 +134,7 @@ def accumulated():
 
 def sliced():
     made = counting_model(SIZE, keras.Model, CountingLoss(keras.Variable(0.0, trainable=False)))
-    microbatch(made, 2)
+    microbatch(made, 2, weighting="examples")
     made.fit(X, Y, batch_size=4, verbose=0)
     return made
 

@@ -14,6 +14,7 @@ from keras import layers, ops
 from oracles import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
+from keras_paragrad.engine.probes import comparing
 
 TOLERANCE = 1e-6
 generator = np.random.default_rng(0)
@@ -148,10 +149,16 @@ class Noise(layers.Layer):
         return inputs + 0.1 * self.calls * keras.random.normal(ops.shape(inputs), seed=self.generator)
 
 
-@pytest.mark.filterwarnings("ignore:The state of noise:UserWarning")
 @pytest.mark.parametrize("mode", [{}, {"run_eagerly": True}], ids=["graph", "eager"])
-def test_both_runs_of_a_slice_draw_the_same_numbers(mode):
-    """As if the slices ran one after the other under one tape."""
+def test_both_runs_of_a_slice_draw_the_same_numbers(mode, monkeypatch):
+    """As if the slices ran one after the other under one tape, which their state would be refused for."""
+    refused = encoder(Noise(), loss=NtXent())
+    with (
+        microbatch(refused, 5),
+        pytest.raises(ValueError, match="The state of noise.* is updated with each of the sli"),
+    ):
+        refused.fit(X[:12], Y[:12], batch_size=12, verbose=0)
+    monkeypatch.setattr(comparing, "state_problem", lambda *arguments: None)
 
     def make(**mode):
         return encoder(layers.Dropout(0.5, seed=1), Noise(), loss=NtXent(), **mode)

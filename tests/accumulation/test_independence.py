@@ -342,13 +342,121 @@ def test_metrics(metric, on_replicas, one_after_the_other):
     np.testing.assert_equal(values(model.metrics_variables), before)
 
 
-def test_states_of_layers():
-    model = sequential(layers.Normalization(mean=0, variance=1), RunningMean(name="running"), layers.Dropout(0.5))
-    # On replicas it is the mean of their means, which is another where one has more rows.
-    for on_replicas in (True, False):
-        assert split_dependent_layers(model, tf.zeros((4, 4)), on_replicas=on_replicas) == ["running"]
-    assert split_dependent_layers(sequential(layers.Dropout(0.5), Unseeded()), tf.zeros((4, 4)), on_replicas=True) == []
-    assert float(model.get_layer("running").mean.numpy()) == 0.0
+class Updating(layers.Layer):
+    """Assigns what `update(state, inputs)` returns, and returns what `read(inputs, state)` does."""
+
+    def __init__(self, update, read=lambda inputs, state: inputs, start="zeros", shape=(), aggregation="none"):
+        super().__init__(name="updating")
+        self.update, self.read = update, read
+        self.state = self.add_weight(shape=shape, initializer=start, trainable=False, aggregation=aggregation)
+
+    def call(self, inputs, training=False):
+        # As many do, it reads the state from before.
+        outputs = self.read(inputs, self.state + 0)
+        if training:
+            self.state.assign(self.update(self.state, inputs))
+        return outputs
+
+
+class Codebook(Updating):
+    """As of a VQ-VAE: rows are replaced by the nearest of four, which move to the mean of theirs."""
+
+    def __init__(self):
+        super().__init__(self.move, self.nearest, "random_normal", (4, 3))
+
+    def chosen(self, state, inputs):
+        distances = ops.sum(ops.square(inputs[:, None] - state), -1)
+        return ops.one_hot(ops.argmin(distances, -1), 4)
+
+    def move(self, state, inputs):
+        chosen = self.chosen(state, inputs)
+        means = ops.matmul(ops.transpose(chosen), inputs) / ops.maximum(ops.sum(chosen, 0), 1)[:, None]
+        return 0.9 * state + 0.1 * means
+
+    def nearest(self, inputs, state):
+        return inputs + ops.stop_gradient(ops.matmul(self.chosen(state, inputs), state) - inputs)
+
+
+class UnknownToKeras(layers.Layer):
+    def __init__(self):
+        super().__init__(name="updating")
+        self.state = tf.Variable(0.0)
+
+    def call(self, inputs, training=False):
+        self.state.assign_add(1.0)
+        return inputs
+
+
+def scaled(inputs, state):
+    return inputs / (1 + ops.abs(state))
+
+
+def largest(state, inputs):
+    return ops.maximum(state, ops.max(ops.abs(inputs)))
+
+
+def slow_mean(state, inputs):
+    return 0.9999 * state + 0.0001 * ops.mean(inputs)
+
+
+def sum_of_rows(state, inputs):
+    return state + ops.sum(inputs)
+
+
+def power_iteration(state, inputs):
+    return ops.normalize(ops.matmul(ops.reshape(ops.arange(9.0) + 1, (3, 3)), state[:, None])[:, 0], axis=0)
+
+
+# Of each layer, whether parts in sequence leave or read another state than the whole, and whether replicas leave one.
+STATES = {
+    "maximum, read": (lambda: Updating(largest, scaled, "ones"), True, True),
+    "maximum": (lambda: Updating(largest, start=keras.initializers.Constant(9.0)), False, True),
+    "minimum, read": (lambda: Updating(lambda s, x: ops.minimum(s, ops.min(x)), scaled), True, True),
+    "sum": (lambda: Updating(sum_of_rows), False, True),
+    "sum, read": (lambda: Updating(sum_of_rows, scaled), True, True),
+    "batches": (lambda: Updating(lambda s, x: s + 1), True, False),
+    "mean": (lambda: Updating(slow_mean, aggregation="mean"), True, True),
+    "slow mean of much": (lambda: Updating(slow_mean, start=keras.initializers.Constant(50.0)), True, True),
+    "power iteration": (lambda: Updating(power_iteration, start="ones", shape=(3,)), True, False),
+    "codebook": (Codebook, True, True),
+    "of TensorFlow": (UnknownToKeras, True, True),
+    "constant": (lambda: Updating(lambda s, x: s), False, False),
+    "settled": (lambda: Updating(lambda s, x: s * 0 + 3, scaled, keras.initializers.Constant(3.0)), False, False),
+    "drawn": (Unseeded, False, False),
+}
+
+
+@pytest.mark.few(6)
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_layers(name):
+    make, in_sequence, on_replicas = STATES[name]
+    model = sequential(layers.Normalization(mean=0, variance=1), layers.Dropout(0.5), make())
+    before = values(model.variables)
+    for expected, ways in (
+        (in_sequence, {"in_sequence": True, "on_replicas": False}),
+        (on_replicas, {"in_sequence": False, "on_replicas": True}),
+    ):
+        found = split_dependent_layers(model, tf.zeros((4, 4)), **ways)
+        assert found == (["updating"] if expected else []), ways
+    np.testing.assert_equal(values(model.variables), before)
+
+
+def test_a_state_that_parts_leave_elsewhere_is_refused():
+    says = "The state of updating is updated with each of"
+    model = sequential(Updating(largest, scaled, "ones"))
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    for part, train in (("the slices", microbatch), ("micro-batches", None)):
+        weights = model.get_weights()
+        if train is None:
+            model.compile(AccumulatingOptimizer("sgd", 2), "sparse_categorical_crossentropy")
+        options = {"batch_size": 6} if train else {"batch_size": 3, "callbacks": [ExactAccumulation()]}
+        refused = pytest.raises(ValueError, match=rf"{says} {part}.*on_train_batch_end.*recompute.*weighting='")
+        with train(model, 3) if train else contextlib.nullcontext(), refused:
+            model.fit(X, Y, verbose=0, **options)
+        np.testing.assert_equal(model.get_weights(), weights)
+    model.compile("sgd", "sparse_categorical_crossentropy", run_eagerly=True)
+    with microbatch(model, 3, weighting="examples"), pytest.warns(UserWarning, match=says):
+        model.fit(X, Y, verbose=0)
 
 
 X, Y = np.random.default_rng(0).normal(size=(6, 4)).astype("float32"), np.array([0, 1] * 3)

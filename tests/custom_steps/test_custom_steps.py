@@ -287,6 +287,20 @@ class InFunction(RawVariable):
         return super(RawVariable, self).train_step(data)
 
 
+class RunningMaximum(models.Captions):
+    """Scales rows by the largest number so far."""
+
+    def __init__(self):
+        super().__init__()
+        self.largest = self.add_weight(shape=(), initializer="ones", trainable=False, name="largest")
+
+    def train_step(self, data):
+        x, y = data
+        scaled = x / (self.largest + 0)
+        self.largest.assign(ops.maximum(self.largest, ops.max(ops.abs(x))))
+        return super().train_step((scaled, y))
+
+
 class InBranch(models.Captions):
     def train_step(self, data):
         return tf.cond(tf.reduce_sum(data[0]) > 0, lambda: super(InBranch, self).train_step(data), lambda: {})
@@ -305,6 +319,7 @@ class WithoutUpdate(models.Captions):
         (FixedNoise, "auto", "for a fixed number of rows"),
         (RawVariable, "auto", "assigns a tf.Variable .*self.add_weight"),
         (InFunction, "auto", "assigns a tf.Variable"),
+        (RunningMaximum, "auto", "The state of .*largest is updated with each of the slices"),
         (InBranch, "auto", "within a tf.function, a tf.cond"),
         (WithoutUpdate, "auto", "doesn't call apply"),
         (models.Captions, "sum", "sum .* off"),

@@ -47,7 +47,7 @@ class CustomStep:
         self.signature = _signature(data, normalize)
         build_layers_by_step(model, data)
         self.analysis: StepAnalysis = analyze_step(model, data)
-        self.weightings = find_weightings(model, self.analysis, data, _stated(normalize))
+        self.weightings = find_weightings(model, self.analysis, data, _stated(normalize), normalize.asked_by)
         # Whether the step reports sums over the rows.
         self.summed = all(each.divisor is None for each in self.weightings)
         _log_weightings(model, self.analysis, self.weightings)

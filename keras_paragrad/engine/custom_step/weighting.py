@@ -10,18 +10,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import all_variables, train_step_of
+from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.compat.model import all_layers, all_variables, step_metrics, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
 from keras_paragrad.engine.losses.loss_normalization import UNIFORM_NEEDS, IndivisibleError
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments
-from keras_paragrad.engine.probes.independence import once_per_compile
+from keras_paragrad.engine.probes.independence import once_per_compile, states_refusal
 from keras_paragrad.engine.probes.random_rows import random_numbers_by_row
+from keras_paragrad.engine.probes.states import RANGES, BatchSplit, split_dependent_states
 from keras_paragrad.engine.probes.trial import (
     SIZES,
     Inconclusive,
+    State,
+    is_seed,
     normalize_by_moving_statistics,
+    row_count,
     run_trial,
+    synthetic_rows,
     take_rows,
     uses_half_precision,
     value_of,
@@ -62,17 +68,41 @@ class _TrialStep:
         self.variables = all_variables(model)
         # Variables, and not tensors: the tape of the step watches what it reads.
         self.values = {id(each): tf.Variable(value_of(each), trainable=each.trainable) for each in self.variables}
+        normalizations = [each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)]
+        others = {id(variable) for each in (*step_metrics(model), *normalizations) for variable in each.variables}
+        # What each slice assigns, and nothing combines.
+        self.states = [
+            each.variable
+            for each in analysis.states
+            if each.by_slice and id(each.variable) in self.values.keys() - others and not is_seed(each.variable)
+        ]
+        self.start: State = [tf.convert_to_tensor(self.values[id(each)]) for each in self.states]
         self._functions: dict[tuple[int, int], Callable[[Any], Any]] = {}
+
+    def run(self, data: Batch, state: State) -> tuple[list[np.ndarray], State]:
+        """The gradients from some values of the states, and their new values."""
+        for variable, value in zip(self.states, state, strict=True):
+            self.values[id(variable)].assign(value)
+        try:
+            # By their number: only the rows of the second part are these many.
+            gradients, state = self._call(data, FIRST if row_count(data) == ROWS - FIRST else 0)
+        finally:
+            for variable, value in zip(self.states, self.start, strict=True):
+                self.values[id(variable)].assign(value)
+        return [each for of_call in gradients for each in of_call], state
 
     def __call__(self, data: Batch, first: int) -> list[list[np.ndarray]]:
         """The gradients of each call of `apply`, for the rows from `first` on."""
-        count = int(next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0])
-        rows = first, count
+        return self._call(data, first)[0]
+
+    def _call(self, data: Batch, first: int) -> tuple[list[list[np.ndarray]], State]:
+        rows = first, row_count(data)
         if rows not in self._functions:
             self._functions[rows] = tf.function(functools.partial(self._compute, *rows), autograph=False)
-        return [[np.asarray(each, "float64") for each in gradients] for gradients in self._functions[rows](data)]
+        gradients, state = self._functions[rows](data)
+        return [[np.asarray(each, "float64") for each in of_call] for of_call in gradients], state
 
-    def _compute(self, first: int, count: int, data: Batch) -> list[list[tf.Tensor]]:
+    def _compute(self, first: int, count: int, data: Batch) -> tuple[list[list[tf.Tensor]], State]:
         captured: list[list[tf.Tensor]] = []
 
         def capture(optimizer: Any, gradients: Gradients, variables: list[keras.Variable]) -> None:
@@ -86,13 +116,18 @@ class _TrialStep:
         with untouched(self.model, scope), capturing_applies(capture), numbers:
             normalize_by_moving_statistics(self.model)
             train_step_of(self.model)(data)
+            state = [tf.convert_to_tensor(scope.get_current_value(each)) for each in self.states]
         if len(captured) != len(self.calls):
             raise Inconclusive("the step calls optimizers differently on other rows")
-        return captured
+        return captured, state
 
 
 def find_weightings(
-    model: keras.Model, analysis: StepAnalysis, data: Batch, stated: Weighting | None = None
+    model: keras.Model,
+    analysis: StepAnalysis,
+    data: Batch,
+    stated: Weighting | None = None,
+    asked_by: str | None = None,
 ) -> list[Weighting]:
     """The weighting of each call of an optimizer: the first with which parts of a batch give its gradient.
 
@@ -101,15 +136,19 @@ def find_weightings(
         analysis: What the step does.
         data: Tensors with the shapes and dtypes of a batch.
         stated: The weighting that the user states, if any: no other is taken.
+        asked_by: The component that divides the step, if it is divided.
 
     Raises:
-        IndivisibleError: None fits.
+        IndivisibleError: None fits, or parts of a batch leave other states than the whole.
     """
     candidates = [each for name, each in WEIGHTINGS.items() if name not in ("sample_weight", "mask")]
     if step_arguments(data)["sample_weight"] is not None:
         candidates.insert(1, WEIGHTINGS["sample_weight"])
     if stated is not None:
         candidates = [stated, *(each for each in candidates if each is not stated)]
+
+    split = BatchSplit(replica_count() > 1, asked_by != "DistributedFit", ROWS, FIRST)
+    dependent: list[str] = []
 
     def find(size: int) -> list[WeightingTrial]:
         step, given = _TrialStep(model, analysis), data if isinstance(data, tuple) else (data,)
@@ -120,7 +159,12 @@ def find_weightings(
         errors = over_draws(model, given, size, compare)
         # For each call, the errors of the candidates in all draws.
         by_call = ([max(each) for each in zip(*of_draws, strict=True)] for of_draws in zip(*errors, strict=True))
-        return [WeightingTrial(list(map(Fit, candidates, each))) for each in by_call]
+        found = [WeightingTrial(list(map(Fit, candidates, each))) for each in by_call]
+        for seed, (low, high) in enumerate(RANGES if step.states and asked_by else ()):
+            rows = synthetic_rows(data, ROWS, seed=seed, size=size, low=low, high=high)
+            variables = split_dependent_states(step.states, step.run, step.start, rows, split)
+            dependent.extend(each.path for each in variables)
+        return found
 
     trials = run_trial(find, *SIZES, otherwise=None, question="what the losses of train_step are divided by")
     if trials is None:
@@ -132,6 +176,11 @@ def find_weightings(
             "'sample_weight' for means weighted by sample weights, 'sum', or a function of (x, y, y_pred, "
             "sample_weight), where y_pred is None."
         )
+    if dependent and asked_by:
+        message = states_refusal(list(dict.fromkeys(dependent)), asked_by)
+        if stated is None:
+            raise IndivisibleError(message)
+        warnings.warn(message, stacklevel=2)
     taken = [[each for each in trial.fitting if stated in (None, each)] for trial in trials]
     misfits = {index: trial for index, trial in enumerate(trials) if not taken[index]}
     if misfits:

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import (
+    added_losses,
     all_layers,
     overrides_compute_loss,
     overrides_train_step,
@@ -45,6 +46,7 @@ _FOR_EQUAL_PARTS = {
     "microbatch": "write AccumulatingOptimizer(..., weighting='uniform'), and give fit() the micro-batches",
     "make_private": "let the loss be a sum or a mean of one value per example",
 }
+_RECOMPUTE = "recompute() saves memory for any loss."
 # Whose `weighting` to state, if not the component's own.
 _CONFIGURED_BY = {"Pipeline": "DistributedFit"}
 # The advice for models that mix examples.
@@ -215,7 +217,7 @@ class LossNormalization:
         trial = find_weightings(model, arguments)
         problem = _problem_of(trial)
         if problem or trial is None:
-            raise IndivisibleError(f"{reason} {problem} {self._advice(trial)}")
+            raise IndivisibleError(f"{reason} {problem} {self._advice(trial, added=bool(added_losses(model)))}")
         weighting = trial.fitting[0]
         message = (
             f"The loss of {model.name!r} was tried on made-up rows, and parts of a batch are weighted by "
@@ -237,14 +239,18 @@ class LossNormalization:
             # Without a mask, "mask" is the number of examples.
             return
         fitting = [each.argument for each in trial.fitting]
-        advice = f"Write weighting={fitting[0]}, or leave it out." if fitting else self._advice(trial)
+        advice = (
+            f"Write weighting={fitting[0]}, or leave it out."
+            if fitting
+            else self._advice(trial, added=bool(added_losses(model)))
+        )
         raise IndivisibleError(
             f"weighting={stated.argument} is not what the loss of {type(model).__name__} is divided by. "
             f"{_seen(trial)} {advice}"
         )
 
-    def _advice(self, trial: WeightingTrial | None) -> str:
-        """What to write where the weighting is unknown."""
+    def _advice(self, trial: WeightingTrial | None, *, added: bool) -> str:
+        """What to write where the weighting is unknown; `added` says whether layers add losses."""
         name = self._configured_by
         functions = f"{name}(..., weighting=...) takes 'examples', 'sample_weight', 'mask', 'sum' or"
         if trial is None or trial.ambiguous or trial.random:
@@ -253,13 +259,14 @@ class LossNormalization:
                 "returns it for a part of a batch."
             )
         whole = {
-            "microbatch": "recompute() saves memory for any loss.",
             "DistributedFit": "DistributedFit('none') trains any loss.",
-        }.get(self.asked_by, "microbatch(model, size) also takes losses that compare examples.")
+            "AccumulatingOptimizer": "microbatch(model, size) also takes losses that compare examples.",
+        }.get("microbatch" if added and self.asked_by != "DistributedFit" else self.asked_by, _RECOMPUTE)
+        multiplies = ", or multiplies means over them, as the load balancing of experts does" if added else ""
         return (
             "It divides by something else, such as a count of tokens, or divides its terms by different things, or "
-            f"compares examples. In the first case state what it divides by: {name}(..., weighting=lambda x, y, "
-            f"y_pred, sample_weight: keras.ops.sum(y != 0)), for instance. {whole}"
+            f"compares examples{multiplies}. In the first case state what it divides by: {name}(..., weighting="
+            f"lambda x, y, y_pred, sample_weight: keras.ops.sum(y != 0)), for instance. {whole}"
         )
 
     @property

@@ -1,23 +1,20 @@
 """Whether a model's loss compares the examples of a batch while its layers don't, found by trials on synthetic rows."""
 
 import logging
-import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 
-from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import added_losses, all_layers, overrides_compute_loss, overrides_train_step
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, LossNormalization, find_weightings
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
-from keras_paragrad.engine.probes.independence import PARTS, once_per_compile
+from keras_paragrad.engine.probes.independence import PARTS, once_per_compile, state_problem
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_value_per_example
-from keras_paragrad.engine.probes.states import split_dependent_layers
 from keras_paragrad.engine.probes.trial import SIZES, PureFunction, call_model, run_trial, synthetic_rows
 
 _log = logging.getLogger("keras_paragrad")
@@ -73,13 +70,8 @@ def _find(model: Any, arguments: LossArguments, asked_by: str, training: bool) -
         return layer
     if traced.refusal:
         return traced.refusal
-    names = split_dependent_layers(model, arguments["x"], on_replicas=replica_count() > 1) if training else []
-    if names:
-        warnings.warn(
-            f"The state of {', '.join(names)} is updated with each of {PARTS[asked_by]}, which gives another state "
-            "than one update with the whole batch.",
-            stacklevel=2,
-        )
+    if training and (problem := state_problem(model, arguments["x"], asked_by)):
+        return problem
     if training and "compares" not in state_of(model).logged:
         state_of(model).logged |= {"compares"}
         _log.info(

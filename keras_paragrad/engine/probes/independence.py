@@ -1,7 +1,7 @@
 """Refuses models whose parts of a batch can't be combined into the whole, or warns of them."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import keras
@@ -28,6 +28,13 @@ PARTS = {
     "Pipeline": "the micro-batches of a pipeline",
     "microbatch": "the slices of a batch",
     "make_private": "the physical batches of an update",
+}
+
+
+# What trains on whole batches, in place of a component.
+_RECOMPUTE = "keras_paragrad.memory.recompute(model) saves memory with whole batches."
+WHOLE_BATCHES = {
+    each: 'DistributedFit("none") trains on one device.' if each == "DistributedFit" else _RECOMPUTE for each in PARTS
 }
 
 
@@ -132,13 +139,26 @@ def _find_problems(
         )
     if not training:
         return _Problems(wrong, inexact)
-    names = split_dependent_layers(model, arguments["x"], on_replicas=on_replicas)
-    if names:
-        inexact.append(
-            f"The state of {', '.join(names)} is updated with each of {parts}, which gives another state than one "
-            "update with the whole batch."
-        )
+    if message := state_problem(model, arguments["x"], asked_by):
+        # No weighting can be stated there.
+        (inexact if asked_by == "make_private" else wrong).append(message)
     return _Problems(wrong, inexact)
+
+
+def state_problem(model: keras.Model, x: Structure, asked_by: str) -> str | None:
+    """What is wrong with the states that layers update while they are called, or `None`."""
+    in_sequence = asked_by != "DistributedFit"
+    names = split_dependent_layers(model, x, on_replicas=replica_count() > 1, in_sequence=in_sequence)
+    return states_refusal(names, asked_by) if names else None
+
+
+def states_refusal(names: Sequence[str], asked_by: str) -> str:
+    """The error for states that parts of a batch leave elsewhere, or read."""
+    return (
+        f"The state of {', '.join(names)} is updated with each of {PARTS[asked_by]}, which gives another state than "
+        "one update with the whole batch, or others to the parts that come after. Update it once a batch, in "
+        f"on_train_batch_end of a callback. {WHOLE_BATCHES[asked_by]}"
+    )
 
 
 def _mixing_problems(

@@ -23,6 +23,7 @@ from keras_paragrad.engine.probes.trial import (
     change_rows,
     check_finite,
     gradients_match,
+    row_count,
     run_trial,
     synthetic_rows,
     take_rows,
@@ -70,7 +71,7 @@ class _Pair(NamedTuple):
 
     def outputs_match(self, first: tf.Tensor, second: tf.Tensor) -> bool:
         """Whether outputs for the two batches are equal in these rows; true for outputs that have no rows."""
-        sizes = [_row_count(batch) for batch in (self.first, self.second)]
+        sizes = [row_count(batch) for batch in (self.first, self.second)]
         if [tensor.shape[0] if tensor.shape.rank else None for tensor in (first, second)] != sizes:
             return True
         one, other = np.asarray(first[self.rows_in_first]), np.asarray(second[self.rows_in_second])
@@ -184,10 +185,6 @@ def _first_mixing(model: keras.layers.Layer, pair: _Pair, training: bool) -> str
         if not all(map(pair.outputs_match, *tensors)):
             return name
     return model.name
-
-
-def _row_count(batch: Batch) -> int:
-    return next(len(tensor) for tensor in keras.tree.flatten(batch) if tensor is not None)
 
 
 def _tensors(outputs: Structure) -> list[tf.Tensor]:

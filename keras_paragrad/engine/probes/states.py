@@ -1,22 +1,27 @@
 """Whether metrics and states of layers depend on how a batch is split, found by a trial on synthetic rows."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import all_layers, all_metrics
+from keras_paragrad.compat.model import added_losses, all_layers, all_metrics
 from keras_paragrad.compat.state import is_patched
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
+from keras_paragrad.engine.probes.random_rows import random_numbers_by_row
 from keras_paragrad.engine.probes.row_independence import computes_rows_independently, has_value_per_example
 from keras_paragrad.engine.probes.trial import (
     SIZES,
     Inconclusive,
     PureFunction,
     State,
+    UnknownState,
     call_model,
     change_rows,
+    is_seed,
+    row_count,
     run_trial,
     synthetic_rows,
     take_rows,
@@ -25,6 +30,11 @@ from keras_paragrad.engine.probes.trial import (
 _ROWS = 8
 # The size of the first part: of two equal ones, or of unequal ones, as the last batch of an epoch has.
 _EVEN, _UNEVEN = 4, 6
+# The ranges of rows: in the second, minima and maxima change that were far away.
+RANGES = ((0.1, 0.9), (-1e3, 1e3))
+
+# Maps rows, and the values of variables, to what is computed and to their new values.
+RunFromState = Callable[[Any, State], tuple[Any, State]]
 
 
 def split_dependent_metrics(
@@ -65,32 +75,94 @@ def split_dependent_metrics(
     return run_trial(find, *SIZES, otherwise=([], []), question=question)
 
 
-def split_dependent_layers(model: keras.Model, x: Any, *, on_replicas: bool) -> list[str]:
-    """Finds the layers whose state ends elsewhere when a batch is split into two parts, on replicas or sequential.
+def split_dependent_layers(model: keras.Model, x: Any, *, on_replicas: bool, in_sequence: bool) -> list[str]:
+    """Finds the layers of which parts of a batch leave another state than the whole, or read it after other parts.
 
-    Ignores batch normalization, seeds, and states that depend on random numbers.
+    Ignores batch normalization, seeds, and states that depend on random numbers which aren't those of rows.
+
+    Args:
+        model: A built model.
+        x: Its inputs, whose shapes and dtypes are used.
+        on_replicas: Whether parts are taken at the same time, and their states aggregated.
+        in_sequence: Whether parts are taken one after the other.
     """
+    owners = _state_owners(model)
+    split = BatchSplit(on_replicas, in_sequence, _ROWS, _UNEVEN)
 
     def find(size: int):
-        owners = _state_owners(model)
-        if not owners or computes_rows_independently(model):
+        if computes_rows_independently(model):
             return []
-        batch = synthetic_rows(x, _ROWS, seed=0, size=size)
-        compute = PureFunction(model, lambda x: _train(model, (x,)))
-        (_, whole), (_, reseeded) = compute(batch), compute(batch, compute.reseed())
-        split = _state_after_parts(compute, batch, _UNEVEN, compute.start, on_replicas=on_replicas)
-        values = zip(compute.variables, compute.start, whole, reseeded, split, strict=True)
-        names = [
-            owners[id(variable)]
-            for variable, start, whole, reseeded, split in values
-            if id(variable) in owners
-            and not _close(start, whole)
-            and _close(whole, reseeded)
-            and not _close(whole, split)
-        ]
-        return list(dict.fromkeys(names))
+        compute = PureFunction(model, lambda x: _train_on_part(model, x))
+        found: list[str] = []
+        for index, (low, high) in enumerate(RANGES):
+            try:
+                batch = synthetic_rows(x, _ROWS, seed=index, size=size, low=low, high=high)
+                variables = split_dependent_states(compute.variables, compute, compute.start, batch, split)
+                found += [owners[id(each)] for each in variables if id(each) in owners]
+            except UnknownState as state:
+                if not state.resources:
+                    raise
+                return _owners_of_resources(model, state.resources)
+            except Exception:
+                # A layer may reject large numbers.
+                if not index:
+                    raise
+        return list(dict.fromkeys(found))
 
     return run_trial(find, *SIZES, otherwise=[], question="whether states of layers depend on how a batch is split")
+
+
+class BatchSplit(NamedTuple):
+    """How a batch is split: on replicas or in sequence, of how many rows, and of how many the first part has."""
+
+    on_replicas: bool
+    in_sequence: bool
+    rows: int
+    first: int
+
+
+def split_dependent_states(
+    variables: Sequence[keras.Variable], run: RunFromState, start: State, batch: Batch, split: BatchSplit
+) -> list[keras.Variable]:
+    """The variables whose values after two parts aren't those after the whole, or are read after the first part.
+
+    Leaves out those that other seeds change.
+
+    Args:
+        variables: The variables.
+        run: Maps a batch, or a part of it, and their values to what is computed, and to their new values.
+        start: Their values.
+        batch: Rows.
+        split: How the batch is split.
+    """
+    reseeded = [value + 1 if is_seed(each) else value for each, value in zip(variables, start, strict=True)]
+    part, rest = take_rows(batch, 0, split.first), take_rows(batch, split.first, split.rows)
+    (_, whole), (_, random), (_, first) = run(batch, start), run(batch, reseeded), run(part, start)
+    alone, last = run(rest, start)
+    # Either may come first: without aggregation, a replica keeps its own.
+    orders = ((first, last), (last, first)) if split.on_replicas else ()
+    ends = [[_aggregate(*each) for each in zip(variables, *order, strict=True)] for order in orders]
+    changed = [not _close(*each) for each in zip(start, first, strict=True)]
+    read = False
+    if split.in_sequence:
+        ends.append(run(rest, first)[1])
+        # With the same random numbers, what the first part has changed makes the difference.
+        seeds = zip(variables, start, first, strict=True)
+        after = run(rest, [before if is_seed(each) else value for each, before, value in seeds])[0]
+        same = zip(*map(_numbers, (alone, run(rest, start)[0], after)), strict=True)
+        read = any(_close(one, again) and not _close(one, other) for one, again, other in same)
+
+    def differs(index: int) -> bool:
+        if not _close(whole[index], random[index]) or is_seed(variables[index]):
+            return False
+        if read and changed[index]:
+            return True
+        values = [whole[index], first[index], last[index]]
+        return not all(_close(start[index], each) for each in values) and not all(
+            _changed_alike(start[index], whole[index], end[index]) for end in ends
+        )
+
+    return [each for index, each in enumerate(variables) if differs(index)]
 
 
 def layers_storing_examples(model: keras.layers.Layer, *arguments: Any) -> list[str]:
@@ -104,10 +176,10 @@ def layers_storing_examples(model: keras.layers.Layer, *arguments: Any) -> list[
         if not owners or computes_rows_independently(model):
             return []
         compute = PureFunction(model, lambda inputs: _train(model, inputs))
-        # The second draw is far larger and smaller, so that minima and maxima change too, and has other tokens.
-        draws = (0, 0.1, 0.9), (1, -1e3, 1e3)
+        # The second draw also has other tokens.
         first, second = (
-            synthetic_rows(arguments, _ROWS, seed=seed, size=size, low=low, high=high) for seed, low, high in draws
+            synthetic_rows(arguments, _ROWS, seed=seed, size=size, low=low, high=high)
+            for seed, (low, high) in enumerate(RANGES)
         )
         (_, one), (_, other) = map(compute, change_rows(first, second, list(range(_ROWS))))
         names = [
@@ -154,13 +226,38 @@ def split_dependent_call_metrics(
 
 
 def _state_owners(model: keras.layers.Layer) -> dict[int, str]:
-    """The layer's name for each of its non-trainable variables, by id."""
+    """The layer's name for each of its variables, by id."""
     layers = [each for each in (model, *all_layers(model)) if not isinstance(each, keras.layers.BatchNormalization)]
-    return {id(variable): layer.name for layer in layers for variable in layer._non_trainable_variables}
+    return {
+        id(variable): layer.name
+        for layer in layers
+        # Such as a kernel that a layer normalizes.
+        for variable in (*layer._trainable_variables, *layer._non_trainable_variables)
+    }
 
 
-def _train(model: keras.layers.Layer, inputs: tuple[Structure, ...]) -> None:
-    call_model(model, inputs, training=True)
+def _owners_of_resources(model: keras.layers.Layer, resources: list[tf.Tensor]) -> list[str]:
+    """The layers whose attributes are these variables of TensorFlow's, or the model."""
+    handles = set(map(id, resources))
+    layers = (model, *all_layers(model))
+    names = [
+        layer.name
+        for layer in layers
+        if any(isinstance(each, tf.Variable) and id(each.handle) in handles for each in vars(layer).values())
+    ]
+    return names or [model.name]
+
+
+def _train(model: keras.layers.Layer, inputs: tuple[Structure, ...]) -> list[tf.Tensor]:
+    outputs = call_model(model, inputs, training=True)
+    return [each for each in (*keras.tree.flatten(outputs), *added_losses(model)) if tf.is_tensor(each)]
+
+
+def _train_on_part(model: keras.layers.Layer, x: Structure) -> list[tf.Tensor]:
+    """What `_train` returns, with the random numbers that the whole batch draws for the same rows."""
+    rows = row_count(x)
+    with random_numbers_by_row(_UNEVEN if rows == _ROWS - _UNEVEN else 0, rows, _ROWS):
+        return _train(model, (x,))
 
 
 def _reset_state(model: keras.Model) -> State:
@@ -182,5 +279,22 @@ def _aggregate(variable: keras.Variable, one: tf.Tensor, two: tf.Tensor) -> tf.T
     return (one + two) / 2 if variable.aggregation == "mean" else one
 
 
-def _close(one: tf.Tensor, other: tf.Tensor) -> bool:
+def _close(one: Any, other: Any) -> bool:
     return np.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+
+
+def _changed_alike(start: Any, one: Any, other: Any) -> bool:
+    """Whether a state has changed alike: where it changes slowly, what differs is small, and large numbers round."""
+    before, one, other = (np.asarray(each, "float64") for each in (start, one, other))
+    most = np.abs(one - before)[np.isfinite(one)].max(initial=0)
+    rounding = 3e-7 * np.abs(one[np.isfinite(one)]).max(initial=0)
+    return np.allclose(one, other, rtol=0, atol=1e-3 * most + rounding, equal_nan=True)
+
+
+def _numbers(results: Any) -> list[np.ndarray]:
+    """The numbers among what was computed."""
+    return [np.asarray(each, "float64") for each in keras.tree.flatten(results) if _is_number(each)]
+
+
+def _is_number(each: Any) -> bool:
+    return isinstance(each, np.ndarray) or each.dtype.is_floating or each.dtype.is_integer

@@ -5,6 +5,7 @@ import functools
 import logging
 import threading
 import warnings
+import zlib
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -17,6 +18,7 @@ from keras_paragrad.compat.model import all_layers, all_variables
 from keras_paragrad.compat.types import Array, Batch, Structure
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.probes.untouched import untouched
+from keras_paragrad.engine.step.operations import assigned_resources
 
 # The sizes to try for axes of unknown size: a short sequence, then an image that can be halved often.
 SIZES = (8, 64)
@@ -37,6 +39,14 @@ State = list[tf.Tensor]
 
 class Inconclusive(Exception):  # noqa: N818  (an answer, not a failure)
     """A trial on synthetic rows can't answer the question."""
+
+
+class UnknownState(Inconclusive):
+    """A model reads variables or tables that Keras doesn't know: `resources` are those that it assigns."""
+
+    def __init__(self, resources: list[tf.Tensor]):
+        super().__init__("the model has a state that is unknown to Keras")
+        self.resources = resources
 
 
 def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, question: str | None) -> Result:
@@ -75,11 +85,19 @@ def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, ques
 
 
 def synthetic_rows(
-    nested: Structure, rows: int, *, seed: int, size: int = 8, low: float = 0.1, high: float = 0.9, labels: bool = False
+    nested: Structure,
+    rows: int,
+    *,
+    seed: int,
+    size: int = 8,
+    low: float = 0.1,
+    high: float = 0.9,
+    labels: bool = False,
+    tokens: int = 2,
 ) -> Any:
     """Draws eager tensors of `rows` rows, with the shapes and dtypes of a batch.
 
-    Integers are 0 or 1, which are valid classes and tokens of every vocabulary.
+    Integers are 0 or 1 by default, which are valid classes and tokens of every vocabulary.
 
     Args:
         nested: Tensors, placeholders or `tf.TensorSpec` of `(batch, ...)`; some may be `None`.
@@ -88,6 +106,7 @@ def synthetic_rows(
         size: The size of axes of unknown size.
         low, high: Range of real numbers.
         labels: Whether real numbers are 0 or 1 too: Keras casts classes to float.
+        tokens: Integers are below this.
 
     Raises:
         Inconclusive: A tensor holds strings, is sparse or ragged, or is very large.
@@ -103,7 +122,7 @@ def synthetic_rows(
         real = tensor.dtype.is_floating
         if np.prod(shape) > _MOST or not (real or tensor.dtype.is_integer or tensor.dtype.is_bool):
             raise Inconclusive(f"{tensor!r} can't be drawn")
-        values = generator.uniform(low, high, shape) if real and not labels else generator.integers(0, 2, shape)
+        values = generator.uniform(low, high, shape) if real and not labels else generator.integers(0, tokens, shape)
         return tf.cast(values, tensor.dtype)
 
     return keras.tree.map_structure(draw, nested)
@@ -128,6 +147,11 @@ def change_rows(batch: Batch, other: Batch, changed: list[int]) -> tuple[Any, An
 def take_rows(nested: Structure, start: int, stop: int) -> Any:
     """Rows `start` to `stop` of nested tensors."""
     return keras.tree.map_structure(lambda tensor: None if tensor is None else tensor[start:stop], nested)
+
+
+def row_count(batch: Structure) -> int:
+    """The number of rows of a batch."""
+    return int(next(tensor for tensor in keras.tree.flatten(batch) if tensor is not None).shape[0])
 
 
 def is_trial() -> bool:
@@ -163,12 +187,12 @@ class PureFunction:
         """Returns the results and the new state; the state before is `start`, if `None`.
 
         Raises:
-            Inconclusive: The model uses a table, or a variable unknown to Keras, and might change it.
+            UnknownState: The model uses a table, or a variable unknown to Keras, and might change it.
         """
         state = self.start if state is None else state
         concrete = self._function.get_concrete_function(data, state)
         if any(tensor.dtype == tf.resource for tensor in concrete.captured_inputs):
-            raise Inconclusive("the model has a state that is unknown to Keras")
+            raise UnknownState(assigned_resources(concrete.graph))
         return self._function(data, state)
 
     def graph(self, data: Batch) -> tf.Graph:
@@ -258,7 +282,10 @@ def value_of(variable: keras.Variable) -> tf.Tensor:
 
 
 def _draw_weight(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
-    return tf.cast(np.random.default_rng(0).uniform(0.05, 0.15, tuple(variable.shape)), dtype)
+    """Draws values that are not near zero; those of matrices have both signs, or all rows would be much alike."""
+    draw = np.random.default_rng(zlib.crc32(variable.path.encode()))
+    values = draw.uniform(0.05, 0.15, tuple(variable.shape))
+    return tf.cast(values if values.ndim < 2 else values * draw.choice([-1.0, 1.0], values.shape), dtype)
 
 
 @contextlib.contextmanager
@@ -268,7 +295,7 @@ def watch_weights(model: keras.layers.Layer) -> Generator[Callable[[tf.Tensor], 
     Left out are very large weights, and those that the scalar doesn't depend on.
     """
     weights = [weight.value for weight in model.trainable_variables if np.prod(weight.shape) <= _MOST]
-    tape = tf.GradientTape(watch_accessed_variables=False)
+    tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)
 
     def gradients_of(target: tf.Tensor) -> list[tf.Tensor]:
         gradients = tape.gradient(target, weights)

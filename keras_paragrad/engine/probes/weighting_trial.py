@@ -1,5 +1,6 @@
 """Which weighting makes the gradients of parts of a batch add up to that of the whole, by a trial on synthetic rows."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -8,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.model import added_losses, all_layers
 from keras_paragrad.compat.types import Array, Batch, LossArguments
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, output_mask
 from keras_paragrad.engine.probes.random_rows import random_numbers_by_row
@@ -18,6 +19,7 @@ from keras_paragrad.engine.probes.trial import (
     PureFunction,
     call_model,
     gradients_match,
+    row_count,
     run_trial,
     synthetic_rows,
     take_rows,
@@ -33,6 +35,8 @@ BOUNDS = ((0, FIRST), (FIRST, ROWS))
 _IGNORED = (-100, -1)
 # The largest relative error of a gradient that only rounding makes: in float32, and where GPUs multiply in TF32.
 _ROUNDING, _ROUNDING_OF_TF32 = 3e-5, 1e-3
+# That of the losses that layers add, alone: what is nearly balanced has a gradient of differences.
+_ROUNDING_OF_ADDED = 1e-3
 # The numbers of samples of a random loss that are averaged.
 _SAMPLES = 16
 _QUESTION = "what the loss is divided by"
@@ -140,25 +144,34 @@ class _Trial:
         whole, *of_parts = (self.compute(each)[0] for each in (batch, *parts))
         shares = shares_of([result[2] for result in of_parts], whole[2])
         errors = errors_of(whole[0], [result[0] for result in of_parts], shares, half_precision=self.half_precision)
+        with contextlib.suppress(Inconclusive):
+            added = [result[3] for result in of_parts]
+            alone = errors_of(whole[3], added, shares, half_precision=self.half_precision, rounding=_ROUNDING_OF_ADDED)
+            errors = list(map(max, errors, alone))
         names = [each.name for each in self.candidates]
         by_rows, by_mask = (shares[:, names.index(name)] for name in ("examples", "mask"))
         return _Draw(errors, not np.allclose(by_rows, by_mask))
 
-    def _gradients(self, data: Any) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor]]:
-        """The gradient, the loss and what it may be divided by: 0 for a sum."""
+    def _gradients(self, data: Any) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
+        """The gradient, the loss, what it may be divided by (0 for a sum), and the gradient of what layers add alone.
+
+        That is often weighted so lightly that its error would pass as rounding, and is not in a training.
+        """
         x, y, sample_weight = data
-        count = int(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None).shape[0])
+        count = row_count(x)
         first = FIRST if count == ROWS - FIRST else 0
         with random_numbers_by_row(first, count, ROWS), watch_weights(self.model) as gradients_of:
             y_pred = call_model(self.model, (x,), training=True)
             inputs = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
             # Of an unreduced loss, Keras differentiates the sum.
             loss = tf.cast(tf.reduce_sum(self.model._compute_loss(**inputs, training=True)), "float32")
+            added = [tf.cast(tf.reduce_sum(each), "float32") for each in added_losses(self.model)]
         self.has_mask = output_mask(y_pred) is not None
         gradients = gradients_of(loss)
         if not gradients:
             raise Inconclusive("the loss has no gradient")
-        return gradients, loss, [each.divisor(inputs) if each.divisor else tf.zeros([]) for each in self.candidates]
+        divisors = [each.divisor(inputs) if each.divisor else tf.zeros([]) for each in self.candidates]
+        return gradients, loss, divisors, gradients_of(tf.add_n(added)) if added else []
 
     def _is_random(self, batch: Batch) -> bool:
         whole, reseeded = self.compute(batch)[0], self.compute(batch, self.compute.reseed())[0]
@@ -170,7 +183,7 @@ class _Trial:
         def sample(rows: Batch, offset: int) -> tuple[np.ndarray, Any]:
             states = (self.compute.reseed(by=offset + draw) for draw in range(_SAMPLES))
             results = [self.compute(rows, state)[0] for state in states]
-            return np.array([float(loss) for _, loss, _ in results]), results[-1][2]
+            return np.array([float(loss) for _, loss, *_ in results]), results[-1][2]
 
         (whole, divisors), *of_parts = (sample(each, _SAMPLES * number) for number, each in enumerate((batch, *parts)))
         errors = []
@@ -189,7 +202,12 @@ def shares_of(of_parts: Sequence[Sequence[Array]], whole: Sequence[Array]) -> np
 
 
 def errors_of(
-    whole: Sequence[Array], of_parts: Sequence[Sequence[Array]], shares: np.ndarray, *, half_precision: bool
+    whole: Sequence[Array],
+    of_parts: Sequence[Sequence[Array]],
+    shares: np.ndarray,
+    *,
+    half_precision: bool,
+    rounding: float | None = None,
 ) -> list[float]:
     """The relative error of the parts' gradients, weighted by each candidate; 0 where only rounding makes it.
 
@@ -198,6 +216,7 @@ def errors_of(
         of_parts: Those of the parts.
         shares: The weight of each part, for each candidate: `(parts, candidates)`.
         half_precision: Whether they were computed in half precision.
+        rounding: The largest relative error that only rounding makes; by what computed it, if `None`.
 
     Raises:
         Inconclusive: The gradient of the whole is 0 or not finite, so it tells nothing.
@@ -216,7 +235,7 @@ def errors_of(
         pairs = zip(expected, total, strict=True)
         error = float(np.sqrt(sum(np.sum(np.square(one - other)) for one, other in pairs)) / norm)
         matches = gradients_match(expected, total, half_precision=half_precision)
-        errors.append(0.0 if matches and (half_precision or error <= _rounding()) else error)
+        errors.append(0.0 if matches and (half_precision or error <= (rounding or _rounding())) else error)
     return errors
 
 
@@ -227,9 +246,10 @@ def _rounding() -> float:
 
 
 def over_draws(model: keras.Model, data: tuple[Any, ...], size: int, compare: Callable[[Any], Result]) -> list[Result]:
-    """What `compare` returns for several batches of synthetic rows: as usual, padded, and with labels to ignore.
+    """What `compare` returns for several batches of synthetic rows: as usual, far apart, padded, with labels to ignore.
 
-    Labels are 0 and 1, or between them for losses that need others than 0.
+    Labels are 0 and 1, or between them for losses that need others than 0. Only rows that are far apart, with all
+    tokens of a vocabulary, are sent to different experts.
 
     Args:
         model: The model, whose `Masking` layers say what is padded with.
@@ -249,7 +269,9 @@ def over_draws(model: keras.Model, data: tuple[Any, ...], size: int, compare: Ca
     x, *others = draw(1)
     weights = keras.tree.map_structure(lambda each: _replace(each, 0, _is_padded), others[1:])
     padded = keras.tree.map_structure(lambda each: _replace(each, padding, _is_padded), x)
-    batches = [tuple(draw(0)), tuple(draw(0, classes=False)), (padded, *others[:1], *weights)]
+    tokens = min((each.input_dim for each in all_layers(model) if isinstance(each, keras.layers.Embedding)), default=2)
+    apart = rows(data[0], seed=2, low=-3.0, high=3.0, tokens=tokens)
+    batches = [tuple(draw(0)), tuple(draw(0, classes=False)), (apart, *others), (padded, *others[:1], *weights)]
     for label in _IGNORED if others else ():
         labels = keras.tree.map_structure(lambda each, label=label: _replace(each, label, _is_ignored), others[0])
         batches.append((x, labels, *others[1:]))
