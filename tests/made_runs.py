@@ -9,6 +9,10 @@ from typing import Any
 
 from keras_paragrad.profiling.summary import (
     Advice,
+    Communication,
+    KindTime,
+    LayerTime,
+    MemoryUse,
     OperationTime,
     PipelineTime,
     ProfileSummary,
@@ -39,6 +43,13 @@ OPERATIONS = (
     OperationTime("digits/dense/MatMul", "MatMul", "dense", 40, 30.0, 0.6),
     OperationTime("<b>loss</b> & more", "Sum", "", 20, 2.5, 0.05),
 )
+LAYERS = (
+    LayerTime("block_with_a_long_name/multi_head_attention_1", 10.0, 16.0, 4.0),
+    LayerTime("dense", 4.0, 6.0),
+    LayerTime("optimizer", other=5.0, is_layer=False),
+    *(LayerTime(f"norm_{number}", 0.5, 0.25) for number in range(17)),
+)
+KINDS = tuple(KindTime(f"Kind{number}", 40, 30.0 - number, 0.1 - 0.005 * number) for number in range(14))
 # Two stages with two devices each, and four micro-batches, each of which takes 1 ms forward and 2 ms backward.
 PIPELINE = PipelineTime(
     *(2, 2, 4),
@@ -73,6 +84,10 @@ def summary(steps: int = 20, scale: float = 1.0, operations: Sequence[OperationT
         WINDOW,
         ("Layer names are those of the graph.",),
         PIPELINE,
+        LAYERS,
+        KINDS,
+        Communication(40.0, 10.0),
+        (MemoryUse("GPU_0_bfc", *zip(*[(100 + n / 8, 2.0**20 * (1 + n % 8)) for n in range(8 * steps)], strict=True)),),
     )
 
 

@@ -147,7 +147,8 @@ def write_trace(folder, threads):
                 duration_ps=(end - begin) * 1_000_000,
             )
             for key, value in stats.items():
-                event.stats.add(metadata_id=number(plane.stat_metadata, key), int64_value=value)
+                field = "str_value" if isinstance(value, str) else "int64_value"
+                event.stats.add(metadata_id=number(plane.stat_metadata, key), **{field: value})
     (folder / "by_hand.xplane.pb").write_bytes(space.SerializeToString())
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from keras_paragrad.extras import explain_missing, is_installed
+from keras_paragrad.profiling.summary import MemoryUse
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -17,14 +18,20 @@ class PeakMemory:
 
     def __init__(self):
         self._samples_host = is_installed("psutil")
-        self._host: int | None = None
+        self._batches: list[float] = []
+        self._host: list[float] = []
         for device in _tracked_devices():
             tf.config.experimental.reset_memory_stats(device)
 
-    def sample(self) -> None:
-        """Samples the process's current memory."""
+    def sample(self, batch: int) -> None:
+        """Samples the process's current memory, as a batch begins."""
         if self._samples_host:
-            self._host = max(self._host or 0, host_memory())
+            self._batches.append(batch)
+            self._host.append(host_memory())
+
+    def samples(self) -> tuple[MemoryUse, ...]:
+        """What was sampled, if anything was."""
+        return (MemoryUse("host", tuple(self._batches), tuple(self._host)),) if self._host else ()
 
     def peaks(self) -> dict[str, int | None]:
         """Peak memory in bytes by device or `"host"`; `None` where TensorFlow doesn't track it."""
@@ -33,7 +40,7 @@ class PeakMemory:
         devices = {
             name: tf.config.experimental.get_memory_info(name)["peak"] if name in tracked else None for name in names
         }
-        return {"host": self._host, **devices}
+        return {"host": max(map(int, self._host), default=None), **devices}
 
 
 def can_read_host_memory() -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,78 @@ class OperationTime:
 
 
 @dataclass(frozen=True)
+class LayerTime:
+    """The self times of a layer's operations in the window, in milliseconds.
+
+    Attributes:
+        name: The layer, or of what the operations are that belong to none: the loss, the optimizer, collectives, or
+            unknown.
+        forward: In the forward pass.
+        backward: In the backward pass.
+        recompute: In the forward passes that `recompute` runs again.
+        other: In neither.
+        is_layer: Whether it is a layer.
+    """
+
+    name: str
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+    other: float = 0.0
+    is_layer: bool = True
+
+    @property
+    def total(self) -> float:
+        """The sum of all passes."""
+        return self.forward + self.backward + self.recompute + self.other
+
+
+PASSES = ("forward", "backward", "recompute", "other")
+
+
+@dataclass(frozen=True)
+class KindTime:
+    """The self time of all operations of a kind; `OperationTime` has the attributes."""
+
+    kind: str
+    count: int
+    milliseconds: float
+    share: float
+
+
+@dataclass(frozen=True)
+class Communication:
+    """The time of collectives in the window's batches, in milliseconds, added up over the devices of this process.
+
+    Attributes:
+        milliseconds: All of it, including waiting for other replicas.
+        hidden: The part in which the same device computes.
+    """
+
+    milliseconds: float
+    hidden: float
+
+    @property
+    def share(self) -> float:
+        """The hidden fraction."""
+        return self.hidden / self.milliseconds if self.milliseconds else 0.0
+
+
+class MemoryUse(NamedTuple):
+    """The memory in use over the window.
+
+    Attributes:
+        name: The allocator, or `"host"` for the whole process.
+        batches: When, in batches: 12.5 is halfway through batch 12. Ascending.
+        values: Bytes, as many.
+    """
+
+    name: str
+    batches: tuple[float, ...]
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class StageWork:
     """An interval in which a device of a pipeline computes one micro-batch, forward or backward.
 
@@ -171,7 +243,8 @@ class Advice:
     """A recommendation.
 
     Attributes:
-        kind: The bottleneck: `"input"`, `"host"`, `"collective"`, `"compute"` or `"compile"`; or `"none"`.
+        kind: The bottleneck: `"input"`, `"host"`, `"collective"`, `"compute"`, `"compile"`, `"recompute"` or
+            `"pipeline"`; or `"none"`.
         text: What to do.
         evidence: The supporting measurements.
     """
@@ -194,6 +267,10 @@ class ProfileSummary:
         trace: The trace's folder, relative to the log directory.
         notes: Caveats: what is missing, and why.
         pipeline: How the stages of a pipeline overlap, or `None` without one.
+        layers: The time of each layer, in descending order; empty where the trace names none.
+        kinds: The time of each kind of operation, in descending order.
+        communication: How much of collectives is hidden, or `None` without any.
+        memory: The memory in use, by allocator where the trace has them, else of the process.
     """
 
     run: RunInfo = RunInfo()
@@ -204,6 +281,10 @@ class ProfileSummary:
     trace: str = ""
     notes: tuple[str, ...] = ()
     pipeline: PipelineTime | None = None
+    layers: tuple[LayerTime, ...] = ()
+    kinds: tuple[KindTime, ...] = ()
+    communication: Communication | None = None
+    memory: tuple[MemoryUse, ...] = ()
 
     def per_step(self, operation: OperationTime) -> float:
         """An operation's mean milliseconds per step; its total if the window has no steps."""
@@ -231,6 +312,12 @@ class ProfileSummary:
             advice=Advice(**data["advice"]) if data["advice"] else None,
             trace=data["trace"],
             notes=tuple(data["notes"]),
-            # Earlier versions wrote none.
+            # Earlier versions wrote none of these.
             pipeline=PipelineTime.from_dict(data["pipeline"]) if data.get("pipeline") else None,
+            layers=tuple(LayerTime(**layer) for layer in data.get("layers", ())),
+            kinds=tuple(KindTime(**kind) for kind in data.get("kinds", ())),
+            communication=Communication(**data["communication"]) if data.get("communication") else None,
+            memory=tuple(
+                MemoryUse(name, tuple(batches), tuple(values)) for name, batches, values in data.get("memory", ())
+            ),
         )

@@ -114,7 +114,7 @@ class WindowTracer:
             self._begin(batch)
         if self._markers is not None and self._memory is not None:
             self._markers.open(batch)
-            self._memory.sample()
+            self._memory.sample(batch)
         return True
 
     @ProfilerPauses.timed()
@@ -179,7 +179,9 @@ class WindowTracer:
             return None
         folder = session.finish()
         self.traced += 1
-        summary = replace(self._read(folder, memory.peaks()), trace=folder.relative_to(self._log_dir).as_posix())
+        summary = self._read(folder, memory.peaks())
+        trace = folder.relative_to(self._log_dir).as_posix()
+        summary = replace(summary, trace=trace, memory=summary.memory or memory.samples())
         try:
             (folder / SUMMARY).write_text(json.dumps(summary.to_dict()), "utf-8")
             remove_oldest(self._log_dir, self._keep)

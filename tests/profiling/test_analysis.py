@@ -31,7 +31,15 @@ from keras_paragrad.profiling.analysis.operations import (
     slowest_input_stage,
 )
 from keras_paragrad.profiling.analysis.steps import step_times
-from keras_paragrad.profiling.summary import Advice, OperationTime, RunInfo, StepTime
+from keras_paragrad.profiling.summary import (
+    Advice,
+    Communication,
+    LayerTime,
+    OperationTime,
+    PipelineTime,
+    RunInfo,
+    StepTime,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -271,6 +279,25 @@ def test_one_advice_with_its_evidence(parts, kind, evidence):
     found = advise(Evidence(steps(**parts), LONGEST))
     assert found.kind == kind
     assert evidence in found.evidence
+
+
+def test_advice_fits_what_the_run_does():
+    waiting = steps(collective=40, compute=60)
+    hidden = Evidence(waiting, (), communication=Communication(100.0, 25.0))
+    assert "25% of collectives being hidden" in advise(hidden).evidence
+    assert "AccumulatingOptimizer(optimizer, steps=4)" in advise(hidden).text
+    accumulating = advise(Evidence(waiting, (), RunInfo(optimizer="AccumulatingOptimizer(Adam)")))
+    assert accumulating.text == "Use larger batches per replica, or take more batches for an update."
+    layers = [LayerTime("first", 2.0, 3.0, 2.0), LayerTime("last", 1.0, 2.0)]
+    found = advise(Evidence(steps(compute=90, host=10), LONGEST, layers=layers))
+    assert found.kind == "recompute" and "recompute fewer layers; first costs most" in found.text
+    assert "18% of the step computes forward passes a second time" in found.evidence
+    found = advise(Evidence(steps(compute=90, host=10), LONGEST, layers=layers[1:]))
+    assert found.kind == "compute" and "the layer that takes longest is last, 100%" in found.evidence
+    for ideal, text in ((0.4, "Pipeline(microbatches=8)"), (0.2, 'Pipeline(balance="time")')):
+        found = advise(Evidence(steps(compute=100), LONGEST, pipeline=PipelineTime(2, 1, 4, 0.5, ideal, 0, 9.0, ())))
+        assert found.kind == "pipeline" and text in found.text
+        assert found.evidence.startswith("50% of the step has stages wait for each other (50.00 of 100.00 ms); ")
 
 
 def test_advice_names_what_is_not_yet_done():

@@ -94,6 +94,8 @@ class _Run:
         self.masks = [mask_of(leaf) for leaf in self.leaves]
         self.tensors = [each for leaf in self.leaves for each in dense_parts(leaf)]
         self.indices = [index for index, tensor in enumerate(self.tensors) if has_gradient(tensor)]
+        # That of the second run.
+        self.scope = "/".join(["second_run", *filter(None, [tf.compat.v1.get_default_graph().get_name_scope()])])
         self.result: Structure = None
         self.missing: list[keras.Variable] = []
         self.losses: list[tf.Tensor] = []
@@ -154,7 +156,9 @@ class _Run:
             sources = [*(tensors[index] for index in self.indices), *weights]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(sources)
-                result, scope = self._call(tensors, weights, state)
+                # Profiles tell by it which layers run again.
+                with tf.name_scope(self.scope):
+                    result, scope = self._call(tensors, weights, state)
                 parts = [part for leaf in keras.tree.flatten(result) for part in dense_parts(leaf)]
                 targets = [part for part in parts if has_gradient(part)] + list(scope.losses)
             # `None` for weights without a gradient, which an optimizer doesn't update.

@@ -4,7 +4,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from keras_paragrad.profiling.analysis.advice import Evidence, advise
+from keras_paragrad.profiling.analysis.communication import communication
 from keras_paragrad.profiling.analysis.events import Trace
+from keras_paragrad.profiling.analysis.layers import kind_times, layer_times
+from keras_paragrad.profiling.analysis.memory import memory_use
 from keras_paragrad.profiling.analysis.operations import (
     Operation,
     compiled_operations,
@@ -41,19 +44,25 @@ def summarize(
     file = trace_files(folder)[0]
     events = read_trace(file)
     steps = step_times(events)
-    operations = [*xprof_operations(file), *compiled_operations(events.compiled)]
+    operations = [*xprof_operations(file, events.runs), *compiled_operations(events.compiled)]
     longest = longest_operations(operations, layers)
+    by_layer, hidden = layer_times(operations, layers, run.optimizer), communication(events)
+    # A stage's operations on the host don't show what its GPU does.
+    pipeline = None if events.has_device else pipeline_time(events.stages, steps, begin_of(events))
     return ProfileSummary(
         run=run,
         steps=steps,
         operations=longest,
+        layers=by_layer,
+        kinds=kind_times(operations),
+        communication=hidden,
+        memory=memory_use(file, steps, begin_of(events)),
         peak_memory=dict(peak_memory or {}),
-        advice=advise(Evidence(steps, longest, run, events, operations)),
+        advice=advise(Evidence(steps, longest, run, events, operations, by_layer, hidden, pipeline)),
         # From `plugins` on, as in a log directory.
         trace="/".join(folder.parts[folder.parts.index("plugins") :]) if "plugins" in folder.parts else folder.name,
         notes=tuple(_notes(events, len(steps), operations)),
-        # A stage's operations on the host don't show what its GPU does.
-        pipeline=None if events.has_device else pipeline_time(events.stages, steps, begin_of(events)),
+        pipeline=pipeline,
     )
 
 

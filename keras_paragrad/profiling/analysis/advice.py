@@ -12,8 +12,17 @@ from typing import NamedTuple
 from keras_paragrad.distribution.decisions.computation import faster_policy, gains_from_xla
 from keras_paragrad.distribution.hardware import kind_of_device
 from keras_paragrad.profiling.analysis.events import Trace
-from keras_paragrad.profiling.analysis.operations import Operation, input_stages, slowest_input_stage
-from keras_paragrad.profiling.summary import Advice, OperationTime, RunInfo, StepTime, shares_of
+from keras_paragrad.profiling.analysis.operations import VARIANT, Operation, input_stages, slowest_input_stage
+from keras_paragrad.profiling.summary import (
+    Advice,
+    Communication,
+    LayerTime,
+    OperationTime,
+    PipelineTime,
+    RunInfo,
+    StepTime,
+    shares_of,
+)
 
 _COMPUTE_BOUND = 0.4
 # Milliseconds of a step from which replicas on other machines, which exchange gradients in each, may shorten it.
@@ -30,6 +39,9 @@ class Evidence:
         run: The run.
         trace: The events of the trace.
         recorded: All operations in the trace, with those of the input pipeline.
+        layers: The time of each layer, in descending order.
+        communication: How much of collectives is hidden.
+        pipeline: How the stages of a pipeline overlap.
     """
 
     steps: Sequence[StepTime]
@@ -37,6 +49,9 @@ class Evidence:
     run: RunInfo = RunInfo()
     trace: Trace = field(default_factory=Trace)
     recorded: Sequence[Operation] = ()
+    layers: Sequence[LayerTime] = ()
+    communication: Communication | None = None
+    pipeline: PipelineTime | None = None
 
     @property
     def total(self) -> float:
@@ -148,8 +163,37 @@ def _about_input(evidence: Evidence) -> str:
 
 @recommendation("collective", worth=0.25)
 def _waiting_for_replicas(evidence: Evidence) -> Finding:
-    text = "Use larger batches per replica, or update less often: AccumulatingOptimizer(optimizer, steps=4)."
-    return Finding(evidence.shares["collective"], "waits for other replicas", text)
+    less_often = (
+        "take more batches for an update"
+        if "Accumul" in evidence.run.optimizer
+        else "update less often: AccumulatingOptimizer(optimizer, steps=4)"
+    )
+    text = f"Use larger batches per replica, or {less_often}."
+    found = evidence.communication
+    detail = f", {found.share:.0%} of collectives being hidden behind compute" if found else ""
+    return Finding(evidence.shares["collective"], "waits for other replicas", text, detail)
+
+
+@recommendation("recompute", worth=0.15)
+def _recomputing(evidence: Evidence) -> Finding:
+    total = sum(layer.total for layer in evidence.layers) or 1.0
+    part = sum(layer.recompute for layer in evidence.layers) / total
+    most = max(evidence.layers, key=lambda layer: layer.recompute, default=None)
+    text = f"If memory allows, recompute fewer layers; {most.name} costs most." if most else ""
+    return Finding(part * evidence.shares["compute"], "computes forward passes a second time", text)
+
+
+@recommendation("pipeline", worth=0.3)
+def _waiting_for_stages(evidence: Evidence) -> Finding:
+    """Time in which a pipeline's stages wait for each other, while others compute."""
+    times = evidence.pipeline
+    if times is None:
+        return Finding(0.0, "", "")
+    more = f"Cut batches into more micro-batches: Pipeline(microbatches={2 * times.microbatches})."
+    balance = 'Stages differ in time: Pipeline(balance="time") cuts the model by measured time.'
+    detail = f"; stages of equal time would wait {times.ideal:.0%}"
+    text = balance if times.bubble > 1.5 * times.ideal else more
+    return Finding(times.bubble * evidence.shares["compute"], "has stages wait for each other", text, detail)
 
 
 # The host always works a little between operations, and starting their threads counts as its time.
@@ -189,8 +233,12 @@ def _about_computing(evidence: Evidence) -> Advice:
     if share < _COMPUTE_BOUND or not evidence.operations:
         return Advice("none", "Nothing stands out.", figures)
     first = evidence.operations[0]
-    where = f"{first.kind} in {first.layer}" if first.layer else first.kind
+    kind_of_first = VARIANT.sub("", first.kind)
+    where = f"{kind_of_first} in {first.layer}" if first.layer else kind_of_first
     figures += f", {first.share:.0%} of operations' time is {where}"
+    if layer := next((each for each in evidence.layers if each.is_layer), None):
+        part = layer.total / sum(each.total for each in evidence.layers)
+        figures += f"; the layer that takes longest is {layer.name}, {part:.0%}"
     kind = evidence.device_kind
     policy, _ = faster_policy(kind, [run.compute_capability] if kind == "GPU" else [])
     measures = [

@@ -1,7 +1,7 @@
 """The events of a trace that make up a training step, in nanoseconds, and the time that they cover."""
 
 import bisect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -101,6 +101,8 @@ class Trace:
         operations: Operations on the CPU.
         device: Operations on other devices.
         collective: Collectives with other replicas.
+        device_compute, device_collectives: The operations of each of these devices, by its name.
+        runs: How often operations of the host ran, by name and kind.
         host: All work of the host, with operations, by thread.
         python_input: Python code of an input pipeline, as of a generator or a `PyDataset`.
         python_calls: Calls from Python into TensorFlow, by thread.
@@ -121,6 +123,9 @@ class Trace:
     operations: list[Span] = field(default_factory=list)
     device: list[Span] = field(default_factory=list)
     collective: list[Span] = field(default_factory=list)
+    device_compute: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    device_collectives: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    runs: Counter[str] = field(default_factory=Counter)
     host: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     python_input: list[Span] = field(default_factory=list)
     python_calls: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
@@ -171,6 +176,11 @@ class Coverage:
     def within(self, begin: float, end: float) -> float:
         """How much of the time from `begin` to `end` is covered."""
         return float(self._until(end) - self._until(begin))
+
+    @property
+    def total(self) -> float:
+        """All of the time that is covered."""
+        return float(self._sums[-1])
 
     def __or__(self, other: "Coverage") -> "Coverage":
         return Coverage([*self.spans(), *other.spans()])

@@ -4,7 +4,7 @@ import json
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,8 @@ MOST = 50
 _PIPELINE_KINDS = ("Dataset", "PyFunc", "EagerPyFunc", "PyFuncStateless")
 # Stages that only wait for others.
 _WAITING_STAGES = ("Prefetch", "Root")
+# How oneDNN's variants of an operation are named.
+VARIANT = re.compile(r"^_(Mkl)?(Native)?")
 _NUMBERED_SCOPE = re.compile(r"(.+)_\d+$")
 
 
@@ -28,28 +30,39 @@ class Operation(NamedTuple):
     on_device: bool
 
 
-def xprof_operations(file: Path) -> list[Operation]:
-    """The operations in an `.xplane.pb` file by xprof's `framework_op_stats`, without its row for idle time."""
-    from xprof.convert.raw_to_tool_data import xspace_to_tool_data
+def xprof_operations(file: Path, runs: Mapping[str, int]) -> list[Operation]:
+    """The operations in an `.xplane.pb` file by xprof's `framework_op_stats`, without its row for idle time.
 
-    # xprof caches its results by folder, and would return those of one file for all in it.
-    with tempfile.TemporaryDirectory() as folder:
-        link = Path(folder, file.name)
-        link.symlink_to(file.resolve())
-        output = xspace_to_tool_data([str(link)], "framework_op_stats", {})[0]
-    tables = json.loads(output) if output else []
+    Args:
+        file: The file.
+        runs: How often each operation ran on the host, by name and kind.
+    """
+    tables = xprof_tool(file, "framework_op_stats") or []
     rows = [row for table in tables[:1] for row in _rows(table)]
     return [
         Operation(
             str(row["operation"]),
             str(row["type"]),
-            int(row["occurrences"]),
+            # xprof counts an operation twice that ran on two threads of the host.
+            runs.get(f"{row['operation']}:{row['type']}", int(row["occurrences"])),
             float(row["total_self_time"]) * 1e-3,
             row["host_or_device"] == "Device",
         )
         for row in rows
         if row["type"] != "IDLE"
     ]
+
+
+def xprof_tool(file: Path, tool: str) -> Any:
+    """What one of xprof's tools makes of an `.xplane.pb` file; `None` if that is nothing."""
+    from xprof.convert.raw_to_tool_data import xspace_to_tool_data
+
+    # xprof caches its results by folder, and would return those of one file for all in it.
+    with tempfile.TemporaryDirectory() as folder:
+        link = Path(folder, file.name)
+        link.symlink_to(file.resolve())
+        output = xspace_to_tool_data([str(link)], tool, {})[0]
+    return json.loads(output) if output else None
 
 
 def _rows(table: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -81,10 +94,15 @@ def _kind_of_compiled(name: str) -> str:
     return "fusion" if stem.endswith("fusion") else stem
 
 
-def longest_operations(operations: list[Operation], layers: Collection[str]) -> tuple[OperationTime, ...]:
-    """The longest of all operations, without the input pipeline's; only those on a GPU or TPU if there are any."""
+def in_steps(operations: Sequence[Operation]) -> list[Operation]:
+    """The operations without the input pipeline's; only those on a GPU or TPU if there are any."""
     of_steps = [each for each in operations if each.kind not in _PIPELINE_KINDS]
-    chosen = [each for each in of_steps if each.on_device] or of_steps
+    return [each for each in of_steps if each.on_device] or of_steps
+
+
+def longest_operations(operations: list[Operation], layers: Collection[str]) -> tuple[OperationTime, ...]:
+    """The longest of all operations."""
+    chosen = in_steps(operations)
     total = sum(each.milliseconds for each in chosen) or 1.0
     names = LayerNames(layers, [each.name for each in chosen])
     chosen.sort(key=lambda each: -each.milliseconds)

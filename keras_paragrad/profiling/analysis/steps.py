@@ -156,7 +156,7 @@ def _update(stats: dict[str, str], index: int) -> int | None:
 def _parts_on(trace: Trace, line: int, markers: list[Marker]) -> Parts:
     """Makes the function that splits the time of a thread's steps into parts."""
     steps = [(marker.begin, marker.end) for marker in markers if marker.line == line]
-    host = Coverage(_clip([*trace.host[line], *_work_of(trace, line)], steps))
+    host = _host_work(trace, line, steps)
     waits = Coverage(lock_waits(trace.python_calls[line], trace.lock_released[line]))
     waiting = Coverage(trace.input) | (waits & Coverage(trace.python_input))
     # Operations outside of the host's work are the input pipeline's, which runs concurrently.
@@ -180,6 +180,21 @@ def _parts_on(trace: Trace, line: int, markers: list[Marker]) -> Parts:
         }
 
     return parts
+
+
+def overlaps(trace: Trace) -> tuple[list[Span], list[Span], Coverage]:
+    """The steps of a trace, the collectives that begin in them, and when the host's processors compute in them."""
+    markers = sorted(_innermost(trace.markers), key=lambda marker: marker.begin)
+    steps = [(marker.begin, marker.end) for marker in markers]
+    working = Coverage(())
+    for line in {marker.line for marker in markers}:
+        working |= _host_work(trace, line, [(each.begin, each.end) for each in markers if each.line == line])
+    return steps, _clip(trace.collective, steps), Coverage(trace.operations) & working
+
+
+def _host_work(trace: Trace, line: int, steps: list[Span]) -> Coverage:
+    """When the host works on a thread's steps."""
+    return Coverage(_clip([*trace.host[line], *_work_of(trace, line)], steps))
 
 
 def _clip(spans: list[Span], steps: list[Span]) -> list[Span]:

@@ -30,7 +30,7 @@ _BACKWARD, _COMPILED_BACKWARD = "gradient_tape/", "__backward_"
 _RUN, _PROGRAM = "CpuExecutable::ExecuteAsyncOnStream", "program_id"
 # While Python builds the graph of a `tf.function`.
 _GRAPH = "tf.function-graph_building"
-_COLLECTIVE = re.compile(r"collective|nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter", re.IGNORECASE)
+COLLECTIVE = re.compile(r"collective|nccl|all[-_]?reduce|all[-_]?gather|reduce[-_]?scatter", re.IGNORECASE)
 _COLLECTIVE_CALL, _COLLECTIVE_DONE = "CollectiveOpV2Kernel::Run", "CollectiveExecutor::ExecuteAsync::Done"
 # Events that enclose a call, as in xprof; only the events inside count.
 _ENCLOSING = ("EagerExecute", "EagerLocalExecute", "EagerKernelExecute", "end: ", "Threadpool")
@@ -115,8 +115,12 @@ def _read_device(trace: Trace, plane: _Plane) -> None:
         if not _DEVICE_LINES.search(line.name):
             continue
         for event in line.events:
-            spans = trace.collective if _COLLECTIVE.search(event.name) else trace.device
-            spans.append(_span(event))
+            if COLLECTIVE.search(event.name):
+                trace.collective.append(_span(event))
+                trace.device_collectives[plane.name].append(_span(event))
+            else:
+                trace.device.append(_span(event))
+                trace.device_compute[plane.name].append(_span(event))
 
 
 def _read_host(trace: Trace, plane: _Plane) -> None:
@@ -201,9 +205,11 @@ class _HostReader:
 
     def operation(self, event: _Event, span: Span, line: int) -> None:
         self.trace.operations.append(span)
+        self.trace.runs[event.name] += 1
 
     def collective(self, event: _Event, span: Span, line: int) -> None:
         self.trace.collective.append(span)
+        self.trace.runs[event.name] += 1
 
     def host(self, event: _Event, span: Span, line: int) -> None:
         self.trace.host[line].append(span)
@@ -271,9 +277,9 @@ def _kind(name: str, stats: set[str]) -> Kind:
         return _HostReader.collective_call if name == _COLLECTIVE_CALL else _HostReader.collective_end
     operation = _OPERATION.match(name)
     if operation:
-        return _HostReader.collective if _COLLECTIVE.match(operation[1]) else _HostReader.operation
+        return _HostReader.collective if COLLECTIVE.match(operation[1]) else _HostReader.operation
     if "hlo_op" in stats:
-        return _HostReader.collective if _COLLECTIVE.match(name) else _HostReader.compiled
+        return _HostReader.collective if COLLECTIVE.match(name) else _HostReader.compiled
     if "tracing_count" in stats:
         return _HostReader.function
     return _HostReader.marker if "batch" in stats or {"step_num", "_r"} <= stats else _HostReader.host

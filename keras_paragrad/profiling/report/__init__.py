@@ -163,6 +163,7 @@ def _comparison(runs: list[Run]) -> dict[str, Any]:
         "windows": [window_view(window, longest) if window else None for window in windows],
         "rows": compare_view.main_rows(runs),
         "operation_rows": compare_view.operation_rows(runs),
+        "layer_time_rows": compare_view.layer_time_rows(runs),
         "layer_rows": compare_view.layer_rows(runs),
         "charts": compare_view.combined_charts(runs),
     }

@@ -1,7 +1,7 @@
 """The report's view of several runs: their figures side by side, with the changes from the first."""
 
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from keras_paragrad.profiling.report.formatting import change, milliseconds, number, points, share, size
@@ -57,9 +57,15 @@ def main_rows(runs: Sequence[Run]) -> tuple[Row, ...]:
             for part in PARTS
         ),
     ]
+    hidden = [newest_summary(run).communication for run in runs]
+    rows.append(_row("Collectives hidden behind computing", [each and each.share for each in hidden], share))
     peaks = [newest_summary(run).peak_memory for run in runs]
     devices = dict.fromkeys(device for peak in peaks for device in peak)
     rows += [_row(f"Peak memory: {device}", [peak.get(device) for peak in peaks], size) for device in devices]
+    held = [{use.name: max(use.values) for use in newest_summary(run).memory if use.values} for run in runs]
+    # The process's is among the peaks.
+    allocators = [name for name in dict.fromkeys(name for each in held for name in each) if name != "host"]
+    rows += [_row(f"Most memory held: {name}", [each.get(name) for each in held], size) for name in allocators]
     for spec in _CHARTS:
         rows += [
             _row(
@@ -76,12 +82,18 @@ def operation_rows(runs: Sequence[Run]) -> tuple[Row, ...]:
     """The operations that take longest in any run, in milliseconds per batch."""
     summaries = [newest_summary(run) for run in runs]
     times = [{each.name: summary.per_step(each) for each in summary.operations} for summary in summaries]
-    names = sorted(
-        {name for time in times for name in time}, key=lambda name: -max(time.get(name, 0.0) for time in times)
-    )
+    names = _by_longest(times)
     return tuple(
         _row(shorten(name), [time.get(name) for time in times], milliseconds) for name in names[:MOST_OPERATIONS]
     )
+
+
+def layer_time_rows(runs: Sequence[Run]) -> tuple[Row, ...]:
+    """The layers that take longest in any run, in milliseconds per batch."""
+    summaries = [newest_summary(run) for run in runs]
+    times = [{each.name: each.total / (len(summary.steps) or 1) for each in summary.layers} for summary in summaries]
+    names = _by_longest(times)
+    return tuple(_row(name, [time.get(name) for time in times], milliseconds) for name in names[:MOST_LAYERS])
 
 
 def layer_rows(runs: Sequence[Run]) -> tuple[tuple[str, tuple[Row, ...]], ...]:
@@ -114,6 +126,13 @@ def combined_charts(runs: Sequence[Run]) -> tuple[LineChart, ...]:
         if chart := spec.draw(series):
             charts.append(chart)
     return tuple(charts)
+
+
+def _by_longest(times: Sequence[Mapping[str, float]]) -> list[str]:
+    """All names, in descending order of their longest time."""
+    return sorted(
+        {name for time in times for name in time}, key=lambda name: -max(time.get(name, 0.0) for time in times)
+    )
 
 
 def _row(name: str, values: Sequence[float | None], formatter: Callable[[float | None], str]) -> Row:

@@ -1,5 +1,6 @@
 """Line charts over the steps, with the same values as a table."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -137,7 +138,8 @@ def line_chart(
     y_axis = axis_for(values, formatter, may_be_logarithmic, binary=formatter is size)
     marked = (excluded or {}).items()
     drawn = [*series, *(each for _, each in marked)]
-    x_axis = steps_axis(min(each.steps[0] for each in drawn), max(each.steps[-1] for each in drawn), count)
+    first, last = (bound([each.steps[at] for each in drawn]) for bound, at in ((min, 0), (max, -1)))
+    x_axis = steps_axis(math.floor(first), math.ceil(last), count)
     return LineChart(
         title=f"{title}, logarithmic" if y_axis.logarithmic else title,
         step_unit=step_unit,
@@ -165,7 +167,7 @@ def sparkline(series: Series, x_axis: Axis, y_axis: Axis) -> Line:
 def _line(series: Series, style: int, x_axis: Axis, y_axis: Axis, step_unit: str, most: int = MOST_POINTS) -> Line:
     """A series drawn between the gaps of its non-finite values, with its statistics."""
     chosen = select_points(series.values, most)
-    steps, values = series.steps[chosen], series.values[chosen]
+    steps, values = np.round(series.steps[chosen], 3), series.values[chosen]
     finite = np.isfinite(values)
     stretches = np.split(np.arange(len(values)), np.flatnonzero(np.diff(finite)) + 1)
     points = [
@@ -180,7 +182,7 @@ def _line(series: Series, style: int, x_axis: Axis, y_axis: Axis, step_unit: str
         dots=tuple((x, round(100 - y, 2)) for stretch in points if len(stretch) == 1 for x, y in stretch),
         gaps=tuple(x_axis.position(step) for step in steps[~finite]),
         **_statistics(series, y_axis.formatter, step_unit),
-        steps=" ".join(f"{gap:.0f}" for gap in np.diff(steps, prepend=0)),
+        steps=" ".join(f"{gap:.3f}".rstrip("0").rstrip(".") for gap in np.diff(steps, prepend=0)),
         values="|".join(_format(float(value), y_axis.formatter) for value in values),
     )
 
@@ -196,11 +198,16 @@ def _statistics(series: Series, formatter: Formatter, step_unit: str) -> dict[st
     steps = series.steps[np.isfinite(series.values)]
     low, high = int(np.argmin(finite)), int(np.argmax(finite))
     return {
-        "smallest": f"{formatter(float(finite[low]))} ({step_unit} {count(steps[low])})",
+        "smallest": f"{formatter(float(finite[low]))} ({step_unit} {_passed(steps[low])})",
         "median": formatter(float(np.median(finite))),
-        "largest": f"{formatter(float(finite[high]))} ({step_unit} {count(steps[high])})",
+        "largest": f"{formatter(float(finite[high]))} ({step_unit} {_passed(steps[high])})",
         "last": _format(float(series.values[-1]), formatter),
     }
+
+
+def _passed(step: float) -> str:
+    """A step; for a part of a batch, with the tenths of it that have passed."""
+    return count(step) if float(step).is_integer() else f"{math.floor(10 * step) / 10:,.1f}"
 
 
 def _format(value: float, formatter: Formatter) -> str:
@@ -213,7 +220,10 @@ def _table(series: Sequence[Series], formatter: Formatter) -> tuple[tuple[str, .
     chosen = steps[np.unique(np.linspace(0, len(steps) - 1, _TABLE_ROWS).round().astype(int))]
     columns = [dict(zip(each.steps, each.values, strict=True)) for each in series]
     return tuple(
-        (count(step), *(_format(float(column[step]), formatter) if step in column else _NO_VALUE for column in columns))
+        (
+            _passed(step),
+            *(_format(float(column[step]), formatter) if step in column else _NO_VALUE for column in columns),
+        )
         for step in chosen
     )
 

@@ -3,8 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from keras_paragrad.profiling.analysis.operations import VARIANT
 from keras_paragrad.profiling.report.formatting import Axis, axis_for, count, milliseconds, share, size
-from keras_paragrad.profiling.report.runs import ProfiledWindow
+from keras_paragrad.profiling.report.lanes import Box, Lane, LanesChart
+from keras_paragrad.profiling.report.layer_times import kind_rows, layers_chart
+from keras_paragrad.profiling.report.lines import MOST_LINES, LineChart, line_chart
+from keras_paragrad.profiling.report.runs import ProfiledWindow, Series
 from keras_paragrad.profiling.report.step_chart import (
     Segment,
     StepChart,
@@ -21,39 +27,6 @@ MOST_OPERATIONS = 15
 _LONGEST_NAME = 1000
 # In percent of the chart: narrower boxes have no room for a number.
 _LEAST_NUMBERED = 1.6
-
-
-@dataclass(frozen=True)
-class Box:
-    """A micro-batch on a device: its position along the lane, in percent, and its number, or `""` if unreadable."""
-
-    kind: str
-    left: float
-    width: float
-    number: str
-    tooltip: str
-
-
-@dataclass(frozen=True)
-class Lane:
-    """A device of a stage: its position in the chart, in percent, and its row in the table."""
-
-    name: str
-    top: float
-    height: float
-    boxes: tuple[Box, ...]
-    cells: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class StagesChart:
-    """The stages of a pipeline in one batch, with a sentence on their bubble and one for screen readers."""
-
-    title: str
-    x_axis: Axis
-    lanes: tuple[Lane, ...]
-    description: str
-    bubble: str
 
 
 @dataclass(frozen=True)
@@ -80,7 +53,11 @@ class WindowView:
     shares: tuple[Segment, ...]
     operations: tuple[OperationRow, ...]
     memory: tuple[tuple[str, str], ...]
-    stages: StagesChart | None
+    stages: LanesChart | None
+    layers: LanesChart | None
+    kinds: tuple[tuple[tuple[str, ...], float], ...]
+    memory_chart: LineChart | None
+    communication: str
 
 
 def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
@@ -90,7 +67,7 @@ def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
     operations = tuple(
         OperationRow(
             shorten(operation.name),
-            operation.kind,
+            VARIANT.sub("", operation.kind),
             operation.layer,
             count(operation.count),
             milliseconds(summary.per_step(operation)),
@@ -108,6 +85,32 @@ def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
         operations=operations,
         memory=tuple((device, size(peak)) for device, peak in summary.peak_memory.items() if peak is not None),
         stages=stages_chart(summary.pipeline) if summary.pipeline else None,
+        layers=layers_chart(summary),
+        kinds=kind_rows(summary),
+        memory_chart=memory_chart(summary),
+        communication=_communication(summary),
+    )
+
+
+def memory_chart(summary: ProfileSummary) -> LineChart | None:
+    """Draws the memory in use over the window, or returns `None` if it isn't known."""
+    series = [
+        # The process's own memory is in the trace of no allocator.
+        Series("memory", use.name if use.name == "host" else f"allocator {use.name}", "", *map(np.array, use[1:]))
+        for use in summary.memory
+    ]
+    return line_chart("Memory in use in the window", series[:MOST_LINES], size, False, "batch")
+
+
+def _communication(summary: ProfileSummary) -> str:
+    """A sentence on how much of collectives is hidden, or `""` without any."""
+    found = summary.communication
+    if not found:
+        return ""
+    per_batch = milliseconds(found.milliseconds / (len(summary.steps) or 1))
+    return (
+        f"Collectives take {per_batch} per batch, of which {share(found.share)} are hidden: meanwhile the same device "
+        "computes. Above is what isn't hidden."
     )
 
 
@@ -131,7 +134,7 @@ def shorten(name: str) -> str:
     return name if len(name) <= _LONGEST_NAME else f"{name[: half - 1]}…{name[-half:]}"
 
 
-def stages_chart(times: PipelineTime) -> StagesChart:
+def stages_chart(times: PipelineTime) -> LanesChart:
     """Draws the stages of a pipeline, with a lane for each device."""
     x_axis = axis_for([times.duration], milliseconds, may_be_logarithmic=False)
     keys = sorted({(each.stage, each.column) for each in times.work})
@@ -144,7 +147,16 @@ def stages_chart(times: PipelineTime) -> StagesChart:
         f"micro-batches{devices}."
     )
     description = f"{len(lanes)} lanes, one for each device of a stage, with the micro-batches it computes. {bubble}"
-    return StagesChart(f"Stages in batch {count(times.step)}", x_axis, lanes, description, bubble)
+    return LanesChart(
+        title=f"Stages in batch {count(times.step)}",
+        x_axis=x_axis,
+        lanes=lanes,
+        legend=tuple((kind, f"{kind}, with the number of the micro-batch") for kind in ("forward", "backward")),
+        heads=("stage", "forward", "backward"),
+        rows=tuple((lane.name, *_sums(times, key)) for lane, key in zip(lanes, keys, strict=True)),
+        description=description,
+        note=bubble,
+    )
 
 
 def _lane(times: PipelineTime, key: tuple[int, int], top: float, height: float, x_axis: Axis) -> Lane:
@@ -152,9 +164,14 @@ def _lane(times: PipelineTime, key: tuple[int, int], top: float, height: float, 
     stage, column = key
     name = f"stage {stage}{_letters(column) if times.columns > 1 else ''}"
     work = sorted((each for each in times.work if (each.stage, each.column) == key), key=lambda each: each.begins)
-    sums = [sum(each.duration for each in work if each.backward is backward) for backward in (False, True)]
     boxes = tuple(_box(each, work[index + 1 :], name, x_axis) for index, each in enumerate(work))
-    return Lane(name, round(top + 0.1 * height, 2), round(0.8 * height, 2), boxes, (name, *map(milliseconds, sums)))
+    return Lane(name, round(top + 0.1 * height, 2), round(0.8 * height, 2), boxes)
+
+
+def _sums(times: PipelineTime, key: tuple[int, int]) -> list[str]:
+    """How long a stage's device computes, forward and backward."""
+    work = [each for each in times.work if (each.stage, each.column) == key]
+    return [milliseconds(sum(each.duration for each in work if each.backward is back)) for back in (False, True)]
 
 
 def _letters(column: int) -> str:

@@ -104,7 +104,7 @@ def test_it_opens_without_a_network_and_without_errors(browser, pages, page):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("page", "expected"), [("report", 15), ("comparison", 13)])
+@pytest.mark.parametrize(("page", "expected"), [("report", 17), ("comparison", 15)])
 def test_every_chart_is_drawn(browser, pages, page, expected, width):
     look_at(browser, pages[page], WIDTHS[width])
     charts = browser.execute_script(CHARTS)
@@ -124,6 +124,7 @@ def test_every_chart_is_drawn(browser, pages, page, expected, width):
         "Learning rate",
         "Loss scale",
         "Stages in batch 104",
+        "Memory in use in the window",
     ):
         assert expected_caption in captions
 
@@ -173,9 +174,9 @@ def test_parts_of_a_step_differ_without_colour(browser, pages):
     drawings = browser.execute_script(
         "return [...document.querySelectorAll('pattern')].map(pattern => pattern.innerHTML.replace(/ground/g, ''))"
     )
-    # Those of steps, and those of stages, which are in other charts.
-    assert len(drawings) == 8
-    assert (len(set(drawings[:6])), len(set(drawings[6:]))) == (6, 2)
+    # Those of batches, and those of passes, which are in other charts.
+    assert len(drawings) == 10
+    assert (len(set(drawings[:6])), len(set(drawings[6:]))) == (6, 4)
     dashes = browser.execute_script(
         "return [0, 1, 2, 3, 4].map(index => document.querySelector('.dashes-' + index))"
         ".map(line => getComputedStyle(line).strokeDasharray)"
@@ -239,6 +240,12 @@ def test_values_are_shown_at_the_pointer(browser, pages, scheme):
     stages = plot_of(browser, "Stages in batch 104")
     ActionChains(browser, 20).move_to_element(stages.find_element(By.CLASS_NAME, "backward")).perform()
     assert shown_by(stages)[0] == ["stage 0a, micro-batch 0, backward: 2 ms"]
+    layers = plot_of(browser, "Time per batch by layer")
+    ActionChains(browser, 20).move_to_element(layers.find_element(By.CLASS_NAME, "recompute")).perform()
+    assert shown_by(layers)[0] == ["block_with_a_long_name/multi_head_attention_1, recompute: 200 µs"]
+    memory = plot_of(browser, "Memory in use")
+    ActionChains(browser, 20).move_to_element_with_offset(memory, 2 - memory.rect["width"] // 2, 0).perform()
+    assert shown_by(memory)[0] == ["batch 100.1", "allocator GPU_0_bfc: 2 MiB"]
 
 
 def test_values_are_shown_by_the_keyboard(browser, pages, tmp_path):

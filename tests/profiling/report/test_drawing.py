@@ -162,13 +162,13 @@ def test_the_table_has_the_values_of_the_steps():
 def test_stages_are_lanes():
     chart = stages_chart(PIPELINE)
     assert [lane.name for lane in chart.lanes] == ["stage 0a", "stage 0b", "stage 1a", "stage 1b"]
-    assert [lane.cells[1:] for lane in chart.lanes] == [("2 ms", "4 ms")] * 4
+    assert [row[1:] for row in chart.rows] == [("2 ms", "4 ms")] * 4
     first, second, third, fourth = chart.lanes[0].boxes
     assert [box.number for box in chart.lanes[0].boxes] == ["0", "2", "0", "2"]
     assert (first.kind, fourth.kind) == ("forward", "backward")
     assert math.isclose(first.left + first.width, second.left)
     assert third.left + third.width == fourth.left == pytest.approx(100 * 7 / chart.x_axis.high)
-    assert "wait 40%" in chart.bubble and "wait 33%" in chart.bubble
+    assert "wait 40%" in chart.note and "wait 33%" in chart.note
     # Of micro-batches that are computed at once, one has its number drawn over.
     over = dataclasses.replace(PIPELINE.work[0], micro_batch=2, begins=0.4)
     lane, *_ = stages_chart(dataclasses.replace(PIPELINE, work=(PIPELINE.work[0], over))).lanes

@@ -77,6 +77,12 @@ def test_it_says_what_was_measured(tmp_path):
         "prefetch(tf.data.AUTOTUNE). Because: 50% of the step waits for input",
         "digits/dense/MatMul 1.5 ms 60% 40 MatMul dense",
         "<b>loss</b> & more",
+        "block_with_a_long_name/multi_head_attention_1 1.5 ms 500 µs 800 µs 200 µs – 52%",
+        "15 of 20 are drawn, the table has all.",
+        "Kind0 1.5 ms 10% 40",
+        "3 other kinds 2.7 ms 12% 120",
+        "Collectives take 2 ms per batch, of which 25% are hidden",
+        "allocator GPU_0_bfc 1 MiB (batch 100) 4.5 MiB 8 MiB (batch 100.8)",
         "host 3 GiB",
         "Layer names are those of the graph.",
         "Time to the first step 1.5 s",
@@ -246,6 +252,9 @@ def test_two_runs_are_set_side_by_side(tmp_path):
     assert "Step time, median 10 ms 5 ms -50.0%" in page.words
     assert "Share: waiting for input 50% 50% 0 points" in page.words
     assert "digits/dense/MatMul 1.5 ms 1.5 ms 0%" in page.words
+    assert "optimizer 250 µs 250 µs 0%" in page.words
+    assert "Most memory held: GPU_0_bfc 8 MiB 8 MiB 0%" in page.words
+    assert "Collectives hidden behind computing 25% 25% 0 points" in page.words
     assert "dense_1/kernel 0.0001 0.0001 0%" in page.words
     assert any("A: before clipping" in label and "B: before clipping" in label for label in page.labels())
 

@@ -3,6 +3,8 @@
 {
   const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
   const whole = value => Math.round(value).toLocaleString("en-US");
+  // A batch and the tenths of it that have passed.
+  const passed = value => (Number.isInteger(value) ? value : Math.floor(10 * value) / 10).toLocaleString("en-US");
   const percent = value => `${100 * value}%`;
 
   const draw = (name, attributes, text = "") => {
@@ -20,21 +22,22 @@
       let step = 0;
       return {
         name: dataset.name,
-        steps: dataset.steps.split(" ").map(gap => (step += Number(gap))),
+        // Three digits are written, which a sum would lose.
+        steps: dataset.steps.split(" ").map(gap => (step = Math.round(1000 * (step + Number(gap))) / 1000)),
         values: dataset.values.split("|"),
       };
     });
     // Each line is thinned by itself: where it has no point at this step, the nearest says its own.
     const nearest = ({name, steps, values}, step) => {
       const index = steps.reduce((best, one, at) => (Math.abs(one - step) < Math.abs(steps[best] - step) ? at : best), 0);
-      return `${name}: ${values[index]}${steps[index] === step ? "" : ` (${counted} ${whole(steps[index])})`}`;
+      return `${name}: ${values[index]}${steps[index] === step ? "" : ` (${counted} ${passed(steps[index])})`}`;
     };
     const label = at => whole(Number(low) + at * span);
     return {
       grain: span,
       stops: [...new Set(lines.flatMap(line => line.steps))].sort((a, b) => a - b).map(step => ({
         at: (step - low) / span,
-        words: () => [`${counted} ${whole(step)}`, ...lines.map(line => nearest(line, step))],
+        words: () => [`${counted} ${passed(step)}`, ...lines.map(line => nearest(line, step))],
       })),
       ticks: (from, to) => [[from, label(from)], [to, label(to)]],
     };
@@ -56,7 +59,7 @@
     };
   };
 
-  const stagesChart = (plot, {low, high}) => {
+  const lanesChart = (plot, {low, high}) => {
     const label = at => `${Number((Number(low) + at * (high - low)).toPrecision(3))} ms`;
     return {
       grain: 1000,
@@ -69,7 +72,7 @@
     };
   };
 
-  const KINDS = {lines: lineChart, steps: stepChart, stages: stagesChart};
+  const KINDS = {lines: lineChart, steps: stepChart, lanes: lanesChart};
 
   const enliven = plot => {
     const kind = Object.keys(KINDS).find(name => plot.closest("figure").classList.contains(name));
@@ -136,7 +139,7 @@
     };
     const inside = () => stops.filter(({at}) => at >= from && at <= to);
     const stopAt = event => {
-      if (kind === "stages") return stops.find(({shape}) => shape === event.target);
+      if (kind === "lanes") return stops.find(({shape}) => shape === event.target);
       const at = place(event);
       const distance = stop => Math.abs(stop.at - at);
       return inside().reduce((best, stop) => (best && distance(best) <= distance(stop) ? best : stop), null);

@@ -1,0 +1,24 @@
+"""How much of the time of collectives is hidden behind computing."""
+
+from keras_paragrad.profiling.analysis.events import NANOSECONDS, Coverage, Trace
+from keras_paragrad.profiling.analysis.steps import overlaps
+from keras_paragrad.profiling.summary import Communication
+
+
+def communication(trace: Trace) -> Communication | None:
+    """The collectives within the steps of a trace, or `None` without any.
+
+    Where GPUs or TPUs have collectives, each one's hidden part is that in which the same one computes. Collectives of
+    the host are hidden by what any device of this process computes.
+    """
+    steps, collectives, computing = overlaps(trace)
+    devices = trace.device_collectives
+    if devices:
+        pairs = [
+            (Coverage(spans) & Coverage(steps), Coverage(trace.device_compute[name])) for name, spans in devices.items()
+        ]
+    else:
+        pairs = [(Coverage(collectives), Coverage(trace.device) | computing)]
+    total = sum(during.total for during, _ in pairs)
+    hidden = sum((during & computing).total for during, computing in pairs)
+    return Communication(total / NANOSECONDS, hidden / NANOSECONDS) if total else None

@@ -1,0 +1,76 @@
+"""Adds up the operations of a trace by layer and pass, and by kind."""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+
+from keras_paragrad.profiling.analysis.operations import VARIANT, LayerNames, Operation, in_steps
+from keras_paragrad.profiling.analysis.trace import COLLECTIVE
+from keras_paragrad.profiling.summary import KindTime, LayerTime
+
+# Scopes in operations' names: TensorFlow's of gradients, those of `engine/step/recompute.py`, Keras's of losses and of
+# optimizers.
+_BACKWARD = ("gradient_tape", "gradients")
+_RECOMPUTED = re.compile(r"second_run(_\d+)?")
+_LOSS = "compile_loss"
+_UPDATE = re.compile(r"update_\d+(_\d+)*")
+_NUMBER = re.compile(r"_\d+$")
+_LOSSES, _OPTIMIZER, _COLLECTIVES, _REST = "loss", "optimizer", "collectives", "no layer named"
+
+
+def layer_times(operations: Sequence[Operation], layers: Collection[str], optimizer: str = "") -> tuple[LayerTime, ...]:
+    """The time of each layer in each pass, and of what belongs to none, in descending order; empty without layers.
+
+    Args:
+        operations: All operations.
+        layers: The names of layers.
+        optimizer: The classes of the optimizer, as `RunInfo` has them, by which Keras names its scope.
+
+    Example:
+
+    >>> from keras_paragrad.profiling.analysis.operations import Operation
+    >>> names = {"m/dense/MatMul": 1.0, "second_run/dense/MatMul": 2.0, "gradient_tape/m/dense/MatMul": 4.0}
+    >>> operations = [Operation(name, "MatMul", 1, time, False) for name, time in names.items()]
+    >>> layer_times(operations, ["dense"])
+    (LayerTime(name='dense', forward=1.0, backward=4.0, recompute=2.0, other=0.0, is_layer=True),)
+    """
+    chosen = in_steps(operations)
+    optimizers = frozenset(re.findall(r"\w+", optimizer.lower()))
+    names = LayerNames(layers, [each.name for each in chosen])
+    times: dict[tuple[str, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for each in chosen:
+        layer, scopes = names.of(each.name), each.name.split("/")[:-1]
+        key = (layer, True) if layer else (_part_without_layer(each, scopes, optimizers), False)
+        times[key][_pass_of(scopes) if layer or key[0] == _LOSSES else "other"] += each.milliseconds
+    found = [LayerTime(name, is_layer=is_layer, **passes) for (name, is_layer), passes in times.items()]
+    if not any(each.is_layer for each in found):
+        return ()
+    return tuple(sorted(found, key=lambda each: -each.total))
+
+
+def kind_times(operations: Sequence[Operation]) -> tuple[KindTime, ...]:
+    """The time of each kind of operation, in descending order."""
+    times: Mapping[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for each in in_steps(operations):
+        of_kind = times[VARIANT.sub("", each.kind)]
+        of_kind[0] += each.milliseconds
+        of_kind[1] += each.times
+    total = sum(time for time, _ in times.values()) or 1.0
+    found = [KindTime(kind, int(count), time, time / total) for kind, (time, count) in times.items()]
+    return tuple(sorted(found, key=lambda each: -each.milliseconds))
+
+
+def _pass_of(scopes: Sequence[str]) -> str:
+    if any(scope in _BACKWARD for scope in scopes):
+        return "backward"
+    return "recompute" if any(_RECOMPUTED.fullmatch(scope) for scope in scopes) else "forward"
+
+
+def _part_without_layer(operation: Operation, scopes: Sequence[str], optimizers: Collection[str]) -> str:
+    if COLLECTIVE.search(operation.kind):
+        return _COLLECTIVES
+    if _LOSS in scopes:
+        return _LOSSES
+    names = (_NUMBER.sub("", scope).replace("_", "") for scope in scopes)
+    is_update = any(_UPDATE.fullmatch(scope) for scope in scopes) or any(name in optimizers for name in names)
+    return _OPTIMIZER if is_update else _REST

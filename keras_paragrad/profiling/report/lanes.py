@@ -1,0 +1,68 @@
+"""A chart of lanes: bars one below the other, along an axis of time."""
+
+from dataclasses import dataclass
+
+from keras_paragrad.profiling.report.formatting import Axis
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a lane: its position along it, in percent, and its number, or `""` if unreadable."""
+
+    kind: str
+    left: float
+    width: float
+    number: str
+    tooltip: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One bar: its position in the chart, in percent.
+
+    Attributes:
+        name: Written to its left, or above it.
+        top: Where its boxes begin.
+        height: Their height.
+        boxes: What it consists of.
+        name_top: Where the name is written above it, or `None` for its left.
+        is_apart: Whether it is something else than the others, whose name is in italics.
+    """
+
+    name: str
+    top: float
+    height: float
+    boxes: tuple[Box, ...]
+    name_top: float | None = None
+    is_apart: bool = False
+
+
+@dataclass(frozen=True)
+class LanesChart:
+    """Lanes, with their table.
+
+    Attributes:
+        title: What it shows.
+        x_axis: The axis of time.
+        lanes: The lanes.
+        legend: The kinds of boxes, and their names.
+        heads: The heads of the table.
+        rows: Its cells.
+        description: A sentence for screen readers.
+        note: What a reader should know.
+    """
+
+    title: str
+    x_axis: Axis
+    lanes: tuple[Lane, ...]
+    legend: tuple[tuple[str, str], ...]
+    heads: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    description: str
+    note: str
+
+    @property
+    def rem(self) -> float:
+        """The height of the chart."""
+        above = any(lane.name_top is not None for lane in self.lanes)
+        return (2.4 if above else 2.2) * len(self.lanes) + (0 if above else 1)

@@ -1,0 +1,85 @@
+"""The report's chart of the time of each layer, by pass, and its table of kinds of operations."""
+
+from collections.abc import Sequence
+
+from keras_paragrad.profiling.report.formatting import Axis, axis_for, count, milliseconds, share
+from keras_paragrad.profiling.report.lanes import Box, Lane, LanesChart
+from keras_paragrad.profiling.summary import PASSES, KindTime, LayerTime, ProfileSummary
+
+MOST_LAYERS = 100
+MOST_KINDS = 12
+_MOST_BARS = 15
+_PASS_NAMES = {"forward": "forward", "backward": "backward", "recompute": "recompute", "other": "other"}
+_HEADS = ("layer", "total", *_PASS_NAMES.values(), "share")
+
+
+def layers_chart(summary: ProfileSummary) -> LanesChart | None:
+    """Draws the layers that take longest, each as a bar of its passes; `None` if the trace names no layer."""
+    if not summary.layers:
+        return None
+    batches = len(summary.steps) or 1
+    drawn = summary.layers[:_MOST_BARS]
+    total = sum(layer.total for layer in summary.layers) or 1.0
+    x_axis = axis_for([drawn[0].total / batches], milliseconds, may_be_logarithmic=False)
+    height = 100 / len(drawn)
+    lanes = tuple(_lane(layer, index * height, height, batches, x_axis) for index, layer in enumerate(drawn))
+    passes = [each for each in PASSES if any(getattr(layer, each) for layer in summary.layers)]
+    notes = ["Times of threads and devices that compute at once add up."]
+    if len(drawn) < len(summary.layers):
+        notes.append(f"{len(drawn)} of {count(len(summary.layers))} are drawn, the table has {_table_size(summary)}.")
+    if any(not layer.is_layer for layer in summary.layers):
+        notes.append("In italics is what belongs to no layer, or doesn't name it, as gradients written by hand.")
+    per = "per batch" if summary.steps else "in the window"
+    longest = "; ".join(f"{layer.name}: {milliseconds(layer.total / batches)}" for layer in drawn[:3])
+    return LanesChart(
+        title=f"Time {per} by layer",
+        x_axis=x_axis,
+        lanes=lanes,
+        legend=tuple((each, _PASS_NAMES[each]) for each in passes),
+        heads=_HEADS,
+        rows=tuple(_cells(layer, batches, total) for layer in summary.layers[:MOST_LAYERS]),
+        description=f"Time {per} of {count(len(summary.layers))} layers, by pass. Longest: {longest}.",
+        note=" ".join(notes),
+    )
+
+
+def kind_rows(summary: ProfileSummary) -> tuple[tuple[tuple[str, ...], float], ...]:
+    """The cells of each kind of operation, and its share in percent; the last row has the sum of those left out."""
+    batches = len(summary.steps) or 1
+    kinds: Sequence[KindTime] = summary.kinds
+    if len(kinds) > MOST_KINDS:
+        rest = kinds[MOST_KINDS - 1 :]
+        sums = [sum(getattr(each, name) for each in rest) for name in ("count", "milliseconds", "share")]
+        kinds = [*kinds[: MOST_KINDS - 1], KindTime(f"{len(rest)} other kinds", *sums)]
+    return tuple(
+        (
+            (each.kind, milliseconds(each.milliseconds / batches), share(each.share), count(each.count)),
+            round(100 * each.share, 1),
+        )
+        for each in kinds
+    )
+
+
+def _table_size(summary: ProfileSummary) -> str:
+    return "all" if len(summary.layers) <= MOST_LAYERS else f"{MOST_LAYERS} of them"
+
+
+def _lane(layer: LayerTime, top: float, height: float, batches: int, x_axis: Axis) -> Lane:
+    boxes: list[Box] = []
+    start = 0.0
+    for each in PASSES:
+        time = getattr(layer, each) / batches
+        if time > 0:
+            left, right = x_axis.position(start), x_axis.position(start + time)
+            tooltip = f"{layer.name}, {_PASS_NAMES[each]}: {milliseconds(time)}"
+            boxes.append(Box(each, left, round(right - left, 2), "", tooltip))
+            start += time
+    # The upper half has the name.
+    name_top, bar_top = round(top + 0.25 * height, 2), round(top + 0.45 * height, 2)
+    return Lane(layer.name, bar_top, round(0.45 * height, 2), tuple(boxes), name_top, not layer.is_layer)
+
+
+def _cells(layer: LayerTime, batches: int, total: float) -> tuple[str, ...]:
+    passes = (getattr(layer, each) / batches for each in PASSES)
+    times = (milliseconds(time) if time else "–" for time in passes)
+    return (layer.name, milliseconds(layer.total / batches), *times, share(layer.total / total))
