@@ -668,7 +668,7 @@ _PROFILING = [
         "operations that ran on two threads are counted twice, as xprof counts them",
         "profiling/analysis/operations.py",
         "runs.get(f\"{row['operation']}:{row['type']}\", int(row[\"occurrences\"]))",
-        "int(row[\"occurrences\"])",
+        'int(row["occurrences"])',
         "profiling/test_operation_times.py::test_times_are_those_of_the_innermost_operation_at_each_moment",
     ),
 ]

@@ -62,7 +62,7 @@ class LanesChart:
     note: str
 
     @property
-    def rem(self) -> float:
-        """The height of the chart."""
+    def rows_high(self) -> float:
+        """The height of the chart, in rows of text."""
         above = any(lane.name_top is not None for lane in self.lanes)
         return (2.4 if above else 2.2) * len(self.lanes) + (0 if above else 1)

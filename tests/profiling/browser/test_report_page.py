@@ -190,10 +190,18 @@ def test_it_prints_on_white_paper(browser, pages):
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": dark})
     assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert browser.execute_script(PALE) == []
-    printed = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", {"printBackground": False})["data"])
-    assert printed.startswith(b"%PDF")
-    assert 2 <= printed.count(b"/Type /Page\n") + printed.count(b"/Type /Page ") <= 12
-    assert len(printed) < 8e6
+
+
+@pytest.mark.parametrize("page", ["report", "comparison"])
+def test_it_prints_on_four_pages(browser, pages, page):
+    look_at(browser, pages[page])
+    # Letter and A4, in inches.
+    for width, height in ((8.5, 11), (8.27, 11.69)):
+        paper = {"printBackground": False, "paperWidth": width, "paperHeight": height}
+        printed = base64.b64decode(browser.execute_cdp_cmd("Page.printToPDF", paper)["data"])
+        assert printed.startswith(b"%PDF")
+        assert 2 <= printed.count(b"/Type /Page\n") + printed.count(b"/Type /Page ") <= 4
+        assert len(printed) < 8e6
 
 
 def plot_of(browser, caption):
