@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from keras_paragrad.inputs.attribution import integrated_gradients
     from keras_paragrad.inputs.gradients import hessian_vector_product, input_gradients
     from keras_paragrad.inputs.jacobian import input_jacobian
+    from keras_paragrad.memory.batch_size import find_batch_size
     from keras_paragrad.memory.estimate import estimate_memory
     from keras_paragrad.memory.recomputation import recompute
     from keras_paragrad.per_example.example_gradients import ExampleGradients
@@ -53,6 +54,7 @@ __all__ = [
     "Profiler",
     "Throughput",
     "estimate_memory",
+    "find_batch_size",
     "fix_batch_norm",
     "hessian_vector_product",
     "input_gradients",
@@ -87,6 +89,7 @@ __getattr__, __dir__ = lazily(
         "accumulation": "accumulation",
         "distribution": "distribution",
         "estimate_memory": "memory",
+        "find_batch_size": "memory",
         "fix_batch_norm": "privacy",
         "hessian_vector_product": "inputs",
         "input_gradients": "inputs",

@@ -435,9 +435,23 @@ PUBLIC = {
         {"model": NOTHING, "f": NOTHING},
         {"model": model, "f": lambda: lambda given, _: given},
     ),
+    "find_batch_size": Called(
+        keras_paragrad.find_batch_size,
+        {
+            "model": NOTHING,
+            "x": ELSEWHERE,
+            "y": ELSEWHERE,
+            "device_bytes": COUNT | LARGE | NONE,
+            "max_batch_size": COUNT | NONE,
+            "steps": COUNT | ZERO,
+            "verbose": FLAG | ZERO | taken("1"),
+        },
+        {"model": model, "x": ROWS, "y": TARGETS},
+        costs=True,
+    ),
     "microbatch": Called(
         keras_paragrad.microbatch,
-        {"model": NOTHING, "size": COUNT, "weighting": WEIGHTING},
+        {"model": NOTHING, "size": COUNT | AUTO, "weighting": WEIGHTING},
         {"model": model, "size": 4},
     ),
     "normalize_inputs": Called(

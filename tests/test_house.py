@@ -19,7 +19,7 @@ BELOW = {
     "compat": set(),
     "storage": {"compat"},
     "engine": {"compat", "storage"},
-    "accumulation": set(),
+    "accumulation": {"memory"},
     "per_example": set(),
     "inputs": set(),
     "privacy": {"accumulation", "per_example"},

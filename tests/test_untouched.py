@@ -7,7 +7,7 @@ import pytest
 import tensorflow as tf
 from counting import CALLED, CountingLoss, counting_model
 
-from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch, recompute
+from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, find_batch_size, microbatch, recompute
 from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
 from keras_paragrad.engine.custom_step.analysis import analyze_step
 from keras_paragrad.engine.custom_step.weighting import find_weightings as find_weightings_of_step
@@ -25,6 +25,7 @@ from keras_paragrad.engine.telemetry.train_functions import gradient_graph
 from keras_paragrad.inputs.chunks import Execution, bytes_of_gradient
 from keras_paragrad.inputs.selection import Selection
 from keras_paragrad.memory import estimate_memory
+from keras_paragrad.memory.trial import Trials
 from keras_paragrad.per_example.capture import units_for
 
 ROWS, SIZE = 8, 4
@@ -76,6 +77,12 @@ def recompute_where_it_pays(model):
     recompute(model).undo()
 
 
+def found_batch_size(model):
+    """By the estimate, and as far as a trial goes in this process."""
+    find_batch_size(model, X, Y, device_bytes=10**6, steps=0, verbose=0)
+    Trials(model, (X, Y, None), 10**6, 1)
+
+
 # What each of them calls.
 PROBES = {
     "mixing_layer": (lambda model: find_mixing_layer(model, SPEC), {"layer"}),
@@ -86,6 +93,7 @@ PROBES = {
     "layers_that_keep_examples": (lambda model: layers_storing_examples(model, SPEC), {"layer"}),
     "units_for": (lambda model: units_for(model, (tf.constant(X),), {}), {"layer"}),
     "estimate_memory": (lambda model: estimate_memory(model, ROWS), {"layer", "loss", "model"}),
+    "find_batch_size": (found_batch_size, {"layer", "loss", "model"}),
     "recompute": (recompute_where_it_pays, {"layer"}),
     "measured_times": (lambda model: measured_times(Calls(model), "CPU:0"), {"layer"}),
     "gradient_graph": (lambda model: gradient_graph(model, (SPEC, SPEC), ROWS), {"layer", "loss", "model"}),

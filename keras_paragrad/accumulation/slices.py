@@ -10,6 +10,7 @@ from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS
 from keras_paragrad.accumulation.gradient_cache import GradientCache
 from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_at
 from keras_paragrad.arguments import check_choice_or_function, check_instance, check_integer
+from keras_paragrad.compat.data import Adapter, sample_rows
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, warn_of_batch_statistics
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
@@ -19,6 +20,19 @@ from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.stages import BatchSlices
+from keras_paragrad.memory.batch_size import (
+    ROWS,
+    Say,
+    check_can_find,
+    estimated_bytes,
+    find_size,
+    memory_of_device,
+    spec_of,
+)
+from keras_paragrad.memory.trial import Trials, preparations_of
+
+# Of a trial of slices.
+_STEPS = 2
 
 
 class microbatch:  # noqa: N801  (used as a function and as a context manager, like contextlib's own)
@@ -30,18 +44,22 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
 
     Args:
         model: A model, compiled or not yet.
-        size: The maximum number of examples in a slice, per replica. The last slice of a batch holds the rest.
+        size: The maximum number of examples in a slice, per replica. The last slice of a batch holds the rest. `"auto"`
+            chooses at the first `fit`, on one device: the largest slices of equal size that fit, by the estimate, and
+            by training on them in processes of their own; see `find_batch_size`. What it tries is printed.
         weighting: What the loss of a slice is divided by: `"auto"` finds it, `"examples"`, `"sample_weight"`, `"mask"`,
             `"sum"` or a function of `(x, y, y_pred, sample_weight)` states it. See `AccumulatingOptimizer`.
 
     Returns:
-        A handle: `undo()`, or leaving a `with` block, restores the model's own training step.
+        A handle: `undo()`, or leaving a `with` block, restores the model's own training step. Its attribute `size` is
+        the number, once it is chosen.
 
     Raises:
-        ValueError: `size` is not an integer of at least 1, or the model runs in a pipeline. `fit` raises it for a
-            batch of more than `size` examples if the weight of a slice is unknown, as the loss divides by something
-            else than it was tried with, and can't be computed on whole batches. The message says what to write.
-            Smaller batches are trained on whole, and this is logged once.
+        ValueError: `size` is neither an integer of at least 1 nor `"auto"`, or the model runs in a pipeline. `fit`
+            raises it for a batch of more than `size` examples if the weight of a slice is unknown, as the loss divides
+            by something else than it was tried with, and can't be computed on whole batches; and with `"auto"` as
+            `find_batch_size` does. The message says what to write. Smaller batches are trained on whole, and this is
+            logged once.
 
     Example:
 
@@ -55,21 +73,30 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
     2
     """
 
-    def __init__(self, model: keras.Model, size: int, *, weighting: str | DivisorFunction = "auto"):
+    def __init__(self, model: keras.Model, size: int | str, *, weighting: str | DivisorFunction = "auto"):
         check_instance("model", model, keras.Model, "a Keras model")
-        size = check_integer("size", size, most=2**31 - 1, example=64)
+        checked = check_integer("size", size, most=2**31 - 1, also=("auto",), example=64)
         measure = LossNormalization(
             check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, PARAMETERS), "microbatch"
         )
         builder = StepBuilder.of(model)
-        if not isinstance(builder.stages.split, Slices | None):
+        if not isinstance(builder.stages.split, Slices | UnchosenSlices | None):
             raise ValueError(
                 f"The batches of {model.name!r} are cut into micro-batches already, by the pipeline that it was "
                 "prepared for. Leave microbatch out, and write Pipeline(..., microbatches=...)."
             )
         warn_of_batch_statistics(model)
         self.model = model
-        builder.fill(split=Slices(size, measure))
+        self._slices: Slices | UnchosenSlices = (
+            UnchosenSlices(measure) if checked == "auto" else Slices(checked, measure)
+        )
+        builder.fill(split=self._slices)
+
+    @property
+    def size(self) -> int | str:
+        """The maximum number of examples in a slice; `"auto"` until the first `fit` has chosen it."""
+        filler = StepBuilder.of(self.model).stages.split
+        return filler.size if isinstance(filler, Slices) else self._slices.size
 
     def undo(self) -> None:
         """Restores the model's own training step."""
@@ -92,6 +119,11 @@ class Slices(NamedTuple):
 
     size: int
     normalize: LossNormalization
+
+    @property
+    def preparation(self) -> tuple[str, str, dict[str, Any]]:
+        """The call that fills the stage, for a process in which a batch is tried."""
+        return __name__, "microbatch", {"size": self.size, "weighting": self.normalize.weighting}
 
     @property
     def deferred_refusal(self) -> DeferredRefusal:
@@ -164,3 +196,62 @@ class Slices(NamedTuple):
 
         start = tf.constant(0), sums.zero()
         return tf.while_loop(lambda index, _: index < slices, add_slice, start, parallel_iterations=1)[1]
+
+
+class UnchosenSlices(NamedTuple):
+    """Fills the *split* stage until the first `fit` chooses a size.
+
+    Attributes:
+        normalize: Computes the weight of a slice.
+        size: In place of a number.
+    """
+
+    normalize: LossNormalization
+    size: str = "auto"
+
+    @property
+    def deferred_refusal(self) -> None:
+        """Nothing is known to be refused."""
+        return None
+
+    def choose(self, model: keras.Model, adapter: Adapter | None) -> Slices:
+        """The largest slices of equal size that fit.
+
+        Args:
+            model: The model.
+            adapter: The data of the running `fit`.
+
+        Raises:
+            ValueError: Not even a row fits, or nothing can be tried. The message says what to write.
+        """
+        if adapter is None:
+            raise _no_fit()
+        check_can_find(model, "microbatch(model, 'auto')", "Write microbatch(model, size=...), with what it finds")
+        device_bytes = memory_of_device(None, _STEPS)
+        batch, rows = sample_rows(adapter, ROWS)
+        data = keras.utils.unpack_x_y_sample_weight(batch)
+        spec = spec_of(model, data)
+        builder = StepBuilder.of(model)
+
+        def estimate(size: int) -> int:
+            with builder.split_as(Slices(size, self.normalize)):
+                return estimated_bytes(model, spec, rows)
+
+        def begin() -> Callable[[int], int | None]:
+            trials = Trials(model, data, device_bytes, _STEPS, preparations_of(model, without="split"))
+            return lambda size: trials.bytes_of(rows, [Slices(size, self.normalize).preparation])
+
+        sizes = sorted({-(-rows // slices) for slices in range(1, rows + 1)})
+        found = find_size(model, sizes, device_bytes, estimate, begin, Say("microbatch", 1))
+        return Slices(int(found), self.normalize)
+
+    def __call__(self, context: StepContext, data: Batch) -> Gradient:
+        """Refuses to run."""
+        raise _no_fit()
+
+
+def _no_fit() -> ValueError:
+    return ValueError(
+        "microbatch(model, 'auto') chooses the size of slices at the first fit(), by its batch. Call fit() first, or "
+        "write microbatch(model, size=64), for instance."
+    )

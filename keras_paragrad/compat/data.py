@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.global_state import get_global_attribute
 from keras.src.trainers.data_adapters import get_data_adapter
@@ -148,6 +149,39 @@ def first_batch(adapter: DataAdapter) -> Batch:
     if isinstance(adapter, PyDatasetAdapter):
         return adapter._standardize_batch(adapter.py_dataset[0])
     return next(iter(adapter.get_tf_dataset()))
+
+
+def sample_rows(adapter: DataAdapter, most: int) -> tuple[Batch, int]:
+    """Some rows of the data as nested arrays, and how many rows a batch has; iterators yield what they would have.
+
+    A dataset that says what it yields isn't read, as its next iterator may shuffle otherwise; its rows are zeros.
+    """
+    if isinstance(adapter, ArrayDataAdapter):
+        return _first_rows(adapter._inputs, most), min(adapter.batch_size or 1, adapter._num_samples)
+    peek = getattr(adapter, "first_batch", None)
+    if peek or loses_prefetched_batches(adapter):
+        batch = peek() if peek else first_batch(adapter)
+    else:
+        dataset = adapter.get_tf_dataset()
+        size, specs = adapter.batch_size or _batch_size_of(dataset), keras.tree.flatten(dataset.element_spec)
+        if size and all(type(spec) is tf.TensorSpec and None not in (spec.shape or [None])[1:] for spec in specs):
+            zeros = [np.zeros((1, *spec.shape[1:]), spec.dtype.as_numpy_dtype) for spec in specs]
+            return keras.tree.pack_sequence_as(dataset.element_spec, zeros), size
+        batch = next(iter(dataset))
+    return _first_rows(batch, most), len(keras.tree.flatten(batch)[0])
+
+
+def _first_rows(batch: Batch, most: int) -> Batch:
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf[:most]), batch)
+
+
+def _batch_size_of(dataset: Dataset) -> int | None:
+    """The number of rows in a batch of a dataset, by the last of its transformations that batches; or `None`."""
+    size = getattr(dataset, "_batch_size", None)
+    if size is not None:
+        return int(size)
+    sources = dataset._inputs()
+    return _batch_size_of(sources[0]) if len(sources) == 1 else None
 
 
 def loses_prefetched_batches(adapter: DataAdapter) -> bool:

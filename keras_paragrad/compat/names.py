@@ -255,6 +255,8 @@ ASSIGNED = (
     Hook("keras.src.ops.function", "Function._nodes_by_depth"),
     Hook("keras.src.ops.function", "Function._outputs_struct"),
     Hook("keras.src.trainers.epoch_iterator", "EpochIterator._num_batches"),
+    Hook("tensorflow.python.data.ops.batch_op", "_BatchDataset._batch_size"),
+    Hook("tensorflow.python.data.ops.batch_op", "_ParallelBatchDataset._batch_size"),
     Hook("tensorflow.python.data.ops.readers", "FixedLengthRecordDatasetV2._filenames"),
     Hook("tensorflow.python.data.ops.readers", "TFRecordDatasetV2._filenames"),
     Hook("tensorflow.python.data.ops.readers", "TextLineDatasetV2._filenames"),

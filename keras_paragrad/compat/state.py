@@ -44,6 +44,8 @@ class ModelState:
     preparations = Slot[Mapping[type, Any]]({})
     # The strategy of the workers that train a model on a mesh.
     workers = Slot[Any](None)
+    # Of models: the arguments of each `recompute` in effect, for processes in which a batch is tried.
+    recomputations = Slot[tuple[dict[str, Any], ...]](())
     # Results of probes, with the `compile` that they are valid for, and messages logged already.
     independence = Slot[tuple[Any, dict[Any, Any]] | None](None)
     deferred_refusal = Slot[Mapping[str, Any]]({})

@@ -5,10 +5,18 @@ from typing import TYPE_CHECKING
 from keras_paragrad.exports import lazily
 
 if TYPE_CHECKING:
+    from keras_paragrad.memory.batch_size import BatchSize, find_batch_size
     from keras_paragrad.memory.estimate import Estimate, estimate_memory
     from keras_paragrad.memory.recomputation import recompute
 
-__all__ = ["Estimate", "estimate_memory", "recompute"]
+__all__ = ["BatchSize", "Estimate", "estimate_memory", "find_batch_size", "recompute"]
 __getattr__, __dir__ = lazily(
-    __name__, {"Estimate": "estimate", "estimate_memory": "estimate", "recompute": "recomputation"}
+    __name__,
+    {
+        "BatchSize": "batch_size",
+        "Estimate": "estimate",
+        "estimate_memory": "estimate",
+        "find_batch_size": "batch_size",
+        "recompute": "recomputation",
+    },
 )

@@ -2,11 +2,13 @@
 
 import difflib
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 
 from keras_paragrad.arguments import check_each, check_instance, check_integer, quote, refusal
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.state import state_of
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.recompute import recompute_layer
 from keras_paragrad.engine.step.segments import recompute_parts
@@ -77,6 +79,9 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
                 print(cut.expects)
         else:
             self._undo = [recompute_layer(layer) for layer in select_layers(model, layers)]
+        names: Any = "auto" if automatic else [getattr(each, "name", each) for each in layers]
+        self._arguments = {"layers": names, "every": every}
+        state_of(model).recomputations += (self._arguments,)
         StepBuilder.of(model).retrace()
 
     def undo(self) -> None:
@@ -84,6 +89,8 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
         for undo in self._undo:
             undo()
         self._undo = []
+        state = state_of(self.model)
+        state.recomputations = tuple(each for each in state.recomputations if each is not self._arguments)
         StepBuilder.of(self.model).retrace()
 
     def __enter__(self) -> "recompute":

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import FrameType
 from typing import Any
 
@@ -89,6 +89,21 @@ class StepBuilder:
         self.model.train_function = None
         self._install()
 
+    @property
+    def fillers(self) -> dict[str, Any]:
+        """The fillers of the filled stages, by name."""
+        return {name: getattr(self.stages, name) for name in self.stages.filled}
+
+    @contextlib.contextmanager
+    def split_as(self, split: Any) -> Generator[None]:
+        """Context in which `one_step` is split in another way; nothing else changes."""
+        stages = self.stages
+        self.stages = stages._replace(split=split)
+        try:
+            yield
+        finally:
+            self.stages = stages
+
     def _install(self) -> None:
         """Replaces the model's `make_train_function` while it is needed."""
         if self.stages.filled or self._to_skip:
@@ -115,13 +130,24 @@ class StepBuilder:
 
     def make_train_function(self, force: bool = False) -> None:
         """The model's `make_train_function` while a stage is filled."""
-        if not self._fit_has_begun(inspect.currentframe()):
+        frame = inspect.currentframe()
+        if not self._fit_has_begun(frame):
             self._drop_leftovers()
+        self._choose_split(frame)
         if force:
             self.retrace()
             self._trainable = None
         if self.model.train_function is None:
             self.build()
+
+    def _choose_split(self, frame: FrameType | None) -> None:
+        """Has slices whose size depends on the batch of a `fit` choose it."""
+        choose = getattr(self.stages.split, "choose", None)
+        if choose:
+            running = fit_frame(frame, self.model)
+            # `train_on_batch` has none.
+            iterator: EpochIterator | None = running and running.f_locals.get("epoch_iterator")
+            self.fill(split=choose(self.model, iterator.data_adapter if iterator else None))
 
     def _fit_has_begun(self, frame: FrameType | None) -> bool:
         """Whether a callback of the running `fit` calls, rather than `fit` itself before its callbacks begin."""

@@ -1,0 +1,430 @@
+"""`find_batch_size`: the largest batch that a device takes, by the estimate first, and then by training some steps."""
+
+import bisect
+import functools
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+
+from keras_paragrad.arguments import check_instance, check_integer
+from keras_paragrad.compat.model import overrides_fit
+from keras_paragrad.compat.types import FitData, Specs, Structure
+from keras_paragrad.engine.step.tracing import traced_step
+from keras_paragrad.memory.available import available_bytes, free_on_gpus
+from keras_paragrad.memory.breakdown import breakdowns_of
+from keras_paragrad.memory.estimate import bytes_in_words
+from keras_paragrad.memory.trial import CannotTryError, Trials, first_rows
+from keras_paragrad.plain_text import Printable
+
+_log = logging.getLogger("keras_paragrad")
+# The share of the memory that is left now that training may take: others use the machine, and TensorFlow the card.
+_OF_MACHINE, _OF_CARD = 0.8, 0.9
+# The share of the limit that a batch which is not tried may take; the rest covers the estimate's error.
+_UNTRIED = 0.8
+# Rows of the data that are repeated for the batches that are tried.
+ROWS = 64
+# Rows of a first trial without an estimate, as Keras's `fit` takes them.
+_FIRST = 32
+_UNBOUNDED = 2**20
+
+
+class SizeTried(NamedTuple):
+    """A size that was tried.
+
+    Attributes:
+        size: The number of rows.
+        estimated: The estimated bytes; `None` if the step can't be estimated.
+        measured: The bytes at the peak of training; `None` if they ran out, or the size was not trained on.
+        fits: Whether it fits.
+    """
+
+    size: int
+    estimated: int | None
+    measured: int | None
+    fits: bool
+
+
+class SizesTried(Printable):
+    """What was tried, for `print`.
+
+    Attributes:
+        sizes: The sizes, in the order in which they were tried.
+        device_bytes: The bytes that training could take.
+    """
+
+    def __init__(self, sizes: list[SizeTried], device_bytes: int):
+        self.sizes, self.device_bytes = sizes, device_bytes
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        table = Table(title=f"Of {bytes_in_words(self.device_bytes)}", title_justify="left")
+        table.add_column("Rows", justify="right")
+        table.add_column("Estimated", justify="right")
+        table.add_column("Measured", justify="right")
+        table.add_column("Fits")
+        for size, estimated, measured, fits in self.sizes:
+            words = ("" if each is None else bytes_in_words(each) for each in (estimated, measured))
+            table.add_row(str(size), *words, "yes" if fits else "no")
+        yield table
+
+
+class BatchSize(int):
+    """A number of rows, for `batch_size=` and wherever else a number is meant.
+
+    Attributes:
+        tried: What was tried, for `print`.
+    """
+
+    tried: SizesTried
+
+
+def find_batch_size(
+    model: keras.Model,
+    x: FitData,
+    y: FitData = None,
+    *,
+    device_bytes: int | None = None,
+    max_batch_size: int | None = None,
+    steps: int = 2,
+    verbose: bool | int = 1,
+) -> BatchSize:
+    """Finds the largest batch that a device takes, within an eighth: by the estimate, then by training some steps.
+
+    Each trial is a process of its own, in which the model is made again from its config and trained on rows of the
+    data; one that takes too much is killed. The model is unchanged, and so is the data.
+
+    Args:
+        model: A compiled and built model, on one device. `microbatch` and `recompute` are in effect in the trials.
+        x: As in `fit`: arrays, or a `tf.data.Dataset` or `keras.utils.PyDataset`, of which the first batch is read.
+        y: Targets, if `x` is arrays.
+        device_bytes: What training may take, in bytes: weights, gradients, optimizer state, activations and the graph.
+            By default, 80% of the memory that the machine and the process's control group have left, or 90% of what
+            the GPU has.
+        max_batch_size: The largest to try, for which rows are repeated; by default all rows of `x`, or 1,048,576 of a
+            dataset.
+        steps: Number of steps of a trial. 0 trains nothing, and goes by the estimate alone, in 80% of `device_bytes`.
+        verbose: 1 prints what is tried; it is logged at INFO in any case.
+
+    Returns:
+        An `int`: a number of up to four binary digits and zeros, such as 112 or 4096, or `max_batch_size`. Its
+        attribute `tried` shows what was tried. Where a model can't be made again in another process, it goes by the
+        estimate alone, and a warning is logged that says why.
+
+    Raises:
+        ValueError: A single row doesn't fit, or nothing can be tried: on several replicas, or on a GPU whose memory
+            this process has reserved. The message says what to write.
+
+    Example:
+
+    >>> import keras, numpy as np
+    >>> from keras_paragrad import find_batch_size
+    >>> model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(1024), keras.layers.Dense(1)])
+    >>> model.compile("adam", loss="mse")
+    >>> x, y = np.ones((5000, 256), "float32"), np.ones((5000, 1), "float32")
+    >>> find_batch_size(model, x, y, device_bytes=20_000_000, steps=0, verbose=0)
+    1280
+    """
+    check_instance("model", model, keras.Model, "a compiled keras.Model")
+    device_bytes = check_integer("device_bytes", device_bytes, example=16 * 2**30, optional=True)
+    most = check_integer("max_batch_size", max_batch_size, most=2**31 - 1, example=1024, optional=True)
+    steps = check_integer("steps", steps, least=0, most=1000, example=2)
+    verbose = check_integer("verbose", verbose, least=0, most=1, also=(True, False), example=1)
+    check_can_find(model, "find_batch_size", "Multiply what it finds by the number of replicas")
+    device_bytes = memory_of_device(device_bytes, steps)
+    *data, count = first_rows(x, y, ROWS)
+    sizes = nice_sizes(most or count or _UNBOUNDED)
+
+    def begin() -> Callable[[int], int | None]:
+        return Trials(model, data, device_bytes, steps).bytes_of
+
+    estimate = functools.partial(estimated_bytes, model, spec_of(model, data))
+    return find_size(model, sizes, device_bytes, estimate, begin if steps else None, Say("find_batch_size", verbose))
+
+
+def check_can_find(model: keras.Model, asked_by: str, instead: str) -> None:
+    """Refuses a model of which nothing can be tried or estimated.
+
+    Args:
+        model: The model.
+        asked_by: What asks, for the message.
+        instead: What to do on several replicas, for the message.
+
+    Raises:
+        ValueError: The message says what to write.
+    """
+    if not model.compiled or not model.built:
+        missing = "compiled" if not model.compiled else "built"
+        call = (
+            "model.compile(optimizer, loss)" if not model.compiled else "model.build(shape), or the model on a batch,"
+        )
+        raise ValueError(f"{asked_by} trains {model.name!r}, which is not {missing}. Call {call} first.")
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if replicas > 1:
+        raise ValueError(
+            f"{asked_by} tries one device, and {model.name!r} is built for {replicas} replicas. {instead}: build and "
+            "compile the model without `with dist.scope():` for it. dist.estimate(model, batch_size) is for several."
+        )
+
+
+def memory_of_device(device_bytes: int | None, steps: int) -> int:
+    """The bytes that training may take.
+
+    Raises:
+        ValueError: They are unknown, or on a GPU nothing can be tried. The message says what to write.
+    """
+    gpus = tf.config.get_visible_devices("GPU")
+    if gpus and steps and not _grows(gpus):
+        raise ValueError(
+            f"This process has reserved the memory of {gpus[0].name.rpartition('device:')[2]}, as TensorFlow does by "
+            "default, so no other process can try a batch there. Write\n    for gpu in "
+            "tf.config.list_physical_devices('GPU'): tf.config.experimental.set_memory_growth(gpu, True)\nbefore the "
+            "first tensor, or set TF_FORCE_GPU_ALLOW_GROWTH=true."
+        )
+    if device_bytes is not None:
+        return device_bytes
+    left, share = (free_on_gpus(), _OF_CARD) if gpus else (available_bytes(), _OF_MACHINE)
+    if left is None:
+        raise ValueError(
+            "How much memory the device has left is unknown here. Write device_bytes=16 * 2**30, for instance."
+        )
+    return max(1, int(share * left))
+
+
+def _grows(gpus: Sequence[tf.config.PhysicalDevice]) -> bool:
+    by_environment = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH", "").lower() == "true"
+    return by_environment or all(tf.config.experimental.get_memory_growth(gpu) for gpu in gpus)
+
+
+def nice_sizes(most: int) -> list[int]:
+    """Numbers of up to four binary digits and zeros, up to `most`, which is the last."""
+    powers = range(most.bit_length())
+    return sorted({size for power in powers for digits in range(1, 16) if (size := digits << power) < most} | {most})
+
+
+def estimated_bytes(model: keras.Model, spec: Specs, rows: int) -> int:
+    """The estimated peak of a step, in bytes.
+
+    Raises:
+        ValueError: The step can't be traced.
+    """
+    return breakdowns_of(model, traced_step(model, rows, batch=spec), 1)[0].total
+
+
+def spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:
+    """The spec of batches, or `None` if they are not what the step gets."""
+
+    def spec(leaf: np.ndarray) -> tf.TensorSpec:
+        # As Keras casts them.
+        dtype = keras.config.floatx() if leaf.dtype.kind == "f" else leaf.dtype
+        return tf.TensorSpec((None, *leaf.shape[1:]), dtype)
+
+    if overrides_fit(model) or any(
+        leaf.dtype.kind not in "biuf" for leaf in keras.tree.flatten(data) if leaf is not None
+    ):
+        return None
+    *before, sample_weight = (None if each is None else keras.tree.map_structure(spec, each) for each in data)
+    return tuple(before) if sample_weight is None else (*before, sample_weight)
+
+
+class Say:
+    """Prints what is tried, or only logs it."""
+
+    def __init__(self, asked_by: str, verbose: int):
+        self.asked_by, self._verbose = asked_by, verbose
+
+    def __call__(self, line: str) -> None:
+        if self._verbose:
+            print(f"{self.asked_by}: {line}", flush=True)
+        _log.info("%s: %s", self.asked_by, line)
+
+
+def find_size(
+    model: keras.Model,
+    sizes: Sequence[int],
+    device_bytes: int,
+    estimate: Callable[[int], int],
+    begin: Callable[[], Callable[[int], int | None]] | None,
+    say: Say,
+) -> BatchSize:
+    """The largest of some sizes that fits.
+
+    Args:
+        model: The model, for messages.
+        sizes: The sizes, in ascending order.
+        device_bytes: The bytes that training may take.
+        estimate: The estimated bytes of a size; raises `ValueError` where there is no estimate.
+        begin: Returns what trains on a size and returns its bytes, or `None` if they ran out; raises
+            `CannotTryError`. Without it, sizes are not tried.
+        say: Gets a line for each size that is tried.
+
+    Raises:
+        ValueError: Not even the smallest size fits, or there is neither an estimate nor a trial.
+    """
+    guess = _Guess(sizes, estimate, device_bytes)
+    tried: list[SizeTried] = []
+    problem = None
+    found = None
+    if begin:
+        try:
+            found = _by_trials(sizes, device_bytes, begin(), guess, tried, say)
+        except CannotTryError as error:
+            problem = str(error).rstrip(".")
+            _log.warning(
+                "%s goes by the estimate of %r alone, in %d%% of the memory: %s.",
+                *(say.asked_by, model.name, round(100 * _UNTRIED), problem),
+            )
+    if not begin or problem:
+        if guess.problem:
+            untried = f" It can't be tried either: {problem}." if problem else ""
+            raise ValueError(f"{say.asked_by} can't estimate what {model.name!r} takes. {guess.problem}{untried}")
+        found = _by_estimate(sizes, int(_UNTRIED * device_bytes), guess, tried, say)
+    if found is None:
+        raise ValueError(
+            f"Not even {sizes[0]} row{'s' if sizes[0] > 1 else ''} of {model.name!r} can be trained in "
+            f"{bytes_in_words(device_bytes)}. Write recompute(model), or train it in shards: "
+            "DistributedFit(shard='parameters')."
+        )
+    result = BatchSize(found)
+    result.tried = SizesTried(tried, device_bytes)
+    return result
+
+
+def _by_trials(
+    sizes: Sequence[int],
+    device_bytes: int,
+    measure: Callable[[int], int | None],
+    guess: "_Guess",
+    tried: list[SizeTried],
+    say: Say,
+) -> int | None:
+    """The largest size that was trained on without taking too much; what is tried is added to `tried`."""
+
+    def bytes_of(size: int) -> int | None:
+        measured = measure(size)
+        fits = measured is not None and measured <= device_bytes
+        tried.append(SizeTried(size, guess.estimated(size), measured, fits))
+        took = "more than" if measured is None else f"{bytes_in_words(measured)} of"
+        say(f"{_rows_in_words(size)} {took} {bytes_in_words(device_bytes)}{'' if fits else ', too much'}.")
+        return measured
+
+    return largest(sizes, device_bytes, bytes_of, guess.first, guess.line)
+
+
+def _by_estimate(sizes: Sequence[int], limit: int, guess: "_Guess", tried: list[SizeTried], say: Say) -> int | None:
+    """The largest size that is estimated not to take more than `limit`; what is estimated is added to `tried`."""
+
+    def bytes_of(size: int) -> int:
+        estimated = guess.estimate(size)
+        tried.append(SizeTried(size, estimated, None, estimated <= limit))
+        return estimated
+
+    found = largest(sizes, limit, bytes_of, guess.first, guess.line)
+    if found:
+        estimated = bytes_in_words(guess.estimate(found))
+        say(f"{_rows_in_words(found)} {estimated} of {bytes_in_words(limit)}, by the estimate.")
+    return found
+
+
+def _rows_in_words(size: int) -> str:
+    return f"{size} rows take" if size > 1 else "1 row takes"
+
+
+class _Guess:
+    """What the estimate says of sizes.
+
+    Args:
+        sizes: The sizes, in ascending order.
+        estimate: The estimated bytes of a size; raises `ValueError` where there is no estimate.
+        limit: The bytes around which estimates are needed.
+
+    Attributes:
+        first: The index of the largest size that fits by the estimate, or of the one to begin with.
+        line: The bytes without rows, and those of a row; `None` without an estimate.
+        problem: Why there is none.
+    """
+
+    def __init__(self, sizes: Sequence[int], estimate: Callable[[int], int], limit: int):
+        self.estimate = functools.cache(estimate)
+        self.line: tuple[float, float] | None = None
+        self.problem: ValueError | None = None
+        # As without an estimate.
+        self.first = bisect.bisect_right(sizes, max(_FIRST, sizes[0])) - 1
+        points: list[tuple[int, int]] = []
+
+        def measure(size: int) -> int:
+            points.append((size, self.estimate(size)))
+            return points[-1][1]
+
+        try:
+            found = largest(sizes, limit, measure, self.first, None)
+        except ValueError as error:
+            self.problem = error
+            return
+        (size, used), (other, others) = points[-1], points[-2] if len(points) > 1 else (0, 0)
+        a_row = max(1.0, (used - others) / (size - other))
+        self.line = used - a_row * size, a_row
+        self.first = bisect.bisect_left(sizes, found) if found else 0
+
+    def estimated(self, size: int) -> int | None:
+        """The bytes that a size takes."""
+        return None if self.line is None else round(self.line[0] + self.line[1] * size)
+
+
+def largest(
+    sizes: Sequence[int],
+    limit: int,
+    measure: Callable[[int], int | None],
+    first: int,
+    line: tuple[float, float] | None,
+) -> int | None:
+    """The largest size that takes no more than `limit`, if sizes take the more the larger they are.
+
+    Looks where what was measured before says that the limit is, and ends when a size fits and the next one doesn't, or
+    two sizes say that it doesn't.
+
+    Args:
+        sizes: The sizes, in ascending order.
+        limit: The limit, in bytes.
+        measure: The bytes that a size takes; `None` if it takes too much.
+        first: The index of the size to begin with.
+        line: What is expected: the bytes without rows, and those of a row.
+    """
+    low, high, index = -1, len(sizes), first
+    points: list[tuple[int, int]] = []
+    while True:
+        used = measure(sizes[index])
+        points += [] if used is None else [(sizes[index], used)]
+        fits = used is not None and used <= limit
+        low, high = (index, high) if fits else (low, index)
+        if high - low <= 1:
+            break
+        if used is None:
+            # Half of what was too much, or between that and what fits.
+            half = bisect.bisect_right(sizes, sizes[index] // 2) - 1
+            index = (low + high) // 2 if low >= 0 else half
+        else:
+            index = bisect.bisect_right(sizes, _rows_at(limit, points, line)) - 1
+            if index <= low and len(points) > 1:
+                break
+        index = min(max(index, low + 1), high - 1)
+    return sizes[low] if low >= 0 else None
+
+
+def _rows_at(limit: int, points: Sequence[tuple[int, int]], line: tuple[float, float] | None) -> float:
+    """The number of rows that are expected to take `limit`."""
+    (rows, used), constant = points[-1], line[0] if line else 0.0
+    others = [each for each in points[:-1] if each[0] != rows]
+    if others:
+        other, used_there = others[-1]
+        slopes = [(used - used_there) / (rows - other)]
+    else:
+        # What is off may be each row's, or the same for all.
+        slopes = [(used - constant) / rows, *(line[1:] if line else ())]
+    expected = [rows + (limit - used) / slope if slope > 0 else float("inf") for slope in slopes]
+    return sum(expected) / len(expected)

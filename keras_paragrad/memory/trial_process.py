@@ -1,0 +1,91 @@
+"""The process in which `find_batch_size` tries a batch: makes the model again, trains some steps, and measures.
+
+`python -m keras_paragrad.memory.trial_process DIRECTORY` reads `request.pickle` there, and writes `base.json` before it
+makes the model and `result.json` at the end. It is killed for memory before any other process is.
+"""
+
+import contextlib
+import importlib
+import json
+import pickle
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import keras_paragrad  # noqa: F401  (registers the classes that a model may have)
+from keras_paragrad.compat.model import all_layers
+from keras_paragrad.memory.available import resident_bytes
+
+# Words of TensorFlow, XLA, cuDNN and Python for memory that can't be had.
+_OUT_OF_MEMORY = ("out of memory", "resource_exhausted", "oom when allocating", "failed to allocate", "bad_alloc")
+
+
+def main(directory: Path) -> None:
+    """Answers the request in a directory."""
+    _be_killed_first()
+    request = pickle.loads((directory / "request.pickle").read_bytes())
+    on_gpu = _set_up(request)
+    # TensorFlow's runtime is not a part of what training takes.
+    tf.reduce_sum(tf.ones((8, 8))).numpy()
+    base = 0 if on_gpu else resident_bytes() or 0
+    (directory / "base.json").write_text(json.dumps(base))
+    try:
+        _train(request, directory)
+        peak = tf.config.experimental.get_memory_info("GPU:0")["peak"] if on_gpu else resident_bytes(peak=True)
+        result = {"bytes": max(0, (peak or 0) - base)}
+    except Exception as error:
+        words = f"{type(error).__name__}: {error}"
+        exhausted = isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError))
+        fits = not (exhausted or any(each in words.lower() for each in _OUT_OF_MEMORY))
+        traceback.print_exc()
+        result = {"problem": " ".join(words.split())[:600]} if fits else {"bytes": None}
+    (directory / "result.json").write_text(json.dumps(result))
+
+
+def _be_killed_first() -> None:
+    """Has the kernel end this process before others, when memory runs out."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _set_up(request: dict[str, Any]) -> bool:
+    """Sets Keras and TensorFlow up as in the process that asks; returns whether training runs on a GPU."""
+    keras.config.set_floatx(request["floatx"])
+    keras.config.set_image_data_format(request["image_data_format"])
+    keras.config.set_dtype_policy(request["dtype_policy"])
+    gpus = [gpu for gpu in tf.config.list_physical_devices("GPU") if gpu.name in request["gpus"]][:1]
+    tf.config.set_visible_devices(gpus, "GPU")
+    for gpu in gpus:
+        size = request["device_bytes"] // 2**20
+        tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=size)])
+    return bool(gpus)
+
+
+def _train(request: dict[str, Any], directory: Path) -> None:
+    """Makes the model and its data, and trains."""
+    # The code is that of the process that asks.
+    model = keras.saving.deserialize_keras_object(request["model"], request["custom_objects"], safe_mode=False)
+    for index, layer in enumerate(all_layers(model)):
+        if (directory / f"assets_{index}").exists():
+            layer.load_assets(str(directory / f"assets_{index}"))
+    if not model.compiled:
+        raise ValueError("its compile() is of its own, and can't be called again from what Keras saves")
+    for module, name, arguments in request["preparations"]:
+        getattr(importlib.import_module(module), name)(model, **arguments)
+    rows = request["rows"]
+
+    def repeated(leaf: Any) -> Any:
+        return None if leaf is None else np.resize(leaf, (rows, *leaf.shape[1:]))
+
+    x, y, sample_weight = (keras.tree.map_structure(repeated, each) for each in request["data"])
+    epochs = request["steps"]
+    model.fit(x, y, sample_weight=sample_weight, batch_size=rows, epochs=epochs, shuffle=False, verbose=0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
