@@ -8,7 +8,7 @@ from keras_paragrad.arguments import refusal
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator, unwrap_loss_scale
 from keras_paragrad.compat.types import Config
-from keras_paragrad.engine.losses.loss_normalization import warn_of_batch_statistics
+from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
 # Slices of a batch are always weighted by their normalizer, never uniformly.

@@ -7,7 +7,8 @@ from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import Logs
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization, warn_of_batch_statistics
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 

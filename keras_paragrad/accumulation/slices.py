@@ -12,7 +12,8 @@ from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_
 from keras_paragrad.arguments import check_choice_or_function, check_instance, check_integer
 from keras_paragrad.compat.data import Adapter, sample_rows
 from keras_paragrad.compat.types import Batch
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization, warn_of_batch_statistics
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
 from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_of
 from keras_paragrad.engine.step.builder import StepBuilder

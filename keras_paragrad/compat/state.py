@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import logging
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -88,6 +89,14 @@ class ModelState:
 def state_of(owner: object) -> ModelState:
     """The state attached to an object."""
     return ModelState(owner)
+
+
+def log_once(owner: object, message: str) -> None:
+    """Logs at INFO what wasn't logged for this owner before."""
+    state = state_of(owner)
+    if message not in state.logged:
+        state.logged |= {message}
+        logging.getLogger("keras_paragrad").info("%s", message)
 
 
 Patch = TypeVar("Patch", bound="MethodPatch")

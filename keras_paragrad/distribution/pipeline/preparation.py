@@ -17,7 +17,8 @@ from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.distribution.parallelism import Preparation
 from keras_paragrad.distribution.pipeline.cutting import cut, variables_of_part
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization, warn_of_batch_statistics
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 from keras_paragrad.engine.pipeline.compiled import CompiledPart
 from keras_paragrad.engine.pipeline.on_device import STAGE, Columns, StageOnDevices
 from keras_paragrad.engine.pipeline.placement import (

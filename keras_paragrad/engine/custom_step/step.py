@@ -1,7 +1,6 @@
 """`CustomStep`: runs a model's own `train_step` exactly, in slices, on replicas or on the micro-batches of a window."""
 
 import contextlib
-import logging
 from collections.abc import Callable, Generator, Sequence
 
 import keras
@@ -10,7 +9,7 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.model import train_step_of
 from keras_paragrad.compat.optimizer import build_optimizer, find_accumulator
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
 from keras_paragrad.engine.custom_step.run import SlicedStep, changed_order
@@ -18,7 +17,8 @@ from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersion
 from keras_paragrad.engine.custom_step.weighting import find_weightings, sums_in_step
 from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
 from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics, run_custom_train_step, weighting_means
-from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, LossNormalization
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments, weighting_of
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
@@ -26,8 +26,6 @@ from keras_paragrad.engine.step.building import build_layers_by_step
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.step.stages import BatchSlices
 from keras_paragrad.storage.row_gradients import scale_gradient
-
-_log = logging.getLogger("keras_paragrad")
 
 
 class CustomStep:
@@ -266,8 +264,4 @@ def _log_weightings(model: keras.Model, analysis: StepAnalysis, weightings: list
     """Logs once how a step is divided."""
     pairs = zip(analysis.calls, weightings, strict=True)
     listed = "; ".join(f"{call.optimizer.name}: {weighting.name}, phase {call.phase + 1}" for call, weighting in pairs)
-    message = f"The train_step of {type(model).__name__} is divided. Parts of a batch are weighted by: {listed}."
-    state = state_of(model)
-    if message not in state.logged:
-        state.logged |= {message}
-        _log.info("%s", message)
+    log_once(model, f"The train_step of {type(model).__name__} is divided. Parts of a batch are weighted by: {listed}.")

@@ -10,7 +10,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import all_layers, all_variables, step_metrics, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients
-from keras_paragrad.engine.losses.loss_normalization import IndivisibleError
+from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.probes.trial import is_seed
 from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.step.interception import capturing_applies

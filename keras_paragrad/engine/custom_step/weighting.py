@@ -14,7 +14,8 @@ from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import all_layers, all_variables, step_metrics, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
-from keras_paragrad.engine.losses.loss_normalization import UNIFORM_NEEDS, IndivisibleError
+from keras_paragrad.engine.losses.loss_normalization import UNIFORM_NEEDS
+from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments
 from keras_paragrad.engine.probes.independence import once_per_compile, states_refusal
 from keras_paragrad.engine.probes.random_rows import random_numbers_by_row

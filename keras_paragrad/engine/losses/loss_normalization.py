@@ -1,7 +1,6 @@
 """Loss normalization: the divisor of a micro-batch's loss, and so the weight of its gradient."""
 
 import dataclasses
-import logging
 import warnings
 from collections.abc import Sequence
 
@@ -9,56 +8,18 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
-from keras_paragrad.compat.model import (
-    added_losses,
-    all_layers,
-    overrides_compute_loss,
-    overrides_train_step,
-    summed_by_keras,
-)
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step, summed_by_keras
+from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, LossArguments
-from keras_paragrad.engine.losses.divisors import (
-    SIZE,
-    SUM,
-    DivisorKey,
-    Normalizer,
-    UnknownDivisorError,
-    gradient_divisor_of,
-)
+from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, UnknownDivisorError, gradient_divisor_of
+from keras_paragrad.engine.losses.refusals import IndivisibleError, Refusals, problem_of, seen
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.losses.weightings import (
-    WEIGHTINGS,
-    DivisorFunction,
-    Weighting,
-    step_arguments,
-    weighting_of,
-)
-from keras_paragrad.engine.probes.independence import mixing_reasons, once_per_compile
-from keras_paragrad.engine.probes.weighting_trial import FIRST, ROWS, WeightingTrial, try_weightings
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS, DivisorFunction, Weighting, step_arguments, weighting_of
+from keras_paragrad.engine.probes.independence import once_per_compile
+from keras_paragrad.engine.probes.weighting_trial import WeightingTrial, try_weightings
 
-_log = logging.getLogger("keras_paragrad")
-# The advice if all parts of a batch have the same size and weights, by the component that splits batches.
-_FOR_EQUAL_PARTS = {
-    "AccumulatingOptimizer": "write AccumulatingOptimizer(..., weighting='uniform')",
-    "DistributedFit": "write DistributedFit(..., exact=False)",
-    "Pipeline": "write Pipeline(..., microbatches=1)",
-    "microbatch": "write AccumulatingOptimizer(..., weighting='uniform'), and give fit() the micro-batches",
-    "make_private": "let the loss be a sum or a mean of one value per example",
-}
-_RECOMPUTE = "recompute() saves memory for any loss."
-# Whose `weighting` to state, if not the component's own.
-_CONFIGURED_BY = {"Pipeline": "DistributedFit"}
-# The advice for models that mix examples.
-_TO_TRAIN_ANYWAY = {**_FOR_EQUAL_PARTS, "microbatch": "write microbatch(..., weighting='examples')"}
-
-
-# The components that divide a custom `train_step`.
-_CAPTURES_STEPS = ("microbatch", "DistributedFit", "AccumulatingOptimizer")
-
-
-class IndivisibleError(ValueError):
-    """The gradients of parts of a batch can't be combined into that of the whole, as their weights are unknown."""
+# The components that divide a custom `train_step`, by `keras_paragrad.engine.custom_step`.
+_DIVIDE_STEPS = ("microbatch", "DistributedFit", "AccumulatingOptimizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,13 +42,13 @@ class LossNormalization:
         Raises:
             ValueError: The model has a custom `train_step`.
         """
-        name = type(model).__name__
-        if overrides_train_step(model) and not self.captures_steps:
-            raise IndivisibleError(
-                f"{name} defines its own train_step, so the normalizer of its loss is unknown, and parts of a batch "
-                "with different sizes or weights would bias the gradient. If all parts have the same size and "
-                f"weights, {_FOR_EQUAL_PARTS[self.asked_by]}; otherwise move what train_step does into compute_loss."
-            )
+        if overrides_train_step(model) and self.asked_by not in _DIVIDE_STEPS:
+            raise self.refusals.of_train_step(model)
+
+    @property
+    def refusals(self) -> Refusals:
+        """What is refused, in the words of the component that splits batches."""
+        return Refusals(self.asked_by)
 
     @property
     def takes_whole_losses(self) -> bool:
@@ -96,7 +57,7 @@ class LossNormalization:
 
     def __call__(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
         """The normalizer of the loss that was just computed; see `keras_paragrad.engine.step.gradient.Normalize`."""
-        mixes = self._refuse_mixing(model, arguments, terms, training=True)
+        mixes = self._check_rows(model, arguments, terms, training=True)
         return self._normalizer(model, arguments, terms, tried=not mixes)
 
     def _normalizer(
@@ -119,26 +80,12 @@ class LossNormalization:
         if reason is None:
             return _normalizer_of_terms(model, terms)
         weighting = self._find(model, arguments, reason)
-        self._check_by_example(terms, weighting.name)
+        self.refusals.check_by_example(terms, weighting.name)
         return weighting.normalizer(arguments)
-
-    def _refuse_mixing(
-        self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, training: bool
-    ) -> bool:
-        """Raises if parts of a batch do not give the loss and the states of the whole; whether they may not.
-
-        With a stated weighting, the reasons are only warned of.
-        """
-        stated = self.weighting != "auto"
-        reasons = mixing_reasons(model, arguments, terms, asked_by=self.asked_by, training=training, refused=not stated)
-        if reasons and not stated:
-            anyway = f" To train anyway, {_TO_TRAIN_ANYWAY[self.asked_by]}." if self._takes_weighting else ""
-            raise IndivisibleError(f"{reasons}{anyway}")
-        return reasons is not None
 
     def in_evaluation(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
         """The weight of a part of a batch in evaluation, or `None` if each output's loss has its own."""
-        self._refuse_mixing(model, arguments, terms, training=False)
+        self._check_rows(model, arguments, terms, training=False)
         stated = self._stated(model, arguments, terms)
         reason = self.why_unknown(model, terms) if stated is None else None
         return stated if reason is None else self._find(model, arguments, reason).normalizer(arguments)
@@ -151,20 +98,20 @@ class LossNormalization:
         """
         if terms or self.weighting in ("examples", "sample_weight", "sum") or callable(self.weighting):
             arguments = {**step_arguments(data), "y_pred": terms[0].y_pred if terms else None}
-            self._refuse_mixing(model, arguments, list(terms), training=False)
+            self._check_rows(model, arguments, list(terms), training=False)
             return self._normalizer(model, arguments, list(terms), tried=bool(terms))
-        raise ValueError(
-            f"{type(model).__name__} defines its own test_step, so the normalizer of {what} is unknown, and parts of a "
-            "batch with different sizes would bias it. Compute the loss with self.compute_loss(...), and update "
-            "metrics with every example, as in metric.update_state(y, y_pred). If it is a mean over the examples, "
-            f"write {self._configured_by}(..., weighting='examples')."
-        )
+        raise self.refusals.of_test_step(model, what)
+
+    def _check_rows(
+        self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, training: bool
+    ) -> bool:
+        return self.refusals.check_rows(model, arguments, terms, stated=self.weighting != "auto", training=training)
 
     def _stated(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
         """The normalizer as the user states it or as added losses determine it; `None` if another rule has to."""
         stated = weighting_of(self.weighting)
         if stated is not None:
-            self._check_by_example(terms, stated.name)
+            self.refusals.check_by_example(terms, stated.name)
             if stated.name == "examples" and any(term.by_example for term in terms):
                 # Derived from the losses, it is the same, and the logged losses keep their own divisors.
                 return None
@@ -182,15 +129,6 @@ class LossNormalization:
                 "reduction='sum'."
             )
         return _normalizer_of_sum(model, terms)._replace(stated="sum") if summed else None
-
-    def _check_by_example(self, terms: list[LossTerm], name: str) -> None:
-        """Refuses what contradicts the gradient of a mean of the examples' masked means."""
-        if any(term.by_example for term in terms) and name in ("sample_weight", "mask"):
-            raise ValueError(
-                f"weighting={name!r}, but with PerExampleGradients(..., masked_mean='example') the gradient "
-                f"is divided by the number of examples. Write {self._configured_by}(..., weighting='examples'), or "
-                "leave it out."
-            )
 
     def why_unknown(self, model: keras.Model, terms: list[LossTerm]) -> str | None:
         """Why what the loss divides by doesn't follow from the compiled losses, or `None` if it does."""
@@ -210,23 +148,20 @@ class LossNormalization:
 
     def _find(self, model: keras.Model, arguments: LossArguments, reason: str) -> Weighting:
         """What an unknown loss divides by, as a trial shows; raises with the `reason` that it is unknown."""
-        if not self._takes_weighting:
+        if not self.refusals.takes_weighting:
             raise IndivisibleError(
                 f"{reason} For training with differential privacy, let each loss return one value per example."
             )
         trial = find_weightings(model, arguments)
-        problem = _problem_of(trial)
+        problem = problem_of(trial)
         if problem or trial is None:
-            raise IndivisibleError(f"{reason} {problem} {self._advice(trial, added=bool(added_losses(model)))}")
+            raise IndivisibleError(f"{reason} {problem} {self.refusals.advice(model, trial)}")
         weighting = trial.fitting[0]
-        message = (
+        log_once(
+            model,
             f"The loss of {model.name!r} was tried on made-up rows, and parts of a batch are weighted by "
-            f"weighting={weighting.argument}."
+            f"weighting={weighting.argument}.",
         )
-        state = state_of(model)
-        if message not in state.logged:
-            state.logged |= {message}
-            _log.info("%s", message)
         return weighting
 
     def _check_stated(self, model: keras.Model, arguments: LossArguments) -> None:
@@ -239,49 +174,11 @@ class LossNormalization:
             # Without a mask, "mask" is the number of examples.
             return
         fitting = [each.argument for each in trial.fitting]
-        advice = (
-            f"Write weighting={fitting[0]}, or leave it out."
-            if fitting
-            else self._advice(trial, added=bool(added_losses(model)))
-        )
+        advice = f"Write weighting={fitting[0]}, or leave it out." if fitting else self.refusals.advice(model, trial)
         raise IndivisibleError(
             f"weighting={stated.argument} is not what the loss of {type(model).__name__} is divided by. "
-            f"{_seen(trial)} {advice}"
+            f"{seen(trial)} {advice}"
         )
-
-    def _advice(self, trial: WeightingTrial | None, *, added: bool) -> str:
-        """What to write where the weighting is unknown; `added` says whether layers add losses."""
-        name = self._configured_by
-        functions = f"{name}(..., weighting=...) takes 'examples', 'sample_weight', 'mask', 'sum' or"
-        if trial is None or trial.ambiguous or trial.random:
-            return (
-                f"If you know the normalizer, state it: {functions} a function of (x, y, y_pred, sample_weight) that "
-                "returns it for a part of a batch."
-            )
-        whole = {
-            "DistributedFit": "DistributedFit('none') trains any loss.",
-            "AccumulatingOptimizer": "microbatch(model, size) also takes losses that compare examples.",
-        }.get("microbatch" if added and self.asked_by != "DistributedFit" else self.asked_by, _RECOMPUTE)
-        multiplies = ", or multiplies means over them, as the load balancing of experts does" if added else ""
-        return (
-            "It divides by something else, such as a count of tokens, or divides its terms by different things, or "
-            f"compares examples{multiplies}. In the first case state what it divides by: {name}(..., weighting="
-            f"lambda x, y, y_pred, sample_weight: keras.ops.sum(y != 0)), for instance. {whole}"
-        )
-
-    @property
-    def captures_steps(self) -> bool:
-        """Whether a custom `train_step` is divided, by `keras_paragrad.engine.custom_step`."""
-        return self.asked_by in _CAPTURES_STEPS
-
-    @property
-    def _configured_by(self) -> str:
-        return _CONFIGURED_BY.get(self.asked_by, self.asked_by)
-
-    @property
-    def _takes_weighting(self) -> bool:
-        # A stated weight that isn't the loss's would not bound the contribution of an example.
-        return self.asked_by != "make_private"
 
 
 def find_weightings(
@@ -334,8 +231,7 @@ def scale_by_replicas(
     unknown = overrides_compute_loss(model) or any(term.reduces_itself or term.values.shape.rank == 0 for term in terms)
     if unknown:
         trial = find_weightings(model, arguments)
-        is_sum = trial is not None and trial.fitting == [WEIGHTINGS["sum"]]
-        if is_sum:
+        if trial is not None and trial.fitting == [WEIGHTINGS["sum"]]:
             return loss, WEIGHTINGS["sum"].normalizer(arguments)
         return loss * tf.cast(share, loss.dtype), None
     flat = model._compile_loss._flat_losses
@@ -347,38 +243,6 @@ def scale_by_replicas(
     return scaled, None
 
 
-def _problem_of(trial: WeightingTrial | None) -> str | None:
-    """Why a trial doesn't show what a loss divides by."""
-    if trial is None:
-        return "It could not be tried on made-up rows; the log says why."
-    if trial.random:
-        return "It draws random numbers that are not the same for the rows of a part, so a trial shows nothing."
-    if not trial.fitting:
-        return _seen(trial)
-    if trial.ambiguous:
-        return "On made-up rows the mask of the output hides nothing, so whether it divides by it is unknown."
-    return None
-
-
-def _seen(trial: WeightingTrial) -> str:
-    return (
-        f"On {ROWS} made-up rows, and on {FIRST} and {ROWS - FIRST} of them, the weighted gradients of the parts don't "
-        f"add up to that of the whole: {trial}."
-    )
-
-
-def warn_of_batch_statistics(model: keras.Model) -> None:
-    """Warns of layers that normalize with batch statistics, which differ between a batch and its parts."""
-    layers = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
-    names = [layer.name for layer in layers if layer.trainable]
-    if names:
-        warnings.warn(
-            f"{', '.join(names)} normalize with the statistics of each micro-batch, so training differs from training "
-            "on whole batches. Use GroupNormalization, or set trainable=False on these layers.",
-            stacklevel=3,
-        )
-
-
 def _normalizer_of_terms(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
     """The normalizer that all compiled losses share."""
     if not terms:
@@ -386,8 +250,9 @@ def _normalizer_of_terms(model: keras.Model, terms: list[LossTerm]) -> Normalize
     divisors = [gradient_divisor_of(term) for term in terms]
     kinds = {kind for kind, _ in divisors}
     if len(kinds) > 1:
+        named = ", ".join(_KINDS[kind[0]] for kind, _ in divisors)
         raise IndivisibleError(
-            f"The losses of this model's outputs have different normalizers ({_name_kinds(divisors)}), so no single "
+            f"The losses of this model's outputs have different normalizers ({named}), so no single "
             "weight combines micro-batches into the whole batch. Use one reduction, one set of sample weights and one "
             "mask for all outputs."
         )
@@ -416,7 +281,3 @@ def _normalizer_of_sum(model: keras.Model, terms: list[LossTerm]) -> Normalizer:
 
 
 _KINDS = {"sum": "nothing", "weights": "sample weights", "mask": "a mask", "size": "the number of elements"}
-
-
-def _name_kinds(divisors: list[tuple[DivisorKey, tf.Tensor]]) -> str:
-    return ", ".join(_KINDS[kind[0]] for kind, _ in divisors)

@@ -1,23 +1,22 @@
 """Whether a model's loss compares the examples of a batch while its layers don't, found by trials on synthetic rows."""
 
-import logging
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
 
 from keras_paragrad.compat.model import added_losses, all_layers, overrides_compute_loss, overrides_train_step
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.losses.divisors import without_replica_division
-from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, LossNormalization, find_weightings
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
+from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.probes.independence import PARTS, once_per_compile, state_problem
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_value_per_example
 from keras_paragrad.engine.probes.trial import SIZES, PureFunction, call_model, run_trial, synthetic_rows
 
-_log = logging.getLogger("keras_paragrad")
 _ROWS = 8
 
 
@@ -72,15 +71,13 @@ def _find(model: Any, arguments: LossArguments, asked_by: str, training: bool) -
         return traced.refusal
     if training and (problem := state_problem(model, arguments["x"], asked_by)):
         return problem
-    if training and "compares" not in state_of(model).logged:
-        state_of(model).logged |= {"compares"}
-        _log.info(
-            "The loss of %r compares the examples of a batch, or divides by something of its own, so it is computed on "
-            "the outputs of whole batches; %s",
-            model.name,
-            "each slice runs twice, for its outputs and for its gradient."
-            if asked_by == "microbatch"
-            else "the replicas gather them.",
+    if training:
+        twice = "each slice runs twice, for its outputs and for its gradient."
+        log_once(
+            model,
+            f"The loss of {model.name!r} compares the examples of a batch, or divides by something of its own, so it "
+            "is computed on the outputs of whole batches; "
+            f"{twice if asked_by == 'microbatch' else 'the replicas gather them.'}",
         )
     return True
 

@@ -13,7 +13,8 @@ from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Step, StepLogs
-from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, LossNormalization
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.replicas.replica_batch import rows_of

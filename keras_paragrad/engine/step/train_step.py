@@ -15,7 +15,8 @@ from keras_paragrad.engine.custom_step.step import CustomStep, run_inexact_step
 from keras_paragrad.engine.custom_step.weighting import warn_of_uniform_step
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result
-from keras_paragrad.engine.losses.loss_normalization import IndivisibleError, scale_by_replicas, warn_of_uniform
+from keras_paragrad.engine.losses.loss_normalization import scale_by_replicas, warn_of_uniform
+from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
 from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.independence import INSTEAD_OF_WINDOWS
