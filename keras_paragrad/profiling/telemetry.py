@@ -54,7 +54,8 @@ class GradientTelemetry(keras.callbacks.Callback):
         last: The latest `keras_paragrad.profiling.telemetry_reports.Reports`, of up to 32 updates, or `None`.
 
     Raises:
-        ValueError: An argument is invalid. The message says what to write.
+        ValueError: An argument is invalid, or, in `fit`, a `train_step` of the model's own updates weights with another
+            optimizer than the model's, whose updates aren't measured. The message says what to write.
         MissingExtraError: Parquet is requested and pyarrow is not installed.
 
     Example:
@@ -191,8 +192,8 @@ class GradientTelemetry(keras.callbacks.Callback):
         if now == before:
             skipped = " A LossScaleOptimizer skips updates whose gradient overflows." if self._scales else ""
             return (
-                f"the model's optimizer, {model.optimizer.name!r}, made none.{skipped} Only its updates are measured, "
-                "not those of another optimizer: call self.optimizer.apply in your train_step."
+                f"the model's optimizer, {model.optimizer.name!r}, made none.{skipped} Only its updates are measured: "
+                "call self.optimizer.apply in your train_step."
             )
         if now // self.every == before // self.every:
             return f"none of the updates {before + 1} to {now} is a multiple of every={self.every}. Write every=1."

@@ -19,7 +19,7 @@ from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.data import EpochIterator
 from keras_paragrad.compat.model import Trainable, fit_frame, overrides_train_step, traced_as
-from keras_paragrad.compat.optimizer import build_optimizer, innermost_optimizer
+from keras_paragrad.compat.optimizer import build_optimizer, innermost_optimizer, nested_optimizers, updating_optimizers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.custom_step.step import CustomStep
@@ -35,7 +35,7 @@ from keras_paragrad.engine.step.building import (
 )
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
-from keras_paragrad.engine.step.interception import install_transform
+from keras_paragrad.engine.step.interception import install_transform, noticing_applies
 from keras_paragrad.engine.step.stages import Apply, Stages, save_states
 from keras_paragrad.engine.step.train_step import TrainStep
 from keras_paragrad.engine.telemetry.train_functions import LATEST, PlanAhead, choose_train_function, compiled_functions
@@ -303,6 +303,17 @@ class StepBuilder:
         choices = (False, True) if self.stages.apply else (False,)
         return [functools.partial(self._step, update=update, telemetry=telemetry, guard=guard) for update in choices]
 
+    def _refuse_unmeasured(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Refuses to update by an optimizer whose updates telemetry doesn't see."""
+        measured = self.model.optimizer
+        if not any(optimizer is each for each in (*nested_optimizers(measured), *updating_optimizers(measured))):
+            raise ValueError(
+                f"GradientTelemetry measures the updates of the optimizer that the model is compiled with, "
+                f"{measured.name!r}, and the train_step of {type(self.model).__name__} updates weights with "
+                f"{optimizer.name!r}. Let it call self.optimizer alone, or leave GradientTelemetry out and return what "
+                "you want to see from train_step, such as tf.linalg.global_norm(gradients)."
+            )
+
     def _step(self, data: Batch, update: bool, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> StepLogs:
         """Runs a step on one replica, with all fillers in effect."""
         step = TrainStep(self.model, self.stages, self._window_of(data), update, guard, self._custom_steps)
@@ -317,7 +328,9 @@ class StepBuilder:
             watching_updates(self.model, telemetry),
         ):
             if overrides_train_step(self.model):
-                logs = step.run_custom(data, replica_batch)
+                only = noticing_applies(self._refuse_unmeasured) if self.stages.telemetry else contextlib.nullcontext()
+                with only:
+                    logs = step.run_custom(data, replica_batch)
             else:
                 logs = step(data, replica_batch)
                 step.end()

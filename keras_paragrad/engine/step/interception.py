@@ -51,6 +51,8 @@ class _Interception:
                 variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
                 _captures.handler(optimizer, list(grads), list(variables))
                 return
+            if _captures.notice is not None:
+                _captures.notice(optimizer)
             plain = functools.partial(original, *([optimizer] if isinstance(owner, type) else []), **keywords)
             (functools.partial(intercept, plain) if intercept else plain)(grads, trainable_variables)
 
@@ -78,9 +80,10 @@ def intercept_apply(optimizer: keras.optimizers.Optimizer, intercept: Intercepto
 
 
 class _Captures(threading.local):
-    """The handler of a thread: each replica is traced in its own."""
+    """The handler of a thread, and what notices its calls: each replica is traced in its own."""
 
     handler: Handler | None = None
+    notice: Callable[[keras.optimizers.Optimizer], None] | None = None
 
 
 _captures = _Captures()
@@ -97,6 +100,18 @@ def capturing_applies(handler: Handler) -> Generator[Callable[[], contextlib.Abs
     """
     with _intercepted_classes(), _handling(handler):
         yield lambda: _handling(None)
+
+
+@contextlib.contextmanager
+def noticing_applies(notice: Callable[[keras.optimizers.Optimizer], None]) -> Generator[None]:
+    """Context in which a function gets any optimizer on this thread whose `apply` is about to update variables."""
+    before = _captures.notice
+    with _intercepted_classes():
+        _captures.notice = notice
+        try:
+            yield
+        finally:
+            _captures.notice = before
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ WINDOWS, PHASES = "are not there at the same time", "micro-batches can't be accu
 STATE = "which gives another state than one update with the whole batch"
 BATCHES = "normalize with the statistics of each micro-batch"
 REPLICAS = "normalize each replica's part of a batch by its own statistics"
-NOT_MEASURED = Outcome(refused="no update was measured", called="not measured")
+NOT_MEASURED = Outcome(refused="GradientTelemetry measures the updates of the optimizer that")
 
 
 def refused(says: str, ways: tuple[str, ...] = PARTS) -> dict[str, Outcome]:

@@ -1,8 +1,11 @@
 """What `GradientTelemetry` reports, against a loop of its own, in every way of taking a step."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
+import step_models
 import tensorflow as tf
 from telemetry_loops import X, Y, assert_reports, expected, inner
 
@@ -41,6 +44,17 @@ def fitted(optimizer, every=1, batch_size=16, callbacks=(), epochs=1, model=None
 def test_every_optimizer(name):
     last, _, _ = fitted(OPTIMIZERS[name](), run_eagerly=True)
     assert_reports(last, expected(OPTIMIZERS[name], 16), range(1, 7))
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_updates_by_another_optimizer_are_refused_before_the_first_step(size):
+    """Of a GAN with two, whole and in slices, though none of the first updates is to be reported."""
+    model = step_models.compiled(step_models.Gan, jit_compile=False)
+    before = model.get_weights()
+    refused = pytest.raises(ValueError, match=r"updates of .* compiled with, .* the train_step of Gan updates .*'sgd")
+    with microbatch(model, size) if size else contextlib.nullcontext(), refused:
+        model.fit(*step_models.data_of(model), batch_size=4, verbose=0, callbacks=[GradientTelemetry(every=9)])
+    np.testing.assert_equal(model.get_weights(), before)
 
 
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
