@@ -325,6 +325,7 @@ PUBLIC = {
             "vanishing": HALF | ZERO,
             "exploding": ABOVE_0 - HALF - taken("1") | taken("inf"),
             "patience": COUNT | LARGE,
+            "show": AUTO | taken("[]", "()", "empty array"),
         },
     ),
     "Options": Called(Options, OPTIONS),
@@ -373,6 +374,7 @@ PUBLIC = {
             "peak_flops": ABOVE_0 | NONE,
             "flops": FLAG | NONE,
             "batch_size": COUNT | LARGE | NONE,
+            "show": AUTO | taken("[]", "()", "empty array"),
         },
     ),
     "adapt_normalization": Called(

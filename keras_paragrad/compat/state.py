@@ -66,6 +66,8 @@ class ModelState:
     norms = Slot[tuple[Any, ...] | None](None)
     # Of compiled losses: the recorders of their terms.
     listeners = Slot[list[Any] | None](None)
+    # Of progress bars: which values they show.
+    progress = Slot[Any](None)
     # Of strategies and replaced methods: whether they warn of an unprepared `fit`.
     warns = Slot[bool](False)
 

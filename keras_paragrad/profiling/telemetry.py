@@ -19,9 +19,13 @@ from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.extras import require
 from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table
 from keras_paragrad.profiling.meter import Meter
+from keras_paragrad.profiling.progress_line import check_show, hide_in_progress_bar
 from keras_paragrad.profiling.telemetry_reports import HEADER, QUANTITIES, Alarms, ReportReader, Reports, Weight
 
 _log = logging.getLogger("keras_paragrad")
+# What `logs` gets; and what the progress bar shows, if it fits.
+SHOWN = ("gradient_norm", "update_ratio", "nonfinite_gradients", "clipped_gradient_norm", "loss_scale")
+_FEW = ("gradient_norm",)
 # Reports are processed in batches of this many, or after this many seconds.
 _MOST_PENDING, _FLUSH_SECONDS = 32, 2.0
 
@@ -48,6 +52,8 @@ class GradientTelemetry(keras.callbacks.Callback):
         exploding: A layer's gradient explodes if its norm exceeds this many times the median over layers, or this many
             times the geometric mean of its own earlier norms.
         patience: How many consecutive reports a gradient has to vanish, or be zero, before a warning.
+        show: Which of the values in `logs` Keras's progress bar shows: `"auto"` is `gradient_norm`, where the
+            terminal is wide enough. Other callbacks, and the `History`, get all.
 
     Attributes:
         layers: The layers with trainable weights, by path, in the model's order.
@@ -83,6 +89,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         vanishing: float = 1e-6,
         exploding: float = 1e3,
         patience: int = 3,
+        show: str | Sequence[str] = "auto",
     ):
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir, directory=True, example="logs", optional=True)
@@ -94,6 +101,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         # Infinity disables the warning.
         self.exploding = check_number("exploding", exploding, above=1, finite=False, example=1e3)
         self.patience = check_integer("patience", patience, example=3)
+        self.show = check_show(show, SHOWN, "gradient_norm")
         self.layers: tuple[str, ...] = ()
         self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=_MOST_PENDING)
         self._meter: Meter | None = None
@@ -125,6 +133,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         self._flushed = time.monotonic()
         self._updates_at_begin, self._ran, self._reported = self._updates(), False, False
         builder.begin_fit(self._fillers)
+        hide_in_progress_bar(model, SHOWN, _FEW, self.show)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Records the epoch."""

@@ -3,7 +3,7 @@
 import csv
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,22 @@ from keras_paragrad.plain_text import read_json
 from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table, begin_csv
 from keras_paragrad.profiling.memory import can_read_host_memory, device_memory, host_memory
 from keras_paragrad.profiling.pace import Clock, Pace, Retraces, StepTimes
+from keras_paragrad.profiling.progress_line import check_show, hide_in_progress_bar
 from keras_paragrad.profiling.session import ProfilerPauses
 from keras_paragrad.profiling.summary import ProfileSummary
 
 _log = logging.getLogger("keras_paragrad")
 _IN_BATCH_LOGS = ("examples_per_second", "step_time_p50_ms", "step_time_p95_ms", "mfu")
+SHOWN = (
+    *("examples_per_second", "updates_per_second", "step_time_p50_ms", "step_time_p95_ms", "time_to_first_step_s"),
+    *("flops_per_step", "retraces", "host_memory_bytes", "device_memory_bytes", "mfu", "collective_share"),
+)
+# What the progress bar shows, if it fits; it has times of its own.
+_FEW = ("examples_per_second", "mfu")
 
 
 class Throughput(keras.callbacks.Callback):
-    """Reports training speed in `logs`, and so in Keras's progress bar, and in files.
+    """Reports training speed in `logs`, and so in `History`, in Keras's progress bar, and in files.
 
     A step is a batch. Its time runs from the end of the previous one, and includes the wait for data and all callbacks.
     Times and rates exclude validation, steps that trace or compile, and the time that `Profiler` takes to start and
@@ -51,6 +58,8 @@ class Throughput(keras.callbacks.Callback):
         peak_flops: Peak floating-point operations per second of all devices together.
         flops: Whether to count operations, which traces the model once more; by default, if `peak_flops` is set.
         batch_size: Examples per batch, for a `train_step` that doesn't update Keras's mean loss.
+        show: Which of these figures Keras's progress bar shows: `"auto"` is `examples_per_second` and `mfu`, as far as
+            the terminal is wide enough. Other callbacks, and the `History`, get all.
 
     Attributes:
         figures: The latest figures by name.
@@ -86,6 +95,7 @@ class Throughput(keras.callbacks.Callback):
         peak_flops: float | None = None,
         flops: bool | None = None,
         batch_size: int | None = None,
+        show: str | Sequence[str] = "auto",
     ):
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir, directory=True, example="logs", optional=True)
@@ -94,6 +104,7 @@ class Throughput(keras.callbacks.Callback):
         self.batch_size = check_integer("batch_size", batch_size, example=32, optional=True)
         flops = check_flag("flops", flops, optional=True)
         self.flops = peak_flops is not None if flops is None else flops
+        self.show = check_show(show, SHOWN, "examples_per_second")
         self.figures: dict[str, float] = {}
         self._batch_logs: dict[str, float] = {}
         self._host_memory = can_read_host_memory()
@@ -108,6 +119,7 @@ class Throughput(keras.callbacks.Callback):
         model = self.model
         resumes = self._known_model is model or int(model.optimizer.iterations.numpy()) > 0
         self._known_model, self._first, self._constants = model, True, {}
+        hide_in_progress_bar(model, SHOWN, _FEW, self.show)
         self._times, self._retraces, self._pace = StepTimes(), Retraces(), Pace(model, self.batch_size)
         if self.log_dir is not None and replica_placement(worker_strategy(model)).worker == 0:
             self._files = ThroughputFiles(self.log_dir, resumes)

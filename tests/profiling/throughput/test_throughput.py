@@ -165,7 +165,8 @@ def test_it_goes_with_telemetry_in_any_order():
         assert not hasattr(model.train_function, "ended")
 
 
-def test_the_progress_bar_shows_them(capsys):
+def test_the_progress_bar_shows_them(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     model = inner()
     model.compile("sgd", "mse")
     model.fit(X, Y, batch_size=16, verbose=2, callbacks=[Throughput()])
