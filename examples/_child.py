@@ -5,8 +5,8 @@ import os
 import subprocess
 from collections import deque
 
-# Of TensorFlow's log, errors alone; and the backend that this package is for, whatever the user's own settings say.
-ENVIRONMENT = {"TF_CPP_MIN_LOG_LEVEL": "2", "KERAS_BACKEND": "tensorflow"}
+from _example import ENVIRONMENT
+
 LINES_SHOWN = 20
 
 

@@ -1,25 +1,33 @@
 """Trains a Transformer that is too large for any of four devices, by one changed line: each device holds a shard of it.
 
-Four logical CPU devices stand in for GPUs. TensorFlow has 1200 MB for their tensors, which is 300 MB each; the weights
-and Adam's moments alone take 352 MB. So that the second training begins with empty memory, each has its own process.
+    python examples/larger_than_a_device.py
+
+Four logical CPU devices stand in for GPUs. TensorFlow has 120 MB for their tensors, which is 30 MB each; the weights
+and Adam's moments alone take 31 MB. So that the second training begins with empty memory, each has its own process.
+The picture shows what a device would have to hold, as `dist.estimate` says. It takes a minute on two CPU cores.
 """
 
+import json
 import os
 import subprocess
 import sys
-import time
+from pathlib import Path
 
-DEVICES, MEGABYTES = 4, 1200
-WORDS, TOKENS, WIDTH, BLOCKS, HEADS = 4000, 16, 1024, 2, 8
+from _example import ENVIRONMENT, Progress, bars, options, require
+
+require("PIL")
+
+DEVICES, MEGABYTES = 4, 120
+WORDS, TOKENS, WIDTH, BLOCKS, HEADS = 4000, 16, 256, 2, 8
 BATCH, BATCHES, EPOCHS = 16, 4, 3
-ENVIRONMENT = {
-    "KERAS_BACKEND": "tensorflow",
-    "TF_CPP_MIN_LOG_LEVEL": "3",
+LIMITS = {
+    **ENVIRONMENT,
     "TF_CPU_ALLOCATOR_USE_BFC": "true",
     "TF_CPU_BFC_MEM_LIMIT_IN_MB": str(MEGABYTES),
     # It would have memory of its own.
     "TF_ENABLE_ONEDNN_OPTS": "0",
 }
+TRAININGS = {"none": "whole on each device", "parameters": "in shards"}
 
 
 def transformer():
@@ -37,8 +45,8 @@ def transformer():
     return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(hidden)))
 
 
-def train(shard):
-    """Trains on all devices, and prints how it went."""
+def train(shard, epochs, progress):
+    """Trains on all devices, says how it went, and returns what a device holds in either way, in MB."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -55,26 +63,39 @@ def train(shard):
     with dist.scope():
         model = transformer()
         model.compile(keras.optimizers.Adam(1e-4), keras.losses.BinaryCrossentropy(from_logits=True))
-    start = time.perf_counter()
+    callbacks = [progress.callback()]
     try:
-        losses = dist.fit(model, x, y, batch_size=BATCH, epochs=EPOCHS, verbose=0).history["loss"]
+        losses = dist.fit(model, x, y, batch_size=BATCH, epochs=epochs, verbose=0, callbacks=callbacks).history["loss"]
     except tf.errors.ResourceExhaustedError as error:
         wanted = next(line for line in str(error).splitlines() if "OOM" in line)
         print(f"shard={shard!r}: out of memory. {wanted[wanted.index('OOM') :][:70]}", flush=True)
-        return
-    shown = " ".join(f"{loss:.3f}" for loss in losses)
-    print(f"shard={shard!r}: trained in {time.perf_counter() - start:.0f} s, loss of each epoch {shown}", flush=True)
+        return None
+    print(f"shard={shard!r}: trained, loss of each epoch", *(f"{loss:.3f}" for loss in losses), flush=True)
+    estimate = dist.estimate(model, BATCH)
+    return {name: estimate[None if name == "none" else name].total / 1e6 for name in TRAININGS}
 
 
 def main():
     """Trains as replicas, and then in shards."""
-    if sys.argv[1:]:
-        train(None if sys.argv[1] == "none" else sys.argv[1])
+    if "--train" in sys.argv:
+        shard, epochs, result = sys.argv[2:]
+        shard, epochs = None if shard == "none" else shard, int(epochs)
+        with Progress(f"shard={shard!r}", epochs * BATCHES) as progress:
+            Path(result).write_text(json.dumps(train(shard, epochs, progress)))
         return
+    given = options(__doc__, takes="a minute")
     print(f"{DEVICES} devices with {MEGABYTES // DEVICES} MB each", flush=True)
-    for shard in ("none", "parameters"):
-        command = [sys.executable, "-W", "ignore", __file__, shard]
-        subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=True)
+    result = given.folder / "held.json"
+    for shard in TRAININGS:
+        epochs = 1 if given.short else EPOCHS
+        command = [sys.executable, "-W", "ignore", __file__, "--train", shard, str(epochs), str(result)]
+        subprocess.run(command, env={**os.environ, **LIMITS}, check=True)
+    held = {TRAININGS[name]: megabytes for name, megabytes in json.loads(result.read_text()).items()}
+    title = "What a device holds at the peak of a training step, as estimated, in MB"
+    bars(title, held, "{:.0f} MB", limit=("a device's memory", MEGABYTES / DEVICES)).save(
+        given.folder / "memory.png",
+        "Whole, the model fits on none of the four devices; with shard='parameters' it trains on them.",
+    )
 
 
 if __name__ == "__main__":

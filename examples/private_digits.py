@@ -2,8 +2,13 @@
 
     python examples/private_digits.py
 
-Prints the accuracy on held-out rows for each epsilon, and the statement of the last one. Takes about a minute.
+Prints the accuracy on held-out rows for each epsilon, and the statement of the last one. The picture shows how the
+accuracy grows with epsilon, beside that of training without privacy. It takes about a minute on two CPU cores.
 """
+
+from _example import Progress, lines, options, require
+
+require("sklearn", "PIL", "dp_accounting")
 
 import keras
 import numpy as np
@@ -12,7 +17,7 @@ from sklearn.datasets import load_digits
 from keras_paragrad.privacy import make_private
 
 EPSILONS = (0.5, 1.0, 2.0, 4.0, 8.0)
-EPOCHS, BATCH_SIZE, DELTA, CLIP_NORM = 30, 256, 1e-4, 1.0
+EPOCHS, BATCH_SIZE, DELTA, CLIP_NORM, HELD_OUT = 30, 256, 1e-4, 1.0, 360
 
 
 def load() -> tuple[np.ndarray, np.ndarray]:
@@ -37,11 +42,10 @@ def build() -> keras.Model:
     )
 
 
-def accuracy(epsilon: float | None, verbose: bool = False) -> float:
+def accuracy(epsilon: float | None, epochs: int, verbose: bool = False) -> float:
     """Accuracy on held-out rows after private training, or after ordinary training for `None`."""
     x, y = load()
-    held_out = 360
-    train, test = (x[held_out:], y[held_out:]), (x[:held_out], y[:held_out])
+    train, test = (x[HELD_OUT:], y[HELD_OUT:]), (x[:HELD_OUT], y[:HELD_OUT])
     model = trained = build()
     if epsilon is not None:
         trained = make_private(
@@ -50,20 +54,34 @@ def accuracy(epsilon: float | None, verbose: bool = False) -> float:
             expected_batch_size=BATCH_SIZE,
             delta=DELTA,
             target_epsilon=epsilon,
-            epochs=EPOCHS,
+            epochs=epochs,
         )
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     trained.compile(keras.optimizers.SGD(1.0, momentum=0.8), loss, metrics=["accuracy"])
-    trained.fit(*train, **({} if epsilon else {"batch_size": BATCH_SIZE}), epochs=EPOCHS, verbose=0)
+    title = "no privacy" if epsilon is None else f"epsilon {epsilon}"
+    with Progress(title, epochs * -(-len(train[0]) // BATCH_SIZE)) as progress:
+        options = {} if epsilon else {"batch_size": BATCH_SIZE}
+        trained.fit(*train, **options, epochs=epochs, verbose=0, callbacks=[progress.callback()])
     if verbose:
         print(trained.privacy.statement())
-    return trained.evaluate(*test, verbose=0)[1]
+    reached = trained.evaluate(*test, verbose=0)[1]
+    print(f"{title}: accuracy {reached:.3f}", flush=True)
+    return reached
 
 
 def main() -> None:
-    for epsilon in EPSILONS:
-        print(f"epsilon {epsilon:4.1f}: accuracy {accuracy(epsilon, verbose=epsilon == EPSILONS[-1]):.3f}")
-    print(f"no privacy  : accuracy {accuracy(None):.3f}")
+    """Trains with each epsilon and without, and draws."""
+    given = options(__doc__, takes="about a minute")
+    epsilons, epochs = (EPSILONS[2:3], 2) if given.short else (EPSILONS, EPOCHS)
+    reached = [accuracy(epsilon, epochs, verbose=epsilon == epsilons[-1]) for epsilon in epsilons]
+    without = accuracy(None, epochs)
+    series = {"without privacy": [without] * len(epsilons), "private": reached}
+    labels = [f"{epsilon:g}" for epsilon in epsilons]
+    lines("Accuracy on held-out digits, by epsilon", ("epsilon", labels), "accuracy", series, "{:.0%}").save(
+        given.folder / "accuracy.png",
+        f"At epsilon {epsilons[-1]:g} and delta {DELTA:g} the private classifier is right on {reached[-1]:.1%} of "
+        f"held-out digits, and one without privacy on {without:.1%}.",
+    )
 
 
 if __name__ == "__main__":

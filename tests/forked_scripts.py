@@ -72,4 +72,6 @@ def run_script(script: tuple[str, list[str], str]) -> None:
     path, arguments, folder = script
     os.chdir(folder)
     sys.argv = [path, *arguments]
+    # As Python does with a script, and `runpy` with a folder alone.
+    sys.path.insert(0, str(Path(path).parent))
     runpy.run_path(path, run_name="__main__")

@@ -16,7 +16,7 @@ TESTS = Path(__file__).parent
 RECORDED = TESTS / "durations.json"
 # The processor time of a test that states no other.
 SECONDS = 5
-# What `_slowness` measures on the machine that the seconds are meant for.
+# What `slowness` measures on the machine that the seconds are meant for.
 REFERENCE = 0.03
 # What `make test-fast` leaves out of the modules that are marked `fast`.
 NOT_FAST = ("not_fast", "slow", "long", "own_process")
@@ -96,7 +96,7 @@ class Spent:
         limit = slow.args[0] if slow else SECONDS
         # Other processes slow a machine down for minutes, so it is measured at this moment. What is left of noise stays
         # below twice.
-        if seconds <= limit or seconds <= 2 * limit * _slowness():
+        if seconds <= limit or seconds <= 2 * limit * slowness():
             return None
         return (
             f"has taken {seconds:.1f} s of processor time, and may take {limit}. Make its case smaller, or mark it "
@@ -109,7 +109,7 @@ def _seconds() -> float:
     return time.process_time() + children.ru_utime + children.ru_stime + own_process.processor_seconds()
 
 
-def _slowness() -> float:
+def slowness() -> float:
     """How many times as long this machine takes as the one that the seconds are meant for, or 1 if it is faster."""
     before = time.process_time()
     for _ in range(5):

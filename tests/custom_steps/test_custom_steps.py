@@ -1,12 +1,9 @@
 """Models with a `train_step` of their own take the step of one device on the whole batch, however it is divided."""
 
 import functools
-from pathlib import Path
 
-import forked_scripts
 import keras
 import numpy as np
-import own_process
 import pytest
 import step_models as models
 import tensorflow as tf
@@ -15,7 +12,6 @@ from step_models import compiled, data_of
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "gan_on_replicas.py"
 KINDS = {
     "autoencoder": (models.Autoencoder,),
     "sum": (models.SummedAutoencoder,),
@@ -368,21 +364,6 @@ def test_windows_refuse_updates_that_follow_each_other():
     model = compiled(models.Captions, optimizer=accumulating, jit_compile=False)
     with pytest.raises(ValueError, match=r"updates weights 3 times.*microbatch\(model, size\)"):
         fitted(model, 4, callbacks=[ExactAccumulation()])
-
-
-@pytest.mark.slow(60)
-def test_the_example_trains_one_gan_in_three_ways(tmp_path):
-    arguments = ["--epochs", "1", "--picture", str(tmp_path / "gan.png")]
-    printed = tmp_path / "printed"
-    process = own_process.start(forked_scripts.run_script, (str(EXAMPLE), arguments, str(tmp_path)), {}, printed)
-    process.join(180)
-    process.kill()
-    said = printed.read_text()
-    assert process.exitcode == 0, said
-    differences = [float(line.rpartition(" ")[2]) for line in said.splitlines() if "at most" in line]
-    assert len(differences) == 3
-    assert max(differences) < 1e-6
-    assert (tmp_path / "gan.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.own_process
