@@ -58,7 +58,7 @@ class Launcher:
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", START + "sys.exit(main())", "launch", *options, *words],
             cwd=self.directory,
-            env={**BUFFERED, "PYTHONDONTWRITEBYTECODE": "1", **(environment or {})},
+            env={**BUFFERED, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.directory), **(environment or {})},
             text=True,
             **streams,
         )
@@ -190,14 +190,30 @@ def test_colours_on_a_terminal(launcher):
     ids=["status", "exception", "killed", "terminated"],
 )
 def test_one_failure_ends_all(launcher, end, status, says):
-    script = f"started()\nif index == 1:\n    {end}\ntime.sleep(60)"
+    script = f"""
+def fail(*_):
+    sys.exit("Traceback of another")
+
+signal.signal(signal.SIGTERM, fail if index != 1 else signal.SIG_DFL)
+started()
+if index == 1:
+    wait_for("go")
+    {end}
+time.sleep(60)
+"""
+    process = launcher.start(script, "--workers", "3")
+    launcher.wait_for_starts(3)
+    (launcher.directory / "go").touch()
     begun = time.monotonic()
-    found, _, err = launcher.run(script, "--workers", "3")
+    err = process.communicate(timeout=SECONDS)[1].splitlines()
     assert time.monotonic() - begun < 10
-    assert found == status
-    said = [line for line in err if line.startswith("[launch]")]
-    assert re.fullmatch(rf"\[launch\] worker 1 {says} after \d\.\d s", said[0])
-    assert said[1:] == ["[launch] stopping worker 0, worker 2: SIGTERM, then SIGKILL after 30 s"]
+    assert process.returncode == status
+    said = [line for line in err if not line.startswith("[worker 1]")]
+    stopped = r"stopping worker 0, worker 2: SIGTERM, then SIGKILL after 30 s; what follows is in (\S+)"
+    found = re.fullmatch(rf"\[launch\] worker 1 {says} after \d+(?:\.\d)? s; {stopped}", said[0])
+    assert found and len(said) == 1
+    others = Path(found[1])
+    assert sorted(others.read_text().splitlines()) == [f"[worker {each}] Traceback of another" for each in (0, 2)]
     assert not any(map(runs, launcher.pids()))
 
 

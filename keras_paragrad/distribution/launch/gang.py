@@ -48,6 +48,7 @@ def launch(layout: Layout, command: Sequence[str], max_restarts: int, grace: flo
         while True:
             gang = Gang(layout.tasks(os.environ), command, grace, output, events)
             status = gang.run()
+            output.restore()
             if status == 0 or gang.signalled or restarts == max_restarts:
                 return status
             restarts += 1
@@ -126,17 +127,21 @@ class Gang:
             return
         if member.status != 0:
             self.status = _exit_status(member.status)
-            self._output.say(
+            self._end_others(
                 f"{member.task.label} {_describe_exit(member.status)} after {_format_seconds(member.seconds)}"
             )
-            self._end_others()
         elif not any(other.task.job == self._leading_job for other in self._running):
             self._end(signal.SIGTERM)
 
-    def _end_others(self) -> None:
+    def _end_others(self, failure: str) -> None:
+        """Says what failed, once, and terminates the others; how they fail with it goes to a file."""
         if self._running:
             names = ", ".join(member.task.label for member in self._running)
-            self._output.say(f"stopping {names}: SIGTERM, then SIGKILL after {self._grace:g} s")
+            failure += (
+                f"; stopping {names}: SIGTERM, then SIGKILL after {self._grace:g} s; what follows is in "
+                f"{self._output.divert()}"
+            )
+        self._output.say(failure)
         self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:

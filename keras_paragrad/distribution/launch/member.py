@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -113,6 +114,8 @@ class Output:
     def __init__(self, on_closed: Callable[[], None]):
         self._on_closed = on_closed
         self._write_lock = threading.Lock()
+        self._path: str | None = None
+        self._diverted: int | None = None
         self._launcher_prefix = self.prefix("launch", None, sys.stderr)
 
     def prefix(self, label: str, number: int | None, stream: TextIO) -> str:
@@ -125,16 +128,38 @@ class Output:
 
     def say(self, message: str) -> None:
         """Prints a message of the launcher to standard error."""
-        self.write(sys.stderr, self._launcher_prefix, [message])
+        self._write(sys.stderr.fileno(), self._launcher_prefix, [message])
+
+    def divert(self) -> str:
+        """From now on, writes what processes print to standard error to a file, and returns its path."""
+        with self._write_lock:
+            if self._path is None:
+                self._diverted, self._path = tempfile.mkstemp(prefix="keras_paragrad_launch_", suffix=".log")
+            elif self._diverted is None:
+                self._diverted = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+            return self._path
+
+    def restore(self) -> None:
+        """Ends `divert`."""
+        with self._write_lock:
+            if self._diverted is not None:
+                os.close(self._diverted)
+                self._diverted = None
 
     def write(self, stream: TextIO, prefix: str, lines: Iterable[str]) -> None:
-        """Writes whole lines."""
+        """Writes whole lines of a process."""
+        self._write(None if stream is sys.stderr else stream.fileno(), prefix, lines)
+
+    def _write(self, target: int | None, prefix: str, lines: Iterable[str]) -> None:
+        """Writes lines to a file descriptor; without one, to standard error or where it is diverted to."""
         data = "".join(f"{prefix}{line}\n" for line in lines).encode("utf-8", "surrogateescape")
         with self._write_lock:
+            descriptor = target if target is not None else self._diverted
+            descriptor = sys.stderr.fileno() if descriptor is None else descriptor
             try:
                 # Bypass Python's buffer, which would retry a failed write at exit.
                 while data:
-                    data = data[os.write(stream.fileno(), data) :]
+                    data = data[os.write(descriptor, data) :]
             except BrokenPipeError:
                 self._on_closed()
 
