@@ -63,12 +63,14 @@ class Worker(NamedTuple):
     logged: list[str]
 
 
-class AskTheSecond(keras.callbacks.Callback):
-    """Asks the second worker for a window."""
+class SlowSecond(keras.callbacks.Callback):
+    """Asks the second worker for a window, and slows it down."""
 
     def on_train_batch_end(self, batch, logs=None):
-        if batch == 3 and self.model.distribute_strategy.cluster_resolver.task_id == 1:
-            os.kill(os.getpid(), signal.SIGUSR1)
+        if self.model.distribute_strategy.cluster_resolver.task_id == 1:
+            time.sleep(0.02)
+            if batch == 3:
+                os.kill(os.getpid(), signal.SIGUSR1)
 
 
 def profiled_by_worker(arguments):
@@ -90,7 +92,7 @@ def profiled_by_worker(arguments):
     schedule = ProfileSchedule(skip_first=6, warmup=1, active=8, repeat=3)
     callback = Profiler(log_dir, schedule, report=None, keep=2)
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        dist.fit(training, x, x[:, :1], batch_size=10, verbose=0, callbacks=[AskTheSecond(), callback])
+        dist.fit(training, x, x[:, :1], batch_size=10, verbose=0, callbacks=[SlowSecond(), callback])
     return Worker(len(callback.summaries), printed.getvalue(), said)
 
 

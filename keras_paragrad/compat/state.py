@@ -68,6 +68,8 @@ class ModelState:
     listeners = Slot[list[Any] | None](None)
     # Of progress bars: which values they show.
     progress = Slot[Any](None)
+    # Of strategies: what measures how long a worker waits for the others.
+    wait_clock = Slot[Any](None)
     # Of strategies and replaced methods: whether they warn of an unprepared `fit`.
     warns = Slot[bool](False)
 

@@ -219,6 +219,7 @@ _REQUIRED_KEYS = {"model", "optimizer", "strategy", "replicas", "started"}
 def run_info(model: keras.Model) -> RunInfo:
     """Describes a built and compiled model, and its training setup."""
     strategy = model.distribute_strategy
+    placement = replica_placement(worker_strategy(model))
     kind = type(strategy).__name__
     devices = _devices_of(model, strategy)
     return RunInfo(
@@ -228,7 +229,8 @@ def run_info(model: keras.Model) -> RunInfo:
         # The default strategy is a private class of TensorFlow.
         strategy="" if kind.startswith("_") else kind,
         replicas=strategy.num_replicas_in_sync,
-        worker=replica_placement(worker_strategy(model)).worker,
+        worker=placement.worker,
+        workers=placement.workers,
         jit=bool(getattr(model, "jit_compile", False)),
         steps_per_execution=model.steps_per_execution,
         precision=model.dtype_policy.name,

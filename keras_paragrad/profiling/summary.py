@@ -1,5 +1,6 @@
 """The data of a profile: the profiler writes them, the terminal and the report show them."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple, cast
@@ -16,6 +17,7 @@ class RunInfo:
         strategy: The class of the strategy, or `""` without one.
         replicas: Number of replicas over all workers.
         worker: Which worker this is, counted from 0.
+        workers: Number of workers.
         jit: Whether XLA compiles the step.
         steps_per_execution: Batches per call of the train function.
         precision: The name of the dtype policy.
@@ -40,6 +42,7 @@ class RunInfo:
     started: str = ""
     device_kind: str = ""
     compute_capability: tuple[int, int] | None = None
+    workers: int = 1
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "RunInfo":
@@ -139,6 +142,11 @@ class LayerTime:
         return self.forward + self.backward + self.recompute + self.other
 
 
+COLLECTIVES = "collectives"
+# How oneDNN's variants of an operation are named.
+VARIANT = re.compile(r"^_(Mkl)?(Native)?")
+# In a log directory, the files of `WorkerSteps`.
+WORKER_FILES = "worker_*_batches.csv"
 PASSES = ("forward", "backward", "recompute", "other")
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_paragrad.plain_text import Printable, show
-from keras_paragrad.profiling.summary import ProfileSummary, StepTime, shares_of
+from keras_paragrad.profiling.summary import VARIANT, ProfileSummary, StepTime, shares_of
 
 WIDTH = 100
 PARTS = {
@@ -94,7 +94,7 @@ def _operations_table(summary: ProfileSummary, most: int) -> Table:
     for header in ("Count", "ms a step" if summary.steps else "ms", ""):
         table.add_column(header, justify="right")
     for each in summary.operations[:most]:
-        kind = each.kind.removeprefix("_Mkl").removeprefix("Native")
+        kind = VARIANT.sub("", each.kind)
         table.add_row(kind, each.layer or "-", str(each.count), f"{summary.per_step(each):.2f}", f"{each.share:.0%}")
     return table
 

@@ -26,6 +26,7 @@ from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.terminal import WindowFigures, print_figures
 from keras_paragrad.profiling.trace_windows import WindowScheduler, WindowTracer
 from keras_paragrad.profiling.updates import BatchesOfEpoch
+from keras_paragrad.profiling.worker_steps import WorkerSteps
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -35,14 +36,15 @@ _log = logging.getLogger("keras_paragrad")
 FIRST_WORKER_ALONE = "Profiler traces the first worker only: on the others, TensorFlow's profiler may crash."
 
 _NOT_TRACED = "A window was not traced"
+_NOT_TIMED = "This worker's batches are not timed"
 
 
 class Profiler(keras.callbacks.Callback):
     """Traces windows of `fit` for TensorBoard's Profile tab, prints a summary of each, and writes an offline report.
 
-    Works with `jit_compile`, `steps_per_execution`, gradient accumulation, strategies, several workers (only the first
-    is traced) and data of unknown length. A profiling failure is logged in one line, and training continues. Between
-    windows, the overhead per batch is one comparison and one addition.
+    Works with `jit_compile`, `steps_per_execution`, gradient accumulation, strategies, several workers (the first
+    is traced, and the batches of all are timed) and data of unknown length. A profiling failure is logged in one
+    line, and training continues. Between windows, the overhead per batch is one comparison and one addition.
 
     Request a window of a running training with `kill -USR1 PID`, or `trace_now()` from a callback.
 
@@ -101,6 +103,7 @@ class Profiler(keras.callbacks.Callback):
         warn_of_missing(self.log_dir, report=bool(self.report))
         self._request_signal = RequestSignal(on_signal, self.trace_now)
         self._scheduler: WindowScheduler | None = None
+        self._worker_steps: WorkerSteps | None = None
         self._epoch: BatchesOfEpoch | None = None
         self._warned: set[str] = set()
         self._next: float = math.inf
@@ -149,6 +152,7 @@ class Profiler(keras.callbacks.Callback):
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Closes an open window, logs if none was traced, and writes the report."""
         self._safely(self._request_signal.stop, "The signal handler was not restored")
+        self._safely(self._end_worker_steps, _NOT_TIMED)
         self._safely(self._end)
         self._scheduler = None
         self._next = math.inf
@@ -160,34 +164,55 @@ class Profiler(keras.callbacks.Callback):
         if self._is_first:
             self._scheduler = WindowScheduler(self.schedule, WindowTracer(self.model, self.log_dir, run, self.keep))
             self._next = self._scheduler.next_due(0)
+        self._worker_steps = None
+        if self.schedule and run.workers > 1:
+            self._safely(lambda: self._begin_worker_steps(), _NOT_TIMED)
         # On other workers too: without a handler, the signal would kill the training.
         self._request_signal.listen()
         if self._is_first:
             self._safely(lambda: write_run_info(self.log_dir, run), "The run's description was not written")
 
+    def _begin_worker_steps(self) -> None:
+        assert self.schedule is not None
+        self._worker_steps = WorkerSteps(self.model, self.log_dir, self.schedule)
+        self._update_next()
+
+    def _end_worker_steps(self) -> None:
+        if self._worker_steps is not None:
+            self._worker_steps.close(self._batches)
+        self._worker_steps = None
+
     def _advance(self) -> None:
-        if self._scheduler is not None:
-            closed = self._scheduler.advance(self._batches)
-            self._update_next()
-            self._add(closed)
+        if self._worker_steps is not None:
+            self._worker_steps.advance(self._batches)
+        closed = self._scheduler.advance(self._batches) if self._scheduler is not None else None
+        self._update_next()
+        self._add(closed)
 
     def _update_next(self) -> None:
-        """Looks up the batch at which the scheduler is due next."""
+        """Looks up the batch at which something is due next."""
+        self._next = self._worker_steps.next_due(self._batches) if self._worker_steps is not None else math.inf
         if self._scheduler is not None:
-            self._next = self._scheduler.next_due(self._batches)
+            self._next = min(self._next, self._scheduler.next_due(self._batches))
             # A signal, which can arrive between any two lines, may have requested one meanwhile.
             if self._scheduler.requested:
                 self._next = 0
 
     def _pause(self) -> None:
+        if self._scheduler is None and self._worker_steps is None:
+            return
+        if self._epoch is not None:
+            self._batches = self._epoch.correct(self._batches)
         if self._scheduler is not None:
-            if self._epoch is not None:
-                self._batches = self._epoch.correct(self._batches)
             self._scheduler.tracer.pause(self._batches)
+        if self._worker_steps is not None:
+            self._worker_steps.pause(self._batches)
 
     def _resume(self) -> None:
+        if self._scheduler is None and self._worker_steps is None:
+            return
+        self._epoch = BatchesOfEpoch(self.model.optimizer, self._per_call, self.params.get("steps"), self._batches)
         if self._scheduler is not None:
-            self._epoch = BatchesOfEpoch(self.model.optimizer, self._per_call, self.params.get("steps"), self._batches)
             self._scheduler.tracer.resume()
 
     def _end(self) -> None:

@@ -2,10 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 from own_process import on_workers
 from profiled import profiled_by_worker
 
+from keras_paragrad.profiling.report.runs import read_workers
+from keras_paragrad.profiling.report.workers_view import workers_view
 from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.tracer import FIRST_WORKER_ALONE
 
@@ -20,7 +23,21 @@ def trained(folder, per_call):
     assert len(list((folder / "logs").rglob("*.xplane.pb"))) == len(summaries)
     assert second.windows == 0
     assert [*first.logged, *second.logged].count(FIRST_WORKER_ALONE) == 1
+    check_workers(folder / "logs", summaries)
     return [[step.step for step in summary.steps] for summary in summaries], first.printed
+
+
+def check_workers(log_dir, summaries):
+    """All workers timed the last window, and what the first one waits is what its trace has of collectives."""
+    first, second = read_workers(log_dir, 2)
+    traced = [step.step for step in summaries[-1].steps]
+    assert first.batches.tolist() == second.batches.tolist() == traced
+    durations = sum(step.duration for step in summaries[-1].steps)
+    assert first.milliseconds.sum() == pytest.approx(durations, rel=0.1)
+    assert np.median(second.own) > np.median(first.own)
+    waited, collectives = first.waiting.sum(), summaries[-1].communication.milliseconds
+    assert waited == pytest.approx(collectives, rel=0.2)
+    assert workers_view((first, second)).verdict.startswith("Worker 1")
 
 
 @pytest.mark.slow(10)

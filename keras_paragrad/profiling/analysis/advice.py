@@ -12,8 +12,9 @@ from typing import NamedTuple
 from keras_paragrad.distribution.decisions.computation import faster_policy, gains_from_xla
 from keras_paragrad.distribution.hardware import kind_of_device
 from keras_paragrad.profiling.analysis.events import Trace
-from keras_paragrad.profiling.analysis.operations import VARIANT, Operation, input_stages, slowest_input_stage
+from keras_paragrad.profiling.analysis.operations import Operation, input_stages, slowest_input_stage
 from keras_paragrad.profiling.summary import (
+    VARIANT,
     Advice,
     Communication,
     LayerTime,

@@ -4,9 +4,9 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
-from keras_paragrad.profiling.analysis.operations import VARIANT, LayerNames, Operation, in_steps
+from keras_paragrad.profiling.analysis.operations import LayerNames, Operation, in_steps
 from keras_paragrad.profiling.analysis.trace import COLLECTIVE
-from keras_paragrad.profiling.summary import KindTime, LayerTime
+from keras_paragrad.profiling.summary import COLLECTIVES, VARIANT, KindTime, LayerTime
 
 # Scopes in operations' names: TensorFlow's of gradients, those of `engine/step/recompute.py`, Keras's of losses and of
 # optimizers.
@@ -15,7 +15,7 @@ _RECOMPUTED = re.compile(r"second_run(_\d+)?")
 _LOSS = "compile_loss"
 _UPDATE = re.compile(r"update_\d+(_\d+)*")
 _NUMBER = re.compile(r"_\d+$")
-_LOSSES, _OPTIMIZER, _COLLECTIVES, _REST = "loss", "optimizer", "collectives", "no layer named"
+_LOSSES, _OPTIMIZER, _REST = "loss", "optimizer", "no layer named"
 
 
 def layer_times(operations: Sequence[Operation], layers: Collection[str], optimizer: str = "") -> tuple[LayerTime, ...]:
@@ -68,7 +68,7 @@ def _pass_of(scopes: Sequence[str]) -> str:
 
 def _part_without_layer(operation: Operation, scopes: Sequence[str], optimizers: Collection[str]) -> str:
     if COLLECTIVE.search(operation.kind):
-        return _COLLECTIVES
+        return COLLECTIVES
     if _LOSS in scopes:
         return _LOSSES
     names = (_NUMBER.sub("", scope).replace("_", "") for scope in scopes)

@@ -15,8 +15,6 @@ MOST = 50
 _PIPELINE_KINDS = ("Dataset", "PyFunc", "EagerPyFunc", "PyFuncStateless")
 # Stages that only wait for others.
 _WAITING_STAGES = ("Prefetch", "Root")
-# How oneDNN's variants of an operation are named.
-VARIANT = re.compile(r"^_(Mkl)?(Native)?")
 _NUMBERED_SCOPE = re.compile(r"(.+)_\d+$")
 
 

@@ -17,6 +17,7 @@ from keras_paragrad.profiling.report.formatting import UNKNOWN, count, milliseco
 from keras_paragrad.profiling.report.runs import Run, read_run
 from keras_paragrad.profiling.report.step_chart import PART_NAMES, figures_of
 from keras_paragrad.profiling.report.window_view import MOST_DETAILED, overview, window_view
+from keras_paragrad.profiling.report.workers_view import workers_view
 from keras_paragrad.profiling.summary import PARTS, RunInfo
 
 __all__ = ["write_report"]
@@ -144,6 +145,7 @@ def _report(run: Run) -> dict[str, Any]:
         "facts": _facts(run.info),
         "headlines": _headlines(run),
         "overview": overview(run.windows),
+        "workers": workers_view(run.workers),
         "windows": [window_view(window) for window in reversed(run.windows[-MOST_DETAILED:])],
         "telemetry_charts": series_view.charts(run.telemetry, series_view.GRADIENT_CHARTS),
         "layers": series_view.layer_views(run.telemetry),
@@ -179,7 +181,7 @@ def _facts(info: RunInfo) -> tuple[tuple[str, str], ...]:
         ("Trainable values", count(info.parameters) if info.parameters else UNKNOWN),
         ("Strategy", info.strategy or "none"),
         ("Replicas", count(info.replicas)),
-        ("Worker", count(info.worker)),
+        ("Workers", count(info.workers)),
         ("Compiled by XLA", "yes" if info.jit else "no"),
         ("Steps per execution", count(info.steps_per_execution)),
         ("Precision", info.precision),

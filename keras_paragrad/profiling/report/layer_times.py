@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from keras_paragrad.profiling.report.formatting import Axis, axis_for, count, milliseconds, share
 from keras_paragrad.profiling.report.lanes import Box, Lane, LanesChart
-from keras_paragrad.profiling.summary import PASSES, KindTime, LayerTime, ProfileSummary
+from keras_paragrad.profiling.summary import COLLECTIVES, PASSES, KindTime, LayerTime, ProfileSummary
 
 MOST_LAYERS = 100
 MOST_KINDS = 12
@@ -15,19 +15,21 @@ _HEADS = ("layer", "total", *_PASS_NAMES.values(), "share")
 
 def layers_chart(summary: ProfileSummary) -> LanesChart | None:
     """Draws the layers that take longest, each as a bar of its passes; `None` if the trace names no layer."""
-    if not summary.layers:
+    # Waiting for other replicas would dwarf what a layer takes.
+    layers = [layer for layer in summary.layers if layer.is_layer or layer.name != COLLECTIVES]
+    if not layers:
         return None
     batches = len(summary.steps) or 1
-    drawn = summary.layers[:_MOST_BARS]
-    total = sum(layer.total for layer in summary.layers) or 1.0
+    drawn = layers[:_MOST_BARS]
+    total = sum(layer.total for layer in layers) or 1.0
     x_axis = axis_for([drawn[0].total / batches], milliseconds, may_be_logarithmic=False)
     height = 100 / len(drawn)
     lanes = tuple(_lane(layer, index * height, height, batches, x_axis) for index, layer in enumerate(drawn))
-    passes = [each for each in PASSES if any(getattr(layer, each) for layer in summary.layers)]
+    passes = [each for each in PASSES if any(getattr(layer, each) for layer in layers)]
     notes = ["Times of threads and devices that compute at once add up."]
-    if len(drawn) < len(summary.layers):
-        notes.append(f"{len(drawn)} of {count(len(summary.layers))} are drawn, the table has {_table_size(summary)}.")
-    if any(not layer.is_layer for layer in summary.layers):
+    if len(drawn) < len(layers):
+        notes.append(f"{len(drawn)} of {count(len(layers))} are drawn, the table has {_table_size(layers)}.")
+    if any(not layer.is_layer for layer in layers):
         notes.append("In italics is what belongs to no layer, or doesn't name it, as gradients written by hand.")
     per = "per batch" if summary.steps else "in the window"
     longest = "; ".join(f"{layer.name}: {milliseconds(layer.total / batches)}" for layer in drawn[:3])
@@ -37,8 +39,8 @@ def layers_chart(summary: ProfileSummary) -> LanesChart | None:
         lanes=lanes,
         legend=tuple((each, _PASS_NAMES[each]) for each in passes),
         heads=_HEADS,
-        rows=tuple(_cells(layer, batches, total) for layer in summary.layers[:MOST_LAYERS]),
-        description=f"Time {per} of {count(len(summary.layers))} layers, by pass. Longest: {longest}.",
+        rows=tuple(_cells(layer, batches, total) for layer in layers[:MOST_LAYERS]),
+        description=f"Time {per} of {count(len(layers))} layers, by pass. Longest: {longest}.",
         note=" ".join(notes),
     )
 
@@ -60,8 +62,8 @@ def kind_rows(summary: ProfileSummary) -> tuple[tuple[tuple[str, ...], float], .
     )
 
 
-def _table_size(summary: ProfileSummary) -> str:
-    return "all" if len(summary.layers) <= MOST_LAYERS else f"{MOST_LAYERS} of them"
+def _table_size(layers: Sequence[LayerTime]) -> str:
+    return "all" if len(layers) <= MOST_LAYERS else f"{MOST_LAYERS} of them"
 
 
 def _lane(layer: LayerTime, top: float, height: float, batches: int, x_axis: Axis) -> Lane:

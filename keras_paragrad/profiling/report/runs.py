@@ -12,7 +12,7 @@ import numpy as np
 
 from keras_paragrad.extras import require
 from keras_paragrad.plain_text import read_json
-from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
+from keras_paragrad.profiling.summary import WORKER_FILES, ProfileSummary, RunInfo
 
 TRACES = "*.xplane.pb"
 SUMMARIES = "keras_paragrad*.json"
@@ -65,6 +65,28 @@ class Retrace:
 
 
 @dataclass(frozen=True)
+class WorkerBatches:
+    """The batches of one worker in a window.
+
+    Attributes:
+        worker: Its number.
+        batches: The batches' numbers, ascending.
+        milliseconds: How long each took.
+        waiting: What of that it waited for other workers.
+    """
+
+    worker: int
+    batches: np.ndarray
+    milliseconds: np.ndarray
+    waiting: np.ndarray
+
+    @property
+    def own(self) -> np.ndarray:
+        """The rest: its own work."""
+        return np.maximum(self.milliseconds - self.waiting, 0.0)
+
+
+@dataclass(frozen=True)
 class Run:
     """The contents of a log directory: windows in order, records, the last retraces, and notes on what is missing."""
 
@@ -76,6 +98,7 @@ class Run:
     retraces: tuple[Retrace, ...]
     retrace_count: int
     notes: tuple[str, ...]
+    workers: tuple[WorkerBatches, ...] = ()
 
 
 def read_run(folder: Path) -> Run:
@@ -95,7 +118,13 @@ def read_run(folder: Path) -> Run:
     retraces, retrace_count = read_retraces(folder)
     name = folder.resolve().name
     info = _run_info(folder, windows)
-    return Run(name, info, windows, without_idle(telemetry), throughput, retraces, retrace_count, tuple(notes))
+    workers = read_workers(folder, info.workers)
+    if 0 < len(workers) < info.workers:
+        notes.append(
+            f"There are files of {len(workers)} of {info.workers} workers. Copy {WORKER_FILES} of all to {folder}."
+        )
+    telemetry = without_idle(telemetry)
+    return Run(name, info, windows, telemetry, throughput, retraces, retrace_count, tuple(notes), workers)
 
 
 def _nothing_to_report(folder: Path, notes: list[str]) -> str:
@@ -202,6 +231,36 @@ def read_series(folder: Path, name: str) -> tuple[Series, ...]:
             columns[key][0].append(step)
             columns[key][1].append(value)
     return tuple(_sorted_series(*key, *map(np.array, pair)) for key, pair in columns.items())
+
+
+def read_workers(folder: Path, count: int) -> tuple[WorkerBatches, ...]:
+    """The batches of a run's workers in the newest window that all of them timed, in order; none of a single worker."""
+    by_worker = [_batches_by_window(folder / WORKER_FILES.replace("*", str(worker))) for worker in range(count)]
+    known = {worker: windows for worker, windows in enumerate(by_worker) if windows}
+    if count < 2 or not known:
+        return ()
+    shared = set.intersection(*(set(windows) for windows in known.values()))
+    if not shared:
+        return ()
+    rows = {worker: windows[max(shared)] for worker, windows in known.items()}
+    batches = sorted(set.intersection(*(set(batches) for batches in rows.values())))
+    return tuple(
+        WorkerBatches(worker, np.array(batches), *np.array([found[batch] for batch in batches]).T)
+        for worker, found in rows.items()
+        if batches
+    )
+
+
+def _batches_by_window(path: Path) -> dict[float, dict[float, tuple[float, float]]]:
+    """By window and batch, the time of the batch and what of it was waited; incomplete rows are skipped."""
+    windows: dict[float, dict[float, tuple[float, float]]] = defaultdict(dict)
+    for row in _csv_rows(path) if path.is_file() else ():
+        try:
+            window, batch, took, waiting = (float(row[name]) for name in ("window", "batch", "milliseconds", "waiting"))
+        except (KeyError, TypeError, ValueError):
+            continue
+        windows[window][batch] = took, waiting
+    return windows
 
 
 def without_idle(series: Sequence[Series]) -> tuple[Series, ...]:

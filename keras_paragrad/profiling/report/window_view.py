@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from keras_paragrad.profiling.analysis.operations import VARIANT
 from keras_paragrad.profiling.report.formatting import Axis, axis_for, count, milliseconds, share, size
 from keras_paragrad.profiling.report.lanes import Box, Lane, LanesChart
 from keras_paragrad.profiling.report.layer_times import kind_rows, layers_chart
@@ -19,7 +18,7 @@ from keras_paragrad.profiling.report.step_chart import (
     shares_bar,
     step_chart,
 )
-from keras_paragrad.profiling.summary import PARTS, PipelineTime, ProfileSummary, StageWork
+from keras_paragrad.profiling.summary import PARTS, VARIANT, PipelineTime, ProfileSummary, StageWork
 
 MOST_DETAILED = 4
 MOST_OPERATIONS = 15

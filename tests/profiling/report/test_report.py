@@ -12,10 +12,12 @@ import pytest
 from made_runs import (
     TELEMETRY,
     THROUGHPUT,
+    WORKER,
     make_run,
     summary,
     telemetry_rows,
     throughput_rows,
+    worker_rows,
     write_rows,
     write_window,
 )
@@ -91,6 +93,10 @@ def test_it_says_what_was_measured(tmp_path):
         "AccumulatingOptimizer(Adam)",
         "1,234,567",
         "2026-01-02 03:04:05 UTC",
+        "Worker 1 is the slowest: look at its input",
+        "worker 1 works 8 ms on a batch, the others 3 ms, and they wait",
+        "Batches 100 to 115 of each worker",
+        "0 10 ms 3 ms 7 ms 70% 1 10 ms 8 ms 2 ms 20%",
         "Learning rate",
         "Loss scale",
         "Update to weights by layer",
@@ -271,6 +277,28 @@ def test_several_runs_are_compared_with_the_first(tmp_path):
     for others in ([], [runs[1]] * 25):
         with pytest.raises(ValueError, match="`compare` is .* must be a path, or 1 to 24 of them"):
             write_report(runs[0], compare=others)
+
+
+def test_workers_are_compared_in_the_window_that_all_have(tmp_path):
+    run = make_run(tmp_path)
+    rows = list(worker_rows(1, 24))
+    # A run that was killed: the last row has no end, and its second window a single batch.
+    write_rows(run / "worker_1_batches.csv", WORKER, [*rows[:25], (1, 101)])
+    # Of an earlier run, with more workers.
+    write_rows(run / "worker_2_batches.csv", WORKER, worker_rows(2, 24))
+    words = Page(write_report(run)).words
+    assert "Batches 100 to 100 of each worker" in words
+    assert "worker 2" not in words
+    (run / "worker_1_batches.csv").unlink()
+    words = Page(write_report(run)).words
+    assert "There are files of 1 of 2 workers. Copy worker_*_batches.csv of all to" in words
+    assert "of each worker" not in words
+
+
+def test_equal_workers_are_said_to_be_equal(tmp_path):
+    run = make_run(tmp_path)
+    write_rows(run / "worker_0_batches.csv", WORKER, worker_rows(1, 24))
+    assert "The workers are equally fast" in Page(write_report(run)).words
 
 
 def test_what_is_0_throughout_has_no_chart(tmp_path):

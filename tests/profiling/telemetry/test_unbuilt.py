@@ -128,9 +128,7 @@ def test_updates_by_another_optimizer_as_well_are_refused():
         model.other = adam()
         return model
 
-    with pytest.raises(
-        ValueError, match="compiled with, .adam., and the train_step of Adversarial updates"
-    ):
+    with pytest.raises(ValueError, match="compiled with, .adam., and the train_step of Adversarial updates"):
         fitted(made, adam(), 7, 16, run_eagerly=True)
 
 

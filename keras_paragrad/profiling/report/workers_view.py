@@ -1,0 +1,95 @@
+"""The report's view of several workers: the batches of each, side by side, and which of them the others wait for."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from keras_paragrad.profiling.report.formatting import Axis, axis_for, count, milliseconds, share
+from keras_paragrad.profiling.report.lanes import Box, Lane, LanesChart
+from keras_paragrad.profiling.report.runs import WorkerBatches
+
+MOST_DRAWN = 16
+MOST_BATCHES = 16
+# Times of workers that differ by less are taken as equal.
+_NOTICEABLE = 1.1
+
+
+@dataclass(frozen=True)
+class WorkersView:
+    """The workers in one window.
+
+    Attributes:
+        chart: A lane for each worker.
+        verdict: Which worker is the slowest.
+        evidence: By how much.
+    """
+
+    chart: LanesChart
+    verdict: str
+    evidence: str
+
+
+def workers_view(workers: Sequence[WorkerBatches]) -> WorkersView | None:
+    """The view of the workers' batches, or `None` of fewer than two workers, or if nothing was measured."""
+    if len(workers) < 2 or not any(worker.waiting.any() for worker in workers):
+        return None
+    own = [float(np.median(worker.own)) for worker in workers]
+    verdict, evidence = _verdict(workers, own)
+    return WorkersView(_chart(workers, own, evidence), verdict, evidence)
+
+
+def _verdict(workers: Sequence[WorkerBatches], own: Sequence[float]) -> tuple[str, str]:
+    slowest = int(np.argmax(own))
+    number, most = workers[slowest].worker, own[slowest]
+    others = float(np.median([time for index, time in enumerate(own) if index != slowest]))
+    evidence = (
+        f"worker {number} works {milliseconds(most)} on a batch, the others {milliseconds(others)}, and they "
+        "wait for each other in the rest of it (medians)"
+    )
+    if most < _NOTICEABLE * others:
+        return f"The workers are equally fast; worker {number} is the slowest.", evidence
+    return f"Worker {number} is the slowest: look at its input, and at what else runs on its machine.", evidence
+
+
+def _chart(workers: Sequence[WorkerBatches], own: Sequence[float], evidence: str) -> LanesChart:
+    # The slowest is drawn in any case.
+    chosen = sorted(sorted(range(len(workers)), key=lambda index: -own[index])[:MOST_DRAWN])
+    drawn = [workers[index] for index in chosen]
+    longest = max(float(worker.milliseconds[:MOST_BATCHES].sum()) for worker in drawn)
+    x_axis = axis_for([longest], milliseconds, may_be_logarithmic=False)
+    height = 100 / len(drawn)
+    batches = drawn[0].batches[:MOST_BATCHES]
+    notes = ["Each lane begins with the worker's first batch. What it waits in a batch is drawn at the batch's end."]
+    if len(drawn) < len(workers):
+        notes.append(f"The {len(drawn)} slowest of {count(len(workers))} workers are drawn.")
+    return LanesChart(
+        title=f"Batches {count(batches[0])} to {count(batches[-1])} of each worker",
+        x_axis=x_axis,
+        lanes=tuple(_lane(worker, index * height, height, x_axis) for index, worker in enumerate(drawn)),
+        legend=(("compute", "its own work"), ("collective", "waiting for other workers")),
+        heads=("worker", "batch, median", "own work", "waiting", "share waited"),
+        rows=tuple(_cells(worker) for worker in workers),
+        description=f"{count(len(workers))} workers: {evidence}.",
+        note=" ".join(notes),
+    )
+
+
+def _lane(worker: WorkerBatches, top: float, height: float, x_axis: Axis) -> Lane:
+    name = f"worker {worker.worker}"
+    boxes: list[Box] = []
+    start = 0.0
+    for batch, own, waiting in list(zip(worker.batches, worker.own, worker.waiting, strict=True))[:MOST_BATCHES]:
+        for kind, time, what in (("compute", own, "its own work"), ("collective", waiting, "waiting")):
+            if time > 0:
+                left, right = x_axis.position(start), x_axis.position(start + float(time))
+                tooltip = f"{name}, batch {count(batch)}, {what}: {milliseconds(float(time))}"
+                boxes.append(Box(kind, left, round(right - left, 2), "", tooltip))
+                start += float(time)
+    return Lane(name, round(top + 0.1 * height, 2), round(0.8 * height, 2), tuple(boxes))
+
+
+def _cells(worker: WorkerBatches) -> tuple[str, ...]:
+    medians = [float(np.median(times)) for times in (worker.milliseconds, worker.own, worker.waiting)]
+    waited = float(worker.waiting.sum() / (worker.milliseconds.sum() or 1.0))
+    return (str(worker.worker), *map(milliseconds, medians), share(waited))
