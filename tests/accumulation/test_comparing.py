@@ -15,6 +15,7 @@ from oracles import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
 from keras_paragrad.engine.probes import comparing
+from keras_paragrad.engine.step.builder import StepBuilder
 
 TOLERANCE = 1e-6
 generator = np.random.default_rng(0)
@@ -175,6 +176,38 @@ def test_both_runs_of_a_slice_draw_the_same_numbers(mode, monkeypatch):
     assert largest_difference(sliced, whole) < TOLERANCE
     for ours, theirs in zip(sliced.non_trainable_variables, whole.non_trainable_variables, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_no_weight_is_updated_before_all_gradients_are_there():
+    """In optimized graphs, the backward pass of the last slice may read an updated weight otherwise."""
+    model = encoder(loss=NtXent(), jit_compile=False)
+    with microbatch(model, 5):
+        step = tf.function(StepBuilder.of(model).one_step, autograph=False)
+        graph = step.get_concrete_function((tf.constant(X[:12]), tf.constant(Y[:12]))).graph
+    handles = {
+        inner.op for outer, inner in graph.captures for each in model.trainable_weights if outer is each.value.handle
+    }
+    updates = [op for op in graph.get_operations() if op.type.startswith("Assign") and op.inputs[0].op in handles]
+    assert len(updates) == len(model.trainable_weights)
+
+    def products_before(operation):
+        """The products, among them those that make the gradients of the last slice, which is in no loop."""
+        before, seen, pending = [], set(), [(operation, operation.inputs)]
+        while pending:
+            each, inputs = pending.pop()
+            before += [each.name] if each.type == "MatMul" else []
+            for source in {*(tensor.ref() for tensor in inputs), *each.control_inputs} - seen:
+                seen.add(source)
+                tensor = source.deref() if hasattr(source, "deref") else None
+                of = source if tensor is None else tensor.op
+                # Optimized graphs have one Identity for each tensor, which holds up no other.
+                alone = of.type == "IdentityN" and tensor is not None
+                pending.append((of, [of.inputs[tensor.value_index]] if alone else of.inputs))
+        return set(before)
+
+    first, *others = map(products_before, updates)
+    assert len(first) > len(model.trainable_weights) / 2
+    assert all(each == first for each in others)
 
 
 def test_under_a_loss_scale_and_with_sparse_gradients():

@@ -494,6 +494,84 @@ def test_who_is_refused(make, loss, says):
         wrapped.fit(X, Y, verbose=0)
 
 
+class Convolved(layers.Layer):
+    """What the nodes of a graph send each other, of which a batch has all."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3, name="of_nodes")
+
+    def build(self, shapes):
+        self.dense.build(shapes[0])
+
+    def compute_output_shape(self, shapes):
+        return shapes[0][0], 3
+
+    def call(self, inputs):
+        nodes, adjacency = inputs
+        return self.dense(ops.matmul(adjacency, nodes))
+
+
+class OwnStep(keras.Model):
+    def train_step(self, data):
+        (nodes, adjacency), y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self([nodes, adjacency]))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"loss": loss}
+
+
+def graph_of(rows, kind=keras.Model):
+    """A model of graphs, and a batch that is one, with this many rows or an unknown number."""
+    inputs = [keras.Input((4,)), keras.Input((rows,))]
+    model = kind(inputs, Convolved()(inputs))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    shapes = (tf.TensorSpec((rows, 4)), tf.TensorSpec((rows, rows))), tf.TensorSpec((rows,), "int64")
+    return model, tf.data.Dataset.from_generator(lambda: iter([((X, np.eye(6)), Y)]), output_signature=shapes)
+
+
+NO_EXAMPLES = "takes a whole batch, and fails on a part of its rows.*Pad each graph to the same number of nodes"
+GRAPH_BATCHES = {
+    "static": (6, keras.Model, NO_EXAMPLES),
+    "of any size": (None, keras.Model, "The output of 'of_nodes' .* depends"),
+    "own step": (6, OwnStep, NO_EXAMPLES),
+}
+
+
+@pytest.mark.parametrize("name", GRAPH_BATCHES)
+def test_rows_that_are_no_examples_are_refused_with_a_sentence(name):
+    rows, kind, says = GRAPH_BATCHES[name]
+    model, data = graph_of(rows, kind)
+    with microbatch(model, 4), pytest.raises(ValueError, match=says):
+        model.fit(data, shuffle=False, verbose=0)
+    model.fit(data, shuffle=False, verbose=0)
+
+
+@pytest.mark.long
+@pytest.mark.own_process
+def test_rows_that_are_no_examples_on_replicas(mirrored):
+    dist = DistributedFit(mirrored)
+    for rows, kind, says in GRAPH_BATCHES.values():
+        with dist.scope():
+            model, data = graph_of(rows, kind)
+        with pytest.raises(ValueError, match=says):
+            dist.fit(model, data, verbose=0)
+
+
+def test_an_error_of_the_models_own_is_not_explained_by_parts():
+    class Fails(layers.Layer):
+        def call(self, inputs):
+            return ops.matmul(inputs, ops.ones((5, 5)))
+
+        def compute_output_shape(self, shape):
+            return shape
+
+    model = sequential(Fails())
+    model.compile("sgd", "sparse_categorical_crossentropy")
+    with microbatch(model, 3), pytest.raises(ValueError, match="Dimensions must be equal"):
+        model.fit(X, Y, batch_size=6, verbose=0)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("metrics", [[], [["mae"], ["mae"]]])
 def test_a_model_with_several_outputs(metrics):

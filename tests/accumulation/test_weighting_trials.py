@@ -4,13 +4,18 @@ import contextlib
 import json
 import logging
 
+import hypothesis.strategies as st
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
+from covering import examples
+from hypothesis import given
 from keras import layers, ops
 from oracles import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
+from keras_paragrad.engine.probes.weighting_trial import try_weightings
 
 # Of the whole gradient, with a learning rate of about 1.
 TOLERANCE = 1e-6
@@ -243,6 +248,65 @@ def test_what_no_name_states(loss):
     with pytest.raises(ValueError, match=r"'examples' is .* off, .*weighting=lambda x, y, y_pred, sample_weight"):
         in_windows(loss, data, first, run_eagerly=True)
     assert largest_difference(in_slices(loss, data, first, run_eagerly=True), whole(loss, data, first)) < TOLERANCE
+
+
+# What terms are divided by; the first three have names.
+DIVISORS = {
+    "examples": lambda y, weights: ops.cast(ops.shape(y)[0], "float32"),
+    "sample_weight": lambda y, weights: ops.sum(weights),
+    "sum": lambda y, weights: 1.0,
+    "examples and one": lambda y, weights: ops.cast(ops.shape(y)[0], "float32") + 1.0,
+    "root": lambda y, weights: ops.sqrt(ops.sum(weights)),
+    "some": lambda y, weights: 0.1 + ops.sum(ops.cast(y > 0.5, "float32")),
+}
+TERMS = st.tuples(st.sampled_from(sorted(DIVISORS)), st.sampled_from([1.0, 2.0]), st.floats(0.2, 2.0), st.booleans())
+
+
+def loss_of(terms):
+    def loss(x, y, y_pred, sample_weight):
+        total = 0.0
+        for divisor, power, factor, weighted in terms:
+            losses = ops.sum(ops.abs(y - y_pred) ** power, -1) * (sample_weight if weighted else 1.0)
+            total += factor * ops.sum(losses) / DIVISORS[divisor](y, sample_weight)
+        return total
+
+    return loss
+
+
+def fitting_by_hand(model, loss):
+    """The weightings with which the gradients of each two parts of random rows add up, by one tape for each."""
+    draw = np.random.default_rng(5)
+    batch = [draw.uniform(size=(6, 4)), draw.uniform(size=(6, 3)), draw.uniform(0.2, 2, 6)]
+    x, y, weights = (tf.constant(each.astype("float32")) for each in batch)
+
+    def gradient(rows):
+        with tf.GradientTape() as tape:
+            value = loss(x[rows], y[rows], model(x[rows]), weights[rows])
+        return np.concatenate([np.ravel(each) for each in tape.gradient(value, model.trainable_weights)])
+
+    def fits(name):
+        whole = slice(None)
+        for cut in range(1, 6):
+            parts = slice(None, cut), slice(cut, None)
+            share = [float(DIVISORS[name](y[part], weights[part]) / DIVISORS[name](y, weights)) for part in parts]
+            total = sum(each * gradient(part) for each, part in zip(share, parts, strict=True))
+            if np.abs(total - gradient(whole)).max() > 1e-4 * np.abs(gradient(whole)).max():
+                return False
+        return True
+
+    return [name for name in ("examples", "sample_weight", "sum") if fits(name)]
+
+
+@examples(3)
+@given(st.lists(TERMS, min_size=1, max_size=2))
+def test_what_fits_is_what_fits_by_hand(terms):
+    loss = loss_of(terms)
+    model = model_of(loss)
+    model(tf.zeros((1, 4)))
+    specs = [tf.TensorSpec(shape) for shape in ((None, 4), (None, 3), (None,))]
+    arguments = {**dict(zip(("x", "y", "sample_weight"), specs, strict=True)), "y_pred": None}
+    trial = try_weightings(model, arguments, None)
+    assert [each.name for each in trial.fitting if each.name != "mask"] == fitting_by_hand(model, loss)
 
 
 def test_a_small_term_is_seen():

@@ -159,6 +159,16 @@ class Unbuilt(models.Captions):
         self.head = keras.Sequential([keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(3)])
 
 
+@pytest.mark.own_process
+def test_layers_that_the_step_alone_builds_on_replicas(caplog):
+    dist = replicas()
+    with dist.scope():
+        model = compiled(Unbuilt, jit_compile=False)
+    found = fitted(model, fit=lambda *data, **keywords: dist.fit(model, *data, **keywords))
+    compare(found, fitted(compiled(Unbuilt, jit_compile=False)))
+    assert "was not checked" not in caplog.text
+
+
 class Weighted(keras.Model):
     """A mean weighted by sample weights, from its own `compute_loss`."""
 

@@ -55,8 +55,9 @@ def find_mixing_layer(model: keras.layers.Layer, *arguments: Any, training: bool
         first, second = (synthetic_rows(arguments, _ROWS, seed=seed, size=size, high=high) for seed, high in _DRAWS)
         return _find_mixing(model, *change_rows(first, second, _CHANGED), training)
 
+    # Where an axis is of the rows as well, as in an adjacency of all nodes, only that size fits.
     return run_trial(
-        find, *SIZES, otherwise=None, question=f"whether the outputs of {model.name!r} depend on other examples"
+        find, *SIZES, _ROWS, otherwise=None, question=f"whether the outputs of {model.name!r} depend on other examples"
     )
 
 

@@ -31,7 +31,7 @@ def cut_rows_of(data: Structure) -> tf.Tensor | int:
     tensors = [tensor for tensor in keras.tree.flatten(data) if tensor is not None]
     static = {tensor.shape[0] for tensor in tensors} - {None}
     if len(static) > 1:
-        raise ValueError(_different_rows())
+        raise ValueError(no_examples(DIFFERENT_ROWS))
     if tensors[0].shape[0] is not None:
         return tensors[0].shape[0]
     first, *others = [rows_of(tensor) for tensor in tensors]
@@ -48,14 +48,15 @@ def explain_different_rows(error: tf.errors.InvalidArgumentError) -> None:
         ValueError: The tensors of a batch have different numbers of rows.
     """
     if DIFFERENT_ROWS in error.message:
-        raise ValueError(_different_rows()) from None
+        raise ValueError(no_examples(DIFFERENT_ROWS)) from None
 
 
-def _different_rows() -> str:
+def no_examples(what: str) -> str:
+    """The error for rows that are no examples: `what` says how that shows."""
     return (
-        f"{DIFFERENT_ROWS} A batch is cut between its examples, and each example needs a row of every tensor: graphs "
-        "whose nodes are put one after the other have none. Pad each graph to the same number of nodes and edges, "
-        "accumulate over batches with AccumulatingOptimizer, or save memory with keras_paragrad.recompute(model)."
+        f"{what} A batch is cut between its examples, and each example needs a row of every tensor: graphs whose nodes "
+        "are put one after the other have none. Pad each graph to the same number of nodes and edges, accumulate over "
+        "batches with AccumulatingOptimizer, or save memory with keras_paragrad.recompute(model)."
     )
 
 

@@ -94,7 +94,7 @@ def build_layers_by_step(model: keras.Model, data: Batch) -> None:
 
     def build(size: int) -> None:
         rows = synthetic_rows(specs, 2, seed=0, size=size)
-        with strategy.scope(), capturing_applies(lambda *call: None), _without_assignments():
+        with strategy.scope(), capturing_applies(lambda *call: None), _without_updates():
             train_step_of(model)(rows)
 
     run_trial(build, *SIZES, otherwise=None, question=None if built else "which weights train_step makes")
@@ -105,14 +105,22 @@ def _spec(tensor: Any) -> Any:
 
 
 @contextlib.contextmanager
-def _without_assignments() -> Generator[None]:
-    """Context in which Keras's variables are made, and not assigned."""
-    assign = Variable.assign
+def _without_updates() -> Generator[None]:
+    """Context in which Keras's variables are made and not assigned, and gradients of mirrored ones are zeros."""
+    tape: Any = tf.GradientTape
+    assign, gradient = Variable.assign, tape.gradient
+
+    def zeros(tape: tf.GradientTape, target: object, sources: Any, *arguments: object, **keywords: object) -> Any:
+        return tf.nest.map_structure(lambda source: tf.zeros(source.shape, source.dtype), sources)
+
     Variable.assign = lambda variable, value: variable
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        # Outside of replicas, TensorFlow can't compute them.
+        tape.gradient = zeros
     try:
         yield
     finally:
-        Variable.assign = assign
+        Variable.assign, tape.gradient = assign, gradient
 
 
 def build_layers_from_inputs(model: keras.Model, data_batch: Batch) -> None:

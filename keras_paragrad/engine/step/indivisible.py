@@ -1,10 +1,11 @@
 """Batches that fit in one slice: trained whole where larger ones would be refused."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import keras
@@ -17,7 +18,8 @@ from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.comparing import compares_examples
-from keras_paragrad.engine.replicas.replica_batch import rows_of
+from keras_paragrad.engine.probes.untouched import untouched
+from keras_paragrad.engine.replicas.replica_batch import DIFFERENT_ROWS, no_examples, rows_of
 
 _log = logging.getLogger("keras_paragrad")
 # TensorFlow quotes an assertion's message, but cuts long ones.
@@ -73,6 +75,44 @@ class DeferredRefusal:
         if self.where not in state.logged:
             state.logged |= {self.where}
             _log.warning("%s %s would be refused: %s", type(model).__name__, self.where, refusal)
+
+
+@contextlib.contextmanager
+def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable[[Any], object]) -> Generator[None]:
+    """Context in which a part of a batch is traced; explains an error that the whole batch doesn't give.
+
+    Args:
+        model: A built model.
+        data: The batch, or one of its equal `parts`.
+        parts: How many of them there are.
+        trace: Traces what runs on a part, for any rows.
+
+    Raises:
+        IndivisibleError: The rows of a batch are no examples.
+    """
+
+    def whole(tensor: Any) -> tf.Tensor | None:
+        if tensor is None:
+            return None
+        rows, *inner = tensor.shape
+        return tf.compat.v1.placeholder(tensor.dtype, [rows and rows * parts, *inner])
+
+    try:
+        yield
+    except IndivisibleError:
+        raise
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
+        if DIFFERENT_ROWS in str(error):
+            raise
+        try:
+            with FuncGraph("whole_batch").as_default(), untouched(model, keras.StatelessScope()):
+                trace(tf.nest.map_structure(whole, data))
+        except Exception:
+            # The model's own error.
+            raise error from None
+        raise IndivisibleError(
+            no_examples(f"{type(model).__name__} takes a whole batch, and fails on a part of its rows.")
+        ) from error
 
 
 class IndivisibleBatchGuard:

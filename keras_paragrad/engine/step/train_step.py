@@ -11,6 +11,7 @@ from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import all_layers, check_no_row_states
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
+from keras_paragrad.engine.custom_step.analysis import analyze_step
 from keras_paragrad.engine.custom_step.step import CustomStep, run_inexact_step
 from keras_paragrad.engine.custom_step.weighting import warn_of_uniform_step
 from keras_paragrad.engine.losses.divisors import Normalizer
@@ -20,6 +21,7 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
 from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.independence import INSTEAD_OF_WINDOWS
+from keras_paragrad.engine.probes.trial import call_model
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.building import build_by_calling, build_losses, build_optimizers_outside_of_graphs
@@ -31,7 +33,7 @@ from keras_paragrad.engine.step.gradient import (
     scale_by_replica,
     track_loss,
 )
-from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
+from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard, explaining_rows
 from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.step.whole_loss import gradient_of_replica
 from keras_paragrad.engine.telemetry.watch import observe_before_all_reduce
@@ -70,7 +72,8 @@ class TrainStep(NamedTuple):
                     self._check_slices_of_custom_step()
                     batch = replica_batch.filled(data)
                     slices = split.slices(batch)
-                    step = CustomStep.of(self.custom_steps, self.model, slices.last, split.normalize)
+                    with explaining_rows(self.model, data, replica_count(), self._analyze):
+                        step = CustomStep.of(self.custom_steps, self.model, slices.last, split.normalize)
                     return step.run_in_slices(slices, batch, replica_batch)
         take = self.stages.take
         if self.stages.apply and self.stages.combine:
@@ -81,7 +84,8 @@ class TrainStep(NamedTuple):
                 self.end()
             return logs
         if take and take.normalize and replica_count() > 1:
-            step = CustomStep.of(self.custom_steps, self.model, data, take.normalize)
+            with explaining_rows(self.model, data, replica_count(), self._analyze):
+                step = CustomStep.of(self.custom_steps, self.model, data, take.normalize)
             return step.run_on_replica(data, replica_batch)
         if self.stages.chain and replica_count() > 1 and not self._accumulator:
             raise ValueError(
@@ -192,10 +196,23 @@ class TrainStep(NamedTuple):
                 return self._of_whole_loss(context, data)
             if self.stages.split:
                 try:
-                    return self._in_slices(self.stages.split, context, data)
+                    with explaining_rows(self.model, data, 1, self._trace):
+                        return self._in_slices(self.stages.split, context, data)
                 except IndivisibleError as refusal:
                     self.guard.leave_whole(data, refusal)
-            return gradient_of(self._context_of(context), data)
+            explained = explaining_rows(self.model, data, replica_count(), self._trace)
+            with explained if replica_count() > 1 else contextlib.nullcontext():
+                return gradient_of(self._context_of(context), data)
+
+    def _analyze(self, data: Batch) -> None:
+        """Traces the model's own `train_step`."""
+        analyze_step(self.model, data)
+
+    def _trace(self, data: Batch) -> None:
+        """Traces the forward pass and the loss."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred = call_model(self.model, (x,), training=True)
+        self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
 
     def _compares_examples(self, data: Batch) -> bool:
         """Whether the loss is computed on the outputs of the whole batch, and not on those of parts of it."""

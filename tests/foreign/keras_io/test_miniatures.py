@@ -29,6 +29,7 @@ QUICK = {
     "graph_attention": ("recomputation",),
     "keypoints": ("accumulation",),
     "endpoint": ("replicas",),
+    "switch_transformer": ("slices",),
 }
 
 
