@@ -11,6 +11,7 @@ from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, find_batch_
 from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
 from keras_paragrad.engine.custom_step.analysis import analyze_step
 from keras_paragrad.engine.custom_step.weighting import find_weightings as find_weightings_of_step
+from keras_paragrad.engine.custom_step.whole_step import find_divided_calls
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.losses.weightings import weighting_of
@@ -64,6 +65,13 @@ def custom_step(model):
     find_weightings_of_step(model, analysis, (SPEC, SPEC))
 
 
+def divided_calls(model):
+    """In parts, its layers count another number of calls."""
+    calls = analyze_step(model, (SPEC, SPEC)).calls
+    with pytest.raises(ValueError, match="can't be divided"):
+        find_divided_calls(model, calls, (SPEC, SPEC))
+
+
 def comparison(model):
     """`compute_loss` of the model's own is tried as well."""
     assert not compares_examples(model, (SPEC, SPEC), LossNormalization("auto", "microbatch"))
@@ -99,6 +107,7 @@ PROBES = {
     "gradient_graph": (lambda model: gradient_graph(model, (SPEC, SPEC), ROWS), {"layer", "loss", "model"}),
     "bytes_per_row": (bytes_per_row, {"layer"}),
     "custom_step": (custom_step, {"layer", "loss", "model", "metric"}),
+    "divided_calls": (divided_calls, {"layer", "loss", "model", "metric"}),
 }
 
 

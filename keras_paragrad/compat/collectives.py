@@ -33,6 +33,12 @@ def replica_index() -> int:
     return 0 if index is None else int(index)
 
 
+def replicas_are_traced_apart() -> bool:
+    """Whether this code is traced for each replica, as it isn't on TPUs."""
+    context = tf.distribute.get_replica_context()
+    return context is not None and tf.get_static_value(context.replica_id_in_sync_group) is not None
+
+
 # Runs a function, with its arguments, on every replica.
 OnReplicas: TypeAlias = Callable[..., Any]
 

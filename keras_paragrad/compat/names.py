@@ -152,6 +152,8 @@ HOOKS = (
         ("op_type", "output_tensors", "input_tensors", "backward_function"),
     ),
     Hook("tensorflow.python.eager.record", "stop_recording"),
+    Hook("tensorflow.python.framework", "random_seed"),
+    Hook("tensorflow.python.framework.random_seed", "get_seed", ("op_seed",)),
     Hook("tensorflow.python.ops", "gen_random_ops"),
     Hook("tensorflow.python.ops", "gen_stateless_random_ops_v2"),
     Hook("tensorflow.python.ops.gen_random_ops", "random_standard_normal", ("shape",)),

@@ -3,12 +3,12 @@
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Container, Generator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import in_stateless_scope
+from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_paragrad.compat.compiled_call import can_compile_by_layer, compiled_call, is_compiled_by_layer
@@ -16,7 +16,7 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.storage.creation import may_be_in_shards
-from keras_paragrad.storage.reading import READING, read_as
+from keras_paragrad.storage.reading import READING, read_as, read_linked
 from keras_paragrad.storage.sharded import ShardedVariable, sharded_value
 from keras_paragrad.storage.sharding import look_up_rows
 
@@ -90,6 +90,26 @@ def _not_copied(variables: Sequence[keras.Variable]) -> list[ShardedVariable]:
 
 
 @contextlib.contextmanager
+def gather_before_loop(variables: Sequence[Any], needed: Container[int]) -> Generator[None]:
+    """Context of a loop in which this replica reads, and tapes watch, variables that were gathered before.
+
+    Args:
+        variables: All that the loop's body may read: Keras's or TensorFlow's.
+        needed: The ids of those that are needed. Others are zeros.
+    """
+    values = [(value, id(each) in needed) for each in variables for value in _not_copied([each])]
+    with read_linked(
+        {id(value): value.gathered() if needs else tf.zeros(value.shape, value.dtype) for value, needs in values}
+    ):
+        yield
+
+
+def zeros_in_place_of_shards(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[None]:
+    """Context of a graph that never runs, in which replicas don't wait for each other to gather."""
+    return gather_before_loop(variables, ())
+
+
+@contextlib.contextmanager
 def watch_gathered(tape: tf.GradientTape) -> Generator[Callable[[keras.Variable], Any]]:
     """Context of a pass for which weights were gathered before.
 
@@ -111,17 +131,20 @@ def _call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Struct
     call: Callable[..., Structure] = functools.partial(type(layer).call, layer)
     inputs = keras.tree.flatten((arguments, keywords))
     on_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
-    if not on_replica or in_symbolic_scope() or in_stateless_scope() or not layer.built:
+    if not on_replica or in_symbolic_scope() or not layer.built:
         return call(*arguments, **keywords)
-    gathered = {*READING.values, *READING.cast}
-    missing = [value for value in _not_copied(layer.variables) if id(value) not in gathered]
+    read = _not_copied(_read_by(layer))
+    # A loop within the layer would add up gradients of shards.
+    linked = {id(value): value.value() for value in read if id(value) in READING.linked}
+    gathered = {*READING.values, *READING.cast, *linked}
+    missing = [value for value in read if id(value) not in gathered]
     if _looks_up_rows(layer, missing, keywords):
         return _call_embedding(call, missing[0], *arguments, **keywords)
     # Wait for the inputs of the previous layer: these weights arrive while that layer computes, and no earlier.
     after = [each for each in _ORDER.inputs if each.graph is _graph()]
     _ORDER.inputs = [each for each in inputs if isinstance(each, tf.Tensor) and hasattr(each, "graph")]
     dtypes = _compute_dtypes(layer)
-    whole, cast = {}, {}
+    whole, cast = linked, {}
     for value in missing:
         dtype = dtypes.get(id(value))
         (cast if dtype else whole)[id(value)] = value.gathered(dtype, after)
@@ -132,6 +155,15 @@ def _call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Struct
         return result
     with read_as(whole, cast):
         return call(*arguments, **keywords)
+
+
+def _read_by(layer: keras.layers.Layer) -> list[Any]:
+    """The variables that a layer reads: in a stateless scope, what that has in their place."""
+    if not in_stateless_scope():
+        return layer.variables
+    scope = get_stateless_scope()
+    values = [scope.get_current_value(variable) for variable in layer.variables]
+    return [variable if value is None else value for variable, value in zip(layer.variables, values, strict=True)]
 
 
 def _compute_dtypes(layer: keras.layers.Layer) -> dict[int, str]:

@@ -17,12 +17,14 @@ class Reading(threading.local):
     Attributes:
         values: Tensors to read instead of gathering, by the `id` of the variable.
         cast: The same, already cast to the dtype that a layer computes in.
+        linked: The same, of variables that tapes watch: their gradients are those of the variables.
         assigned: Recorded assignments by the `id` of the variable, or `None` if assignments are carried out.
     """
 
     def __init__(self) -> None:
         self.values: Mapping[int, tf.Tensor] = {}
         self.cast: Mapping[int, tf.Tensor] = {}
+        self.linked: Mapping[int, tf.Tensor] = {}
         self.assigned: dict[int, tuple[TensorVariable, tf.Tensor]] | None = None
 
 
@@ -71,3 +73,18 @@ def read_as(tensors: Mapping[int, tf.Tensor], cast: Mapping[int, tf.Tensor] | No
         yield
     finally:
         READING.values, READING.cast = before
+
+
+@contextlib.contextmanager
+def read_linked(tensors: Mapping[int, tf.Tensor]) -> Generator[None]:
+    """Context in which this replica reads tensors in place of sharded variables, which tapes watch.
+
+    Args:
+        tensors: The whole values, by the `id` of the `ShardedVariable`.
+    """
+    before = READING.linked
+    READING.linked = {**before, **tensors}
+    try:
+        yield
+    finally:
+        READING.linked = before

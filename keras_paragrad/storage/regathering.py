@@ -35,6 +35,11 @@ def record_gather(variable: TensorVariable, dtype: DType | None, tensor: tf.Tens
         _GATHERED.weights.append((variable, dtype, tensor))
 
 
+def forget_gathers() -> None:
+    """Forgets what this replica has gathered in a step whose backward pass reads it where it is."""
+    _GATHERED.weights = []
+
+
 @contextlib.contextmanager
 def regather_in_backward(loss: tf.Tensor) -> Generator[None]:
     """Context of `tape.gradient` that gathers weights again for the backward pass.

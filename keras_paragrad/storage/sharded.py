@@ -132,6 +132,8 @@ class ShardedVariable(DistributedVariable):
             return cast
         if id(self) in READING.values:
             return READING.values[id(self)]
+        if id(self) in READING.linked:
+            return _linked(READING.linked[id(self)], self.shard.read_value())
         return self.local_copy if self.copies_are_current else self.gathered()
 
     def gathered(self, dtype: DType | None = None, after: Sequence[tf.Tensor] = ()) -> tf.Tensor:
@@ -158,6 +160,21 @@ class ShardedVariable(DistributedVariable):
         whole: Any = gather(shard)
         return whole
 
+    @property
+    def has_remote_shards(self) -> bool:
+        """Whether the value can't be read without other workers."""
+        return self.copies is None and replica_placement(self._distribute_strategy).workers > 1
+
+    def read_locally(self) -> tf.Tensor | None:
+        """The whole, without a collective; `None` if it `has_remote_shards`."""
+        if self.has_remote_shards:
+            return None
+        if self.copies is not None:
+            copies: Any = self.copies
+            return tf.convert_to_tensor(copies.values[0])
+        with tf.device("CPU:0"):
+            return self.partition.whole(tf.concat([shard.read_value() for shard in self._values], 0))
+
     def _gather_outside(self) -> tf.Tensor:
         """The whole in cross-replica context."""
         if replica_placement(self._distribute_strategy).workers > 1:
@@ -173,12 +190,7 @@ class ShardedVariable(DistributedVariable):
     def _join(self, shards: tf.Tensor) -> tf.Tensor:
         """The whole from all shards. Its gradient is that of the first shard, which tapes outside of replicas watch."""
 
-        @tf.custom_gradient
-        def join(_: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-            return self.partition.whole(tf.stop_gradient(shards)), lambda gradient: gradient
-
-        whole: Any = join(self._primary.read_value())
-        return whole
+        return _linked(self.partition.whole(tf.stop_gradient(shards)), self._primary.read_value())
 
     def _update_cross_replica(self, update_fn: Callable[..., object], value: Any, **kwargs: Any) -> object:
         if isinstance(value, tf.IndexedSlices):
@@ -220,7 +232,7 @@ class ShardedVariable(DistributedVariable):
     @property
     def is_gathered(self) -> bool:
         """Whether reading on this replica gathers."""
-        replaced = self.copies_are_current or id(self) in READING.values
+        replaced = self.copies_are_current or id(self) in {**READING.values, **READING.linked}
         return not replaced and _on_replica_of(self._distribute_strategy)
 
 
@@ -318,6 +330,17 @@ def sharded_value(variable: object) -> ShardedVariable | None:
     """The `ShardedVariable` of a Keras or TensorFlow variable, or `None` for any other variable."""
     value = getattr(variable, "_value", variable)
     return value if isinstance(value, ShardedVariable) else None
+
+
+def _linked(whole: tf.Tensor, shard: tf.Tensor) -> tf.Tensor:
+    """A whole value, whose gradient is that of a shard, which tapes watch."""
+
+    @tf.custom_gradient
+    def link(_: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+        return tf.identity(whole), lambda gradient: gradient
+
+    linked: Any = link(shard)
+    return linked
 
 
 def _on_replica() -> bool:

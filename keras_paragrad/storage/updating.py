@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_index, sum_over_replicas
-from keras_paragrad.compat.optimizer import nested_optimizers, updating_optimizers
+from keras_paragrad.compat.optimizer import accumulation_steps, nested_optimizers, updating_optimizers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar, TensorVariable
 from keras_paragrad.storage.storage import storage_of
@@ -43,6 +43,26 @@ def overridden_method(optimizer: keras.optimizers.Optimizer) -> str | None:
             if getattr(type(each), name).__module__.partition(".")[0] not in ("keras", "keras_paragrad"):
                 return f"{type(each).__name__}.{name}"
     return None
+
+
+def check_optimizer_of_shards(optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses an optimizer that would take shards for whole variables.
+
+    Raises:
+        ValueError: The message says what to write.
+    """
+    if accumulation_steps(optimizer) > 1:
+        raise ValueError(
+            f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps), in a branch in which "
+            "TensorFlow can't scatter them. Remove that argument, and compile with AccumulatingOptimizer(optimizer, "
+            f"steps={accumulation_steps(optimizer)})."
+        )
+    if method := overridden_method(optimizer):
+        raise ValueError(
+            f"{method} overrides Keras's, and would get shards in place of whole gradients and weights. Move its code "
+            "into update_step, as keras.optimizers.Optimizer documents it, which gets whole ones; or write "
+            "DistributedFit(..., shard=None)."
+        )
 
 
 def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:

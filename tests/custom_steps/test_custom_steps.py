@@ -11,6 +11,7 @@ from keras import ops
 from step_models import compiled, data_of
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
+from keras_paragrad.storage.sharded import sharded_value
 
 KINDS = {
     "autoencoder": (models.Autoencoder,),
@@ -77,10 +78,11 @@ def replicas(**options):
     return DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], **options)
 
 
-def on_replicas(name, size=None, rows=11, **options):
-    dist = replicas()
+def on_replicas(name, size=None, rows=11, shard=None, **options):
+    dist = replicas(shard=shard, min_shard_bytes=16)
     with dist.scope():
         model = compiled(*KINDS[name], jit_compile=False, **options)
+    assert any(map(sharded_value, model.trainable_weights)) == (shard is not None)
     if size:
         microbatch(model, size)
     return fitted(model, rows, fit=lambda *data, **keywords: dist.fit(model, *data, **keywords))
@@ -103,6 +105,34 @@ def test_slices_on_replicas(name):
     compare(on_replicas(name, 3, 31), expected)
 
 
+def clipping(**clip):
+    return functools.partial(keras.optimizers.SGD, 0.05, momentum=0.9, **clip)
+
+
+# What a step does with weights after an update: averages, clips, reads them in the next phase. Each shard of a row.
+IN_SHARDS = [
+    ("diffusion", "parameters", 4, 31, clipping(clipnorm=0.1)),
+    ("captions", "optimizer", None, 11, clipping(global_clipnorm=0.1)),
+    ("wgan", "parameters", 3, 11, models.sgd),
+    ("wgan", "optimizer", None, 11, models.sgd),
+    ("gan", "parameters", None, 31, clipping(clipvalue=0.01)),
+    ("gan", "optimizer", 3, 31, clipping(clipnorm=0.1)),
+    ("cycle", "parameters", None, 11, clipping(use_ema=True, ema_overwrite_frequency=2)),
+    ("autoencoder", "parameters", 4, 11, functools.partial(keras.optimizers.Lamb, 0.01)),
+    ("diffusion", "optimizer", None, 11, functools.partial(keras.optimizers.Lamb, 0.01)),
+    ("sum", "parameters", None, 31, models.sgd),
+]
+
+
+@pytest.mark.slow(60)
+@pytest.mark.few(2)
+@pytest.mark.own_process(seconds=300)
+@pytest.mark.parametrize(("name", "shard", "size", "rows", "optimizer"), IN_SHARDS)
+def test_shards(name, shard, size, rows, optimizer):
+    expected = fitted(compiled(*KINDS[name], optimizer=optimizer, jit_compile=False), rows)
+    compare(on_replicas(name, size, rows, shard, optimizer=optimizer), expected)
+
+
 def accumulating():
     return AccumulatingOptimizer(models.sgd(), steps=4)
 
@@ -116,11 +146,13 @@ def test_windows(name):
     compare(fitted(ours, 4, callbacks=[ExactAccumulation()]), expected, {"loss", "noise"} & expected[1].keys())
 
 
+@pytest.mark.few(1)
 @pytest.mark.own_process
+@pytest.mark.parametrize("shard", ["parameters", None, "optimizer"])
 @pytest.mark.parametrize("name", ["diffusion"])
-def test_windows_on_replicas(name):
+def test_windows_on_replicas(name, shard):
     expected = fitted(compiled(*KINDS[name], jit_compile=False), 12)
-    dist = replicas()
+    dist = replicas(shard=shard, min_shard_bytes=16)
     with dist.scope():
         ours = compiled(*KINDS[name], optimizer=accumulating, jit_compile=False)
     fit = dist.fit
@@ -377,7 +409,8 @@ def test_windows_refuse_updates_that_follow_each_other():
 
 
 @pytest.mark.own_process
-def test_layers_that_normalize_by_all_replicas_are_refused():
+@pytest.mark.filterwarnings("ignore:batch_normalization normalize")
+def test_layers_that_normalize_by_all_replicas_are_refused_in_slices():
     class Normalized(models.Captions):
         def __init__(self):
             super().__init__()
@@ -387,7 +420,8 @@ def test_layers_that_normalize_by_all_replicas_are_refused():
     dist = replicas()
     with dist.scope():
         model = compiled(Normalized, jit_compile=False)
-    with pytest.raises(ValueError, match="train_step of Normalized .* of all replicas. Use GroupNormalization"):
+    microbatch(model, 3)
+    with pytest.raises(ValueError, match="train_step of Normalized .* of all replicas. .*leave microbatch out"):
         fitted(model, fit=lambda *data, **options: dist.fit(model, *data, **options))
 
 

@@ -17,7 +17,7 @@ from keras_paragrad.compat.model import (
     overrides_predict,
     overrides_train_step,
 )
-from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator
+from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.compat.workers import NamedDevicesStrategy, barrier, replica_placement
 from keras_paragrad.distribution.consistency import ComparedFit
@@ -38,7 +38,7 @@ from keras_paragrad.engine.replicas.prepared import (
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.storage.creation import may_be_in_shards
-from keras_paragrad.storage.updating import overridden_method
+from keras_paragrad.storage.updating import check_optimizer_of_shards
 
 Result = TypeVar("Result")
 
@@ -80,7 +80,7 @@ class ReplicaPreparation(Preparation):
         """Fills *take* with the loss normalization; on several workers, replaces `fit`, `evaluate` and `predict`."""
         model = self.model
         exact, weighting, jit, shard_policy = self.settings
-        _check_shards(model)
+        _check_shards(model, exact)
         replicas = model.distribute_strategy.num_replicas_in_sync
         if replicas > 1:
             check_no_row_states(
@@ -171,29 +171,19 @@ def _predict_in_order(
         return type(model).predict(model, x, **arguments)
 
 
-def _check_shards(model: keras.Model) -> None:
+def _check_shards(model: keras.Model, exact: bool) -> None:
     """Refuses a model that would read or update shards as whole variables."""
     if not may_be_in_shards(model):
         return
     if overrides_train_step(model):
+        # Its optimizers are known once the step is analyzed.
+        if exact:
+            return
         raise ValueError(
             f"{type(model).__name__} defines its own train_step, which hands the optimizer whole gradients, and this "
-            "optimizer updates shards. Move what train_step does into compute_loss, or write DistributedFit(..., "
-            "shard=None)."
+            "optimizer updates shards. Leave exact=False out, or write DistributedFit(..., shard=None)."
         )
-    optimizer = model.optimizer
-    if accumulation_steps(optimizer) > 1:
-        raise ValueError(
-            f"{optimizer.name} accumulates gradients itself (gradient_accumulation_steps), in a branch in which "
-            "TensorFlow can't scatter them. Remove that argument, and compile with AccumulatingOptimizer(optimizer, "
-            f"steps={accumulation_steps(optimizer)})."
-        )
-    if method := overridden_method(optimizer):
-        raise ValueError(
-            f"{method} overrides Keras's, and would get shards in place of whole gradients and weights. Move its code "
-            "into update_step, as keras.optimizers.Optimizer documents it, which gets whole ones; or write "
-            "DistributedFit(..., shard=None)."
-        )
+    check_optimizer_of_shards(model.optimizer)
 
 
 _ALL_REDUCE = {

@@ -85,6 +85,7 @@ class StepAnalysis(NamedTuple):
         changes: The changes of each weight, in order.
         versions: For each phase, the versions of weights that it reads and an earlier phase has overwritten: pairs of a
             weight and the number of its changes before.
+        reads: The variables that each phase reads.
     """
 
     calls: list[ApplyCall]
@@ -93,6 +94,7 @@ class StepAnalysis(NamedTuple):
     weights: dict[int, keras.Variable]
     changes: dict[int, list[WeightChange]]
     versions: list[set[tuple[int, int]]]
+    reads: list[set[int]]
 
     @property
     def phases(self) -> int:
@@ -150,7 +152,13 @@ class _PhaseAnalysis:
             for state in states
         ]
         return StepAnalysis(
-            calls, states, logs, {key: step.variables[key] for key in step.weights}, self.changes, versions
+            calls,
+            states,
+            logs,
+            {key: step.variables[key] for key in step.weights},
+            self.changes,
+            versions,
+            [{variable for variable, _ in reads} for reads, _ in closures],
         )
 
     def _call(self, apply: CapturedApply) -> ApplyCall:
@@ -161,8 +169,7 @@ class _PhaseAnalysis:
         phase = max([self._phase_of(self.step.sources(apply.gradients), by_slice=True), *earlier])
         for variable in apply.updated:
             self.changes.setdefault(id(variable), []).append(WeightChange(apply.position, phase))
-        present = [index for index, gradient in enumerate(apply.gradients) if gradient is not None]
-        return ApplyCall(apply.optimizer, apply.variables, present, phase)
+        return ApplyCall(apply.optimizer, apply.variables, apply.present, phase)
 
     def _add_assignments(self, *, before: int) -> None:
         """Adds the assignments of trainable weights up to a position, unless they are among the changes."""

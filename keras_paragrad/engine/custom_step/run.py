@@ -7,7 +7,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.model import train_step_of
+from keras_paragrad.compat.model import all_variables, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, StepLogs
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions
@@ -15,6 +15,7 @@ from keras_paragrad.engine.losses.logs import weighting_means
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.step.stages import BatchSlices
+from keras_paragrad.storage.gathering import gather_before_loop
 from keras_paragrad.storage.row_gradients import accumulate_gradient, sum_dtype
 
 # Updates variables: called with a call of `apply`, and the gradients of the whole batch.
@@ -124,14 +125,21 @@ class _Phase:
         """
         sums = self._start()
         if not (isinstance(slices.number, int) and slices.number == 0):
-            sums = tf.while_loop(
-                lambda index, _: index < slices.number,
-                lambda index, sums: (index + 1, self._add(sums, slices.at(index))),
-                (tf.constant(0), sums),
-                parallel_iterations=1,
-            )[1]
+            with self._gathered():
+                sums = tf.while_loop(
+                    lambda index, _: index < slices.number,
+                    lambda index, sums: (index + 1, self._add(sums, slices.at(index))),
+                    (tf.constant(0), sums),
+                    parallel_iterations=1,
+                )[1]
         with at_end():
             return self._finish(sums, slices.last)
+
+    def _gathered(self) -> AbstractContextManager[None]:
+        """Context in which sharded weights are gathered already: no collective can run in a loop."""
+        versions = self.step.versions.read_in(self.phase)
+        needed = {*self.step.analysis.reads[self.phase], *map(id, versions)}
+        return gather_before_loop([*all_variables(self.model), *versions], needed)
 
     def new_values(self, scope: PhaseScope) -> dict[int, tf.Tensor]:
         """The values that this phase computes of states, after its last slice."""

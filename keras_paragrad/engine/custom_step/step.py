@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -26,6 +27,8 @@ from keras_paragrad.engine.step.building import build_layers_by_step
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.step.stages import BatchSlices
 from keras_paragrad.storage.row_gradients import scale_gradient
+from keras_paragrad.storage.storage import any_divided
+from keras_paragrad.storage.updating import check_optimizer_of_shards, install_storages
 
 
 class CustomStep:
@@ -42,22 +45,21 @@ class CustomStep:
 
     def __init__(self, model: keras.Model, data: Batch, normalize: LossNormalization):
         self.model = model
-        self.signature = _signature(data, normalize)
+        self.signature = step_signature(data, normalize)
         build_layers_by_step(model, data)
         self.analysis: StepAnalysis = analyze_step(model, data)
         self.weightings = find_weightings(model, self.analysis, data, _stated(normalize), normalize.asked_by)
         # Whether the step reports sums over the rows.
         self.summed = all(each.divisor is None for each in self.weightings)
         _log_weightings(model, self.analysis, self.weightings)
-        make_variables(lambda: [build_optimizer(call.optimizer, call.variables) for call in self.analysis.calls])
+        prepare_optimizers(self.analysis.calls)
         self.versions = WeightVersions(self.analysis)
 
     @classmethod
-    def of(
-        cls, analyzed: list["CustomStep"], model: keras.Model, data: Batch, normalize: LossNormalization
-    ) -> "CustomStep":
+    def of(cls, analyzed: list[Any], model: keras.Model, data: Batch, normalize: LossNormalization) -> "CustomStep":
         """The analyzed step for such data, or a new one, which is appended."""
-        step = next((each for each in analyzed if each.signature == _signature(data, normalize)), None)
+        signature = step_signature(data, normalize)
+        step = next((each for each in analyzed if isinstance(each, cls) and each.signature == signature), None)
         if step is None:
             step = cls(model, data, normalize)
             analyzed.append(step)
@@ -243,10 +245,24 @@ class _BatchWeights:
         apply_gradient(call.optimizer, call.variables, scaled, normalizer, whole=True)
 
 
-def _signature(data: Batch, normalize: LossNormalization) -> tuple[object, ...]:
+def step_signature(data: Batch, normalize: LossNormalization) -> tuple[object, ...]:
     """What an analysis depends on: the weighting, and the shapes and dtypes of rows."""
     leaves = keras.tree.flatten(data)
     return normalize.weighting, *(leaf if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in leaves)
+
+
+def prepare_optimizers(calls: Sequence[ApplyCall]) -> None:
+    """Checks and builds the optimizers that a step calls, and makes them update weights where these live.
+
+    Raises:
+        ValueError: An optimizer would take shards for whole variables.
+    """
+    for call in calls:
+        if any_divided(call.variables):
+            check_optimizer_of_shards(call.optimizer)
+    make_variables(lambda: [build_optimizer(call.optimizer, call.variables) for call in calls])
+    for call in calls:
+        install_storages(call.optimizer, call.variables)
 
 
 def _stated(normalize: LossNormalization) -> Weighting | None:

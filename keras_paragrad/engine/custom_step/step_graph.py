@@ -1,5 +1,6 @@
 """Traces a model's own `train_step` into a graph that never runs, and finds what its values are computed from."""
 
+import contextlib
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -10,10 +11,12 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import all_layers, all_variables, step_metrics, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients
+from keras_paragrad.engine.custom_step.divided_calls import Handler, intercepting
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.probes.trial import is_seed
+from keras_paragrad.engine.probes.trial import is_seed, normalize_by_moving_statistics
 from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.step.interception import capturing_applies
+from keras_paragrad.storage.gathering import zeros_in_place_of_shards
 
 # The operations that write to a variable begin with one of these; the scope records Keras's own assignments.
 _WRITES = ("Assign", "ResourceApply", "ResourceScatter", "ResourceSparseApply", "ResourceStridedSliceAssign")
@@ -35,6 +38,11 @@ class CapturedApply(NamedTuple):
     variables: list[keras.Variable]
     gradients: Gradients
     position: int
+
+    @property
+    def present(self) -> list[int]:
+        """The indices of the variables that have a gradient."""
+        return [index for index, gradient in enumerate(self.gradients) if gradient is not None]
 
     @property
     def updated(self) -> list[keras.Variable]:
@@ -61,6 +69,7 @@ class StepGraph:
     Args:
         model: A built model.
         data: Tensors with the shapes and dtypes of a slice.
+        handler: What happens in place of calls of layers, if each replica runs the step on the whole batch.
 
     Attributes:
         applies: The calls of `apply`, in order.
@@ -71,20 +80,31 @@ class StepGraph:
         weights: The ids of the trainable variables that are updated or assigned.
         metrics: The ids of the variables of metrics.
         seeds: The ids of the states of random seeds.
+        losses: The losses that layers have added.
 
     Raises:
         IndivisibleError: The step does what can't be divided.
     """
 
-    def __init__(self, model: keras.Model, data: Batch):
+    def __init__(self, model: keras.Model, data: Batch, handler: Handler | None = None):
         self.model, self._graph = model, FuncGraph("custom_step")
         self.applies: list[CapturedApply] = []
-        self._refuse_synchronized_layers()
+        if handler is None:
+            self._refuse_synchronized_layers()
         scope, model_variables = _RecordingScope(self._graph), all_variables(model)
-        with self._graph.as_default(), untouched(model, scope), capturing_applies(self._capture):
+        with (
+            self._graph.as_default(),
+            zeros_in_place_of_shards(model_variables),
+            untouched(model, scope),
+            capturing_applies(self._capture),
+            intercepting(handler) if handler else contextlib.nullcontext(),
+        ):
+            if handler is not None:
+                # Synchronized layers would wait for other replicas.
+                normalize_by_moving_statistics(model)
             batch = keras.tree.map_structure(_placeholder, data)
             self.logs = keras.tree.flatten(train_step_of(model)(batch))
-        self.values, self.assigned_at = scope.values, scope.positions
+        self.values, self.assigned_at, self.losses = scope.values, scope.positions, scope.losses
         self._position = {operation: index for index, operation in enumerate(self._graph.get_operations())}
         self._batch = {tensor.op for tensor in keras.tree.flatten(batch) if tensor is not None}
         self.weights = {id(variable) for each in self.applies for variable in each.variables}
@@ -143,13 +163,17 @@ class StepGraph:
             raise self.refusal(
                 f"computes gradients that are weighted afterwards, and {', '.join(names)} normalize by the statistics "
                 "of all replicas",
-                ends=". Use GroupNormalization, move what it does into compute_loss, or train on one device: "
-                "DistributedFit('none'). There, recompute(model) saves memory",
+                ends=". Use GroupNormalization, move what it does into compute_loss, or leave microbatch out",
             )
 
     def refusal(self, does: str, ends: str = ", so its batches can't be divided") -> IndivisibleError:
         """The error for a step that can't be divided."""
         return IndivisibleError(f"The train_step of {type(self.model).__name__} {does}{ends}.")
+
+    @property
+    def operations(self) -> list[tf.Operation]:
+        """The operations of the graph, by position."""
+        return self._graph.get_operations()
 
     def sources(self, values: Iterable[object]) -> Sources:
         """What values are computed from; those that aren't of the graph are constants."""

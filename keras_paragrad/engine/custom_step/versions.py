@@ -9,7 +9,9 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 
+from keras_paragrad.compat.model import all_variables
 from keras_paragrad.engine.custom_step.analysis import StepAnalysis
+from keras_paragrad.storage.sharded import sharded_value
 
 Made = TypeVar("Made")
 
@@ -36,6 +38,10 @@ class WeightVersions:
         copy = self._copies.get((id(variable), version))
         if copy is not None:
             copy.assign(variable.value)
+
+    def read_in(self, phase: int) -> list[tf.Variable]:
+        """The copies that a phase reads."""
+        return [self._copies[version] for version in sorted(self.analysis.versions[phase])]
 
     def of_phase(self, key: int, version: int, phase: int) -> tf.Variable | None:
         """The copy that a phase reads in place of a weight; `None` if it reads the weight."""
@@ -129,6 +135,12 @@ def suspended_scope() -> Generator[None]:
         yield
     finally:
         set_global_attribute("stateless_scope", scope)
+
+
+def gather_remote_values(model: keras.Model) -> dict[int, tf.Tensor]:
+    """The values, by the variables' ids, of which other workers hold shards; called on every worker."""
+    remote = [each for each in all_variables(model) if (value := sharded_value(each)) and value.has_remote_shards]
+    return make_variables(lambda: {id(each): tf.constant(each.numpy()) for each in remote}) if remote else {}
 
 
 def make_variables(make: Callable[[], Made]) -> Made:

@@ -1,9 +1,10 @@
 """Finds what the losses of a model's own `train_step` divide by, by a trial on synthetic rows."""
 
+import contextlib
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,8 +13,9 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import all_layers, all_variables, step_metrics, train_step_of
-from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
-from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
+from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, StepLogs
+from keras_paragrad.engine.custom_step.analysis import ApplyCall, StateUpdate, StepAnalysis, analyze_step
+from keras_paragrad.engine.custom_step.versions import gather_remote_values
 from keras_paragrad.engine.losses.loss_normalization import UNIFORM_NEEDS
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments
@@ -57,24 +59,39 @@ class _TrialScope(keras.StatelessScope):
             super().add_update(update)
 
 
-class _TrialStep:
+class TrialStep:
     """Computes the gradients of a step on synthetic rows, without side effects.
 
     Random numbers for the rows of a part are those for the same rows of the whole.
+
+    Args:
+        model: A built model with its own `train_step`.
+        calls: Its calls of optimizers.
+        states: The variables that it assigns, without weights.
+        remote: The values of variables that can't be read here, by their ids.
+        rows: The number of rows of the whole.
     """
 
-    def __init__(self, model: keras.Model, analysis: StepAnalysis):
-        self.model, self.calls = model, analysis.calls
+    def __init__(
+        self,
+        model: keras.Model,
+        calls: Sequence[ApplyCall],
+        states: Sequence[StateUpdate],
+        remote: Mapping[int, tf.Tensor],
+        rows: int = ROWS,
+    ):
+        self.model, self.calls, self.rows = model, calls, rows
         self.half_precision = uses_half_precision(model)
         self.variables = all_variables(model)
         # Variables, and not tensors: the tape of the step watches what it reads.
-        self.values = {id(each): tf.Variable(value_of(each), trainable=each.trainable) for each in self.variables}
+        values = {id(each): remote[id(each)] if id(each) in remote else value_of(each) for each in self.variables}
+        self.values = {id(each): tf.Variable(values[id(each)], trainable=each.trainable) for each in self.variables}
         normalizations = [each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)]
         others = {id(variable) for each in (*step_metrics(model), *normalizations) for variable in each.variables}
         # What each slice assigns, and nothing combines.
         self.states = [
             each.variable
-            for each in analysis.states
+            for each in states
             if each.by_slice and id(each.variable) in self.values.keys() - others and not is_seed(each.variable)
         ]
         self.start: State = [tf.convert_to_tensor(self.values[id(each)]) for each in self.states]
@@ -113,14 +130,22 @@ class _TrialStep:
 
         scope = _TrialScope(collect_losses=True)
         scope.state_mapping.update(self.values)
-        numbers = random_numbers_by_row(first, count, ROWS)
-        with untouched(self.model, scope), capturing_applies(capture), numbers:
+        numbers = random_numbers_by_row(first, count, self.rows)
+        with untouched(self.model, scope), capturing_applies(capture), numbers, self.context():
             normalize_by_moving_statistics(self.model)
-            train_step_of(self.model)(data)
+            others = self.others(train_step_of(self.model)(data), scope)
             state = [tf.convert_to_tensor(scope.get_current_value(each)) for each in self.states]
         if len(captured) != len(self.calls):
             raise Inconclusive("the step calls optimizers differently on other rows")
-        return captured, state
+        return [*captured, *others], state
+
+    def context(self) -> contextlib.AbstractContextManager[object]:
+        """The context in which the step is traced."""
+        return contextlib.nullcontext()
+
+    def others(self, logs: StepLogs, scope: keras.StatelessScope) -> list[list[tf.Tensor]]:
+        """What else to return, after the gradients."""
+        return []
 
 
 def find_weightings(
@@ -143,6 +168,7 @@ def find_weightings(
         IndivisibleError: None fits, or parts of a batch leave other states than the whole.
     """
     candidates = [each for name, each in WEIGHTINGS.items() if name not in ("sample_weight", "mask")]
+    remote = gather_remote_values(model)
     if step_arguments(data)["sample_weight"] is not None:
         candidates.insert(1, WEIGHTINGS["sample_weight"])
     if stated is not None:
@@ -152,7 +178,8 @@ def find_weightings(
     dependent: list[str] = []
 
     def find(size: int) -> list[WeightingTrial]:
-        step, given = _TrialStep(model, analysis), data if isinstance(data, tuple) else (data,)
+        step = TrialStep(model, analysis.calls, analysis.states, remote)
+        given = data if isinstance(data, tuple) else (data,)
 
         def compare(batch: Any) -> list[list[float]]:
             return _errors_of(step, batch if isinstance(data, tuple) else batch[0], candidates)
@@ -230,7 +257,7 @@ def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
         warnings.warn(f"{UNIFORM_NEEDS} {found} Leave weighting out.", stacklevel=2)
 
 
-def _errors_of(step: _TrialStep, data: Batch, candidates: Sequence[Weighting]) -> list[list[float]]:
+def _errors_of(step: TrialStep, data: Batch, candidates: Sequence[Weighting]) -> list[list[float]]:
     """For each call, the errors of the candidates."""
     parts = [take_rows(data, *each) for each in BOUNDS]
     whole = step(data, 0)

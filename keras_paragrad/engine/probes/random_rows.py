@@ -80,6 +80,20 @@ def random_numbers_by_row(first: int, count: int, total: int) -> Generator[None]
         _local.rows = None
 
 
+@contextlib.contextmanager
+def random_numbers_of_part(first: int, count: int, total: int) -> Generator[None]:
+    """Context, within `random_numbers_by_row`, of a part of other rows; what follows continues after the last part."""
+    before: _Rows = _local.rows
+    _local.rows = _Rows(first, count, total)
+    _local.rows.draws = before.draws
+    try:
+        yield
+    finally:
+        if first + count == total:
+            before.draws = _local.rows.draws
+        _local.rows = before
+
+
 def _count_contexts(change: int) -> None:
     global _contexts
     with _lock:

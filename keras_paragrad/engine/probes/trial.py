@@ -19,6 +19,7 @@ from keras_paragrad.compat.types import Array, Batch, Structure
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.step.operations import assigned_resources
+from keras_paragrad.storage.sharded import sharded_value
 
 # The sizes to try for axes of unknown size: a short sequence, then an image that can be halved often.
 SIZES = (8, 64)
@@ -260,9 +261,14 @@ def _call_for_inference(call: Callable[..., Structure], *arguments: Any, **keywo
 
 
 def value_of(variable: keras.Variable) -> tf.Tensor:
-    """A variable's value on the first local replica; random values in place of shards, and of weights near zero."""
+    """A variable's value on the first local replica; random values in place of weights near zero.
+
+    Of a variable in shards it is the whole, and random where workers would have to gather it.
+    """
     # Reading a metric's state directly is an all-reduce, for which this thread would wait forever.
-    local = local_replica_values(variable.value)[0]
+    sharded = sharded_value(variable)
+    whole = sharded.read_locally() if sharded is not None else None
+    local = local_replica_values(variable.value)[0] if whole is None else whole
     if tf.DeviceSpec.from_string(getattr(local, "device", None) or "").job == "ps":
         raise Inconclusive("weights are not fetched from parameter servers")
     if isinstance(local, tf.Variable) and not tf.raw_ops.VarIsInitializedOp(resource=local.handle):
@@ -271,7 +277,7 @@ def value_of(variable: keras.Variable) -> tf.Tensor:
     else:
         value = tf.convert_to_tensor(local)
     if tuple(value.shape) != tuple(variable.shape):
-        # A shard. Gathering the others is a collective as well.
+        # A shard. Gathering those of other workers is a collective as well.
         if np.prod(variable.shape) > _MOST:
             raise Inconclusive(f"{variable.path} is in shards, and large")
         return _draw_weight(variable, value.dtype)

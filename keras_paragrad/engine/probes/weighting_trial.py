@@ -245,7 +245,9 @@ def _rounding() -> float:
     return _ROUNDING_OF_TF32 if coarse else _ROUNDING
 
 
-def over_draws(model: keras.Model, data: tuple[Any, ...], size: int, compare: Callable[[Any], Result]) -> list[Result]:
+def over_draws(
+    model: keras.Model, data: tuple[Any, ...], size: int, compare: Callable[[Any], Result], count: int = ROWS
+) -> list[Result]:
     """What `compare` returns for several batches of synthetic rows: as usual, far apart, padded, with labels to ignore.
 
     Labels are 0 and 1, or between them for losses that need others than 0. Only rows that are far apart, with all
@@ -256,11 +258,12 @@ def over_draws(model: keras.Model, data: tuple[Any, ...], size: int, compare: Ca
         data: Tensors with the shapes and dtypes of a batch: `x`, `y` and `sample_weight`, or the first of them.
         size: The size of axes of unknown size.
         compare: Takes a batch.
+        count: The number of rows.
 
     Raises:
         Inconclusive: No batch tells anything.
     """
-    rows = functools.partial(synthetic_rows, rows=ROWS, size=size)
+    rows = functools.partial(synthetic_rows, rows=count, size=size)
 
     def draw(seed: int, classes: bool = True) -> list[Any]:
         return [rows(each, seed=3 * seed + index, labels=classes and index == 1) for index, each in enumerate(data)]

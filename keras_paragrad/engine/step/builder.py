@@ -23,6 +23,7 @@ from keras_paragrad.compat.optimizer import build_optimizer, innermost_optimizer
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.custom_step.step import CustomStep
+from keras_paragrad.engine.custom_step.whole_step import WholeStep
 from keras_paragrad.engine.losses.sums import LossWindow
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.building import (
@@ -40,6 +41,7 @@ from keras_paragrad.engine.step.stages import Apply, Stages, save_states
 from keras_paragrad.engine.step.train_step import TrainStep
 from keras_paragrad.engine.telemetry.train_functions import LATEST, PlanAhead, choose_train_function, compiled_functions
 from keras_paragrad.engine.telemetry.watch import Telemetry, observing_gradients, updates_each_batch, watching_updates
+from keras_paragrad.storage.regathering import forget_gathers
 from keras_paragrad.storage.storage import any_divided
 from keras_paragrad.storage.updating import install_storages
 
@@ -70,7 +72,7 @@ class StepBuilder:
         self._trainable: Trainable | None = None
         self._reads: Callable[[], EpochIterator | None] = lambda: None
         # The analyzed steps of a model's own `train_step`. Compiled functions use their variables.
-        self._custom_steps: list[CustomStep] = []
+        self._custom_steps: list[CustomStep | WholeStep] = []
 
     @classmethod
     def of(cls, model: keras.Model) -> "StepBuilder":
@@ -331,6 +333,7 @@ class StepBuilder:
                 only = noticing_applies(self._refuse_unmeasured) if self.stages.telemetry else contextlib.nullcontext()
                 with only:
                     logs = step.run_custom(data, replica_batch)
+                forget_gathers()
             else:
                 logs = step(data, replica_batch)
                 step.end()

@@ -14,6 +14,7 @@ from keras_paragrad.compat.types import Batch, Gradients, StepLogs
 from keras_paragrad.engine.custom_step.analysis import analyze_step
 from keras_paragrad.engine.custom_step.step import CustomStep, run_inexact_step
 from keras_paragrad.engine.custom_step.weighting import warn_of_uniform_step
+from keras_paragrad.engine.custom_step.whole_step import WholeStep, step_on_replicas
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result
 from keras_paragrad.engine.losses.loss_normalization import scale_by_replicas, warn_of_uniform
@@ -57,7 +58,7 @@ class TrainStep(NamedTuple):
     window: LossWindow | None
     update: bool
     guard: IndivisibleBatchGuard
-    custom_steps: list[CustomStep]
+    custom_steps: list[CustomStep | WholeStep]
 
     def run_custom(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the model's own `train_step`, and returns its logs."""
@@ -85,7 +86,7 @@ class TrainStep(NamedTuple):
             return logs
         if take and take.normalize and replica_count() > 1:
             with explaining_rows(self.model, data, replica_count(), self._analyze):
-                step = CustomStep.of(self.custom_steps, self.model, data, take.normalize)
+                step = step_on_replicas(self.custom_steps, self.model, data, take.normalize)
             return step.run_on_replica(data, replica_batch)
         if self.stages.chain and replica_count() > 1 and not self._accumulator:
             raise ValueError(

@@ -51,12 +51,11 @@ SPREAD = ("replicas", "shards")
 PARTS = (*CUT, *SPREAD)
 # What the errors and warnings say.
 NUMBER = "returns one number for the whole batch"
-LOSS, SHARDS = "defines its own compute_loss", "this optimizer updates shards"
+LOSS = "defines its own compute_loss"
 TRIAL = "The weighted gradients of the parts don't sum to that of the whole"
 WINDOWS, PHASES = "are not there at the same time", "micro-batches can't be accumulated one after the other"
 STATE = "which gives another state than one update with the whole batch"
 BATCHES = "normalize with the statistics of each micro-batch"
-REPLICAS = "normalize each replica's part of a batch by its own statistics"
 NOT_MEASURED = Outcome(refused="GradientTelemetry measures the updates of the optimizer that")
 
 
@@ -70,10 +69,11 @@ def tokens(x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
     return keras.ops.sum(y > 0)
 
 
-# A `train_step` of the model's own: no shards, and logs of windows are means over micro-batches, which may be uneven.
-STEP = {"accumulation": Outcome(logs=False), "shards": Outcome(refused=SHARDS)}
-OPTIMIZERS = {**STEP, "accumulation": Outcome(refused=PHASES), "telemetry": NOT_MEASURED}
-NOT_DIVIDED = {**refused(TRIAL, ("accumulation", "slices", "replicas")), "shards": Outcome(refused=SHARDS)}
+# A `train_step` of the model's own: logs of windows are means over micro-batches, which may be uneven.
+STEP = {"accumulation": Outcome(logs=False)}
+OPTIMIZERS = {"accumulation": Outcome(refused=PHASES), "telemetry": NOT_MEASURED}
+# On replicas, calls of layers are divided, where rows can't be.
+NOT_DIVIDED = refused(TRIAL, CUT)
 NORMALIZED = {
     **dict.fromkeys(CUT, Outcome(warned=BATCHES)),
     **dict.fromkeys(SPREAD, Outcome(changed={"synchronized": True})),
@@ -125,27 +125,26 @@ EXCEPTIONS: dict[str, dict[str, Outcome]] = {
         ),
         STEP,
     ),
-    "captions": {**STEP, "accumulation": Outcome(refused="updates weights")},
+    "captions": {"accumulation": Outcome(refused="updates weights")},
     "masked_captions": NOT_DIVIDED,
-    "sharpness_aware": {**STEP, **refused("a value that depends on the rows", ("accumulation", "slices", "replicas"))},
+    "sharpness_aware": refused("a value that depends on the rows", CUT),
     "fixed_noise": NOT_DIVIDED,
     "clipping_step": NOT_DIVIDED,
     "thresholded": NOT_DIVIDED,
     "shuffled": NOT_DIVIDED,
     "normalizing_step": {
-        **STEP,
         **dict.fromkeys(CUT, Outcome(warned=BATCHES)),
-        "replicas": Outcome(warned=REPLICAS),
+        **dict.fromkeys(SPREAD, Outcome(changed={"synchronized": True})),
     },
     **dict.fromkeys(("gan", "wgan_gp", "cyclegan", "forward_forward"), OPTIMIZERS),
     "normalizing_gan": {
         **OPTIMIZERS,
         "slices": Outcome(warned=BATCHES),
-        "replicas": Outcome(warned=REPLICAS),
+        **dict.fromkeys(SPREAD, Outcome(changed={"synchronized": True})),
     },
-    "fixed_noise_gan": {**OPTIMIZERS, **refused(TRIAL, ("slices", "replicas"))},
-    "counting_gan": {**OPTIMIZERS, **refused("assigns a tf.Variable", ("slices", "replicas"))},
-    "simclr": {**OPTIMIZERS, **refused(TRIAL, ("slices", "replicas"))},
+    "fixed_noise_gan": {**OPTIMIZERS, **refused(TRIAL, ("slices",))},
+    "counting_gan": {**OPTIMIZERS, **refused("assigns a tf.Variable", ("slices", *SPREAD))},
+    "simclr": {**OPTIMIZERS, **refused(TRIAL, ("slices",))},
 }
 
 

@@ -1,0 +1,466 @@
+"""Runs a model's own `train_step` on the whole batch on each replica, with the calls of its layers divided.
+
+For steps that compare rows, clip gradients themselves or divide by what no weighting names. Each replica has all rows,
+and computes the same. Of a call of a layer it computes its share of the rows, and gathers the outputs of all.
+
+All replicas have the same loss. The gradient of their mean is the mean of their gradients, where that of gathered rows
+is the sum over the replicas of what each has found for these rows: both of what calls have computed, and of what every
+replica has.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.compat.collectives import (
+    replica_count,
+    replica_index,
+    replicas_are_traced_apart,
+    sum_over_replicas,
+)
+from keras_paragrad.compat.layers import mask_of, with_mask
+from keras_paragrad.compat.model import train_step_of
+from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import Batch, Gradients, StepLogs, Structure
+from keras_paragrad.engine.custom_step.analysis import ApplyCall
+from keras_paragrad.engine.custom_step.divided_calls import differentiates, intercepting
+from keras_paragrad.engine.custom_step.run import changed_order
+from keras_paragrad.engine.custom_step.step import CustomStep, prepare_optimizers, step_signature
+from keras_paragrad.engine.custom_step.step_graph import StepGraph
+from keras_paragrad.engine.custom_step.versions import gather_remote_values
+from keras_paragrad.engine.custom_step.weighting import TrialStep
+from keras_paragrad.engine.losses.divisors import without_replica_division
+from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.probes.random_rows import random_numbers_of_part
+from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, gradients_match, is_seed, run_trial
+from keras_paragrad.engine.probes.weighting_trial import ROWS, over_draws
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
+from keras_paragrad.engine.step.apply import apply_gradient
+from keras_paragrad.engine.step.interception import capturing_applies
+from keras_paragrad.storage.row_gradients import scale_gradient, sum_gradients
+from keras_paragrad.storage.sharding import all_gather
+
+_log = logging.getLogger("keras_paragrad")
+# Draw from a state in a variable, of which each replica has its own.
+_STATEFUL_RANDOM = ("StatefulStandard", "StatefulUniform", "StatefulTruncated", "StatefulRandom", "Rng", "NonDet")
+_DIFFERENT = "A call of a layer in train_step gets tensors with different numbers of rows."
+# The most rows of a batch of known size that are made up.
+_MOST_ROWS = 256
+
+
+class WholeStep:
+    """A model's own `train_step` on the whole batch, analyzed for one signature of the data.
+
+    Args:
+        model: A built model.
+        data: A replica's tensors.
+        normalize: What the user states.
+
+    Raises:
+        IndivisibleError: Replicas would not compute the same, or no call of a layer can be divided.
+    """
+
+    def __init__(self, model: keras.Model, data: Batch, normalize: LossNormalization):
+        self.model, self.signature = model, step_signature(data, normalize)
+        if not replicas_are_traced_apart():
+            raise IndivisibleError("All replicas of a TPU run the same program.")
+        trace = _Trace()
+        graph = StepGraph(model, data, trace)
+        _check_same_everywhere(graph, trace)
+        self.calls = [ApplyCall(each.optimizer, each.variables, each.present, 0) for each in graph.applies]
+        if any(find_accumulator(call.optimizer) for call in self.calls):
+            raise graph.refusal("is to accumulate gradients of whole batches")
+        self.reduced_late = trace.reduced_late(graph)
+        self.divides = find_divided_calls(model, self.calls, data)
+        if len(self.divides) != len(trace.calls):
+            raise changed_order(model)
+        if not any(self.divides):
+            raise graph.refusal("calls no layer whose rows are independent")
+        prepare_optimizers(self.calls)
+
+    def run_on_replica(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
+        """Runs the step on the batch of all replicas, and returns its logs."""
+        batch = keras.tree.map_structure(lambda each: None if each is None else _gather_rows(each), data)
+        # Metrics and logs are those of one replica, as if the others had no rows.
+        counted = ReplicaBatch(rows_of(batch), tf.constant(replica_index() == 0))
+        reducer = LogReducer(self.model, batch, counted, None, ())
+        with without_replica_division(in_logs=True), reducing_metrics(reducer, outputs_scale=1.0):
+            logs = reducer.reduce_logs(self._run(batch))
+        reducer.discard_filler()
+        return logs
+
+    def _run(self, batch: Batch) -> StepLogs:
+        calls = iter(self.calls)
+
+        def apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]) -> None:
+            call = next(calls, None)
+            if call is None or call.optimizer is not optimizer:
+                raise changed_order(self.model)
+            mean = [scale_gradient(gradient, 1 / replica_count()) for gradient in gradients]
+            with released():
+                apply_gradient(call.optimizer, call.variables, mean, whole=True)
+
+        handler = _OnReplica(self.model, self.divides, self.reduced_late)
+        with capturing_applies(apply) as released, intercepting(handler):
+            return train_step_of(self.model)(batch)
+
+
+def step_on_replicas(
+    analyzed: list[Any], model: keras.Model, data: Batch, normalize: LossNormalization
+) -> CustomStep | WholeStep:
+    """The analyzed step for such data, or a new one, which is appended.
+
+    Raises:
+        IndivisibleError: Neither rows nor calls can be divided.
+    """
+    signature = step_signature(data, normalize)
+    for each in analyzed:
+        if isinstance(each, WholeStep) and each.signature == signature:
+            return each
+    try:
+        return CustomStep.of(analyzed, model, data, normalize)
+    except IndivisibleError as refusal:
+        if normalize.weighting != "auto":
+            raise
+        try:
+            step = WholeStep(model, data, normalize)
+        except IndivisibleError as other:
+            _log.debug("Nor can its calls be divided: %s", other)
+            raise refusal from None
+        _log_whole_step(model, step, refusal)
+    analyzed.append(step)
+    return step
+
+
+def _log_whole_step(model: keras.Model, step: WholeStep, refusal: IndivisibleError) -> None:
+    message = (
+        f"Rows can't be divided in the train_step of {type(model).__name__}. Each replica runs it on all rows, and "
+        f"{sum(step.divides)} of {len(step.divides)} calls of layers on its share of them."
+    )
+    _log.debug("%s", refusal)
+    state = state_of(model)
+    if message not in state.logged:
+        state.logged |= {message}
+        _log.info("%s", message)
+
+
+class _Trace:
+    """Records calls and gradients in a graph that never runs.
+
+    Attributes:
+        calls: The positions of each call's operations: the first, and the one after the last.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, int]] = []
+        self._gradients: list[tuple[list[Any], int]] = []
+
+    def call(self, layer: keras.layers.Layer, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
+        begin = _operation_count()
+        outputs = call(*arguments, **keywords)
+        self.calls.append((begin, _operation_count()))
+        return keras.tree.map_structure(_watched, outputs)
+
+    def gradient(self, compute: Callable[[], Any]) -> Any:
+        gradients = compute()
+        self._gradients.append((tf.nest.flatten(gradients), _operation_count()))
+        return gradients
+
+    def reduced_late(self, graph: StepGraph) -> list[bool]:
+        """For each gradient, whether it goes to optimizers alone, which get it reduced."""
+        position = {operation.name: index for index, operation in enumerate(graph.operations)}
+        applied = {id(gradient) for each in graph.applies for gradient in each.gradients}
+        logged = {id(log) for log in graph.logs}
+
+        def goes_to_optimizers(gradient: Any, end: int) -> bool:
+            tensors = (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else (gradient,)
+            used = any(position[use.name] >= end for each in tensors for use in each.consumers())
+            return not used and id(gradient) in applied and id(gradient) not in logged
+
+        return [
+            all(each is None or goes_to_optimizers(each, end) for each in gradients)
+            for gradients, end in self._gradients
+        ]
+
+
+def _check_same_everywhere(graph: StepGraph, trace: _Trace) -> None:
+    """Refuses what replicas would compute differently from the same rows."""
+    if graph.losses:
+        raise graph.refusal("calls layers that add losses of rows")
+    inside = {index for begin, end in trace.calls for index in range(begin, end)}
+    for index, operation in enumerate(graph.operations):
+        if index not in inside and operation.type.startswith(_STATEFUL_RANDOM):
+            raise graph.refusal(f"draws random numbers from a tf.random.Generator ({operation.type})")
+
+
+class _OnReplica:
+    """Divides calls between replicas, and reduces gradients over them."""
+
+    def __init__(self, model: keras.Model, divides: Sequence[bool], reduced_late: Sequence[bool]):
+        self.model, self._divides, self._late = model, iter(divides), iter(reduced_late)
+
+    def call(self, layer: keras.layers.Layer, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
+        divides = next(self._divides, None)
+        if divides is None:
+            raise changed_order(self.model)
+        if not divides:
+            return call(*arguments, **keywords)
+        share = _Share([each for each in keras.tree.flatten((arguments, keywords)) if _has_rows(each)])
+        positional, named = keras.tree.map_structure(share.cut, (arguments, keywords))
+        return keras.tree.map_structure(share.gather, call(*positional, **named))
+
+    def gradient(self, compute: Callable[[], Any]) -> Any:
+        late = next(self._late, None)
+        if late is None:
+            raise changed_order(self.model)
+        gradients = compute()
+        return gradients if late else tf.nest.map_structure(_mean_over_replicas, gradients)
+
+
+class _Share:
+    """A replica's share of the rows of a call. Without rows it computes the last one, which nothing depends on."""
+
+    def __init__(self, tensors: Sequence[Any]):
+        sizes = {each.shape[0] for each in tensors} - {None}
+        if len(sizes) > 1:
+            raise IndivisibleError(f"{_DIFFERENT} {sizes}")
+        static = tensors[0].shape[0]
+        rows: Any = tf.shape(tensors[0])[0] if static is None else static
+        checks = [
+            tf.debugging.assert_equal(tf.shape(each)[0], rows, _DIFFERENT)
+            for each in tensors[1:]
+            if static is None or each.shape[0] is None
+        ]
+        with tf.control_dependencies([check for check in checks if check is not None]):
+            rows = tf.identity(rows) if static is None else rows
+        begin = rows * replica_index() // replica_count()
+        self.count = rows * (replica_index() + 1) // replica_count() - begin
+        self._rows = _Rows(begin, self.count)
+        at_least = max if static is not None else tf.maximum
+        at_most = min if static is not None else tf.minimum
+        self._first, self._length = at_most(begin, rows - 1), at_least(self.count, 1)
+
+    def cut(self, leaf: Any) -> Any:
+        """This replica's rows of an argument."""
+        if not _has_rows(leaf):
+            return leaf
+        tensor = tf.convert_to_tensor(leaf)
+        mask = mask_of(leaf)
+        part = tensor[self._first : self._first + self._length]
+        return with_mask(part, None if mask is None else mask[self._first : self._first + self._length])
+
+    def gather(self, output: Any) -> Any:
+        """All replicas' rows of an output."""
+        if not _has_rows(output):
+            return output
+        mask = mask_of(output)
+        whole = self._rows.gather(output[: self.count])
+        return with_mask(whole, None if mask is None else _gather_rows(mask[: self.count]))
+
+
+class _Rows:
+    """A replica's rows of a tensor of which other replicas have the others.
+
+    Args:
+        begin, count: The first of them, and their number.
+    """
+
+    def __init__(self, begin: Any, count: Any):
+        self.begin, self.count = begin, count
+
+    def gather(self, local: tf.Tensor) -> Any:
+        """All rows, whose gradient is the sum of the replicas' gradients."""
+
+        @tf.custom_gradient
+        def gather(local: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
+            return _gather_rows(local), self._scatter
+
+        return gather(local)
+
+    def _scatter(self, upstream: Any) -> Any:
+        """This replica's rows of the sum over the replicas."""
+        _check_differentiates()
+
+        @tf.custom_gradient
+        def scatter(whole: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
+            (total,) = sum_over_replicas([tf.identity(whole)])
+            return total[self.begin : self.begin + self.count], lambda local: self.gather(tf.convert_to_tensor(local))
+
+        return scatter(tf.convert_to_tensor(upstream))
+
+
+def _watched(output: Any) -> Any:
+    """An output, in a graph that never runs, whose gradient can only be taken by `tape.gradient`."""
+
+    @tf.custom_gradient
+    def watch(whole: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
+        def gradient(upstream: Any) -> Any:
+            _check_differentiates()
+            return upstream
+
+        return tf.identity(whole), gradient
+
+    return with_mask(watch(output), mask_of(output)) if _has_rows(output) else output
+
+
+def _check_differentiates() -> None:
+    if not differentiates():
+        raise IndivisibleError(
+            "Its train_step takes gradients otherwise than by tape.gradient, where those of other replicas can't be "
+            "added."
+        )
+
+
+def _gather_rows(rows: tf.Tensor) -> tf.Tensor:
+    """The rows of all replicas."""
+    # Not every collective takes booleans.
+    dtype = "int32" if rows.dtype.is_bool else rows.dtype
+    whole = tf.cast(all_gather(tf.cast(rows, dtype)), rows.dtype)
+    whole.set_shape([None, *rows.shape[1:]])
+    return whole
+
+
+def _mean_over_replicas(gradient: Any) -> Any:
+    if gradient is None:
+        return None
+    if isinstance(gradient, tf.IndexedSlices):
+        return scale_gradient(sum_gradients([gradient])[0], 1 / replica_count())
+
+    return _mean(gradient)
+
+
+@tf.custom_gradient
+def _mean(tensor: tf.Tensor) -> Any:
+    """The mean over the replicas, as is its gradient."""
+    (total,) = sum_over_replicas([tf.identity(tensor)])
+    return total / tf.cast(replica_count(), total.dtype), _mean
+
+
+def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Batch) -> list[bool]:
+    """Tries on synthetic rows which calls of layers can be divided: for each call, whether.
+
+    Raises:
+        IndivisibleError: The step computes something else then, or it can't be tried.
+    """
+    static = {each.shape[0] for each in keras.tree.flatten(data) if each is not None}
+    known = static.pop() if len(static) == 1 else None
+    # A step may draw as many rows of noise as a batch has.
+    rows = known * replica_count() if known and known * replica_count() <= _MOST_ROWS else ROWS
+
+    remote = gather_remote_values(model)
+
+    def find(size: int) -> list[bool]:
+        whole = _CallTrial(model, calls, remote, rows, None)
+        given = data if isinstance(data, tuple) else (data,)
+        parts: list[_CallTrial] = []
+
+        def compare(batch: Any) -> bool:
+            batch = batch if isinstance(data, tuple) else batch[0]
+            expected = whole(batch, 0)
+            parts[:] = parts or [_CallTrial(model, calls, remote, rows, whole.divides)]
+            found = parts[0](batch, 0)
+            pairs = zip(expected, found, strict=True)
+            return all(gradients_match(*pair, half_precision=whole.half_precision) for pair in pairs)
+
+        if not all(over_draws(model, given, size, compare, rows)):
+            return []
+        return whole.divides
+
+    found = run_trial(find, *SIZES, otherwise=[], question="whether calls of layers in train_step can be divided")
+    if not found:
+        raise IndivisibleError("Its calls of layers can't be divided between replicas.")
+    return found
+
+
+class _CallTrial(TrialStep):
+    """Runs a step on synthetic rows with calls in parts, or whole, which finds those that have a row for each row.
+
+    Args:
+        model: A built model with its own `train_step`.
+        calls: Its calls of optimizers.
+        remote: The values of variables that can't be read here, by their ids.
+        rows: The number of rows.
+        divides: For each call of a layer, whether it runs in parts; `None` finds which of them may.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        calls: Sequence[ApplyCall],
+        remote: Mapping[int, tf.Tensor],
+        rows: int,
+        divides: list[bool] | None,
+    ):
+        super().__init__(model, calls, (), remote, rows)
+        self.divides, self._finds = divides or [], divides is None
+        self._index = 0
+
+    @contextlib.contextmanager
+    def context(self) -> Generator[None]:
+        self._index = 0
+        if self._finds:
+            self.divides = []
+        with intercepting(self):
+            yield
+
+    def others(self, logs: StepLogs, scope: keras.StatelessScope) -> list[list[tf.Tensor]]:
+        """What the step reports and assigns."""
+        states = [scope.get_current_value(each) for each in self.variables if not (each.trainable or is_seed(each))]
+        values = [*keras.tree.flatten(logs), *states]
+        return [[tf.cast(each, "float32") for each in values if each is not None]]
+
+    def call(self, layer: keras.layers.Layer, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
+        sizes = {int(each.shape[0]) for each in keras.tree.flatten((arguments, keywords)) if _has_rows(each)}
+        total = max(sizes, default=0)
+        if self._finds:
+            with random_numbers_of_part(0, total, total):
+                outputs = call(*arguments, **keywords)
+            by_row = all(_has_rows(each) and each.shape[0] == total for each in keras.tree.flatten(outputs))
+            self.divides.append(by_row and len(sizes) == 1 and total > 1)
+            return outputs
+        self._index += 1
+        if self._index > len(self.divides):
+            raise Inconclusive("the step calls layers differently in parts")
+        if not self.divides[self._index - 1]:
+            with random_numbers_of_part(0, total, total):
+                return call(*arguments, **keywords)
+        first = max(1, 3 * total // 8)
+        parts = [self._part(call, arguments, keywords, *bounds, total) for bounds in ((0, first), (first, total))]
+        return keras.tree.map_structure(_concatenate, *parts)
+
+    def gradient(self, compute: Callable[[], Any]) -> Any:
+        return compute()
+
+    @staticmethod
+    def _part(call: Callable[..., Structure], arguments: Any, keywords: Any, begin: int, end: int, total: int) -> Any:
+        def cut(leaf: Any) -> Any:
+            if not _has_rows(leaf):
+                return leaf
+            mask = mask_of(leaf)
+            return with_mask(tf.convert_to_tensor(leaf)[begin:end], None if mask is None else mask[begin:end])
+
+        positional, named = keras.tree.map_structure(cut, (arguments, keywords))
+        with random_numbers_of_part(begin, end - begin, total):
+            return call(*positional, **named)
+
+
+def _concatenate(*parts: Any) -> Any:
+    masks = [mask for part in parts if (mask := mask_of(part)) is not None]
+    return with_mask(tf.concat(parts, 0), tf.concat(masks, 0) if masks else None)
+
+
+def _has_rows(leaf: object) -> bool:
+    """Whether a leaf of a call's arguments or outputs is a tensor or array that is no number."""
+    return isinstance(leaf, (tf.Tensor, np.ndarray)) and not isinstance(leaf, keras.Variable) and len(leaf.shape) > 0
+
+
+def _operation_count() -> int:
+    return len(tf.compat.v1.get_default_graph().get_operations())
