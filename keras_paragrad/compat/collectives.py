@@ -68,13 +68,11 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
         return list(tensors)
     # Not every collective supports integers. A float64 holds counts up to 2**53.
     floats: list[Any] = [tf.cast(each, "float64") if each.dtype.is_integer else each for each in tensors]
-    clock = WaitClock.of(tf.distribute.get_strategy())
-    if clock is None or replica_index() != clock.replica:
-        sums = _all_reduce_sum(floats)
-    else:
-        begun = clock.begin(floats)
-        sums = _all_reduce_sum(floats)
-        clock.end(begun, sums)
+    sums = _all_reduce_sum(floats)
+    clock = WaitClock.here()
+    # Few values, such as the weights of replica batches, are summed while something else is computed.
+    if clock and sum(map(_bytes_of, floats)) > SMALL:
+        clock.wait(floats, sums)
     return [
         tf.cast(total, each.dtype) if each.dtype.is_integer else total
         for total, each in zip(sums, tensors, strict=True)

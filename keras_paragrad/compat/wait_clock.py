@@ -12,7 +12,7 @@ _CPU = "/CPU:0"
 
 
 class WaitClock:
-    """Adds up the time from when a sum over replicas has all its inputs on this worker until it is there.
+    """Adds up the time for which the tensors of a step wait for those of other workers.
 
     It is attached to a strategy, and part of each step that is traced from then on. The first replica of each worker is
     measured.
@@ -25,12 +25,21 @@ class WaitClock:
         self.replica = replica_placement(strategy).first
         with tf.init_scope(), tf.device(_CPU):
             self._on = tf.Variable(tf.constant(False), trainable=False)
-            self._seconds = tf.Variable(tf.constant(0.0, tf.float64), trainable=False)
+            # The seconds waited since they were read, and when the last wait ended.
+            self._seconds, self._ended = (tf.Variable(tf.constant(0.0, tf.float64), trainable=False) for _ in range(2))
 
     @classmethod
     def of(cls, strategy: tf.distribute.Strategy) -> "WaitClock | None":
         """The strategy's clock."""
         return state_of(strategy).wait_clock
+
+    @classmethod
+    def here(cls) -> "WaitClock | None":
+        """The clock of the strategy that a step is traced for, on the replica that it measures."""
+        context = tf.distribute.get_replica_context()
+        clock = cls.of(tf.distribute.get_strategy()) if context else None
+        is_measured = clock and tf.get_static_value(context.replica_id_in_sync_group) == clock.replica
+        return clock if is_measured else None
 
     @classmethod
     def attach(cls, strategy: tf.distribute.Strategy) -> "WaitClock":
@@ -49,25 +58,26 @@ class WaitClock:
         self._seconds.assign(0.0)
         return seconds
 
-    def begin(self, inputs: Sequence[Any]) -> tf.Tensor:
-        """When the inputs of a sum are there, while a step is traced."""
-        with tf.device(_CPU):
-            return tf.cond(self._on, lambda: self._now(inputs), lambda: tf.constant(0.0, tf.float64))
-
-    def end(self, begun: tf.Tensor, sums: Sequence[Any]) -> None:
-        """Adds the time since then until the sums are there."""
+    def wait(self, tensors: Sequence[Any], awaited: Sequence[Any]) -> None:
+        """Adds the time from when tensors are there until what they wait for is, while a step is traced."""
+        zero = tf.constant(0.0, tf.float64)
 
         def add() -> tf.Tensor:
-            self._seconds.assign_add(self._now(sums) - begun)
-            return tf.constant(0.0, tf.float64)
+            # Of sums that are waited for at once, the time counts once.
+            start = tf.maximum(begun, self._ended)
+            now = self._now(awaited)
+            with tf.control_dependencies([start]):
+                self._ended.assign(now)
+            return tf.identity(self._seconds.assign_add(tf.maximum(now - start, 0.0)))
 
         with tf.device(_CPU):
-            tf.cond(self._on, add, lambda: tf.constant(0.0, tf.float64))
+            begun = tf.cond(self._on, lambda: self._now(tensors), lambda: zero)
+            tf.cond(self._on, add, lambda: zero)
 
     @staticmethod
     def _now(tensors: Sequence[Any]) -> tf.Tensor:
         """The time at which tensors are computed: on a GPU not before a value of each has been copied."""
-        values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors]
+        values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors if each is not None]
         with tf.device(_CPU):
             copied = [tf.identity(tf.reshape(each, [-1])[:1]) for each in values]
             with tf.control_dependencies(copied):

@@ -658,6 +658,13 @@ _PROFILING = [
         "profiling/test_operation_times.py::test_a_device_hides_its_own_collectives",
     ),
     _fault(
+        "what a worker waits counts as its own work",
+        "profiling/report/runs.py",
+        "np.maximum(self.milliseconds - self.waiting, 0.0)",
+        "self.milliseconds",
+        "profiling/report/test_report.py::test_it_says_what_was_measured",
+    ),
+    _fault(
         "a second run counts as the layer's forward pass",
         "engine/step/recompute.py",
         '"/".join(["second_run", ',

@@ -15,6 +15,7 @@ from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Gradients, LossArguments, StepLogs, Structure
+from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums
@@ -108,6 +109,7 @@ def forward_backward(context: StepContext, data: Batch) -> ForwardBackwardResult
                 # Last: terms cache what they compute, and this computes it in another graph.
                 context.look(model, arguments, terms)
             factor = context.weigh_replica(weight) if weight is not None and context.weigh_replica else None
+            _time_wait([loss], factor)
         weighted = scaled_loss if factor is None else scaled_loss * tf.cast(factor, loss.dtype)
         if weight is not None and not weight.summed and replica_count() > 1:
             weighted *= tf.cast(1 / replica_count(), weighted.dtype)
@@ -140,7 +142,9 @@ def forward_backward_in_function(context: StepContext, data: Batch) -> ForwardBa
     weight = weight and weight._replace(value=value)
     sums = sums and sums._replace(vector=vector)
     if by_xla and weight is not None and weigh_replica:
-        gradients = [scale_gradient(gradient, weigh_replica(weight)) for gradient in gradients]
+        factor = weigh_replica(weight)
+        _time_wait(gradients, factor)
+        gradients = [scale_gradient(gradient, factor) for gradient in gradients]
     return ForwardBackwardResult(gradients, loss, y_pred, weight, sums)
 
 
@@ -292,7 +296,15 @@ def scale_by_replica(gradient: Gradient, weigh_replica: WeighReplica) -> Gradien
     if gradient.weight is None:
         return gradient
     factor = weigh_replica(gradient.weight)
+    _time_wait(gradient.gradients, factor)
     return gradient._replace(gradients=[scale_gradient(each, factor) for each in gradient.gradients])
+
+
+def _time_wait(tensors: Gradients, factor: tf.Tensor | None) -> None:
+    """Has the strategy's clock, if any, measure how long tensors wait for this replica's weight."""
+    clock = WaitClock.here() if factor is not None else None
+    if clock:
+        clock.wait(tensors, [factor])
 
 
 def track_loss(model: keras.Model, loss: tf.Tensor, rows: tf.Tensor) -> None:
