@@ -53,8 +53,40 @@ def timed_fit(model, dataset, steps: int, micro_batches: int, callbacks: Sequenc
     return run
 
 
+def step_times(trained: dict[str, tuple], rounds: int, steps: int = 1) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds a step of each case, and milliseconds of processor time, with the cases taking turns.
+
+    Args:
+        trained: By name, a compiled model and the arrays of a batch.
+        rounds: How many turns count.
+        steps: How many steps a turn has.
+    """
+    from models import endless
+
+    # Of all cores, which says more on a machine that others use too.
+    computing: dict[str, list[float]] = {case: [] for case in trained}
+
+    def turn(case: str) -> float:
+        model, *data = trained[case]
+        start, computed = time.perf_counter(), time.process_time()
+        # Not of arrays: the thread that tunes their pipeline sleeps, and is waited for when `fit` ends.
+        model.fit(endless(*data), steps_per_epoch=steps, verbose=0)
+        computing[case].append((time.process_time() - computed) / steps * 1e3)
+        return (time.perf_counter() - start) / steps * 1e3
+
+    walls = interleaved({case: functools.partial(turn, case) for case in trained}, rounds, warm_up=1)
+    return walls, {case: statistics.median(taken[1:]) for case, taken in computing.items()}
+
+
 def report_step_times(
-    name: str, title: str, make: Callable[[str, bool], tuple], cases: Sequence[str], base: str, to: str, rounds: int
+    name: str,
+    title: str,
+    make: Callable[[str, bool], tuple],
+    cases: Sequence[str],
+    base: str | Sequence[str],
+    to: str,
+    rounds: int,
+    steps: int = 1,
 ) -> None:
     """Reports milliseconds a step, and of processor time, without and with XLA.
 
@@ -63,30 +95,21 @@ def report_step_times(
         title: What is trained, for the table's title.
         make: Returns the model of a case, compiled with XLA or not, and the arrays of a batch.
         cases: The cases, which take turns.
-        base: The case that others are compared to.
+        base: The case that others are compared to, or several, whose sum they are compared to.
         to: Its name in the columns.
         rounds: How many turns count.
+        steps: How many steps a turn has.
     """
-    from models import endless
-
     columns = ["", "step", f"to {to}", "CPU time", f"to {to}, CPU time"]
     for jit_compile in ("off", "on"):
-        trained = {case: make(case, jit_compile == "on") for case in cases}
-        # Of all cores, which says more on a machine that others use too.
-        computing: dict[str, list[float]] = {case: [] for case in cases}
-
-        def step(case: str, trained=trained, computing=computing) -> float:
-            model, *data = trained[case]
-            start, computed = time.perf_counter(), time.process_time()
-            # Not of arrays: the thread that tunes their pipeline sleeps, and is waited for when `fit` ends.
-            model.fit(endless(*data), steps_per_epoch=1, verbose=0)
-            computing[case].append((time.process_time() - computed) * 1e3)
-            return (time.perf_counter() - start) * 1e3
-
-        walls = interleaved({case: functools.partial(step, case) for case in cases}, rounds, warm_up=1)
-        busy = {case: statistics.median(taken[1:]) for case, taken in computing.items()}
+        taken = step_times({case: make(case, jit_compile == "on") for case in cases}, rounds, steps)
+        # Of several, the sum.
+        whole = [sum(each[case] for case in ([base] if isinstance(base, str) else base)) for each in taken]
         rows = [
-            [case, *(cell for taken in (walls, busy) for cell in (round(taken[case]), taken[case] / taken[base]))]
+            [
+                case,
+                *(cell for each, to in zip(taken, whole, strict=True) for cell in (round(each[case]), each[case] / to)),
+            ]
             for case in cases
         ]
         report(name, f"Milliseconds a step, jit {jit_compile}: {title}", columns, rows)

@@ -11,6 +11,7 @@ BENCHMARKS = (
     "estimate",
     "recompute",
     "contrastive",
+    "custom_steps",
     "sharding",
     "mesh",
     "pipeline",

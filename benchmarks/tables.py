@@ -140,6 +140,17 @@ def exactness_of_accumulation() -> str:
     return table(head, [[name, *list(row.values())[1:]] for name, row in rows.items()])
 
 
+def processor_times(name: str, what: str) -> str:
+    """Milliseconds of processor time without and with XLA, each beside what it is compared to."""
+    without, by_xla = (rows_of(name, f"Milliseconds a step, jit {jit}: {what}") for jit in ("off", "on"))
+    *_, to = next(iter(without.values()))
+    head = ["", "jit off", to.removesuffix(", CPU time"), "jit on", to.removesuffix(", CPU time")]
+    return table(
+        head,
+        [[case, *(cell for rows in (without, by_xla) for cell in list(rows[case].values())[3:])] for case in without],
+    )
+
+
 # By page and by the name of a table there, what writes it.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"stock Keras": stock_errors, "costs": costs},
@@ -152,6 +163,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "dense": functools.partial(as_saved, "accumulation", "Milliseconds a micro-batch of 64"),
         "embedding": functools.partial(as_saved, "accumulation", "Milliseconds a micro-batch of 32"),
         "memory": functools.partial(as_saved, "memory", "Peak memory"),
+        "memory of contrastive": functools.partial(as_saved, "contrastive", "Peak memory"),
+        "contrastive": functools.partial(processor_times, "contrastive", "SimCLR"),
+        "own steps": functools.partial(processor_times, "custom_steps", "MLP"),
+        "phases": functools.partial(processor_times, "custom_steps", "GAN"),
     },
 }
 

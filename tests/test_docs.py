@@ -286,7 +286,7 @@ def test_tables_are_what_the_benchmarks_have_saved(monkeypatch):
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 # By benchmarks' page, the files of the numbers in its tables.
 MEASURED = {
-    "accumulation": ("accumulation", "memory", "contrastive"),
+    "accumulation": ("accumulation", "memory", "contrastive", "custom_steps"),
     "distribution": ("distribution",),
     "input_gradients": ("input_gradients",),
     "per_example": ("per_example",),
