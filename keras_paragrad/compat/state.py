@@ -3,6 +3,7 @@
 import abc
 import contextlib
 import logging
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -95,12 +96,25 @@ def state_of(owner: object) -> ModelState:
     return ModelState(owner)
 
 
-def log_once(owner: object, message: str) -> None:
-    """Logs at INFO what wasn't logged for this owner before."""
+def is_first(owner: object, message: str) -> bool:
+    """Whether a message wasn't said for this owner before; it is from now on."""
     state = state_of(owner)
-    if message not in state.logged:
-        state.logged |= {message}
-        logging.getLogger("keras_paragrad").info("%s", message)
+    if message in state.logged:
+        return False
+    state.logged |= {message}
+    return True
+
+
+def log_once(owner: object, message: str, level: int = logging.INFO) -> None:
+    """Logs what wasn't said for this owner before."""
+    if is_first(owner, message):
+        logging.getLogger("keras_paragrad").log(level, "%s", message)
+
+
+def warn_once(owner: object, message: str, *, stacklevel: int = 2) -> None:
+    """Warns of what wasn't said for this owner before: not for each `fit`, replica or trace."""
+    if is_first(owner, message):
+        warnings.warn(message, stacklevel=stacklevel + 1)
 
 
 Patch = TypeVar("Patch", bound="MethodPatch")

@@ -1,7 +1,6 @@
 """One training step of the layer: captures per-example gradients, and scales them to each example's own loss."""
 
 import contextlib
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.layers import outermost_layer
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step, summed_by_keras
+from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import GradientTensor, Structure
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.step.gradient import replica_weight_of
@@ -146,7 +146,8 @@ class LossRecord:
         """Warns where an example's norm depends on the masks of the others."""
         masked = [term.loss.name for term in self.terms if _kind(term) == ("mean",) and term.mask is not None]
         if masked and self.masked_mean == "batch":
-            warnings.warn(
+            warn_once(
+                self.model,
                 f"{', '.join(masked)} averages over all unmasked positions of the batch, so the norm by which an "
                 "example is clipped or weighted depends on the masks of the others. Write masked_mean='example' for "
                 "this layer or wrap(), so that each example has its own masked mean, or reduction='sum' for the loss: "

@@ -109,6 +109,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         self._files: TelemetryFiles | None = None
         self._logs: dict[str, float] = {}
         self._epoch = 0
+        self._said_why = False
 
     @property
     def last(self) -> Reports | None:
@@ -157,7 +158,8 @@ class GradientTelemetry(keras.callbacks.Callback):
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Closes the files, logs if there was nothing to report, and restores the model's training step."""
         self._flush()
-        if self._ran and not self._reported:
+        if self._ran and not self._reported and not self._said_why:
+            self._said_why = True
             _log.warning("GradientTelemetry reported no update: %s", self._why_no_update())
         if self._files:
             self._files.close()

@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
+from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import BatchIterator, Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.engine.telemetry.train_functions import TracedGraph, batch_spec, gradient_graph
@@ -237,7 +238,7 @@ class Throughput(keras.callbacks.Callback):
             return None if spec is None else flops_of(gradient_graph(self.model, spec, round(examples)))
         # This traces the user's model, whose errors must not end training.
         except Exception as error:
-            _log.warning("Throughput can't count this model's FLOPs: %s", error)
+            log_once(self.model, f"Throughput can't count this model's FLOPs: {error}", logging.WARNING)
             return None
 
     def _refresh(self, now: float) -> None:

@@ -88,6 +88,8 @@ class WindowTracer:
     def __init__(self, model: keras.Model, log_dir: Path, run: RunInfo, keep: int):
         self.window: TraceWindow | None = None
         self.traced = 0
+        # Why traces were not read, as far as it was logged.
+        self._unread: set[str] = set()
         self._model = model
         self._log_dir = log_dir
         self._run = run
@@ -198,13 +200,16 @@ class WindowTracer:
             return summarize(folder, run=self._run, layers=self._layers, peak_memory=peak)
         # The trace itself is on disk for TensorBoard.
         except MissingExtraError as error:
-            note = f"The trace is in {folder}, but was not read. {error}"
+            reason, note = str(error), f"The trace is in {folder}, but was not read. {error}"
         except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
             note = (
                 f"The trace is in {folder}, but could not be read ({type(error).__name__}: {error}). "
                 "Run pip install -U 'keras_paragrad[profile]'."
             )
-        _log.warning("%s", note)
+        if reason not in self._unread:
+            self._unread.add(reason)
+            _log.warning("%s", note)
         return ProfileSummary(run=self._run, peak_memory=peak, notes=(note,))
 
     @ProfilerPauses.timed()

@@ -240,6 +240,7 @@ class Profiler(keras.callbacks.Callback):
         first = self.schedule.window(0) if self.schedule else None
         if first is None or self._warned:
             return
+        self._warned.add("no window")
         half = max(min(self._batches // 2, first.end - first.begin), 1)
         _log.warning(
             "Profiler traced nothing: its first window begins after %d batches, and training had %d. "

@@ -2,13 +2,13 @@
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Iterable, Iterator
 
 import keras
 
 from keras_paragrad.arguments import quote
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.state import warn_once
 from keras_paragrad.distribution.mesh.mesh import Mesh
 from keras_paragrad.engine.mesh.mesh_tracing import layout_keys
 from keras_paragrad.storage.dtensor import Axes
@@ -106,7 +106,8 @@ def check_layout_map(model: keras.Model, mesh: Mesh, outputs: Iterable[str] | No
     if len(unmatched) == len(keys):
         raise ValueError(f"No key of the layout map matches a variable or the output of a layer: {named}. {expected}")
     many = len(unmatched) > 1
-    warnings.warn(
+    warn_once(
+        model,
         f"{'These keys' if many else 'A key'} of the layout map match{'' if many else 'es'} no variable or output of a "
         f"layer, and divide{'' if many else 's'} nothing: {named}. {expected}",
         stacklevel=2,

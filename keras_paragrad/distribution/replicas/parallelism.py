@@ -3,7 +3,6 @@
 import functools
 import inspect
 import logging
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from keras_paragrad.compat.model import (
     overrides_train_step,
 )
 from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.compat.workers import NamedDevicesStrategy, barrier, replica_placement
 from keras_paragrad.distribution.consistency import ComparedFit
@@ -41,8 +41,6 @@ from keras_paragrad.storage.creation import may_be_in_shards
 from keras_paragrad.storage.updating import check_optimizer_of_shards
 
 Result = TypeVar("Result")
-
-_log = logging.getLogger("keras_paragrad")
 
 
 class ReplicaPreparation(Preparation):
@@ -119,7 +117,8 @@ class ReplicaPreparation(Preparation):
         """Warns of batch normalization that each replica computes by itself."""
         names = [layer.name for layer in self._batch_normalizations() if not layer.synchronized]
         if names:
-            warnings.warn(
+            warn_once(
+                self.model,
                 f"{', '.join(names)} normalize each replica's part of a batch by its own statistics, so training "
                 "differs from that on the whole batch. Write BatchNormalization(synchronized=True), or set "
                 "trainable=False.",
@@ -130,10 +129,11 @@ class ReplicaPreparation(Preparation):
         """Whether batch normalization is synchronized, so that XLA can't compile the step."""
         names = [layer.name for layer in self._batch_normalizations() if layer.synchronized]
         if names:
-            _log.warning(
-                "%s: statistics are all-reduced in the forward pass, which XLA can't compile, so this model is trained "
-                "without XLA.",
-                ", ".join(names),
+            log_once(
+                self.model,
+                f"{', '.join(names)}: statistics are all-reduced in the forward pass, which XLA can't compile, so this "
+                "model is trained without XLA.",
+                logging.WARNING,
             )
         return bool(names)
 

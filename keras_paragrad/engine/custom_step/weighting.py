@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import logging
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import all_layers, all_variables, step_metrics, train_step_of
+from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, StepLogs
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StateUpdate, StepAnalysis, analyze_step
 from keras_paragrad.engine.custom_step.versions import gather_remote_values
@@ -208,7 +208,7 @@ def find_weightings(
         message = states_refusal(list(dict.fromkeys(dependent)), asked_by)
         if stated is None:
             raise IndivisibleError(message)
-        warnings.warn(message, stacklevel=2)
+        warn_once(model, message)
     taken = [[each for each in trial.fitting if stated in (None, each)] for trial in trials]
     misfits = {index: trial for index, trial in enumerate(trials) if not taken[index]}
     if misfits:
@@ -254,7 +254,7 @@ def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
         return f"The train_step of {type(model).__name__} {', and '.join(reasons)}." if reasons else None
 
     if found := once_per_compile(("uniform step",), model, step_arguments(data), find):
-        warnings.warn(f"{UNIFORM_NEEDS} {found} Leave weighting out.", stacklevel=2)
+        warn_once(model, f"{UNIFORM_NEEDS} {found} Leave weighting out.")
 
 
 def _errors_of(step: TrialStep, data: Batch, candidates: Sequence[Weighting]) -> list[list[float]]:

@@ -1,7 +1,6 @@
 """Loss normalization: the divisor of a micro-batch's loss, and so the weight of its gradient."""
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 
 import keras
@@ -9,7 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step, summed_by_keras
-from keras_paragrad.compat.state import log_once
+from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import Batch, LossArguments
 from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, UnknownDivisorError, gradient_divisor_of
 from keras_paragrad.engine.losses.refusals import IndivisibleError, Refusals, problem_of, seen
@@ -211,10 +210,10 @@ def warn_of_uniform(model: keras.Model, arguments: LossArguments, terms: list[Lo
 
     given = {name: arguments[name] for name in ("x", "y", "sample_weight")}
     if found := once_per_compile(("uniform",), model, given, find):
-        warnings.warn(
+        warn_once(
+            model,
             f"{UNIFORM_NEEDS} The loss of {type(model).__name__} is not divided by the number of examples ({found}). "
             "Leave weighting out.",
-            stacklevel=2,
         )
 
 

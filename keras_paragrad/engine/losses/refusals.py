@@ -1,11 +1,11 @@
 """What is refused of a model whose parts of a batch can't be combined into the whole, and what is advised instead."""
 
-import warnings
 from typing import NamedTuple
 
 import keras
 
 from keras_paragrad.compat.model import added_losses, all_layers
+from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import LossArguments
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.independence import mixing_reasons
@@ -131,7 +131,8 @@ def warn_of_batch_statistics(model: keras.Model) -> None:
     layers = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
     names = [layer.name for layer in layers if layer.trainable]
     if names:
-        warnings.warn(
+        warn_once(
+            model,
             f"{', '.join(names)} normalize with the statistics of each micro-batch, so training differs from training "
             "on whole batches. Use GroupNormalization, or set trainable=False on these layers.",
             stacklevel=3,

@@ -1,6 +1,5 @@
 """Refuses models whose parts of a batch can't be combined into the whole, or warns of them."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -8,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import state_of, warn_once
 from keras_paragrad.compat.types import LossArguments, Structure
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
@@ -78,7 +77,7 @@ def mixing_reasons(
         key, model, arguments, lambda: _find_problems(model, arguments, terms, asked_by, training)
     )
     if not (problems.wrong and refused):
-        _warn([*problems.wrong, *problems.inexact])
+        _warn(model, [*problems.wrong, *problems.inexact])
     return " ".join(problems.wrong) or None
 
 
@@ -92,7 +91,7 @@ def check_metrics(model: keras.Model, y: Structure, y_pred: Structure, sample_we
     problems = once_per_compile(("metrics",), model, arguments, lambda: _metric_problems(model, arguments))
     if problems.wrong:
         raise ValueError(" ".join(problems.wrong))
-    _warn(problems.inexact)
+    _warn(model, problems.inexact)
 
 
 def once_per_compile(
@@ -114,9 +113,9 @@ def _signature(tensor: Any) -> object:
     return (tensor.dtype, *tensor.shape[1:]) if tf.is_tensor(tensor) and tensor.shape.rank else None
 
 
-def _warn(problems: list[str]) -> None:
+def _warn(model: keras.Model, problems: list[str]) -> None:
     for problem in problems:
-        warnings.warn(problem, stacklevel=2)
+        warn_once(model, problem)
 
 
 def _find_problems(

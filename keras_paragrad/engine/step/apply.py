@@ -1,7 +1,6 @@
 """The *apply* stage: passes a batch's gradient to the optimizer on every replica."""
 
 import functools
-import warnings
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,6 +23,7 @@ from keras_paragrad.compat.optimizer import (
     unwrap_loss_scale,
     updating_optimizers,
 )
+from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.storage.row_gradients import scale_gradient
@@ -88,7 +88,7 @@ def apply_gradient(
     """
     if not variables:
         # As in Keras: the step still updates metrics and non-trainable state.
-        warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+        warn_once(optimizer, "The model does not have any trainable weights.")
         return None
     accumulator = find_accumulator(optimizer)
     if accumulator or replica_count() == 1 or not whole:
