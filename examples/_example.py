@@ -2,7 +2,6 @@
 
 import argparse
 import importlib.util
-import math
 import os
 import sys
 import threading
@@ -90,52 +89,27 @@ class Progress:
         print(f"{self.title}: {what}", flush=True)
 
 
-# Drawn larger than shown, for smooth lines.
-SCALE, WIDTH, MARGIN, LINE = 2, 900, 24, 24
-INK, GREY = "#222222", "#cccccc"
+# The first series is drawn wide, so that one that equals it is seen on top of it.
+WIDTHS = (7, 2, 2)
 COLORS = ("#9ec5f4", "#b35900", "#1f6feb")
 
 
-class Picture:
-    """A white picture with a title, and room below it."""
+def _figure(title: str, height: float):
+    from matplotlib.figure import Figure
 
-    def __init__(self, title: str, height: int):
-        from PIL import Image, ImageDraw
-
-        self.image = Image.new("RGB", (SCALE * WIDTH, SCALE * height), "white")
-        self._draw = ImageDraw.Draw(self.image)
-        self.text(MARGIN, MARGIN + LINE / 2, title, size=19)
-
-    def text(self, x: float, y: float, text: str, anchor: str = "lm", size: int = 15) -> float:
-        """Writes a line, and returns how wide it is."""
-        from PIL import ImageFont
-
-        font = ImageFont.load_default(SCALE * size)
-        self._draw.text((SCALE * x, SCALE * y), text, INK, font, anchor=anchor)
-        return font.getlength(text) / SCALE
-
-    def box(self, left: float, top: float, right: float, bottom: float, color: str) -> None:
-        """Fills a rectangle."""
-        self._draw.rectangle([SCALE * each for each in (left, top, right, bottom)], color)
-
-    def line(self, points, color: str, width: float = 1) -> None:
-        """Draws a line through points."""
-        self._draw.line([(SCALE * x, SCALE * y) for x, y in points], color, round(SCALE * width), joint="curve")
-
-    def dot(self, x: float, y: float, radius: float, color: str) -> None:
-        """Draws a filled circle."""
-        self._draw.ellipse(
-            [SCALE * (x - radius), SCALE * (y - radius), SCALE * (x + radius), SCALE * (y + radius)], color
-        )
-
-    def save(self, path: Path, shows: str) -> None:
-        """Writes the file, and says what it shows and where it is."""
-        self.image.resize((WIDTH, self.image.height // SCALE)).save(path)
-        print(f"{shows}\nThe picture: {path}", flush=True)
+    figure = Figure(figsize=(9, height), dpi=100, layout="constrained")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=14)
+    return figure
 
 
-def image_grid(title: str, images, captions, columns: int, rows=()) -> Picture:
-    """Grey images, each with a line below, and perhaps a name at the left of each row.
+def save(figure, path: Path, shows: str) -> None:
+    """Writes a picture, and says what it shows and where it is."""
+    figure.savefig(path)
+    print(f"{shows}\nThe picture: {path}", flush=True)
+
+
+def image_grid(title: str, images, captions, columns: int, rows=()):
+    """Grey images, each with a line above, and perhaps a name at the left of each row.
 
     Args:
         title: The title.
@@ -144,27 +118,20 @@ def image_grid(title: str, images, captions, columns: int, rows=()) -> Picture:
         columns: How many images make a row.
         rows: The names of the rows.
     """
-    from PIL import Image
-
-    left = MARGIN + (130 if rows else 0)
-    across = (WIDTH - left - MARGIN) / columns
-    side, below = round(across) - 14, LINE if any(captions) else 0
-    down = side + 14 + below
-    picture = Picture(title, round(MARGIN + 2 * LINE + down * -(-len(images) // columns) + MARGIN))
-    for index, (image, caption) in enumerate(zip(images, captions, strict=True)):
-        row, column = divmod(index, columns)
-        x, y = left + column * across, MARGIN + 2 * LINE + row * down
-        pixels = Image.fromarray((255 * (1 - image.clip(0, 1))).astype("uint8"))
-        picture.image.paste(
-            pixels.resize((SCALE * side, SCALE * side), Image.Resampling.NEAREST), (round(SCALE * x), round(SCALE * y))
-        )
-        picture.text(x + side / 2, y + side + LINE / 2, caption, anchor="mm")
-    for row, name in enumerate(rows):
-        picture.text(MARGIN, MARGIN + 2 * LINE + row * down + side / 2, name)
-    return picture
+    height = -(-len(images) // columns)
+    figure = _figure(title, 0.6 + height * 9 / columns)
+    axes = figure.subplots(height, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[], frame_on=False)
+    for axis, image, caption in zip(axes.flat, images, captions, strict=False):
+        axis.imshow(image, cmap="gray_r", vmin=0, vmax=1)
+        axis.set_title(caption, fontsize=10)
+    for axis, name in zip(axes[:, 0], rows, strict=False):
+        axis.set_ylabel(name, rotation="horizontal", ha="right", va="center", fontsize=11)
+    return figure
 
 
-def bars(title: str, values: dict[str, float], form: str, limit: tuple[str, float] | None = None) -> Picture:
+def bars(title: str, values: dict[str, float], form: str, limit: tuple[str, float] | None = None):
     """A bar for each value, with its name and number, and perhaps a limit.
 
     Args:
@@ -173,65 +140,36 @@ def bars(title: str, values: dict[str, float], form: str, limit: tuple[str, floa
         form: How a value is written, as in `"{:.0f} MB"`.
         limit: Its name and value.
     """
-    down = 2 * LINE
-    picture = Picture(title, MARGIN + 2 * LINE + down * len(values) + (2 * LINE if limit else MARGIN))
-    left, right, top = MARGIN + 250, WIDTH - MARGIN - 90, MARGIN + 2 * LINE
-    scale = (right - left) / max([*values.values(), *([limit[1]] if limit else [])])
-    for number, (name, value) in enumerate(values.items()):
-        y = top + number * down
-        color = COLORS[1] if limit and value > limit[1] else COLORS[2]
-        picture.text(left - 12, y + 16, name, anchor="rm")
-        picture.box(left, y, left + value * scale, y + 32, color)
-        picture.text(left + value * scale + 8, y + 16, form.format(value))
+    figure = _figure(title, 1 + 0.6 * len(values) + (0.4 if limit else 0))
+    axis = figure.subplots()
+    colors = [COLORS[1] if limit and value > limit[1] else COLORS[2] for value in values.values()]
+    axis.bar_label(axis.barh(list(values), list(values.values()), 0.6, color=colors), fmt=form.format, padding=6)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.set_xticks([])
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
     if limit:
-        x, bottom = left + limit[1] * scale, top + down * len(values)
-        picture.line([(x, top - 8), (x, bottom)], INK, 2)
-        picture.text(x, bottom + LINE / 2, f"{limit[0]}: {form.format(limit[1])}", anchor="mm")
-    return picture
+        axis.axvline(limit[1], color="black")
+        axis.set_xticks([limit[1]], [f"{limit[0]}: {form.format(limit[1])}"])
+    return figure
 
 
-def _marks(values: list[float]) -> list[float]:
-    """Round numbers, at equal distances, that have the values between them."""
-    span = (max(values) - min(values)) or 1.0
-    power = 10.0 ** math.floor(math.log10(span))
-    step = next(power * each for each in (0.2, 0.5, 1, 2) if span <= 5 * power * each)
-    first, last = math.floor(min(values) / step), math.ceil(max(values) / step)
-    return [step * number for number in range(first, max(last, first + 1) + 1)]
-
-
-def lines(title: str, x: tuple[str, list[str]], y: str, series: dict[str, list[float]], form: str) -> Picture:
+def lines(title: str, x: tuple[str, list[str]], y: str, series: dict[str, list[float]], form: str):
     """A line for each series, through points at equal distances.
 
     Args:
         title: The title.
         x: What the points are, and each one's label.
         y: What the values are.
-        series: Values by name. The first is drawn wide, so that one that equals it is seen on top of it.
+        series: Values by name.
         form: How a value is written.
     """
-    picture = Picture(title, 480)
-    left, right, top, bottom = MARGIN + 80, WIDTH - MARGIN - 20, MARGIN + 4 * LINE, 480 - MARGIN - 2.5 * LINE
-    marks = _marks([value for values in series.values() for value in values])
-    low, high = marks[0], marks[-1]
-
-    def place(number: int, value: float) -> tuple[float, float]:
-        across = 20 + number * (right - left - 40) / max(len(x[1]) - 1, 1)
-        return left + across, bottom - (value - low) / (high - low) * (bottom - top)
-
-    for value in marks:
-        height = place(0, value)[1]
-        picture.line([(left, height), (right, height)], GREY)
-        picture.text(left - 8, height, form.format(value), anchor="rm")
-    for number, label in enumerate(x[1]):
-        picture.text(place(number, low)[0], bottom + 18, label, anchor="mm")
-    picture.text((left + right) / 2, bottom + 44, x[0], anchor="mm")
-    legend = MARGIN + picture.text(MARGIN, MARGIN + 2 * LINE, f"{y}:") + 20
-    for number, (name, values) in enumerate(series.items()):
-        color, width = COLORS[number], 7 if number == 0 else 2
-        points = [place(*point) for point in enumerate(values)]
-        picture.line(points, color, width)
-        for point in points:
-            picture.dot(*point, width / 2 + 3, color)
-        picture.line([(legend, MARGIN + 2 * LINE), (legend + 30, MARGIN + 2 * LINE)], color, width)
-        legend += 38 + picture.text(legend + 38, MARGIN + 2 * LINE, name) + 30
-    return picture
+    figure = _figure(title, 4.8)
+    axis = figure.subplots()
+    for (name, values), color, width in zip(series.items(), COLORS, WIDTHS, strict=False):
+        axis.plot(x[1], values, color=color, linewidth=width, marker="o", markersize=width + 4, label=name)
+    axis.set(xlabel=x[0], ylabel=y)
+    axis.yaxis.set_major_formatter(form.format)
+    axis.grid(axis="y")
+    axis.legend(frameon=False)
+    return figure

@@ -8,9 +8,9 @@ Two processes that train together:
 Keras alone. It takes half a minute on two CPU cores.
 """
 
-from _example import lines, options, require
+from _example import lines, options, require, save
 
-require("sklearn", "PIL")
+require("sklearn", "matplotlib")
 
 import keras
 import numpy as np
@@ -56,10 +56,11 @@ def main() -> None:
     difference = max(float(np.abs(one - other).max()) for one, other in pairs)
     workers = dist.plan.replicas.value
     here = f"{workers} process{'es' if workers > 1 else ''}"
-    title = f"The digits' loss, of {here} together and of Keras alone"
+    title = f"The digits' loss: {here}, and Keras alone"
     epochs_shown = [str(number + 1) for number in range(epochs)]
     series = {"Keras alone": expected["loss"], here: history["loss"]}
-    lines(title, ("epoch", epochs_shown), "loss", series, "{:.2f}").save(
+    save(
+        lines(title, ("epoch", epochs_shown), "loss", series, "{:.2f}"),
         given.folder / "loss.png",
         f"replicas: {workers}, accuracy: {history['accuracy'][-1]:.4f}. After {epochs} epochs the weights differ from "
         f"those of Keras in one process by at most {difference:.1e}.",

@@ -9,9 +9,9 @@ picture shows those of which it is surest.
 It takes ten seconds on two CPU cores.
 """
 
-from _example import Progress, image_grid, options, require
+from _example import Progress, image_grid, options, require, save
 
-require("sklearn", "PIL")
+require("sklearn", "matplotlib")
 
 import keras
 import numpy as np
@@ -72,7 +72,8 @@ def main() -> None:
     print(f"mean norm {norms[wrong].mean():.2f} where the label is wrong, {norms[~wrong].mean():.2f} elsewhere")
     shown = suspects[:SHOWN]
     captions = [f"{right[each]}, labelled {labels[each]}" if wrong[each] else f"{right[each]}" for each in shown]
-    image_grid(f"The {SHOWN} digits with the largest gradients", images[shown, ..., 0], captions, columns=6).save(
+    save(
+        image_grid(f"The {SHOWN} digits with the largest gradients", images[shown, ..., 0], captions, columns=6),
         given.folder / "suspects.png",
         f"{wrong.sum()} of {len(labels)} labels are wrong. Of the {len(suspects)} examples with the largest gradients, "
         f"{found} are among them.",

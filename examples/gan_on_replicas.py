@@ -6,9 +6,9 @@ Its `train_step` has two optimizers, of which the second reads what the first ha
 the three generators draw from the same noise. It takes twenty seconds on two CPU cores.
 """
 
-from _example import Progress, image_grid, options, require
+from _example import Progress, image_grid, options, require, save
 
-require("sklearn", "PIL")
+require("sklearn", "matplotlib")
 
 import keras
 import numpy as np
@@ -94,8 +94,9 @@ def main():
         differences.append(max(float(np.abs(one - other).max()) for one, other in pairs))
         print(f"{name:>12}: weights differ from those of one device by at most {differences[-1]:.1e}")
     drawn = np.concatenate([np.reshape(model.generator(noise[:DRAWN]), (-1, 8, 8)) for model in models.values()])
-    title = f"Images drawn after {epochs} epochs, from the same noise in each column"
-    image_grid(title, drawn, [""] * len(drawn), columns=DRAWN, rows=list(models)).save(
+    title = "Images drawn after training, from the same noise in each column"
+    save(
+        image_grid(title, drawn, [""] * len(drawn), columns=DRAWN, rows=list(models)),
         given.folder / "gan.png",
         f"In slices and on two devices, the GAN has the weights of one device to {max(differences):.1e}, and draws the "
         "same images.",

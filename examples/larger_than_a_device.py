@@ -13,9 +13,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from _example import ENVIRONMENT, Progress, bars, options, require
+from _example import ENVIRONMENT, Progress, bars, options, require, save
 
-require("PIL")
+require("matplotlib")
 
 DEVICES, MEGABYTES = 4, 120
 WORDS, TOKENS, WIDTH, BLOCKS, HEADS = 4000, 16, 256, 2, 8
@@ -92,7 +92,8 @@ def main():
         subprocess.run(command, env={**os.environ, **LIMITS}, check=True)
     held = {TRAININGS[name]: megabytes for name, megabytes in json.loads(result.read_text()).items()}
     title = "What a device holds at the peak of a training step, as estimated, in MB"
-    bars(title, held, "{:.0f} MB", limit=("a device's memory", MEGABYTES / DEVICES)).save(
+    save(
+        bars(title, held, "{:.0f} MB", limit=("a device's memory", MEGABYTES / DEVICES)),
         given.folder / "memory.png",
         "Whole, the model fits on none of the four devices; with shard='parameters' it trains on them.",
     )

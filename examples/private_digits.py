@@ -6,9 +6,9 @@ Prints the accuracy on held-out rows for each epsilon, and the statement of the 
 accuracy grows with epsilon, beside that of training without privacy. It takes about a minute on two CPU cores.
 """
 
-from _example import Progress, lines, options, require
+from _example import Progress, lines, options, require, save
 
-require("sklearn", "PIL", "dp_accounting")
+require("sklearn", "matplotlib", "dp_accounting")
 
 import keras
 import numpy as np
@@ -77,7 +77,8 @@ def main() -> None:
     without = accuracy(None, epochs)
     series = {"without privacy": [without] * len(epsilons), "private": reached}
     labels = [f"{epsilon:g}" for epsilon in epsilons]
-    lines("Accuracy on held-out digits, by epsilon", ("epsilon", labels), "accuracy", series, "{:.0%}").save(
+    save(
+        lines("Accuracy on held-out digits, by epsilon", ("epsilon", labels), "accuracy", series, "{:.0%}"),
         given.folder / "accuracy.png",
         f"At epsilon {epsilons[-1]:g} and delta {DELTA:g} the private classifier is right on {reached[-1]:.1%} of "
         f"held-out digits, and one without privacy on {without:.1%}.",

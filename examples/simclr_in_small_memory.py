@@ -9,9 +9,9 @@ trained on few labels, says how good they are after as many updates; the picture
 It takes half a minute on two CPU cores.
 """
 
-from _example import Progress, bars, options, require
+from _example import Progress, bars, options, require, save
 
-require("sklearn", "PIL")
+require("sklearn", "matplotlib")
 
 import keras
 import numpy as np
@@ -104,7 +104,8 @@ def main() -> None:
         print(f"{title}: accuracy {reached[title]:.1%}", flush=True)
     title = f"SimCLR, {updates} updates: accuracy of a linear classifier of {LABELS} labels"
     before, small, large = reached.values()
-    bars(title, reached, "{:.1%}").save(
+    save(
+        bars(title, reached, "{:.1%}"),
         given.folder / "accuracy.png",
         f"In the memory of {FITS} pairs, batches of {BATCH} lead to features with which {large:.1%} of the digits are "
         f"recognized, batches of {FITS} to {small:.1%}, and no training to {before:.1%}.",
