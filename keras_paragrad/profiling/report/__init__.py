@@ -4,6 +4,7 @@ import base64
 import functools
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +23,8 @@ from keras_paragrad.profiling.summary import PARTS, RunInfo
 
 __all__ = ["write_report"]
 
+# Where names and code are broken if they don't fit into a line: after a slash or a dot, and between words in CamelCase.
+_WORD_END = re.compile(r"(?<=\w)[./](?=\w)|(?<=[a-z])(?=[A-Z])")
 # In the head of each of our reports.
 _GENERATOR = b'<meta name="generator" content="keras_paragrad">'
 
@@ -123,6 +126,9 @@ def _environment() -> Any:
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+    )
+    environment.filters["breakable"] = lambda text: markupsafe.Markup(
+        _WORD_END.sub(r"\g<0><wbr>", str(markupsafe.escape(text)))
     )
     script = environment.get_template("charts.js").render()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -4,7 +4,7 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from keras_paragrad.profiling.report.formatting import change, milliseconds, number, points, share, size
+from keras_paragrad.profiling.report.formatting import UNKNOWN, change, milliseconds, number, points, share, size
 from keras_paragrad.profiling.report.lines import LineChart
 from keras_paragrad.profiling.report.runs import ProfiledWindow, Run
 from keras_paragrad.profiling.report.series_view import (
@@ -75,7 +75,8 @@ def main_rows(runs: Sequence[Run]) -> tuple[Row, ...]:
             )
             for quantity, name in spec.quantities.items()
         ]
-    return tuple(pair for pair in rows if set(pair.values) != {"n/a"})
+    # Nor are shares worth a row that are 0 in all runs.
+    return tuple(row for row in rows if not set(row.values) <= {UNKNOWN, share(0.0)})
 
 
 def operation_rows(runs: Sequence[Run]) -> tuple[Row, ...]:

@@ -6,7 +6,7 @@ from keras_paragrad.profiling.report.formatting import Axis, axis_for, count, mi
 from keras_paragrad.profiling.report.lanes import Box, Lane, LanesChart
 from keras_paragrad.profiling.summary import COLLECTIVES, PASSES, KindTime, LayerTime, ProfileSummary
 
-MOST_LAYERS = 100
+MOST_LAYERS = 50
 MOST_KINDS = 12
 _MOST_BARS = 15
 _PASS_NAMES = {"forward": "forward", "backward": "backward", "recompute": "recompute", "other": "other"}

@@ -20,10 +20,10 @@ from keras_paragrad.profiling.report.step_chart import (
 )
 from keras_paragrad.profiling.summary import PARTS, VARIANT, PipelineTime, ProfileSummary, StageWork
 
-MOST_DETAILED = 4
+MOST_DETAILED = 3
 MOST_OPERATIONS = 15
 # Compiler-generated names can be arbitrarily long.
-_LONGEST_NAME = 1000
+_LONGEST_NAME = 500
 # In percent of the chart: narrower boxes have no room for a number.
 _LEAST_NUMBERED = 1.6
 

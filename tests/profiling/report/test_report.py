@@ -25,7 +25,7 @@ from made_runs import (
 import keras_paragrad
 from keras_paragrad.cli.main import main
 from keras_paragrad.profiling.report import write_report
-from keras_paragrad.profiling.summary import OperationTime, ProfileSummary, StepTime
+from keras_paragrad.profiling.summary import LayerTime, OperationTime, ProfileSummary, StepTime
 
 pytestmark = pytest.mark.fast
 
@@ -137,6 +137,8 @@ def test_its_size_is_bounded_and_its_extremes_are_kept(tmp_path):
     for window in range(60):
         # Of the newest, each step is looked at.
         made = summary(1000 if window >= 50 else 100, operations=operations)
+        layers = tuple(LayerTime(f"{'block/' * 20}dense_{number}", 3.0, 2.0, 1.0) for number in range(200))
+        made = dataclasses.replace(made, layers=layers)
         write_window(tmp_path, made, f"plugins/profile/2026_01_01_00_00_{window:02}")
     write_rows(tmp_path / "telemetry.csv", TELEMETRY, telemetry_rows(450, 120))
     write_rows(tmp_path / "throughput.csv", THROUGHPUT, throughput_rows(3000))
@@ -144,7 +146,7 @@ def test_its_size_is_bounded_and_its_extremes_are_kept(tmp_path):
     assert path.stat().st_size < 1e6
     words = Page(path).words
     assert "There are 60 traces; the 40 newest are shown." in words
-    assert "The 4 newest of 40 windows follow in detail." in words
+    assert "The 3 newest of 40 windows follow in detail." in words
     assert "of 1,000 batches are drawn: the shortest and the longest of each span." in words
     assert "3,000 values, drawn as at most 400 points" in words
     assert "5 of 120 layers are drawn" in words
@@ -258,11 +260,21 @@ def test_two_runs_are_set_side_by_side(tmp_path):
     assert "Step time, median 10 ms 5 ms -50.0%" in page.words
     assert "Share: waiting for input 50% 50% 0 points" in page.words
     assert "digits/dense/MatMul 1.5 ms 1.5 ms 0%" in page.words
+    assert "Share: compiling 2.5% 2.5%" in page.words
     assert "optimizer 250 µs 250 µs 0%" in page.words
     assert "Most memory held: GPU_0_bfc 8 MiB 8 MiB 0%" in page.words
     assert "Collectives hidden behind computing 25% 25% 0 points" in page.words
     assert "dense_1/kernel 0.0001 0.0001 0%" in page.words
     assert any("A: before clipping" in label and "B: before clipping" in label for label in page.labels())
+
+
+def test_shares_of_0_in_all_runs_have_no_row(tmp_path):
+    computing = ProfileSummary(steps=tuple(StepTime(n, n, 9.0 * n, 9.0, compute=9.0) for n in range(3)))
+    for name in "ab":
+        write_window(tmp_path / name, computing)
+    words = Page(write_report(tmp_path / "a", compare=tmp_path / "b")).words
+    assert "Share: compute 100% 100%" in words
+    assert "Share: idle" not in words
 
 
 def test_several_runs_are_compared_with_the_first(tmp_path):
