@@ -25,7 +25,7 @@ CONSTRAINTS := $(or $(constraints-$(RELEASES)),$(error RELEASES is pinned, oldes
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
-.PHONY: demo browser docs lint release-check test-fast test test-all durations gpu mutants bench bench-peers exactness census clean FORCE
+.PHONY: demo browser docs lint release-check test-fast test test-all soak durations gpu mutants bench bench-peers exactness census clean FORCE
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -88,6 +88,13 @@ LONG := XLA_FLAGS= GRAPPLER=1 CASES=10 $(PYTEST) -m 'long or hypothesis'
 
 test-all: test
 	status=0; $(LONG) tests/per_example || status=1; $(LONG) --ignore tests/per_example || status=1; exit $$status
+
+# Workers that are killed at random, over and over, end as undisturbed training does: `make soak MINUTES=8 SEED=4`.
+MINUTES ?= 30
+SEED ?=
+
+soak: .venv/.wheel
+	PYTHONPATH=tests $(BIN)/python -P tests/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # The documentation as a site, which needs no server and no network. The first time it runs the tutorials, a minute each.
 docs: .venv/.wheel

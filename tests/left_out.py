@@ -7,6 +7,8 @@ from pathlib import Path
 NO_BROWSER = (
     "needs Chromium and its driver on the path: sudo apt-get install chromium chromium-driver fonts-dejavu-core"
 )
+# The recipe of a package that isn't installed with this one's tests.
+NO_PACKAGE = "runs a recipe with packages that are not installed: "
 
 
 def lines(skipped):
@@ -14,7 +16,11 @@ def lines(skipped):
     reasons = Counter(
         each.longrepr[2].removeprefix("Skipped: ") for each in skipped if isinstance(each.longrepr, tuple)
     )
-    return [f"Left out: {reasons[reason]} tests: {reason}" for reason in (NO_BROWSER,) if reasons[reason]]
+    return [
+        f"Left out: {reasons[reason]} tests: {reason}"
+        for reason in sorted(reasons)
+        if reason.startswith((NO_BROWSER, NO_PACKAGE))
+    ]
 
 
 def report(terminal):

@@ -1,6 +1,7 @@
 """The documentation holds: code and commands run as written, and links lead somewhere."""
 
 import ast
+import importlib.util
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import left_out
 import pytest
 
 from keras_paragrad.cli.main import main
@@ -86,9 +88,23 @@ def marks_of(page):
 WITH_PYTHON = [
     pytest.param(page, marks=marks_of(page)) for page in (ROOT / "README.md", *PAGES) if blocks(page, "python")
 ]
-# It starts three processes that train.
-SLOW = {DOCS / "start.md": [pytest.mark.slow(60)]}
-WITH_OUTPUT = [pytest.param(page, marks=SLOW.get(page, [])) for page in PAGES if blocks(page, "console")]
+
+
+def with_others(name, *packages):
+    """A recipe with other packages; which are perhaps not installed."""
+    missing = [each for each in packages if importlib.util.find_spec(each) is None]
+    reason = f"{left_out.NO_PACKAGE}pip install {' '.join(missing)}"
+    return {DOCS / "guides" / f"{name}.md": [pytest.mark.long, pytest.mark.skipif(bool(missing), reason=reason)]}
+
+
+MARKS = {
+    # It starts three processes that train.
+    DOCS / "start.md": [pytest.mark.slow(60)],
+    **with_others("keras_hub", "keras_hub"),
+    **with_others("keras_tuner", "keras_tuner"),
+    **with_others("tracking", "mlflow", "wandb"),
+}
+WITH_OUTPUT = [pytest.param(page, marks=MARKS.get(page, [])) for page in PAGES if blocks(page, "console")]
 
 
 @pytest.mark.not_fast

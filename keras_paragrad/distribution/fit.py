@@ -15,6 +15,7 @@ from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.checkpoint.backup import Backup
+from keras_paragrad.distribution.checkpoint.interruptions import explained_failures
 from keras_paragrad.distribution.consistency import check_same_training, check_same_weights, describe_training
 from keras_paragrad.distribution.data import (
     DistributedData,
@@ -190,8 +191,9 @@ class DistributedFit(InNotebooks):
         """
         self._parallelism.check(model, self._run)
         batch_size = check_integer("batch_size", batch_size, example=64)
-        self._check_consistent(model)
-        return self._prepare_checked(model, batch_size)
+        with explained_failures(self.hardware.cluster):
+            self._check_consistent(model)
+            return self._prepare_checked(model, batch_size)
 
     def _prepare_checked(self, model: keras.Model, batch_size: int, batch_spec: Specs = None) -> Preparation:
         """Decides on `shard="auto"`, and prepares the model."""
@@ -223,7 +225,8 @@ class DistributedFit(InNotebooks):
                 `keras_paragrad.distribution.distributed_dataset`.
         """
         options = {"batch": self.plan.batch.value, "shard_policy": self.options.shard_policy, **options}
-        return self._parallelism.data(self._run, x, y, sample_weight, **options)
+        with explained_failures(self.hardware.cluster):
+            return self._parallelism.data(self._run, x, y, sample_weight, **options)
 
     def callbacks(
         self,
@@ -311,24 +314,25 @@ class DistributedFit(InNotebooks):
             "x sharded": isinstance(x, DistributedData),
             "validation_data sharded": isinstance(validation_data, DistributedData),
         }
-        self._check_consistent(model, {**arguments, **compared, **data_options})
-        if validation_split and validation_data is None:
-            (x, y, sample_weight), validation_data = split_for_validation(x, y, sample_weight, validation_split)
-        if normalize:
-            normalize_inputs(model, x, self._strategies.readers, shard_policy=self.options.shard_policy)
-        training = {"shuffle": shuffle, "class_weight": class_weight, **data_options}
-        data = self._distribute((x, y, sample_weight), batch_size, steps_per_epoch, training)
-        if validation_data is not None:
-            rows = keras.utils.unpack_x_y_sample_weight(validation_data)
-            cache = data_options.get("cache", False)
-            cache = f"{fspath(cache)}.validation" if isinstance(cache, (str, PathLike)) else cache
-            # Data that is batched already does not take the batch size of the training data.
-            default = None if is_batched(rows[0]) and self.plan.batch.value == "global" else batch_size
-            size = validation_batch_size or default
-            validation_data = self._distribute(rows, size, validation_steps, {**data_options, "cache": cache})
-            if validation_data is not rows[0]:
-                validation_data.for_validation(validation_steps)
-        self._prepare_checked(model, data.batch_size or batch_size or 32, data.batch_spec)
+        with explained_failures(self.hardware.cluster):
+            self._check_consistent(model, {**arguments, **compared, **data_options})
+            if validation_split and validation_data is None:
+                (x, y, sample_weight), validation_data = split_for_validation(x, y, sample_weight, validation_split)
+            if normalize:
+                normalize_inputs(model, x, self._strategies.readers, shard_policy=self.options.shard_policy)
+            training = {"shuffle": shuffle, "class_weight": class_weight, **data_options}
+            data = self._distribute((x, y, sample_weight), batch_size, steps_per_epoch, training)
+            if validation_data is not None:
+                rows = keras.utils.unpack_x_y_sample_weight(validation_data)
+                cache = data_options.get("cache", False)
+                cache = f"{fspath(cache)}.validation" if isinstance(cache, (str, PathLike)) else cache
+                # Data that is batched already does not take the batch size of the training data.
+                default = None if is_batched(rows[0]) and self.plan.batch.value == "global" else batch_size
+                size = validation_batch_size or default
+                validation_data = self._distribute(rows, size, validation_steps, {**data_options, "cache": cache})
+                if validation_data is not rows[0]:
+                    validation_data.for_validation(validation_steps)
+            self._prepare_checked(model, data.batch_size or batch_size or 32, data.batch_spec)
         arguments = {name: arguments[name] for name in _ARGUMENTS} | {"validation_data": validation_data}
         return train(self._run, model, data, callbacks, arguments, verbose)
 

@@ -1,8 +1,13 @@
 """TensorFlow's errors of lost workers are explained, and no others."""
 
+import dataclasses
+
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_paragrad import DistributedFit
 from keras_paragrad.distribution.checkpoint.interruptions import WorkerLostError, explained_failures
 from keras_paragrad.distribution.cluster import Cluster
 
@@ -58,3 +63,32 @@ def test_other_errors_stay_as_they_are(error, where):
     with pytest.raises(type(error)) as caught, explained_failures(where):
         raise error
     assert caught.value is error
+
+
+def compares(dist, model):
+    dist.fit(model, np.ones((4, 2)), np.ones((4, 1)))
+
+
+def reads_data(dist, model):
+    dist.dataset(np.ones((4, 2)), np.ones((4, 1)))
+
+
+def prepares(dist, model):
+    dist.prepare(model)
+
+
+@pytest.mark.parametrize("does", [compares, prepares, reads_data])
+def test_a_worker_may_be_lost_before_training_begins(does, monkeypatch):
+    """Workers talk to each other as they compare their arguments and open their data."""
+
+    def lost(*args, **options):
+        raise LOST
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    dist = DistributedFit("none")
+    dist.hardware = dataclasses.replace(dist.hardware, cluster=cluster(2))
+    monkeypatch.setattr(dist, "_check_consistent", lost)
+    monkeypatch.setattr(type(dist._parallelism), "data", lost)
+    with pytest.raises(WorkerLostError, match="Worker 0 of 2 lost its connection to worker 1"):
+        does(dist, model)

@@ -1,0 +1,292 @@
+"""Trains with workers that are killed at random, again and again, and holds the end to undisturbed training.
+
+    make soak                      # 30 minutes
+    make soak MINUTES=8 SEED=4     # the same kills again, as far as the machine's speed allows
+
+A round trains in one of the ways of `WAYS`: workers on 127.0.0.1 back up every few batches; one of them, drawn at
+random, gets SIGKILL or SIGTERM, when it starts, while it trains or as it ends; then all start again. The last start of
+a round is left alone. The weights, the history and the number of updates have to be those of one process that nothing
+disturbed; of private training, so has the ledger. The exit status is 1 if they aren't, and what was printed is kept.
+"""
+
+import argparse
+import collections
+import os
+import random
+import secrets
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+
+import numpy as np
+import own_process
+
+ROWS, FEATURES, CLASSES, BATCH_SIZE, EPOCHS, EVERY = 397, 16, 4, 10, 3, 7
+# A share of the largest weight.
+TOLERANCE = 1e-6
+# Until one that is left behind notices that another is gone, and until a whole training ends, on a busy machine.
+NOTICED, ENDED = 90, 400
+# After which it stops.
+FAILURES = 5
+# What workers print when `fit` has returned. Weights in shards are then read from all of them.
+FITTED = "fit has returned"
+
+
+class Way(NamedTuple):
+    """A way to train, and by how many workers."""
+
+    kind: str
+    workers: int
+    kills: int
+
+
+WAYS = {
+    "windows": Way("windows", workers=2, kills=4),
+    "shards": Way("shards", workers=2, kills=4),
+    "private": Way("private", workers=2, kills=4),
+}
+# Once, as they share two cores.
+FOUR = Way("windows", workers=4, kills=2)
+
+
+def trained(kind: str, folder: str | None) -> dict[str, Any]:
+    """Trains, with backups in the folder if there is one, and returns what is compared."""
+    import keras
+
+    from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, make_private
+
+    draw = np.random.default_rng(0)
+    x, y = draw.normal(size=(ROWS, FEATURES)).astype("float32"), draw.integers(0, CLASSES, ROWS)
+    shard = "parameters" if folder and kind == "shards" else None
+    dist = DistributedFit(shard=shard) if folder else DistributedFit("none")
+    keras.utils.set_random_seed(1)
+    callbacks, options = [], {"batch_size": BATCH_SIZE}
+    with dist.scope():
+        model = keras.Sequential(
+            [keras.Input((FEATURES,)), keras.layers.Dense(256, activation="tanh"), keras.layers.Dense(CLASSES)]
+        )
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        if kind == "private":
+            privacy = {"clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-4, "seed": 3}
+            model = make_private(model, expected_batch_size=BATCH_SIZE, **privacy)
+            options, optimizer = {}, keras.optimizers.SGD(0.1)
+        elif kind == "windows":
+            # With its usual epsilon, Adam magnifies the rounding of gradients that are next to nothing.
+            adam = keras.optimizers.Adam(0.003, epsilon=1e-3, use_ema=True, global_clipnorm=0.5)
+            optimizer = AccumulatingOptimizer(adam, 3, tail="carry")
+            callbacks = [ExactAccumulation()]
+        else:
+            optimizer = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0)
+        model.compile(optimizer, loss, metrics=["accuracy"])
+    if folder:
+        # As a step of a real model takes longer than this one's, so that most kills are of one that trains.
+        pace = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.02))
+        callbacks += [pace, *dist.callbacks(folder, every=EVERY)]
+    history = dist.fit(model, x, y, epochs=EPOCHS, callbacks=callbacks, verbose=0, **options)
+    print(FITTED, flush=True)
+    return {
+        "weights": [np.asarray(weight) for weight in model.get_weights()],
+        "history": history.history,
+        "updates": int(model.optimizer.iterations.numpy()),
+        "ledger": model.privacy.updates if kind == "private" else 0,
+    }
+
+
+def undisturbed(kind: str) -> dict[str, Any]:
+    """In one process, without backups."""
+    return trained(kind, None)
+
+
+def work(task: dict[str, Any]) -> None:
+    """Trains as one of several workers, and leaves the result in a file."""
+    found = trained(task["kind"], task["backups"])
+    weights = {f"weight {number:03}": weight for number, weight in enumerate(found.pop("weights"))}
+    history = {f"history {name}": values for name, values in found.pop("history").items()}
+    np.savez(task["result"], **weights, **history, **found)
+
+
+def comparable(found: dict[str, Any]) -> dict[str, np.ndarray]:
+    """As `work` writes it."""
+    weights = {f"weight {number:03}": weight for number, weight in enumerate(found["weights"])}
+    history = {f"history {name}": np.asarray(values) for name, values in found["history"].items()}
+    return {**weights, **history, **{name: np.asarray(found[name]) for name in ("updates", "ledger")}}
+
+
+def difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """The largest difference: of weights as a share of the largest, and of what `fit` returned, of each list's largest.
+
+    Raises:
+        AssertionError: Integers differ: numbers of updates, or the ledger.
+    """
+    assert found.keys() == expected.keys(), f"{sorted(found)} instead of {sorted(expected)}"
+    floats = [name for name, value in expected.items() if np.issubdtype(value.dtype, np.floating)]
+    for name, value in expected.items():
+        assert found[name].shape == value.shape, f"{name}: {found[name].shape} instead of {value.shape}"
+        assert name in floats or np.array_equal(found[name], value), f"{name}: {found[name]} instead of {value}"
+    largest = {name: float(np.abs(expected[name]).max()) for name in floats}
+    weight = max(largest[name] for name in floats if name.startswith("weight"))
+    scales = {name: weight if name.startswith("weight") else largest[name] for name in floats}
+    return max(float(np.abs(found[name] - expected[name]).max()) / scales[name] for name in floats)
+
+
+class Round:
+    """One training by workers, over as many starts as it takes."""
+
+    def __init__(self, way: Way, folder: Path, draw: random.Random, seen: collections.Counter[str]):
+        self.way, self.folder, self._draw, self._seen = way, folder, draw, seen
+        folder.mkdir(parents=True)
+        self.said: list[str] = []
+        self.starts = 0
+
+    def run(self, expected: dict[str, np.ndarray]) -> float:
+        """Trains until it is done, and returns how far its end is from what is expected.
+
+        Raises:
+            AssertionError: A worker ended otherwise than it should have, or with something else.
+        """
+        done = False
+        while not done:
+            assert self.starts < 3 * self.way.kills, "no end after so many starts"
+            done = self._start(kill=self.starts < self.way.kills)
+        assert not (self.folder / "backups").exists(), "backups are left"
+        results = [dict(np.load(self.folder / f"{worker}.npz")) for worker in range(self.way.workers)]
+        found = max(difference(result, expected) for result in results)
+        assert found <= TOLERANCE, f"the end differs by {found:.1e} of the largest weight"
+        return found
+
+    def _start(self, kill: bool) -> bool:
+        """Starts all workers, kills one perhaps, and returns whether training is done."""
+        self.starts += 1
+        outputs = [self.folder / f"start-{self.starts}-worker-{worker}.txt" for worker in range(self.way.workers)]
+        tasks = [
+            {
+                "kind": self.way.kind,
+                "backups": str(self.folder / "backups"),
+                "result": str(self.folder / f"{worker}.npz"),
+            }
+            for worker in range(self.way.workers)
+        ]
+        environments = own_process.environments_of_workers(self.way.workers)
+        started = zip(tasks, environments, outputs, strict=True)
+        processes = [own_process.start(work, *each) for each in started]
+        victim = None
+        try:
+            if kill:
+                victim, number = self._kill(processes)
+            self._wait(processes, NOTICED if victim is not None else ENDED)
+        finally:
+            late = [index for index, process in enumerate(processes) if process.is_alive()]
+            for process in processes:
+                process.kill()
+                process.join()
+        statuses = [process.exitcode for process in processes]
+        if statuses == [0] * self.way.workers:
+            return True
+        assert victim is not None, f"nobody was killed, but the workers ended with {statuses}, late: {late}"
+        for index, status in enumerate(statuses):
+            # One that waits for another to come up is the launcher's to end.
+            self._seen[self._end_of(index, status, outputs[index], index == victim, number, index in late)] += 1
+        return False
+
+    def _kill(self, processes: list[Any]) -> tuple[int | None, signal.Signals]:
+        """Ends one of the processes at some time, unless all have ended by then."""
+        victim = self._draw.randrange(len(processes))
+        number = self._draw.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM))
+        seconds = self._draw.uniform(2, 25)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and any(process.is_alive() for process in processes):
+            time.sleep(0.1)
+        if not processes[victim].is_alive():
+            return None, number
+        os.kill(processes[victim].pid, number)
+        self.said.append(f"{number.name} to worker {victim} after {seconds:.0f} s")
+        return victim, number
+
+    @staticmethod
+    def _wait(processes: list[Any], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        for process in processes:
+            process.join(max(deadline - time.monotonic(), 0))
+
+    @staticmethod
+    def _end_of(worker: int, status: int, output: Path, killed: bool, number: signal.Signals, late: bool) -> str:
+        """How a worker has ended, in words.
+
+        Raises:
+            AssertionError: As it should not have.
+        """
+        printed = output.read_text(errors="replace")
+        if killed and status == -number:
+            return f"killed by {number.name}"
+        if status == 143:
+            return "stopped together, with a backup"
+        if "WorkerLostError" in printed:
+            return "said that another worker is lost"
+        if "could not create the model's variables" in printed:
+            return "said, as it built the model, that another has died"
+        if "did not connect to the first worker" in printed:
+            return "said, as it started, that another isn't there"
+        if FITTED in printed:
+            return "lost another after fit, as it read weights"
+        if status == 0:
+            return "was done"
+        if late:
+            return "still waited for the other, and was ended"
+        raise AssertionError(f"worker {worker} ended with {status}:\n{printed[-3000:]}")
+
+
+def main() -> int:
+    """Trains until the time is over, says what each round came to, and returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--seed", type=int, default=None)
+    given = parser.parse_args()
+    seed = secrets.randbelow(10**6) if given.seed is None else given.seed
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    print(f"Seed {seed}, {given.minutes:g} minutes, in {folder}", flush=True)
+    draw, seen = random.Random(seed), collections.Counter[str]()
+    expected = {
+        kind: comparable(own_process.call(undisturbed, kind, [{}], ENDED)[0])
+        for kind in sorted({way.kind for way in WAYS.values()})
+    }
+    deadline = time.monotonic() + 60 * given.minutes
+    rounds, failed, largest = 0, 0, 0.0
+    kills = 0
+    while time.monotonic() < deadline and failed < FAILURES:
+        names = list(WAYS)
+        name = "four" if rounds == len(names) else names[(rounds - (rounds > len(names))) % len(names)]
+        way = FOUR if name == "four" else WAYS[name]
+        one = Round(way, folder / f"{rounds:03}-{name}", draw, seen)
+        began = time.monotonic()
+        rounds += 1
+        try:
+            found = one.run(expected[way.kind])
+            largest = max(largest, found)
+            said = f"weights and history differ by {found:.0e}"
+            shutil.rmtree(one.folder)
+        except AssertionError as error:
+            failed += 1
+            said = f"FAILED, see {one.folder}: {error}"
+        kills += len(one.said)
+        print(
+            f"{name}, {way.workers} workers, {one.starts} starts, {time.monotonic() - began:.0f} s "
+            f"({'; '.join(one.said) or 'no kill'}): {said}",
+            flush=True,
+        )
+    print(f"\nSeed {seed}: {rounds} rounds, {kills} kills, {failed} failed; at most {largest:.0e} off.")
+    for how, count in seen.most_common():
+        print(f"{count:4} workers: {how}")
+    if not failed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
