@@ -10,8 +10,8 @@ from counting import CALLED, CountingLoss, counting_model
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, find_batch_size, microbatch, recompute
 from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
 from keras_paragrad.engine.custom_step.analysis import analyze_step
+from keras_paragrad.engine.custom_step.call_trial import find_divided_calls
 from keras_paragrad.engine.custom_step.weighting import find_weightings as find_weightings_of_step
-from keras_paragrad.engine.custom_step.whole_step import find_divided_calls
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.losses.weightings import weighting_of

@@ -1,6 +1,6 @@
 """The variables of a model and its optimizer: listed, assigned, and moved to another `tf.Variable`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import keras
 import numpy as np
@@ -29,6 +29,50 @@ def training_variables(model: keras.Model) -> Sections:
         unique[name] = list(new.values())
         seen.update(new)
     return unique
+
+
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """A model's optimizers: that of `compile`, and those in its attributes, which a `train_step` of its own calls."""
+    values = keras.tree.flatten([value for name, value in vars(model).items() if not name.startswith("_")])
+    optimizers = [model.optimizer, *(each for each in values if isinstance(each, keras.optimizers.Optimizer))]
+    return list({id(each): each for each in optimizers if each is not None}.values())
+
+
+def variables_of_run(model: keras.Model) -> Sections:
+    """`training_variables`, with those of all optimizers."""
+    sections = training_variables(model)
+    seen = {id(variable) for variables in sections.values() for variable in variables}
+    others = [inner for each in optimizers_of(model) for inner in nested_optimizers(each)]
+    new = {id(each): each for optimizer in others for each in variables_of(optimizer) if id(each) not in seen}
+    return {**sections, "optimizer": [*sections["optimizer"], *new.values()]}
+
+
+def built_with(model: keras.Model) -> list[list[int] | None]:
+    """For each of the `optimizers_of` a model, the numbers of the model's variables that it was built with, if it was.
+
+    Raises:
+        ValueError: It was built with others.
+    """
+    numbers = {id(variable): number for number, variable in enumerate(model.variables)}
+    built: list[list[int] | None] = []
+    for optimizer in optimizers_of(model):
+        variables = optimizer._trainable_variables if optimizer.built else None
+        others = [each.path for each in variables or () if id(each) not in numbers]
+        if others:
+            raise ValueError(
+                f"{optimizer.name} updates {', '.join(others)}, and backups hold the model's variables alone. Make the "
+                "layers that have them attributes of the model."
+            )
+        built.append(None if variables is None else [numbers[id(each)] for each in variables])
+    return built
+
+
+def build_as_before(model: keras.Model, built: Sequence[Sequence[int] | None]) -> None:
+    """Builds a model's optimizers with the variables that `built_with` has numbered."""
+    for optimizer, numbers in zip(optimizers_of(model), built, strict=False):
+        if numbers is not None and not optimizer.built and max(numbers, default=0) < len(model.variables):
+            with model.distribute_strategy.scope():
+                optimizer.build([model.variables[number] for number in numbers])
 
 
 def assign_all(sections: Sections, values: dict[str, Iterable[np.ndarray]]) -> None:

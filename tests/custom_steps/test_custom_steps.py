@@ -1,5 +1,6 @@
 """Models with a `train_step` of their own take the step of one device on the whole batch, however it is divided."""
 
+import contextlib
 import functools
 
 import keras
@@ -10,7 +11,7 @@ import tensorflow as tf
 from keras import ops
 from step_models import compiled, data_of
 
-from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
+from keras_paragrad import AccumulatingOptimizer, Backup, DistributedFit, ExactAccumulation, microbatch
 from keras_paragrad.storage.sharded import sharded_value
 
 KINDS = {
@@ -159,6 +160,84 @@ def test_windows_on_replicas(name, shard):
     found = fitted(ours, 3, lambda *data, **options: fit(ours, *data, callbacks=[ExactAccumulation()], **options))
     # A `Mean` of the step weights the rows of a last window, which is smaller, as it weights those of others.
     compare(found, expected, ())
+
+
+class StopAfter(keras.callbacks.Callback):
+    """Breaks off after the second batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 1:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.slow(60)
+@pytest.mark.few(1)
+@pytest.mark.own_process(seconds=300)
+@pytest.mark.parametrize(("name", "shard"), [("gan", "parameters"), ("gan", None), ("diffusion", "optimizer")])
+def test_backups(name, shard, tmp_path):
+    """Of a step with its own optimizers, their state is restored as well."""
+
+    def train(*callbacks):
+        dist = replicas(shard=shard, min_shard_bytes=16)
+        with dist.scope():
+            model = compiled(*KINDS[name], optimizer=functools.partial(keras.optimizers.Adam, 0.01), jit_compile=False)
+        with contextlib.suppress(KeyboardInterrupt):
+            fitted(model, 8, lambda *data, **options: dist.fit(model, *data, callbacks=list(callbacks), **options))
+        return model.get_weights()
+
+    train(StopAfter(), Backup(tmp_path, every=1))
+    for one, other in zip(train(Backup(tmp_path, every=1)), train(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_backups_refuse_an_optimizer_that_they_would_leave_out(tmp_path):
+    class Hidden(models.Captions):
+        def train_step(self, data):
+            weights = self.head.trainable_weights
+            with tf.GradientTape() as tape:
+                loss = ops.mean(ops.square(self.head(data[0])))
+            hidden.apply(tape.gradient(loss, weights), weights)
+            return {"loss": loss}
+
+    hidden = keras.optimizers.Adam(name="hidden")
+    model = compiled(Hidden, jit_compile=False)
+    microbatch(model, 4)
+    with pytest.raises(ValueError, match="with hidden, which is in no attribute of the model"):
+        fitted(model, callbacks=[Backup(tmp_path)])
+
+
+@pytest.mark.long
+@pytest.mark.own_process(seconds=300)
+@pytest.mark.parametrize("shard", [None, "optimizer", "parameters"])
+def test_checkpoints_of_shards(shard, tmp_path):
+    """TensorFlow's hold whole variables, for any number of replicas, and go on in the middle."""
+
+    def made(shard, devices=2):
+        dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"][:devices], shard=shard, min_shard_bytes=16)
+        with dist.scope():
+            return dist, compiled(
+                models.Gan, optimizer=functools.partial(keras.optimizers.Adam, 0.01), jit_compile=False
+            )
+
+    def half(dist, model, number):
+        (data,) = data_of(model)
+        rows = tuple(each[16 * number : 16 * number + 16] for each in data)
+        dist.fit(model, rows, batch_size=8, epochs=1, shuffle=False, verbose=0)
+
+    def checkpoint(model):
+        return tf.train.Checkpoint(model=model, **dict(zip("dg", model.optimizers, strict=True)))
+
+    dist, model = made("parameters")
+    half(dist, model, 0)
+    path = checkpoint(model).write(str(tmp_path / "checkpoint"))
+    half(dist, model, 1)
+    resumed = made(shard, 1 if shard is None else 2)
+    # Makes its states.
+    half(*resumed, 1)
+    checkpoint(resumed[1]).restore(path)
+    half(*resumed, 1)
+    for one, other in zip(resumed[1].get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
 class Decorated(models.Captions):

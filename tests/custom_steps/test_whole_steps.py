@@ -139,3 +139,26 @@ def test_random_numbers_without_a_seed_are_the_same_on_all_replicas():
     for weight in model.weights:
         first, second = dist.strategy.experimental_local_results(weight.value)
         np.testing.assert_array_equal(first, second)
+
+
+class DrawsForAll(Compared):
+    """Draws as many rows of noise as batches have, so that a part of one doesn't fit."""
+
+    def similar(self, x, rows):
+        return super().similar(x, rows + keras.random.normal((10, 3), seed=5))
+
+
+@pytest.mark.slow(30)
+@pytest.mark.own_process
+def test_noise_for_all_rows_of_a_batch():
+    def data():
+        return tf.data.Dataset.from_tensor_slices((models.ROWS, models.LABELS)).batch(10, drop_remainder=True)
+
+    dist = DistributedFit("mirrored", devices=whole_steps.DEVICES)
+    with dist.scope():
+        model = compiled(DrawsForAll, jit_compile=False)
+    plain = compiled(DrawsForAll, jit_compile=False)
+    plain.fit(data(), epochs=2, shuffle=False, verbose=0)
+    dist.fit(model, data(), epochs=2, shuffle=False, verbose=0)
+    for one, other in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=CLOSE)

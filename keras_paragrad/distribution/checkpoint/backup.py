@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_flag, check_integer
+from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.distribution.checkpoint.content import Content, UnstorableError, VariableInShards
@@ -191,7 +192,8 @@ class Backup(keras.callbacks.Callback):
         Returns:
             Whether this worker succeeded; only the chief writes what isn't in shards.
         """
-        sections = seam.training_variables(self.model)
+        self._check_optimizers()
+        sections = seam.variables_of_run(self.model)
         values = variable_values(replica_placement(self._strategy), sections)
         variables = [variable for section in sections.values() for variable in section]
         failure, written = None, NO_SHARDS
@@ -208,6 +210,17 @@ class Backup(keras.callbacks.Callback):
             return remove_unnamed_shards(self._strategy, self.files, written.key) and failure is None
         return failure is None
 
+    def _check_optimizers(self) -> None:
+        """Refuses a step with optimizers that a backup would leave out."""
+        known = {id(each) for each in seam.optimizers_of(self.model)}
+        others = [each.name for each in StepBuilder.of(self.model).called_optimizers if id(each) not in known]
+        if others:
+            raise ValueError(
+                f"The train_step of {type(self.model).__name__} updates weights with {', '.join(others)}, which is in "
+                "no attribute of the model, so a backup can't hold its state. Write self.name_of_yours = optimizer in "
+                "compile."
+            )
+
     def _write(
         self,
         sections: dict[str, list[keras.Variable]],
@@ -220,7 +233,8 @@ class Backup(keras.callbacks.Callback):
         if self._ended and HISTORY in states:
             states[HISTORY] = append_epoch(states[HISTORY], *self._ended)
         replicas = self._strategy.num_replicas_in_sync
-        content = Content(values, names, states, self.params.get("steps"), written.files, replicas)
+        built = seam.built_with(self.model) if overrides_train_step(self.model) else None
+        content = Content(values, names, states, self.params.get("steps"), written.files, replicas, built)
         self.files.write(self._position, content.to_bytes(), written.key)
 
     @property

@@ -156,6 +156,8 @@ class Content(NamedTuple):
         steps: Number of batches per epoch, or `None` if unknown.
         shards: The files of shards, one for each worker.
         replicas: Number of replicas of those workers.
+        built: For each optimizer of a model with its own `train_step`, the numbers of the model's variables that it was
+            built with, if it was; `None` for other models.
     """
 
     values: Values
@@ -164,6 +166,7 @@ class Content(NamedTuple):
     steps: int | None = None
     shards: Sequence[ShardFile] = ()
     replicas: int = 1
+    built: Sequence[Sequence[int] | None] | None = None
 
     def to_bytes(self) -> bytes:
         """The content as a NumPy archive, which holds no code.
@@ -174,7 +177,7 @@ class Content(NamedTuple):
         all_values = [value for values in self.values.values() for value in values]
         arrays = [value for value in all_values if not isinstance(value, VariableInShards)]
         callbacks = {name: encode(state, arrays, state_in_words(name)) for name, state in self.callbacks.items()}
-        described = {
+        described: dict[str, Any] = {
             "names": self.names,
             "callbacks": callbacks,
             "steps": self.steps,
@@ -183,6 +186,8 @@ class Content(NamedTuple):
         if self.shards:
             cut = [each.described() if isinstance(each, VariableInShards) else None for each in all_values]
             described["shards"] = {"files": self.shards, "replicas": self.replicas, "cut": cut}
+        if self.built is not None:
+            described["built"] = self.built
         description = np.frombuffer(json.dumps(described).encode(), np.uint8)
         with io.BytesIO() as buffer:
             named: dict[str, Any] = {str(index): array for index, array in enumerate(arrays)}
@@ -201,7 +206,8 @@ class Content(NamedTuple):
         values = {name: [_value(next(cut), whole) for _ in variables] for name, variables in described["names"].items()}
         callbacks = {name: decode(state, arrays) for name, state in described["callbacks"].items()}
         files = [ShardFile(*file) for file in shards["files"]]
-        return cls(values, described["names"], callbacks, described["steps"], files, shards["replicas"])
+        built = described.get("built")
+        return cls(values, described["names"], callbacks, described["steps"], files, shards["replicas"], built)
 
     def check_fits(self, section: str, variables: list[keras.Variable], source: object) -> None:
         """Raises a `ValueError` that names the first variable without a matching value."""

@@ -203,8 +203,11 @@ class Resumption:
                 "The model has no variables yet to restore a backup into. Build it before fit, by calling it on a "
                 "batch, or start it with keras.Input(shape)."
             )
-        seam.build_optimizer(self.model)
-        variables = seam.training_variables(self.model)
+        if self._content.built is None:
+            seam.build_optimizer(self.model)
+        else:
+            seam.build_as_before(self.model, self._content.built)
+        variables = seam.variables_of_run(self.model)
         for section in _BUILT_SECTIONS:
             self._content.check_fits(section, variables[section], self._source)
         return variables

@@ -7,12 +7,18 @@ from collections.abc import Callable, Generator
 from typing import Any, Protocol
 
 import keras
+import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import random_seed
 
 from keras_paragrad.compat.types import Structure
 
 _GRADIENT, _CALL, _SEED = "gradient", "__call__", "get_seed"
+
+
+def has_rows(leaf: object) -> bool:
+    """Whether a leaf of a call's arguments or outputs is a tensor or array that is no number."""
+    return isinstance(leaf, (tf.Tensor, np.ndarray)) and not isinstance(leaf, keras.Variable) and len(leaf.shape) > 0
 
 
 class Handler(Protocol):

@@ -55,6 +55,11 @@ class CustomStep:
         prepare_optimizers(self.analysis.calls)
         self.versions = WeightVersions(self.analysis)
 
+    @property
+    def calls(self) -> list[ApplyCall]:
+        """The step's calls of optimizers."""
+        return self.analysis.calls
+
     @classmethod
     def of(cls, analyzed: list[Any], model: keras.Model, data: Batch, normalize: LossNormalization) -> "CustomStep":
         """The analyzed step for such data, or a new one, which is appended."""

@@ -8,13 +8,11 @@ is the sum over the replicas of what each has found for these rows: both of what
 replica has.
 """
 
-import contextlib
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import (
@@ -29,19 +27,15 @@ from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs, Structure
 from keras_paragrad.engine.custom_step.analysis import ApplyCall
-from keras_paragrad.engine.custom_step.divided_calls import differentiates, intercepting
+from keras_paragrad.engine.custom_step.call_trial import find_divided_calls
+from keras_paragrad.engine.custom_step.divided_calls import differentiates, has_rows, intercepting
 from keras_paragrad.engine.custom_step.run import changed_order
 from keras_paragrad.engine.custom_step.step import CustomStep, prepare_optimizers, step_signature
 from keras_paragrad.engine.custom_step.step_graph import StepGraph
-from keras_paragrad.engine.custom_step.versions import gather_remote_values
-from keras_paragrad.engine.custom_step.weighting import TrialStep
 from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.probes.random_rows import random_numbers_of_part
-from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, gradients_match, is_seed, run_trial
-from keras_paragrad.engine.probes.weighting_trial import ROWS, over_draws
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.interception import capturing_applies
@@ -52,8 +46,6 @@ _log = logging.getLogger("keras_paragrad")
 # Draw from a state in a variable, of which each replica has its own.
 _STATEFUL_RANDOM = ("StatefulStandard", "StatefulUniform", "StatefulTruncated", "StatefulRandom", "Rng", "NonDet")
 _DIFFERENT = "A call of a layer in train_step gets tensors with different numbers of rows."
-# The most rows of a batch of known size that are made up.
-_MOST_ROWS = 256
 
 
 class WholeStep:
@@ -72,14 +64,14 @@ class WholeStep:
         self.model, self.signature = model, step_signature(data, normalize)
         if not replicas_are_traced_apart():
             raise IndivisibleError("All replicas of a TPU run the same program.")
-        trace = _Trace()
-        graph = StepGraph(model, data, trace)
+        trace, whole = _Trace(), keras.tree.map_structure(_of_all_replicas, data)
+        graph = StepGraph(model, whole, trace)
         _check_same_everywhere(graph, trace)
         self.calls = [ApplyCall(each.optimizer, each.variables, each.present, 0) for each in graph.applies]
         if any(find_accumulator(call.optimizer) for call in self.calls):
             raise graph.refusal("is to accumulate gradients of whole batches")
         self.reduced_late = trace.reduced_late(graph)
-        self.divides = find_divided_calls(model, self.calls, data)
+        self.divides = find_divided_calls(model, self.calls, whole)
         if len(self.divides) != len(trace.calls):
             raise changed_order(model)
         if not any(self.divides):
@@ -127,12 +119,13 @@ def step_on_replicas(
             return each
     try:
         return CustomStep.of(analyzed, model, data, normalize)
-    except IndivisibleError as refusal:
+    # Noise for all rows of a batch doesn't fit a part of them.
+    except (ValueError, tf.errors.InvalidArgumentError) as refusal:
         if normalize.weighting != "auto":
             raise
         try:
             step = WholeStep(model, data, normalize)
-        except IndivisibleError as other:
+        except (ValueError, tf.errors.InvalidArgumentError) as other:
             _log.debug("Nor can its calls be divided: %s", other)
             raise refusal from None
         _log_whole_step(model, step, refusal)
@@ -140,7 +133,7 @@ def step_on_replicas(
     return step
 
 
-def _log_whole_step(model: keras.Model, step: WholeStep, refusal: IndivisibleError) -> None:
+def _log_whole_step(model: keras.Model, step: WholeStep, refusal: Exception) -> None:
     message = (
         f"Rows can't be divided in the train_step of {type(model).__name__}. Each replica runs it on all rows, and "
         f"{sum(step.divides)} of {len(step.divides)} calls of layers on its share of them."
@@ -213,7 +206,7 @@ class _OnReplica:
             raise changed_order(self.model)
         if not divides:
             return call(*arguments, **keywords)
-        share = _Share([each for each in keras.tree.flatten((arguments, keywords)) if _has_rows(each)])
+        share = _Share([each for each in keras.tree.flatten((arguments, keywords)) if has_rows(each)])
         positional, named = keras.tree.map_structure(share.cut, (arguments, keywords))
         return keras.tree.map_structure(share.gather, call(*positional, **named))
 
@@ -250,7 +243,7 @@ class _Share:
 
     def cut(self, leaf: Any) -> Any:
         """This replica's rows of an argument."""
-        if not _has_rows(leaf):
+        if not has_rows(leaf):
             return leaf
         tensor = tf.convert_to_tensor(leaf)
         mask = mask_of(leaf)
@@ -259,7 +252,7 @@ class _Share:
 
     def gather(self, output: Any) -> Any:
         """All replicas' rows of an output."""
-        if not _has_rows(output):
+        if not has_rows(output):
             return output
         mask = mask_of(output)
         whole = self._rows.gather(output[: self.count])
@@ -308,7 +301,7 @@ def _watched(output: Any) -> Any:
 
         return tf.identity(whole), gradient
 
-    return with_mask(watch(output), mask_of(output)) if _has_rows(output) else output
+    return with_mask(watch(output), mask_of(output)) if has_rows(output) else output
 
 
 def _check_differentiates() -> None:
@@ -344,122 +337,12 @@ def _mean(tensor: tf.Tensor) -> Any:
     return total / tf.cast(replica_count(), total.dtype), _mean
 
 
-def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Batch) -> list[bool]:
-    """Tries on synthetic rows which calls of layers can be divided: for each call, whether.
-
-    Raises:
-        IndivisibleError: The step computes something else then, or it can't be tried.
-    """
-    static = {each.shape[0] for each in keras.tree.flatten(data) if each is not None}
-    known = static.pop() if len(static) == 1 else None
-    # A step may draw as many rows of noise as a batch has.
-    rows = known * replica_count() if known and known * replica_count() <= _MOST_ROWS else ROWS
-
-    remote = gather_remote_values(model)
-
-    def find(size: int) -> list[bool]:
-        whole = _CallTrial(model, calls, remote, rows, None)
-        given = data if isinstance(data, tuple) else (data,)
-        parts: list[_CallTrial] = []
-
-        def compare(batch: Any) -> bool:
-            batch = batch if isinstance(data, tuple) else batch[0]
-            expected = whole(batch, 0)
-            parts[:] = parts or [_CallTrial(model, calls, remote, rows, whole.divides)]
-            found = parts[0](batch, 0)
-            pairs = zip(expected, found, strict=True)
-            return all(gradients_match(*pair, half_precision=whole.half_precision) for pair in pairs)
-
-        if not all(over_draws(model, given, size, compare, rows)):
-            return []
-        return whole.divides
-
-    found = run_trial(find, *SIZES, otherwise=[], question="whether calls of layers in train_step can be divided")
-    if not found:
-        raise IndivisibleError("Its calls of layers can't be divided between replicas.")
-    return found
-
-
-class _CallTrial(TrialStep):
-    """Runs a step on synthetic rows with calls in parts, or whole, which finds those that have a row for each row.
-
-    Args:
-        model: A built model with its own `train_step`.
-        calls: Its calls of optimizers.
-        remote: The values of variables that can't be read here, by their ids.
-        rows: The number of rows.
-        divides: For each call of a layer, whether it runs in parts; `None` finds which of them may.
-    """
-
-    def __init__(
-        self,
-        model: keras.Model,
-        calls: Sequence[ApplyCall],
-        remote: Mapping[int, tf.Tensor],
-        rows: int,
-        divides: list[bool] | None,
-    ):
-        super().__init__(model, calls, (), remote, rows)
-        self.divides, self._finds = divides or [], divides is None
-        self._index = 0
-
-    @contextlib.contextmanager
-    def context(self) -> Generator[None]:
-        self._index = 0
-        if self._finds:
-            self.divides = []
-        with intercepting(self):
-            yield
-
-    def others(self, logs: StepLogs, scope: keras.StatelessScope) -> list[list[tf.Tensor]]:
-        """What the step reports and assigns."""
-        states = [scope.get_current_value(each) for each in self.variables if not (each.trainable or is_seed(each))]
-        values = [*keras.tree.flatten(logs), *states]
-        return [[tf.cast(each, "float32") for each in values if each is not None]]
-
-    def call(self, layer: keras.layers.Layer, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
-        sizes = {int(each.shape[0]) for each in keras.tree.flatten((arguments, keywords)) if _has_rows(each)}
-        total = max(sizes, default=0)
-        if self._finds:
-            with random_numbers_of_part(0, total, total):
-                outputs = call(*arguments, **keywords)
-            by_row = all(_has_rows(each) and each.shape[0] == total for each in keras.tree.flatten(outputs))
-            self.divides.append(by_row and len(sizes) == 1 and total > 1)
-            return outputs
-        self._index += 1
-        if self._index > len(self.divides):
-            raise Inconclusive("the step calls layers differently in parts")
-        if not self.divides[self._index - 1]:
-            with random_numbers_of_part(0, total, total):
-                return call(*arguments, **keywords)
-        first = max(1, 3 * total // 8)
-        parts = [self._part(call, arguments, keywords, *bounds, total) for bounds in ((0, first), (first, total))]
-        return keras.tree.map_structure(_concatenate, *parts)
-
-    def gradient(self, compute: Callable[[], Any]) -> Any:
-        return compute()
-
-    @staticmethod
-    def _part(call: Callable[..., Structure], arguments: Any, keywords: Any, begin: int, end: int, total: int) -> Any:
-        def cut(leaf: Any) -> Any:
-            if not _has_rows(leaf):
-                return leaf
-            mask = mask_of(leaf)
-            return with_mask(tf.convert_to_tensor(leaf)[begin:end], None if mask is None else mask[begin:end])
-
-        positional, named = keras.tree.map_structure(cut, (arguments, keywords))
-        with random_numbers_of_part(begin, end - begin, total):
-            return call(*positional, **named)
-
-
-def _concatenate(*parts: Any) -> Any:
-    masks = [mask for part in parts if (mask := mask_of(part)) is not None]
-    return with_mask(tf.concat(parts, 0), tf.concat(masks, 0) if masks else None)
-
-
-def _has_rows(leaf: object) -> bool:
-    """Whether a leaf of a call's arguments or outputs is a tensor or array that is no number."""
-    return isinstance(leaf, (tf.Tensor, np.ndarray)) and not isinstance(leaf, keras.Variable) and len(leaf.shape) > 0
+def _of_all_replicas(tensor: tf.Tensor | None) -> tf.TensorSpec | None:
+    """The shape and dtype of the rows of all replicas, which have equally many if their number is known."""
+    if tensor is None:
+        return None
+    rows, *inner = tensor.shape
+    return tf.TensorSpec([rows and rows * replica_count(), *inner], tensor.dtype)
 
 
 def _operation_count() -> int:

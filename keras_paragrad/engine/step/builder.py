@@ -82,6 +82,12 @@ class StepBuilder:
             state.step_builder = cls(model)
         return state.step_builder
 
+    @property
+    def called_optimizers(self) -> list[keras.optimizers.Optimizer]:
+        """The optimizers that the model's own `train_step` calls, as far as steps were analyzed."""
+        calls = [call for step in self._custom_steps for call in step.calls]
+        return list({id(call.optimizer): call.optimizer for call in calls}.values())
+
     def fill(self, **stages: Any) -> None:
         """Fills stages by name, or empties them with `None`. With all empty, Keras builds the train function again."""
         if self.model.compiled:

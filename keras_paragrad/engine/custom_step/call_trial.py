@@ -1,0 +1,135 @@
+"""Finds which calls of layers in a model's own `train_step` can be divided, by a trial on synthetic rows."""
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.compat.layers import mask_of, with_mask
+from keras_paragrad.compat.types import Batch, StepLogs, Structure
+from keras_paragrad.engine.custom_step.analysis import ApplyCall
+from keras_paragrad.engine.custom_step.divided_calls import has_rows, intercepting
+from keras_paragrad.engine.custom_step.versions import gather_remote_values
+from keras_paragrad.engine.custom_step.weighting import TrialStep
+from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.probes.random_rows import random_numbers_of_part
+from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, gradients_match, is_seed, run_trial
+from keras_paragrad.engine.probes.weighting_trial import ROWS, over_draws
+
+# The most rows of a batch of known size that are made up.
+_MOST_ROWS = 256
+
+
+def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Batch) -> list[bool]:
+    """Tries on synthetic rows which calls of layers can be divided: for each call, whether.
+
+    Raises:
+        IndivisibleError: The step computes something else then, or it can't be tried.
+    """
+    static = {each.shape[0] for each in keras.tree.flatten(data) if each is not None}
+    known = static.pop() if len(static) == 1 else None
+    # A step may draw as many rows of noise as a batch has.
+    rows = known if known and known <= _MOST_ROWS else ROWS
+
+    remote = gather_remote_values(model)
+
+    def find(size: int) -> list[bool]:
+        whole = _CallTrial(model, calls, remote, rows, None)
+        given = data if isinstance(data, tuple) else (data,)
+        parts: list[_CallTrial] = []
+
+        def compare(batch: Any) -> bool:
+            batch = batch if isinstance(data, tuple) else batch[0]
+            expected = whole(batch, 0)
+            parts[:] = parts or [_CallTrial(model, calls, remote, rows, whole.divides)]
+            found = parts[0](batch, 0)
+            pairs = zip(expected, found, strict=True)
+            return all(gradients_match(*pair, half_precision=whole.half_precision) for pair in pairs)
+
+        if not all(over_draws(model, given, size, compare, rows)):
+            return []
+        return whole.divides
+
+    found = run_trial(find, *SIZES, otherwise=[], question="whether calls of layers in train_step can be divided")
+    if not found:
+        raise IndivisibleError("Its calls of layers can't be divided between replicas.")
+    return found
+
+
+class _CallTrial(TrialStep):
+    """Runs a step on synthetic rows with calls in parts, or whole, which finds those that have a row for each row.
+
+    Args:
+        model: A built model with its own `train_step`.
+        calls: Its calls of optimizers.
+        remote: The values of variables that can't be read here, by their ids.
+        rows: The number of rows.
+        divides: For each call of a layer, whether it runs in parts; `None` finds which of them may.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        calls: Sequence[ApplyCall],
+        remote: Mapping[int, tf.Tensor],
+        rows: int,
+        divides: list[bool] | None,
+    ):
+        super().__init__(model, calls, (), remote, rows)
+        self.divides, self._finds = divides or [], divides is None
+        self._index = 0
+
+    @contextlib.contextmanager
+    def context(self) -> Generator[None]:
+        self._index = 0
+        if self._finds:
+            self.divides = []
+        with intercepting(self):
+            yield
+
+    def others(self, logs: StepLogs, scope: keras.StatelessScope) -> list[list[tf.Tensor]]:
+        """What the step reports and assigns."""
+        states = [scope.get_current_value(each) for each in self.variables if not (each.trainable or is_seed(each))]
+        values = [*keras.tree.flatten(logs), *states]
+        return [[tf.cast(each, "float32") for each in values if each is not None]]
+
+    def call(self, layer: keras.layers.Layer, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
+        sizes = {int(each.shape[0]) for each in keras.tree.flatten((arguments, keywords)) if has_rows(each)}
+        total = max(sizes, default=0)
+        if self._finds:
+            with random_numbers_of_part(0, total, total):
+                outputs = call(*arguments, **keywords)
+            by_row = all(has_rows(each) and each.shape[0] == total for each in keras.tree.flatten(outputs))
+            self.divides.append(by_row and len(sizes) == 1 and total > 1)
+            return outputs
+        self._index += 1
+        if self._index > len(self.divides):
+            raise Inconclusive("the step calls layers differently in parts")
+        if not self.divides[self._index - 1]:
+            with random_numbers_of_part(0, total, total):
+                return call(*arguments, **keywords)
+        first = max(1, 3 * total // 8)
+        parts = [self._part(call, arguments, keywords, *bounds, total) for bounds in ((0, first), (first, total))]
+        return keras.tree.map_structure(_concatenate, *parts)
+
+    def gradient(self, compute: Callable[[], Any]) -> Any:
+        return compute()
+
+    @staticmethod
+    def _part(call: Callable[..., Structure], arguments: Any, keywords: Any, begin: int, end: int, total: int) -> Any:
+        def cut(leaf: Any) -> Any:
+            if not has_rows(leaf):
+                return leaf
+            mask = mask_of(leaf)
+            return with_mask(tf.convert_to_tensor(leaf)[begin:end], None if mask is None else mask[begin:end])
+
+        positional, named = keras.tree.map_structure(cut, (arguments, keywords))
+        with random_numbers_of_part(begin, end - begin, total):
+            return call(*positional, **named)
+
+
+def _concatenate(*parts: Any) -> Any:
+    masks = [mask for part in parts if (mask := mask_of(part)) is not None]
+    return with_mask(tf.concat(parts, 0), tf.concat(masks, 0) if masks else None)
