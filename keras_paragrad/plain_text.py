@@ -31,6 +31,19 @@ def read_json(text: str | bytes) -> Any:
         raise ValueError("it has a number with too many digits") from None
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with what it counts, in the singular or the plural.
+
+    Example:
+
+    >>> from keras_paragrad.plain_text import counted
+    >>> counted(1, "replica"), counted(2, "batch")
+    ('1 replica', '2 batches')
+    """
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{ending}"
+
+
 class InNotebooks:
     """Base of printable objects: a notebook shows the text of `print`, in columns."""
 

@@ -101,6 +101,25 @@ def test_wrong_words(words, says, capsys):
     assert says in said and len(said) < 5000
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("report nowhere", "report --compare one", "estimate nowhere.py:build", "estimate here.py:build"),
+        *("launch", "launch nowhere.py", "launch -m nowhere_at_all", "explain --gpus x", "doctor --seconds 0"),
+        *("explain --devices CPU:9", "completions tcsh"),
+    ],
+)
+def test_errors_begin_alike(words, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").touch()
+    try:
+        status = main(words.split())
+    except SystemExit as ended:
+        status = ended.code
+    (error,) = (line for line in capsys.readouterr().err.splitlines() if "error:" in line)
+    assert status in (1, 2) and error.startswith(f"keras-paragrad {words.split()[0]}: error: ")
+
+
 @pytest.mark.parametrize("words", ["report {long}", "report a\0b", "report a --output gs://bucket/x"])
 def test_report_refuses_what_is_no_path(words, capsys):
     assert main(words.format(long="x" * 9999).split(" ")) == 1

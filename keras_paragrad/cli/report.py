@@ -1,15 +1,18 @@
 """Write an HTML report of a log directory, or a comparison of several."""
 
 import argparse
+import sys
 
 from keras_paragrad.cli.parser import add_examples, complete_paths, refuse
 from keras_paragrad.extras import MissingExtraError
+
+_PAGE = "docs/guides/profiling.md"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `report`."""
     examples = "report logs\nreport --compare before after --output report.html\nreport --compare one two three"
-    add_examples(parser, examples, "docs/guides/profiling.md")
+    add_examples(parser, examples, _PAGE)
     runs = parser.add_mutually_exclusive_group(required=True)
     complete_paths(
         runs.add_argument(
@@ -36,4 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
     except (OSError, ValueError, MissingExtraError) as error:
         return refuse("report", error, 1)
     print(path)
+    # Beside the path, which a script may read.
+    print(f"The report is explained in {_PAGE}.", file=sys.stderr)
     return 0

@@ -13,6 +13,7 @@ from keras_paragrad.inputs.chunks import EstimateBytes, Execution, bytes_of_grad
 from keras_paragrad.inputs.function import Differentiate, check_output
 from keras_paragrad.inputs.rows import Chunk, InputRows, OutFiles, is_batched, make_sinks, to_arrays
 from keras_paragrad.inputs.selection import Selection, Wrt
+from keras_paragrad.plain_text import counted
 
 
 class DerivativeOptions(NamedTuple):
@@ -112,4 +113,6 @@ def _check_labels_fit(labels: np.ndarray, x: object) -> None:
         )
     rows = len(to_arrays(x)[0])
     if len(labels) != rows:
-        raise ValueError(f"`output` has {len(labels)} labels, and `x` has {rows} rows. Pass one label per row.")
+        raise ValueError(
+            f"`output` has {counted(len(labels), 'label')}, and `x` has {counted(rows, 'row')}. Pass one label per row."
+        )

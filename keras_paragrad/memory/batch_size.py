@@ -21,7 +21,7 @@ from keras_paragrad.memory.available import available_bytes, free_on_gpus
 from keras_paragrad.memory.breakdown import breakdowns_of
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.memory.trial import CannotTryError, Trials, first_rows
-from keras_paragrad.plain_text import Printable
+from keras_paragrad.plain_text import Printable, counted
 
 _log = logging.getLogger("keras_paragrad")
 # The share of the memory that is left now that training may take: others use the machine, and TensorFlow the card.
@@ -286,7 +286,7 @@ def find_size(
         found = _by_estimate(sizes, int(_UNTRIED * device_bytes), guess, tried, say)
     if found is None:
         raise ValueError(
-            f"Not even {sizes[0]} row{'s' if sizes[0] > 1 else ''} of {model.name!r} can be trained in "
+            f"Not even {counted(sizes[0], 'row')} of {model.name!r} can be trained in "
             f"{bytes_in_words(device_bytes)}. Write recompute(model), or train it in shards: "
             "DistributedFit(shard='parameters')."
         )
@@ -332,7 +332,7 @@ def _by_estimate(sizes: Sequence[int], limit: int, guess: "_Guess", tried: list[
 
 
 def _rows_in_words(size: int) -> str:
-    return f"{size} rows take" if size > 1 else "1 row takes"
+    return f"{counted(size, 'row')} take{'s' if size == 1 else ''}"
 
 
 class _Guess:

@@ -20,7 +20,7 @@ from keras_paragrad.engine.step.tracing import traced_step
 from keras_paragrad.memory.breakdown import MemoryBreakdown, breakdowns_of
 from keras_paragrad.memory.recomputation import check_layer
 from keras_paragrad.memory.recomputed_segments import cut_where_it_pays
-from keras_paragrad.plain_text import Printable
+from keras_paragrad.plain_text import Printable, counted
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 
 _ROWS = {
@@ -84,8 +84,8 @@ class Estimate(Printable):
         }
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        devices = f"{self.replicas} device{'s' if self.replicas > 1 else ''}"
-        yield Text(f"{self.model}, batches of {self.batch_size} on {devices}, {self.rows} examples on each", "bold")
+        devices, examples = counted(self.replicas, "device"), counted(self.rows, "example")
+        yield Text(f"{self.model}, batches of {self.batch_size} on {devices}, {examples} on each", "bold")
         table = Table()
         table.add_column("Per device\nshard=", no_wrap=True)
         # On one device there is nothing to shard.

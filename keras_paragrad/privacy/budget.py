@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from keras_paragrad.extras import require
-from keras_paragrad.plain_text import InNotebooks
+from keras_paragrad.plain_text import InNotebooks, counted
 from keras_paragrad.privacy.accounting import ACCOUNTANTS, check_updates
 from keras_paragrad.privacy.adaptive import AdaptiveClip
 from keras_paragrad.privacy.calibration import gradient_noise_multiplier, last_that, noise_multiplier
@@ -259,8 +259,9 @@ class Privacy(InNotebooks):
             else "nothing can be promised of the trained weights after"
         )
         return (
-            f"Trained with DP-SGD (Abadi et al., 2016): {promise} {self.updates} updates.{_describe_unknown(entries)} "
-            "The unit of privacy is one example, and neighbouring data sets differ by one example added or removed. "
+            f"Trained with DP-SGD (Abadi et al., 2016): {promise} {counted(self.updates, 'update')}."
+            f"{_describe_unknown(entries)} The unit of privacy is one example, and neighbouring data sets differ by "
+            "one example added or removed. "
             f"{self._describe_updates(entries)} Examples are drawn independently (Poisson sampling; of draws beyond "
             "the rows of an update the excess is dropped, at random, which is accounted for). Gradients are clipped "
             f"per example ({_describe_clip(settings.clip_norm)}) and summed, and Gaussian noise is added once per "

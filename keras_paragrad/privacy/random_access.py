@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.data import ArrayRows, adapter_of, reads_arrays
 from keras_paragrad.compat.types import Batch, Dataset, FitData, Structure
+from keras_paragrad.plain_text import counted
 
 # Examples that `digest_of_examples` reads.
 _DIGESTED = 8
@@ -102,7 +103,7 @@ class _Batches:
             expected = self._last if index == self._batches - 1 else self.size
             if (rows := _rows_in(batch, self._name)) != expected:
                 raise ValueError(
-                    f"Batch {index} of {self._name} has {rows} examples, and batches before the last must "
+                    f"Batch {index} of {self._name} has {counted(rows, 'example')}, and batches before the last must "
                     f"have {self.size}, as the first one has: examples are drawn by their numbers."
                 )
             (in_batch,) = np.nonzero(numbers // self.size == index)

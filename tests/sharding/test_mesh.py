@@ -269,9 +269,9 @@ def test_devices_are_those_of_the_distribution():
 @pytest.mark.parametrize(
     ("machine", "says"),
     [
-        ({"gpus": 2}, "has 4 places, and there are 2 devices: GPU:0, GPU:1"),
-        ({"workers": 2}, "has 4 places, and there are 1 devices on each of 2 workers: CPU:0"),
-        ({"logical_cpus": 2, "workers": 3}, "has 4 places, and there are 2 devices on each of 3 workers"),
+        ({"gpus": 2}, "has 4 places for 2 devices: GPU:0, GPU:1"),
+        ({"workers": 2}, "has 4 places for 1 device on each of 2 workers: CPU:0"),
+        ({"logical_cpus": 2, "workers": 3}, "has 4 places for 2 devices on each of 3 workers"),
         ({"gpus": 4, "workers": 2}, "On several workers a mesh is of CPU devices"),
     ],
 )

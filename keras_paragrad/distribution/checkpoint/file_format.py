@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from keras_paragrad.plain_text import counted
+
 FORMAT = 2
 # A backup with sharded variables, in further files.
 FORMAT_OF_SHARDS = 3
@@ -32,7 +34,8 @@ class Position(NamedTuple):
     batch: int
 
     def __str__(self) -> str:
-        return f"epoch {self.epoch + 1}, after {self.batch} batches" if self.batch else f"epoch {self.epoch + 1}"
+        after = f", after {counted(self.batch, 'batch')}" if self.batch else ""
+        return f"epoch {self.epoch + 1}{after}"
 
 
 def backup_name(position: Position) -> str:

@@ -17,6 +17,7 @@ from keras_paragrad.distribution.checkpoint.shards import locate_shards
 from keras_paragrad.distribution.checkpoint.writers import restore_callback_states
 from keras_paragrad.distribution.workers import from_chief, gather
 from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.plain_text import counted
 from keras_paragrad.storage import model_variables as seam
 
 _NONE, _FOUND, _DAMAGED = range(3)
@@ -191,10 +192,11 @@ class Resumption:
             return
         if before is not None and before != steps:
             raise ValueError(
-                f"{self._where} Its epochs had {before} batches, but those of this fit have {steps}. {_ADVICE}"
+                f"{self._where} Its epochs had {counted(before, 'batch')}, but those of this fit have {steps}. "
+                f"{_ADVICE}"
             )
         if position.batch > steps:
-            raise ValueError(f"{self._where} The epochs of this fit have {steps} batches. {_ADVICE}")
+            raise ValueError(f"{self._where} The epochs of this fit have {counted(steps, 'batch')}. {_ADVICE}")
 
     def _fitting_variables(self) -> dict[str, list[keras.Variable]]:
         """The model's variables to restore, checked against those in the backup."""

@@ -11,6 +11,7 @@ from keras_paragrad.compat.types import Batch, Dataset, FitData, Scalar, Specs, 
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.decisions import SHARD_POLICIES
 from keras_paragrad.engine.replicas.replica_batch import DIFFERENT_ROWS
+from keras_paragrad.plain_text import counted
 
 AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 
@@ -69,8 +70,8 @@ def _check_files(x: FitData, workers: int) -> None:
         )
     if files < workers:
         raise ValueError(
-            f'shard_policy="file" needs at least one file per worker: there are {files} files and {workers} workers. '
-            'Split the data into more files, or write shard_policy="data".'
+            f'shard_policy="file" needs at least one file per worker, and gets {counted(files, "file")} for '
+            f'{workers} workers. Split the data into more files, or write shard_policy="data".'
         )
 
 
@@ -134,8 +135,8 @@ def check_size(rows: int | None, replicas: int) -> None:
     """Refuses a batch size that leaves a replica without a row in every step."""
     if rows is not None and rows < replicas:
         raise ValueError(
-            f"A batch has {rows} rows for {replicas} replicas, so some replicas would never get one. Use batches of at "
-            f"least {replicas} rows, or fewer devices. (A tf.data.Dataset has to be batched.)"
+            f"A batch has {counted(rows, 'row')} for {replicas} replicas, so some replicas would never get one. Use "
+            f"batches of at least {replicas} rows, or fewer devices. (A tf.data.Dataset has to be batched.)"
         )
 
 

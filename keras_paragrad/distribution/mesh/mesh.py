@@ -11,6 +11,7 @@ from keras_paragrad.arguments import quote, refusal
 from keras_paragrad.distribution.decisions.strategy import splitting_cpu
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices, kind_of_device
 from keras_paragrad.distribution.options import Options
+from keras_paragrad.plain_text import counted
 
 DISTRIBUTIONS = (keras.distribution.DataParallel, keras.distribution.ModelParallel)
 BATCH_AXIS = "batch"
@@ -103,8 +104,9 @@ def _choose_devices(shape: Mapping[str, int], named: Sequence[str] | None, hardw
     if rest or len(names) < count or (named and len(names) != count):
         each, count = f" on each of {workers} workers" if workers > 1 else "", count or 1
         raise ValueError(
-            f"mesh={shape} has {places} places, and there are {len(names)} devices{each}: {', '.join(names)}. Write a "
-            f"mesh of {len(names) * workers}, or name {count} devices{each}. {splitting_cpu(count)}"
+            f"mesh={shape} has {counted(places, 'place')} for {counted(len(names), 'device')}{each}: "
+            f"{', '.join(names)}. Write a mesh of {len(names) * workers}, or name {counted(count, 'device')}{each}. "
+            f"{splitting_cpu(count)}"
         )
     return tuple(names[:count])
 

@@ -36,7 +36,7 @@ from keras_paragrad.engine.mesh.comparing import gradient_error
 from keras_paragrad.engine.mesh.mesh_tracing import OutputLayouts, install_distribute_tensor, tracing_for_mesh
 from keras_paragrad.engine.mesh.running import ModelOnMesh, row_count, take_off_mesh, variables_on_mesh
 from keras_paragrad.memory.estimate import bytes_in_words
-from keras_paragrad.plain_text import Printable
+from keras_paragrad.plain_text import Printable, counted
 from keras_paragrad.storage.dtensor import Axes, bytes_by_device, make_mesh, span_workers, turn_combine_pass_off
 from keras_paragrad.storage.model_variables import build_optimizer
 
@@ -237,7 +237,7 @@ class MeshParallel(Parallelism):
         layout = "by a layout that follows from its structure" if automatic else "by its distribution"
         reason = f"requested: a mesh of {mesh.in_words}, the model divided {layout}"
         override = "devices=None" if automatic else "keras.distribution.DeviceMesh(..., devices=...)"
-        count = f"{len(mesh.devices)} devices"
+        count = counted(len(mesh.devices), "device")
         decisions = [
             Decision("strategy", "mesh", reason, hardware_in_words(hardware), 'strategy="auto"'),
             Decision("devices", mesh.devices, f"a mesh of {mesh.in_words}", devices_in_words(hardware), override),

@@ -21,6 +21,7 @@ from keras_paragrad.distribution.options import Decisions, Options
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.distribution.pipeline.preparation import PipelinePreparation
+from keras_paragrad.plain_text import counted
 
 
 class PipelineParallel(Parallelism):
@@ -55,7 +56,7 @@ class PipelineParallel(Parallelism):
                 f'{hardware.worker_count} workers. Start it alone, or write strategy="multi_worker" with '
                 'shard="parameters".'
             )
-        reason = f"requested: {self.pipeline.count} stages, {self.pipeline.microbatches} micro-batches"
+        reason = f"requested: {self.pipeline.count} stages, {counted(self.pipeline.microbatches, 'micro-batch')}"
         strategy = Decision("strategy", "pipeline", reason, hardware_in_words(hardware), 'strategy="auto"')
         stages = f"{self.pipeline.count} stages"
         widths = {len(stage) for stage in options.devices or () if isinstance(stage, tuple)}

@@ -26,6 +26,7 @@ from keras_paragrad.distribution.options import Decisions, Options, refuse_devic
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.servers.preparation import ServerPreparation
+from keras_paragrad.plain_text import counted
 
 _NAME = "parameter_server"
 
@@ -117,7 +118,7 @@ def _decide_strategy(hardware: Hardware, options: Options) -> list[Decision]:
     return [
         Decision("strategy", _NAME, reason, hardware_in_words(hardware), override),
         devices,
-        _decision("replicas", 1, "workers take steps independently", f"{hardware.worker_count - 1} workers"),
+        _decision("replicas", 1, "workers take steps independently", counted(hardware.worker_count - 1, "worker")),
         no_communication(hardware, options, _NAME, devices.value, push),
     ]
 

@@ -76,7 +76,7 @@ def batches_too_small_for_the_replicas_are_refused(mirrored):
         lambda: distributed_dataset(mirrored, np.arange(8), batch_size=1),
         lambda: distributed_dataset(mirrored, tf.data.Dataset.range(8).batch(1, drop_remainder=True)),
     ):
-        with pytest.raises(ValueError, match="1 rows for 2 replicas"):
+        with pytest.raises(ValueError, match="1 row for 2 replicas"):
             make()
     with pytest.raises(ValueError, match="already distributed"):
         distributed_dataset(mirrored, mirrored.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(2)))

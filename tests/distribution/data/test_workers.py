@@ -74,12 +74,12 @@ def test_shards_of_ones_own_are_read_whole(found):
     [
         ("options say off", 'AutoShardPolicy.OFF.*shard_policy="already_sharded".*shard_policy="data"'),
         ("options say file", "reads none that can be counted"),
-        ("too few files", "there are 1 files and 2 workers"),
+        ("too few files", "gets 1 file for 2 workers"),
         ("no files", "this ndarray reads none"),
         ("other sizes", "examples: 1000 on worker 0, 900 on worker 1"),
         ("other rows", r"first batches of data.*ds\.shuffle\(1000, seed=0\)"),
         ("other types", "different nesting, types or shapes of the data"),
-        ("too small", "1 rows for 2 replicas"),
+        ("too small", "1 row for 2 replicas"),
     ],
 )
 def test_the_same_error_on_every_worker(found, name, says):

@@ -388,7 +388,9 @@ def _no_space(*_):
 def test_the_command(tmp_path, capsys):
     one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
     assert main(["report", str(one)]) == 0
-    assert capsys.readouterr().out.strip() == str(one / "report.html")
+    printed = capsys.readouterr()
+    assert printed.out.strip() == str(one / "report.html")
+    assert "explained in docs/guides/profiling.md" in printed.err
     assert main(["report", "--compare", str(one), str(other), "--output", str(tmp_path / "both.html")]) == 0
     assert (tmp_path / "both.html").exists()
     assert main(["report", "--compare", str(one), str(other), str(one)]) == 0
