@@ -4,7 +4,8 @@ from collections import Counter
 
 import profiled
 import pytest
-from hypothesis import given
+import tensorflow as tf
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from keras_paragrad import recompute
@@ -88,7 +89,6 @@ def test_times_are_those_of_the_innermost_operation_at_each_moment(tmp_path):
     assert {each.kind: each.milliseconds for each in found.kinds} == pytest.approx(dict(kinds))
     assert {each.kind: each.count for each in found.kinds} == kind_runs
     assert sum(each.share for each in found.kinds) == pytest.approx(1)
-    # xprof counts an operation twice that ran on two threads.
     assert {each.name: each.count for each in found.operations} == runs
     assert type(found).from_dict(found.to_dict()) == found
 
@@ -110,6 +110,7 @@ def test_collectives_are_hidden_while_the_host_computes(collectives, operations)
     assert found is None or (found.milliseconds, found.hidden) == pytest.approx(expected)
 
 
+@example([([[0, 4]], []), ([[9, 10]], [[0, 4]])])
 @given(st.lists(st.tuples(SPANS, SPANS), min_size=1, max_size=3))
 def test_a_device_hides_its_own_collectives(devices):
     trace = Trace(markers=step_until(30), has_device=True)
@@ -151,6 +152,19 @@ def test_memory_is_what_the_allocator_held_in_each_batch(tmp_path):
     # The last is after the steps.
     assert use.batches == pytest.approx((4.05, 4.25, 5.0, 5.8))
     assert use.values == (4096, 1024, 8192, 2048)
+
+
+@pytest.mark.not_fast
+def test_runs_that_the_thread_pool_shares_count_once(tmp_path):
+    double = tf.function(lambda x: tf.exp(x) * 2)
+    x = tf.zeros([2**22])
+    double(x)
+    tf.profiler.experimental.start(str(tmp_path))
+    for _ in range(3):
+        double(x)
+    tf.profiler.experimental.stop()
+    (file,) = tmp_path.rglob("*.xplane.pb")
+    assert {each.kind: each.count for each in summarize(file.parent).kinds}.items() >= {("Exp", 3), ("Mul", 3)}
 
 
 @pytest.mark.not_fast

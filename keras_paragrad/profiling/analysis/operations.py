@@ -41,7 +41,7 @@ def xprof_operations(file: Path, runs: Mapping[str, int]) -> list[Operation]:
         Operation(
             str(row["operation"]),
             str(row["type"]),
-            # xprof counts an operation twice that ran on two threads of the host.
+            # xprof counts an operation twice that the host's thread pool shares.
             runs.get(f"{row['operation']}:{row['type']}", int(row["occurrences"])),
             float(row["total_self_time"]) * 1e-3,
             row["host_or_device"] == "Device",
