@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import re
 import warnings
 from collections.abc import Callable, Generator
 from typing import Any
@@ -19,9 +20,13 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.untouched import untouched
-from keras_paragrad.engine.replicas.replica_batch import DIFFERENT_ROWS, no_examples, rows_of
+from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of
 
 _log = logging.getLogger("keras_paragrad")
+# What TensorFlow's and Keras's errors say of tensors that don't fit each other, and no error of ours.
+_OF_SHAPES = re.compile(
+    r"Dimensions? (\d+ in both shapes )?must|[Ii]ncompatible|Shapes? \S+ must|[Cc]annot reshape|equal rank"
+)
 # TensorFlow quotes an assertion's message, but cuts long ones.
 _TOO_LARGE = "keras_paragrad: a batch is larger than a slice"
 
@@ -102,7 +107,7 @@ def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable
     except IndivisibleError:
         raise
     except (ValueError, tf.errors.InvalidArgumentError) as error:
-        if DIFFERENT_ROWS in str(error):
+        if not _OF_SHAPES.search(str(error)):
             raise
         try:
             with FuncGraph("whole_batch").as_default(), untouched(model, keras.StatelessScope()):
