@@ -5,7 +5,7 @@ import warnings
 import keras
 
 from keras_paragrad.arguments import refusal
-from keras_paragrad.compat.model import overrides_train_step
+from keras_paragrad.compat.model import other_optimizers, overrides_train_step
 from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator, unwrap_loss_scale
 from keras_paragrad.compat.types import Config
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
@@ -59,7 +59,7 @@ def missing_accumulation_message(model: keras.Model) -> str:
         "ExactAccumulation() needs a model that is compiled with an AccumulatingOptimizer; this one has "
         f"{_optimizer_name(model.optimizer)}."
     )
-    if overrides_train_step(model):
+    if overrides_train_step(model) and other_optimizers(model):
         return (
             f"{problem} Its train_step updates weights with other optimizers, whose updates may follow each other, so "
             "its micro-batches can't be accumulated one after the other. Leave ExactAccumulation() out, give fit() the "
@@ -76,8 +76,17 @@ def recommend_callback(name: str, model: keras.Model | None) -> None:
 
     Args:
         name: The optimizer's name.
-        model: The model that it is compiled with, or `None` if unknown.
+        model: The model that it trains, or `None` if unknown.
     """
+    if model is not None and any(find_accumulator(each) for each in other_optimizers(model)):
+        warnings.warn(
+            f"{name}, which {type(model).__name__} isn't compiled with, weights all micro-batches equally, and its "
+            "windows continue across epochs. ExactAccumulation() takes the model's own optimizer alone. Use the inner "
+            "optimizer, give fit() the batch_size of an update, and write keras_paragrad.microbatch(model, size=4), "
+            "with the number of rows that fit into memory. For even micro-batches, write weighting='uniform'.",
+            stacklevel=2,
+        )
+        return
     warnings.warn(
         f"{name} weights all micro-batches equally, and its windows continue across epochs, so uneven or weighted "
         "micro-batches and an epoch's last ones are not trained on as one batch. In fit(), pass "

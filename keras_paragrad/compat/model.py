@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
-from keras_paragrad.compat.optimizer import innermost_optimizer
+from keras_paragrad.compat.optimizer import innermost_optimizer, nested_optimizers, updating_optimizers
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
 from keras_paragrad.compat.types import Batch, StepLogs
 
@@ -46,6 +46,20 @@ def check_no_row_states(model: keras.Model, parts: str, instead: str) -> None:
 def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     """The metrics of the model and all layers; `metrics` may be overridden to omit some."""
     return [metric for layer in model._flatten_layers() for metric in layer._metrics]
+
+
+def other_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """The optimizers that `compile` of Keras wasn't given: attributes of the model and its layers, in lists too."""
+    given = [each for outer in nested_optimizers(model.optimizer) for each in updating_optimizers(outer)]
+    known = {id(each) for each in (*given, *nested_optimizers(model.optimizer))}
+    values = [
+        value
+        for layer in (model, *all_layers(model))
+        for name, value in vars(layer).items()
+        if not name.startswith("_") and isinstance(value, (keras.optimizers.Optimizer, list, tuple, dict))
+    ]
+    found = {id(each): each for each in keras.tree.flatten(values) if isinstance(each, keras.optimizers.Optimizer)}
+    return [each for key, each in found.items() if key not in known]
 
 
 def step_metrics(model: keras.Model) -> list[keras.metrics.Metric]:

@@ -64,6 +64,47 @@ class Adversarial(keras.Model):
         return {"d_loss": d_loss}
 
 
+class OwnStep(keras.Sequential):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        return {"loss": loss}
+
+
+def test_a_step_with_the_models_own_optimizer():
+    model = OwnStep([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="Write this before fit") as error:
+        model.fit(X, Y, verbose=0, callbacks=[ExactAccumulation()])
+    exec(lines_of(error), {"keras": keras, "keras_paragrad": keras_paragrad, "model": model})
+    model.fit(X, Y, batch_size=3, verbose=0, callbacks=[ExactAccumulation()])
+    assert int(model.optimizer.iterations) == 1
+
+
+class Listed(Adversarial):
+    """Keeps its optimizers in a dictionary of lists."""
+
+    def compile(self, *optimizers):
+        keras.Model.compile(self, run_eagerly=True)
+        self.optimizers = {"both": list(optimizers)}
+
+    d_optimizer = property(lambda self: self.optimizers["both"][0])
+    g_optimizer = property(lambda self: self.optimizers["both"][1])
+
+
+def test_accumulating_optimizers_that_compile_was_not_given():
+    """No callback of ours takes them, so none is recommended."""
+    model = Listed()
+    model.compile(*(keras_paragrad.AccumulatingOptimizer("sgd", 2, name=name) for name in ("of_d", "of_g")))
+    with pytest.raises(ValueError, match="updates weights with other optimizers"):
+        model.fit(X, verbose=0, callbacks=[ExactAccumulation()])
+    with pytest.warns(UserWarning, match="of_d, which Listed isn't compiled with, .*microbatch") as warned:
+        model.fit(X, batch_size=6, verbose=0)
+    assert not any("callbacks=[" in str(each.message) for each in warned)
+
+
 @pytest.mark.slow(20)
 def test_several_optimizers():
     model = Adversarial()

@@ -6,6 +6,7 @@ import warnings
 import keras
 import numpy as np
 import pytest
+import step_models
 from oracles import largest_difference
 
 from keras_paragrad import DistributedFit, microbatch
@@ -58,6 +59,12 @@ def test_a_model_that_was_not_prepared_or_compiled_elsewhere(mirrored, tmp_path)
     other.compile("sgd", "mse")
     with pytest.raises(ValueError, match=r"compiled outside of it.* `with dist.scope\(\): model.compile\(...\)`"):
         dist.prepare(other)
+    outside = [keras.optimizers.SGD(name=name) for name in ("of_d", "of_g")]
+    with dist.scope():
+        model = step_models.Gan()
+        model.compile(*outside)
+    with pytest.raises(ValueError, match="of_d, of_g, optimizers of .* were created outside of the scope"):
+        dist.prepare(model)
     with dist.scope():
         model = build()
     with pytest.raises(ValueError, match=r"`with dist.scope\(\): model.compile\(...\)`, .* also in a callback"):

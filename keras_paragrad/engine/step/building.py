@@ -16,7 +16,13 @@ from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad.compat.collectives import replica_count, replicas_are_local
 from keras_paragrad.compat.data import EpochIterator, first_batch, loses_prefetched_batches
-from keras_paragrad.compat.model import all_layers, overrides_compute_loss, overrides_train_step, train_step_of
+from keras_paragrad.compat.model import (
+    all_layers,
+    other_optimizers,
+    overrides_compute_loss,
+    overrides_train_step,
+    train_step_of,
+)
 from keras_paragrad.compat.optimizer import nested_optimizers
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Specs
@@ -204,17 +210,27 @@ def check_compiled_in_scope(model: keras.Model) -> None:
     """
     if not isinstance(model.distribute_strategy, _MIRRORED):
         return
-    # Under Keras's own accumulation, `iterations` is no variable.
-    counters = [
-        each.iterations for each in nested_optimizers(model.optimizer) if isinstance(each.iterations, keras.Variable)
-    ]
-    variables = [*counters, *model.metrics_variables]
-    if not all(isinstance(variable.value, tf.distribute.DistributedValues) for variable in variables):
+    if outside := [each.name for each in other_optimizers(model) if not all(map(_is_distributed, _counters(each)))]:
+        raise ValueError(
+            f"{', '.join(outside)}, optimizers of {model.name!r}, were created outside of the scope that it was built "
+            "in, so that each replica would count an update. Create them in `with dist.scope():` as well."
+        )
+    if not all(map(_is_distributed, [*_counters(model.optimizer), *model.metrics_variables])):
         raise ValueError(
             f"{model.name!r} was built within a scope and compiled outside of it, so that its optimizer or metrics are "
             "on one device. Write `with dist.scope(): model.compile(...)`, and create the optimizer and metrics there "
             "as well, also in a callback."
         )
+
+
+def _counters(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Variable]:
+    # Under Keras's own accumulation, `iterations` is no variable.
+    counters = [each.iterations for each in nested_optimizers(optimizer)]
+    return [each for each in counters if isinstance(each, keras.Variable)]
+
+
+def _is_distributed(variable: keras.Variable) -> bool:
+    return isinstance(variable.value, tf.distribute.DistributedValues)
 
 
 def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.AbstractContextManager[object]:
@@ -230,8 +246,8 @@ def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.Abstrac
 class _EagerBuild(MethodPatch):
     def __init__(self, model: keras.Model):
         super().__init__()
-        values = keras.tree.flatten([value for name, value in vars(model).items() if not name.startswith("_")])
-        self.optimizers = [each for each in values if isinstance(each, keras.optimizers.Optimizer) and not each.built]
+        optimizers = [*([model.optimizer] if model.optimizer else []), *other_optimizers(model)]
+        self.optimizers = [each for each in optimizers if not each.built]
 
     def patch_all(self) -> None:
         for optimizer in self.optimizers:
