@@ -97,6 +97,46 @@ def test_replicas(name):
     compare(on_replicas(name), fitted(compiled(*KINDS[name], jit_compile=False)))
 
 
+class TwoHeads(keras.Model):
+    """The compiled optimizer updates one of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (keras.Sequential([keras.Input((2,)), keras.layers.Dense(2)]) for _ in range(2))
+        self.built = True
+
+    def call(self, x):
+        return self.one(x) + self.two(x)
+
+    def train_step(self, data):
+        x, y = data
+        for optimizer, head in ((self.optimizer, self.one), (self.other, self.two)):
+            with tf.GradientTape() as tape:
+                loss = ops.mean((head(x) - y) ** 2)
+            optimizer.apply(tape.gradient(loss, head.trainable_weights), head.trainable_weights)
+        return {"loss": loss}
+
+
+@pytest.mark.own_process
+def test_the_average_of_the_optimizer_is_of_the_weights_that_it_updates():
+    """Keras builds it for all weights on replicas, and at the end of fit the other's would be overwritten, too."""
+
+    def train(dist):
+        keras.utils.set_random_seed(0)
+        with dist.scope():
+            model = TwoHeads()
+            model.other = models.sgd()
+            model.compile(keras.optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=None))
+        x = np.random.default_rng(0).normal(size=(11, 2)).astype("float32")
+        dist.fit(model, x, x**2, batch_size=4, **OPTIONS)
+        return model
+
+    found, expected = train(replicas()), train(DistributedFit("none"))
+    assert len(found.optimizer.variables) == len(expected.optimizer.variables)
+    for one, other in zip(found.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
+
+
 @pytest.mark.few(1)
 @pytest.mark.own_process
 @pytest.mark.parametrize("name", ["captions", "autoencoder", "gan", "wgan", "sum", "diffusion", "cycle"])

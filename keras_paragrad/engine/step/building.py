@@ -73,7 +73,7 @@ def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, d
             return None
         return keras.KerasTensor((None, *local.shape[1:]), keras.backend.standardize_dtype(local.dtype))
 
-    with strategy.scope():
+    with strategy.scope(), _optimizer_left_to_step(model):
         try:
             model._symbolic_build(data_batch=keras.tree.map_structure(of_any_size, data_batch))
         except Exception:
@@ -81,6 +81,22 @@ def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, d
             if not overrides_train_step(model):
                 raise
             build_layers_by_step(model, keras.tree.map_structure(of_any_size, data_batch))
+
+
+def _optimizer_left_to_step(model: keras.Model) -> contextlib.AbstractContextManager[object]:
+    """Context in which Keras doesn't build the optimizer of a custom `train_step`, with weights that it may not update."""
+    if not overrides_train_step(model) or model.optimizer is None or model.optimizer.built:
+        return contextlib.nullcontext()
+    return patched(model, lambda: _BuildLater(model.optimizer))
+
+
+class _BuildLater(MethodPatch):
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
+        super().__init__()
+        self.optimizer = optimizer
+
+    def patch_all(self) -> None:
+        self.replace(self.optimizer, "build", lambda variables: None)
 
 
 def build_layers_by_step(model: keras.Model, data: Batch) -> None:
