@@ -17,7 +17,9 @@ from keras_paragrad.engine.probes.trial import (
     SIZES,
     Inconclusive,
     PureFunction,
+    State,
     call_model,
+    draw_kernel,
     gradients_match,
     row_count,
     run_trial,
@@ -144,13 +146,25 @@ class _Trial:
         whole, *of_parts = (self.compute(each)[0] for each in (batch, *parts))
         shares = shares_of([result[2] for result in of_parts], whole[2])
         errors = errors_of(whole[0], [result[0] for result in of_parts], shares, half_precision=self.half_precision)
-        with contextlib.suppress(Inconclusive):
-            added = [result[3] for result in of_parts]
-            alone = errors_of(whole[3], added, shares, half_precision=self.half_precision, rounding=_ROUNDING_OF_ADDED)
-            errors = list(map(max, errors, alone))
+        if whole[3]:
+            others = [self.compute(each, self._drawn)[0][3] for each in (batch, *parts)]
+            for added in ([result[3] for result in (whole, *of_parts)], others):
+                with contextlib.suppress(Inconclusive):
+                    errors = list(map(max, errors, self._errors_of_added(added, shares)))
         names = [each.name for each in self.candidates]
         by_rows, by_mask = (shares[:, names.index(name)] for name in ("examples", "mask"))
         return _Draw(errors, not np.allclose(by_rows, by_mask))
+
+    def _errors_of_added(self, gradients: Sequence[Sequence[Array]], shares: np.ndarray) -> list[float]:
+        whole, *of_parts = gradients
+        rounding = _ROUNDING_OF_ADDED
+        return errors_of(whole, of_parts, shares, half_precision=self.half_precision, rounding=rounding)
+
+    @functools.cached_property
+    def _drawn(self) -> State:
+        """Other kernels than the model has, as these may send all rows to one expert."""
+        pairs = zip(self.compute.variables, self.compute.start, strict=True)
+        return [draw_kernel(variable, value) for variable, value in pairs]
 
     def _gradients(self, data: Any) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
         """The gradient, the loss, what it may be divided by (0 for a sum), and the gradient of what layers add alone.

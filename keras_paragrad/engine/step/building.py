@@ -84,7 +84,7 @@ def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, d
 
 
 def _optimizer_left_to_step(model: keras.Model) -> contextlib.AbstractContextManager[object]:
-    """Context in which Keras doesn't build the optimizer of a custom `train_step`, with weights that it may not update."""
+    """Context in which Keras builds no optimizer of a custom `train_step`: it may update some weights alone."""
     if not overrides_train_step(model) or model.optimizer is None or model.optimizer.built:
         return contextlib.nullcontext()
     return patched(model, lambda: _BuildLater(model.optimizer))
