@@ -296,11 +296,11 @@ def _draw_weight(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
 
 def draw_kernel(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
     """Random values of the usual scale in place of a trainable kernel's or table's; other values as they are."""
-    shape = tuple(value.shape.as_list())
+    shape = np.shape(value)
     if not variable.trainable or len(shape) < 2 or not value.dtype.is_floating:
         return value
     # A table of tokens has no fan-in.
-    scale = (3 / min(np.prod(shape[:-1]), 1024)) ** 0.5
+    scale = (3 / min(int(np.prod(shape[:-1])), 1024)) ** 0.5
     draw = np.random.default_rng(zlib.crc32(variable.path.encode()))
     return tf.cast(draw.uniform(-scale, scale, shape), value.dtype)
 
