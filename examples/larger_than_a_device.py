@@ -82,7 +82,9 @@ def main():
         shard, epochs = None if shard == "none" else shard, int(epochs)
         with Progress(f"shard={shard!r}", epochs * BATCHES) as progress:
             Path(result).write_text(json.dumps(train(shard, epochs, progress)))
-        return
+        sys.stdout.flush()
+        # After it has run out of memory, TensorFlow can take minutes to end.
+        os._exit(0)
     given = options(__doc__, takes="a minute")
     print(f"{DEVICES} devices with {MEGABYTES // DEVICES} MB each", flush=True)
     result = given.folder / "held.json"
