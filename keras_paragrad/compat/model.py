@@ -62,6 +62,11 @@ def other_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     return [each for key, each in found.items() if key not in known]
 
 
+def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """A model's optimizers: that of `compile`, and those that a `train_step` of its own calls."""
+    return [*([] if model.optimizer is None else [model.optimizer]), *other_optimizers(model)]
+
+
 def step_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
     """The metrics that a custom step may update: also those that an overridden `metrics` property leaves out."""
     metrics = [*model.metrics, *keras.Model.metrics.fget(model), *all_metrics(model)]  # pyright: ignore

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.model import optimizers_of
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Array
 from keras_paragrad.compat.variables import SavedVariables
@@ -29,13 +30,6 @@ def training_variables(model: keras.Model) -> Sections:
         unique[name] = list(new.values())
         seen.update(new)
     return unique
-
-
-def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """A model's optimizers: that of `compile`, and those in its attributes, which a `train_step` of its own calls."""
-    values = keras.tree.flatten([value for name, value in vars(model).items() if not name.startswith("_")])
-    optimizers = [model.optimizer, *(each for each in values if isinstance(each, keras.optimizers.Optimizer))]
-    return list({id(each): each for each in optimizers if each is not None}.values())
 
 
 def variables_of_run(model: keras.Model) -> Sections:

@@ -18,6 +18,7 @@ from keras_paragrad.compat.collectives import replica_count, replicas_are_local
 from keras_paragrad.compat.data import EpochIterator, first_batch, loses_prefetched_batches
 from keras_paragrad.compat.model import (
     all_layers,
+    optimizers_of,
     other_optimizers,
     overrides_compute_loss,
     overrides_train_step,
@@ -262,8 +263,7 @@ def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.Abstrac
 class _EagerBuild(MethodPatch):
     def __init__(self, model: keras.Model):
         super().__init__()
-        optimizers = [*([model.optimizer] if model.optimizer else []), *other_optimizers(model)]
-        self.optimizers = [each for each in optimizers if not each.built]
+        self.optimizers = [each for each in optimizers_of(model) if not each.built]
 
     def patch_all(self) -> None:
         for optimizer in self.optimizers:
