@@ -83,7 +83,8 @@ def functions_of(package):
             if not issubclass(each, keras.layers.Layer):
                 yield name, each
             for method, function in inspect.getmembers(each, callable):
-                if not method.startswith("_") and f"{function.__module__}.".startswith("keras_paragrad."):
+                module = getattr(function, "__module__", None)  # `int`'s methods have none
+                if not method.startswith("_") and f"{module}.".startswith("keras_paragrad."):
                     yield f"{name}.{method}", function
         elif inspect.isfunction(each):
             yield name, each

@@ -5,7 +5,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import keras
 import numpy as np
@@ -78,10 +78,15 @@ class BatchSize(int):
     """A number of rows, for `batch_size=` and wherever else a number is meant.
 
     Attributes:
-        tried: What was tried, for `print`.
+        tried: What was tried, for `print`; `None` of a number that wasn't found.
     """
 
-    tried: SizesTried
+    tried: SizesTried | None
+
+    def __new__(cls, rows: int, tried: SizesTried | None = None) -> Self:
+        size = super().__new__(cls, rows)
+        size.tried = tried
+        return size
 
 
 def find_batch_size(
@@ -290,9 +295,7 @@ def find_size(
             f"{bytes_in_words(device_bytes)}. Write recompute(model), or train it in shards: "
             "DistributedFit(shard='parameters')."
         )
-    result = BatchSize(found)
-    result.tried = SizesTried(tried, device_bytes)
-    return result
+    return BatchSize(found, SizesTried(tried, device_bytes))
 
 
 def _by_trials(

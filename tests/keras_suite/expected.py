@@ -85,7 +85,7 @@ REASONS = (
     Reason(
         "compares the names in a history, which the callbacks add to",
         "Lists differ",
-        ("guides/telemetry.md", "It fills `logs`, and so Keras's progress bar and `History`"),
+        ("guides/telemetry.md", "It fills `logs`, and so `History`"),
         {
             "callbacks": (
                 "test_functional_deeply_nested_outputs_struct_losses",
