@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 BATCHES, EPOCHS, BATCH = 96, 4, 64
 # By file: which page, how wide, how high, in which colours, and from which part of it on.
 PICTURES = {
-    "report_time": ("report", 1000, 935, "light", None),
+    "report_time": ("report", 1000, 1006, "light", None),
     "report_layers": ("report", 1000, 1090, "light", ".window .charts"),
     "report_throughput": ("report", 1000, 480, "light", "#throughput"),
     "report_gradient": ("report", 1000, 1010, "light", "#gradient"),
