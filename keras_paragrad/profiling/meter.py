@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_index
+from keras_paragrad.compat.model import optimizers_of, other_optimizers, overrides_train_step
 from keras_paragrad.compat.workers import replica_placement, replica_variable
 from keras_paragrad.engine.telemetry.watch import Update
 from keras_paragrad.profiling.telemetry_reports import HEADER, QUANTITIES, Weight
@@ -37,6 +38,10 @@ class Meter:
     ):
         self.model, self.every, self._on_update, self._on_weights = model, every, on_update, on_weights
         self._trainable = model.trainable_variables
+        # Each updates its own weights.
+        self._several = overrides_train_step(model) and bool(other_optimizers(model))
+        # The optimizer whose updates are counted: with several, the one that a step calls last.
+        self._counted: keras.optimizers.Optimizer = model.optimizer
         self._weights: list[keras.Variable] = []
         self._vector: Any = None
         self._local_replicas = replica_placement(model.distribute_strategy).local
@@ -46,7 +51,8 @@ class Meter:
             self._set_weights(self._trainable)
         else:
             self._on_weights(weights_of(model, self._trainable))
-        self._last_reported = 0
+        self._traced = self._begun = False
+        self._last_read = 0
         self._updates = 0
         self._batches: int | None = None
 
@@ -56,7 +62,13 @@ class Meter:
 
     def begin(self) -> None:
         """Reads the optimizer's number of updates."""
-        self._updates = int(self.model.optimizer.iterations.numpy())
+        self._updates = self.updates()
+
+    def updates(self) -> int:
+        """The number of updates that the optimizer has made."""
+        counted = self._counted if not self._several or self._traced else None
+        counters = optimizers_of(self.model) if counted is None else [counted]
+        return max(int(each.iterations.numpy()) for each in counters)
 
     def watch(self, updated: Sequence[keras.Variable], known: Sequence[keras.Variable]) -> Sequence[keras.Variable]:
         """The measured weights, chosen in the first call.
@@ -77,25 +89,40 @@ class Meter:
             weights += [weight for weight in updated if id(weight) in of_model - trainable]
             # Weights outside of the model.
             weights += [weight for weight in known if id(weight) not in of_model]
-            self._set_weights(weights)
+            self._set_weights(self._trainable if self._several else weights)
         measured = {id(weight) for weight in self._weights}
         if late := [weight.path for weight in updated if id(weight) not in measured]:
             raise ValueError(
                 f"{', '.join(late)} is updated, but was not among the trainable weights when GradientTelemetry "
                 "started. Build the model before fit(), with these weights trainable."
             )
-        return self._weights
+        return updated if self._several else self._weights
 
     def show(self, update: Update) -> None:
         """Measures an update, while a step is traced."""
         # One replica per worker measures the update, which is the same on all.
         if replica_index() % self._local_replicas:
             return
+        if self._several:
+            # Which of them is the last isn't known yet, so all updates of a watched call are measured.
+            self._counted, self._traced = update.optimizer, True
+            merged = tf.tensor_scatter_nd_update(
+                self._vector.value(), self._places(update.weights), self._measure(update)
+            )
+            self._vector.assign(merged)
+            return
         if self.every == 1:
             self._vector.assign(self._measure(update))
             return
         due = tf.equal(tf.math.floormod(update.number, self.every), 0)
         self._vector.assign(tf.cond(due, lambda: self._measure(update), lambda: tf.identity(self._vector)))
+
+    def _places(self, weights: Sequence[keras.Variable]) -> list[list[int]]:
+        """Where the vector of these weights' update is in that of all."""
+        position = {id(weight): index for index, weight in enumerate(self._weights)}
+        starts = range(len(HEADER), len(HEADER) + len(QUANTITIES) * len(self._weights), len(self._weights))
+        of_weights = [start + position[id(weight)] for start in starts for weight in weights]
+        return [[place] for place in (*range(len(HEADER)), *of_weights)]
 
     def wants(self, updates: int | None) -> bool:
         """Whether an update to be measured is among the next ones."""
@@ -111,6 +138,9 @@ class Meter:
 
     def ran(self, watched: bool, batches: int, latest: tf.Tensor | None) -> None:
         """Reads the vector, if it may have changed."""
+        if self._several and self._traced and not self._begun:
+            self._begun = True
+            self.begin()
         if self._batches is not None:
             # Which batches update is unknown; each makes at most one update.
             self._batches += batches
@@ -130,9 +160,13 @@ class Meter:
             latest = getattr(self._vector, "values", (self._vector,))[0]
         vector = latest.numpy()
         # 0 before an update was measured.
-        is_new = int(vector[0]) not in (0, self._last_reported)
+        number = int(vector[0])
+        is_new = number not in (0, self._last_read)
+        if self._several:
+            # An epoch's last call may have had fewer batches than were asked for.
+            is_new = is_new and number // self.every != self._last_read // self.every
+        self._last_read = number
         if is_new:
-            self._last_reported = int(vector[0])
             # The step stores half squares.
             vector[len(HEADER) : -len(self._weights)] *= 2
             self._on_update(vector)

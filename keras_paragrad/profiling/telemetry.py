@@ -12,6 +12,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_choice, check_integer, check_number, check_path
+from keras_paragrad.compat.model import optimizers_of, overrides_train_step
 from keras_paragrad.compat.optimizer import clips_gradients
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
@@ -35,7 +36,8 @@ class GradientTelemetry(keras.callbacks.Callback):
 
     The gradient is the one that updates the weights: that of the whole batch, summed over replicas and accumulated
     micro-batches, without loss scale, before and after clipping. It is measured in a separate compiled step, which the
-    host selects for the reported updates only, so the others cost nothing.
+    host selects for the reported updates only, so the others cost nothing. Of a `train_step` of the model's own with
+    several optimizers, a report has the last update of each, and the number of the one that is called last.
 
     `logs` gets `gradient_norm`, `update_ratio` and `nonfinite_gradients` of the whole model, `clipped_gradient_norm` if
     the optimizer clips, and `loss_scale` if it scales the loss. With a `log_dir`, per-weight values go to
@@ -60,8 +62,8 @@ class GradientTelemetry(keras.callbacks.Callback):
         last: The latest `keras_paragrad.profiling.telemetry_reports.Reports`, of up to 32 updates, or `None`.
 
     Raises:
-        ValueError: An argument is invalid, or, in `fit`, a `train_step` of the model's own updates weights with another
-            optimizer than the model's, whose updates aren't measured. The message says what to write.
+        ValueError: An argument is invalid, or, in `fit`, a `train_step` of the model's own updates weights with an
+            optimizer that is no attribute of the model. The message says what to write.
         MissingExtraError: Parquet is requested and pyarrow is not installed.
 
     Example:
@@ -180,8 +182,9 @@ class GradientTelemetry(keras.callbacks.Callback):
             self._recent.clear()
             self._meter = Meter(model, self.every, self._on_update, self._set_weights)
             self._measured_optimizer = optimizer
-            self._clips = clips_gradients(optimizer)
-            self._scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+            optimizers = optimizers_of(model) if overrides_train_step(model) else [optimizer]
+            self._clips = any(map(clips_gradients, optimizers))
+            self._scales = any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in optimizers)
         return known
 
     def _set_weights(self, weights: list[Weight]) -> None:
@@ -192,7 +195,7 @@ class GradientTelemetry(keras.callbacks.Callback):
             self._files.set_weights(self._reader.weights, self.layers)
 
     def _updates(self) -> int:
-        return int(self.model.optimizer.iterations.numpy())
+        return self._meter.updates() if self._meter else 0
 
     def _why_no_update(self) -> str:
         """Why no update was measured, as the end of a sentence."""

@@ -1215,9 +1215,16 @@ _CUSTOM_STEPS = [
     _fault(
         "of a backup, only the compiled optimizer is restored",
         "storage/model_variables.py",
-        "if isinstance(each, keras.optimizers.Optimizer))]",
-        "if False)]",
+        "for each in optimizers_of(model) for inner in nested_optimizers(each)]",
+        "for each in [model.optimizer] for inner in nested_optimizers(each)]",
         "custom_steps/test_custom_steps.py::test_backups[gan-parameters]",
+    ),
+    _fault(
+        "of several optimizers, telemetry puts each one's weights first",
+        "profiling/meter.py",
+        "of_weights = [start + position[id(weight)] for start in starts for weight in weights]",
+        "of_weights = [start + index for start in starts for index in range(len(weights))]",
+        "profiling/telemetry/test_values.py::test_updates_by_several_optimizers",
     ),
     _fault(
         "compiled metrics are made while a step is traced",

@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.data import EpochIterator
-from keras_paragrad.compat.model import Trainable, fit_frame, overrides_train_step, traced_as
+from keras_paragrad.compat.model import Trainable, fit_frame, optimizers_of, overrides_train_step, traced_as
 from keras_paragrad.compat.optimizer import build_optimizer, innermost_optimizer, nested_optimizers, updating_optimizers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
@@ -68,6 +68,8 @@ class StepBuilder:
         self._built_for: object = None
         # The optimizer whose `apply` runs the last stages.
         self._updating: keras.optimizers.Optimizer | None = None
+        # Others whose updates are watched.
+        self._others: list[keras.optimizers.Optimizer] = []
         self._of_callbacks: dict[Fillers, tuple[str, ...]] = {}
         self._trainable: Trainable | None = None
         self._reads: Callable[[], EpochIterator | None] = lambda: None
@@ -226,6 +228,17 @@ class StepBuilder:
             install_transform(optimizer, self.stages.chain, shown=bool(self.stages.observe or self.stages.telemetry))
             save_states(self.model.optimizer, self.stages.transforms or ())
         self._updating = optimizer
+        for other in self._others:
+            install_transform(other, None)
+        self._others = list(map(innermost_optimizer, self._watched()[1:]))
+        for other in self._others:
+            install_transform(other, None, shown=True)
+
+    def _watched(self) -> list[keras.optimizers.Optimizer]:
+        """The optimizers whose updates telemetry watches: the model's, and those that its own `train_step` may call."""
+        if self.stages.telemetry is None:
+            return []
+        return optimizers_of(self.model) if overrides_train_step(self.model) else [self.model.optimizer]
 
     def _compiled(self, apply: Apply | PlanAhead | None, telemetry: Telemetry | None = None) -> TrainFunction:
         guard = IndivisibleBatchGuard(self.model, self.stages.split)
@@ -313,13 +326,17 @@ class StepBuilder:
 
     def _refuse_unmeasured(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Refuses to update by an optimizer whose updates telemetry doesn't see."""
-        measured = self.model.optimizer
-        if not any(optimizer is each for each in (*nested_optimizers(measured), *updating_optimizers(measured))):
+        watched = self._watched()
+        known = [each for outer in watched for each in (*nested_optimizers(outer), *updating_optimizers(outer))]
+        if not any(optimizer is each for each in known):
             raise ValueError(
-                f"GradientTelemetry measures the updates of the optimizer that the model is compiled with, "
-                f"{measured.name!r}, and the train_step of {type(self.model).__name__} updates weights with "
-                f"{optimizer.name!r}. Let it call self.optimizer alone, or leave GradientTelemetry out and return what "
-                "you want to see from train_step, such as tf.linalg.global_norm(gradients)."
+                f"The train_step of {type(self.model).__name__} updates weights with {optimizer.name!r}, which "
+                "GradientTelemetry doesn't see. Make it an attribute of the model."
+            )
+        if len(watched) > 1 and not all(map(updates_each_batch, watched)):
+            raise ValueError(
+                f"GradientTelemetry measures several optimizers of {type(self.model).__name__} where each updates with "
+                "every gradient, and one of them accumulates gradients. Write microbatch(model, size) in its place."
             )
 
     def _step(self, data: Batch, update: bool, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> StepLogs:
@@ -333,7 +350,7 @@ class StepBuilder:
             traced,
             place,
             observing_gradients(self.model, self.stages.observe, replica_batch.rows),
-            watching_updates(self.model, telemetry),
+            watching_updates(self._watched(), telemetry),
         ):
             if overrides_train_step(self.model):
                 only = noticing_applies(self._refuse_unmeasured) if self.stages.telemetry else contextlib.nullcontext()

@@ -1,6 +1,7 @@
 """Observes gradients and updates of the weights from within the optimizer."""
 
 import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -144,6 +145,8 @@ class Update(NamedTuple):
         change: The difference that the update made to the weights.
         learning_rate: The learning rate of the update rule.
         loss_scale: The factor of the loss.
+        weights: The watched weights.
+        optimizer: The optimizer that has made the update.
     """
 
     number: tf.Tensor
@@ -153,6 +156,8 @@ class Update(NamedTuple):
     change: list[tf.Tensor]
     learning_rate: tf.Tensor
     loss_scale: tf.Tensor
+    weights: Sequence[keras.Variable]
+    optimizer: keras.optimizers.Optimizer
 
 
 class Watcher(Protocol):
@@ -184,13 +189,13 @@ class Telemetry(Watcher, Protocol):
 
 
 @contextlib.contextmanager
-def watching_updates(model: keras.Model, watcher: Watcher | None) -> Generator[None]:
-    """Context in which a step is traced that passes its updates to a watcher; entered on every replica."""
-    if watcher is None:
-        yield
-        return
-    optimizer = innermost_optimizer(model.optimizer)
-    with patched(optimizer, lambda: UpdateWatch(model, optimizer, watcher)):
+def watching_updates(optimizers: Sequence[keras.optimizers.Optimizer], watcher: Watcher | None) -> Generator[None]:
+    """Context in which a step is traced that passes updates by optimizers to a watcher; entered on every replica."""
+    with contextlib.ExitStack() as watched:
+        if watcher is not None:
+            for outer in optimizers:
+                make = functools.partial(UpdateWatch, outer, innermost_optimizer(outer), watcher)
+                watched.enter_context(patched(innermost_optimizer(outer), make))
         yield
 
 
@@ -231,9 +236,9 @@ def _dense(gradient: GradientTensor, variable: keras.Variable) -> tf.Tensor:
 class UpdateWatch(MethodPatch):
     """The watcher of the step that is being traced, attached to the innermost optimizer."""
 
-    def __init__(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, watcher: Watcher):
+    def __init__(self, outermost: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer, watcher: Watcher):
         super().__init__()
-        self.model, self.optimizer, self.watcher = model, optimizer, watcher
+        self.outermost, self.optimizer, self.watcher = outermost, optimizer, watcher
         self.records: dict[int, _UpdateRecord] = {}
 
     def patch_all(self) -> None:
@@ -285,7 +290,7 @@ class UpdateWatch(MethodPatch):
 
     def _show(self, record: _UpdateRecord, number: Scalar) -> None:
         """Passes an update on to the watcher."""
-        scale = self.model.optimizer.scale_loss(tf.constant(1.0))
+        scale = self.outermost.scale_loss(tf.constant(1.0))
         self.watcher.show(
             Update(
                 tf.cast(tf.convert_to_tensor(number), "int64"),
@@ -295,5 +300,7 @@ class UpdateWatch(MethodPatch):
                 record.change(),
                 tf.cast(tf.convert_to_tensor(record.learning_rate), "float32"),
                 tf.cast(scale, "float32"),
+                record.weights,
+                self.optimizer,
             )
         )

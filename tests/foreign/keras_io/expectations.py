@@ -56,7 +56,6 @@ TRIAL = "The weighted gradients of the parts don't sum to that of the whole"
 WINDOWS, PHASES = "are not there at the same time", "micro-batches can't be accumulated one after the other"
 STATE = "which gives another state than one update with the whole batch"
 BATCHES = "normalize with the statistics of each micro-batch"
-NOT_MEASURED = Outcome(refused="GradientTelemetry measures the updates of the optimizer that")
 
 
 def refused(says: str, ways: tuple[str, ...] = PARTS) -> dict[str, Outcome]:
@@ -71,7 +70,7 @@ def tokens(x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
 
 # A `train_step` of the model's own: logs of windows are means over micro-batches, which may be uneven.
 STEP = {"accumulation": Outcome(logs=False)}
-OPTIMIZERS = {"accumulation": Outcome(refused=PHASES), "telemetry": NOT_MEASURED}
+OPTIMIZERS = {"accumulation": Outcome(refused=PHASES)}
 # On replicas, calls of layers are divided, where rows can't be.
 NOT_DIVIDED = refused(TRIAL, CUT)
 NORMALIZED = {

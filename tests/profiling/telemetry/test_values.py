@@ -1,6 +1,7 @@
 """What `GradientTelemetry` reports, against a loop of its own, in every way of taking a step."""
 
 import contextlib
+import functools
 
 import keras
 import numpy as np
@@ -46,15 +47,49 @@ def test_every_optimizer(name):
     assert_reports(last, expected(OPTIMIZERS[name], 16), range(1, 7))
 
 
-@pytest.mark.parametrize("size", [None, 2])
-def test_updates_by_another_optimizer_are_refused_before_the_first_step(size):
-    """Of a GAN with two, whole and in slices, though none of the first updates is to be reported."""
-    model = step_models.compiled(step_models.Gan, jit_compile=False)
-    before = model.get_weights()
-    refused = pytest.raises(ValueError, match=r"updates of .* compiled with, .* the train_step of Gan updates .*'sgd")
-    with microbatch(model, size) if size else contextlib.nullcontext(), refused:
-        model.fit(*step_models.data_of(model), batch_size=4, verbose=0, callbacks=[GradientTelemetry(every=9)])
-    np.testing.assert_equal(model.get_weights(), before)
+RATE = 0.05
+
+
+class Weights(keras.callbacks.Callback):
+    """Keeps the trainable weights before each batch, and at the end."""
+
+    def on_train_begin(self, logs=None):
+        self.kept = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.kept.append([weight.numpy() for weight in self.model.trainable_variables])
+
+    def on_train_end(self, logs=None):
+        self.on_train_batch_begin(0)
+
+
+@pytest.mark.slow(30)
+@pytest.mark.parametrize(
+    ("size", "mode"),
+    [
+        (None, {}),
+        (3, {}),
+        pytest.param(None, {"jit_compile": True}, marks=pytest.mark.long),
+        pytest.param(None, {"run_eagerly": True}, marks=pytest.mark.long),
+    ],
+)
+def test_updates_by_several_optimizers(size, mode):
+    """A GAN's two are SGD without momentum, whose gradient is the change of a weight by the learning rate."""
+    optimizer = functools.partial(keras.optimizers.SGD, RATE)
+    model = step_models.compiled(step_models.Gan, optimizer=optimizer, **{"jit_compile": False, **mode})
+    telemetry, weights = GradientTelemetry(every=2), Weights()
+    options = {"batch_size": 11, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": [telemetry, weights]}
+    with microbatch(model, size) if size else contextlib.nullcontext():
+        model.fit(*step_models.data_of(model), **options)
+    reports = telemetry.last
+    assert reports.steps.tolist() == [2, 4, 6]
+    before, after = ([weights.kept[step - 1 + shift] for step in reports.steps] for shift in (0, 1))
+    norms = np.array([[np.linalg.norm(weight) for weight in of_update] for of_update in before])
+    pairs = zip(before, after, strict=True)
+    change = np.array([[np.linalg.norm(new - old) for old, new in zip(*pair, strict=True)] for pair in pairs])
+    np.testing.assert_allclose(reports.weights.weight_norm, norms, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(reports.weights.gradient_norm, change / RATE, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(reports.weights.update_ratio * norms, change, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("clip", CLIPS, ids=str)
