@@ -23,7 +23,7 @@ from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.stages import BatchSlices
 from keras_paragrad.memory.batch_size import (
     ROWS,
-    Say,
+    TrialLog,
     check_can_find,
     estimated_bytes,
     find_size,
@@ -243,7 +243,7 @@ class UnchosenSlices(NamedTuple):
             return lambda size: trials.bytes_of(rows, [Slices(size, self.normalize).preparation])
 
         sizes = sorted({-(-rows // slices) for slices in range(1, rows + 1)})
-        found = find_size(model, sizes, device_bytes, estimate, begin, Say("microbatch", 1))
+        found = find_size(model, sizes, device_bytes, estimate, begin, TrialLog("microbatch", 1))
         return Slices(int(found), self.normalize)
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:

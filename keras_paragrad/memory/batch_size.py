@@ -20,6 +20,7 @@ from keras_paragrad.engine.step.tracing import traced_step
 from keras_paragrad.memory.available import available_bytes, free_on_gpus
 from keras_paragrad.memory.breakdown import breakdowns_of
 from keras_paragrad.memory.estimate import bytes_in_words
+from keras_paragrad.memory.size_search import largest, nice_sizes
 from keras_paragrad.memory.trial import CannotTryError, Trials, first_rows
 from keras_paragrad.plain_text import Printable, counted
 
@@ -149,7 +150,9 @@ def find_batch_size(
         return Trials(model, data, device_bytes, steps).bytes_of
 
     estimate = functools.partial(estimated_bytes, model, spec_of(model, data))
-    return find_size(model, sizes, device_bytes, estimate, begin if steps else None, Say("find_batch_size", verbose))
+    return find_size(
+        model, sizes, device_bytes, estimate, begin if steps else None, TrialLog("find_batch_size", verbose)
+    )
 
 
 def check_can_find(model: keras.Model, asked_by: str, instead: str) -> None:
@@ -206,12 +209,6 @@ def _grows(gpus: Sequence[tf.config.PhysicalDevice]) -> bool:
     return by_environment or all(tf.config.experimental.get_memory_growth(gpu) for gpu in gpus)
 
 
-def nice_sizes(most: int) -> list[int]:
-    """Numbers of up to four binary digits and zeros, up to `most`, which is the last."""
-    powers = range(most.bit_length())
-    return sorted({size for power in powers for digits in range(1, 16) if (size := digits << power) < most} | {most})
-
-
 def estimated_bytes(model: keras.Model, spec: Specs, rows: int) -> int:
     """The estimated peak of a step, in bytes.
 
@@ -237,7 +234,7 @@ def spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:
     return tuple(before) if sample_weight is None else (*before, sample_weight)
 
 
-class Say:
+class TrialLog:
     """Prints what is tried, or only logs it."""
 
     def __init__(self, asked_by: str, verbose: int):
@@ -255,7 +252,7 @@ def find_size(
     device_bytes: int,
     estimate: Callable[[int], int],
     begin: Callable[[], Callable[[int], int | None]] | None,
-    say: Say,
+    log: TrialLog,
 ) -> BatchSize:
     """The largest of some sizes that fits.
 
@@ -266,7 +263,7 @@ def find_size(
         estimate: The estimated bytes of a size; raises `ValueError` where there is no estimate.
         begin: Returns what trains on a size and returns its bytes, or `None` if they ran out; raises
             `CannotTryError`. Without it, sizes are not tried.
-        say: Gets a line for each size that is tried.
+        log: Gets a line for each size that is tried.
 
     Raises:
         ValueError: Not even the smallest size fits, or there is neither an estimate nor a trial.
@@ -277,18 +274,18 @@ def find_size(
     found = None
     if begin:
         try:
-            found = _by_trials(sizes, device_bytes, begin(), guess, tried, say)
+            found = _by_trials(sizes, device_bytes, begin(), guess, tried, log)
         except CannotTryError as error:
             problem = str(error).rstrip(".")
             _log.warning(
                 "%s goes by the estimate of %r alone, in %d%% of the memory: %s.",
-                *(say.asked_by, model.name, round(100 * _UNTRIED), problem),
+                *(log.asked_by, model.name, round(100 * _UNTRIED), problem),
             )
     if not begin or problem:
         if guess.problem:
             untried = f" It can't be tried either: {problem}." if problem else ""
-            raise ValueError(f"{say.asked_by} can't estimate what {model.name!r} takes. {guess.problem}{untried}")
-        found = _by_estimate(sizes, int(_UNTRIED * device_bytes), guess, tried, say)
+            raise ValueError(f"{log.asked_by} can't estimate what {model.name!r} takes. {guess.problem}{untried}")
+        found = _by_estimate(sizes, int(_UNTRIED * device_bytes), guess, tried, log)
     if found is None:
         raise ValueError(
             f"Not even {counted(sizes[0], 'row')} of {model.name!r} can be trained in "
@@ -304,7 +301,7 @@ def _by_trials(
     measure: Callable[[int], int | None],
     guess: "_Guess",
     tried: list[SizeTried],
-    say: Say,
+    log: TrialLog,
 ) -> int | None:
     """The largest size that was trained on without taking too much; what is tried is added to `tried`."""
 
@@ -313,13 +310,15 @@ def _by_trials(
         fits = measured is not None and measured <= device_bytes
         tried.append(SizeTried(size, guess.estimated(size), measured, fits))
         took = "more than" if measured is None else f"{bytes_in_words(measured)} of"
-        say(f"{_rows_in_words(size)} {took} {bytes_in_words(device_bytes)}{'' if fits else ', too much'}.")
+        log(f"{_rows_in_words(size)} {took} {bytes_in_words(device_bytes)}{'' if fits else ', too much'}.")
         return measured
 
     return largest(sizes, device_bytes, bytes_of, guess.first, guess.line)
 
 
-def _by_estimate(sizes: Sequence[int], limit: int, guess: "_Guess", tried: list[SizeTried], say: Say) -> int | None:
+def _by_estimate(
+    sizes: Sequence[int], limit: int, guess: "_Guess", tried: list[SizeTried], log: TrialLog
+) -> int | None:
     """The largest size that is estimated not to take more than `limit`; what is estimated is added to `tried`."""
 
     def bytes_of(size: int) -> int:
@@ -330,7 +329,7 @@ def _by_estimate(sizes: Sequence[int], limit: int, guess: "_Guess", tried: list[
     found = largest(sizes, limit, bytes_of, guess.first, guess.line)
     if found:
         estimated = bytes_in_words(guess.estimate(found))
-        say(f"{_rows_in_words(found)} {estimated} of {bytes_in_words(limit)}, by the estimate.")
+        log(f"{_rows_in_words(found)} {estimated} of {bytes_in_words(limit)}, by the estimate.")
     return found
 
 
@@ -377,57 +376,3 @@ class _Guess:
     def estimated(self, size: int) -> int | None:
         """The bytes that a size takes."""
         return None if self.line is None else round(self.line[0] + self.line[1] * size)
-
-
-def largest(
-    sizes: Sequence[int],
-    limit: int,
-    measure: Callable[[int], int | None],
-    first: int,
-    line: tuple[float, float] | None,
-) -> int | None:
-    """The largest size that takes no more than `limit`, if sizes take the more the larger they are.
-
-    Looks where what was measured before says that the limit is, and ends when a size fits and the next one doesn't, or
-    two sizes say that it doesn't.
-
-    Args:
-        sizes: The sizes, in ascending order.
-        limit: The limit, in bytes.
-        measure: The bytes that a size takes; `None` if it takes too much.
-        first: The index of the size to begin with.
-        line: What is expected: the bytes without rows, and those of a row.
-    """
-    low, high, index = -1, len(sizes), first
-    points: list[tuple[int, int]] = []
-    while True:
-        used = measure(sizes[index])
-        points += [] if used is None else [(sizes[index], used)]
-        fits = used is not None and used <= limit
-        low, high = (index, high) if fits else (low, index)
-        if high - low <= 1:
-            break
-        if used is None:
-            # Half of what was too much, or between that and what fits.
-            half = bisect.bisect_right(sizes, sizes[index] // 2) - 1
-            index = (low + high) // 2 if low >= 0 else half
-        else:
-            index = bisect.bisect_right(sizes, _rows_at(limit, points, line)) - 1
-            if index <= low and len(points) > 1:
-                break
-        index = min(max(index, low + 1), high - 1)
-    return sizes[low] if low >= 0 else None
-
-
-def _rows_at(limit: int, points: Sequence[tuple[int, int]], line: tuple[float, float] | None) -> float:
-    """The number of rows that are expected to take `limit`."""
-    (rows, used), constant = points[-1], line[0] if line else 0.0
-    others = [each for each in points[:-1] if each[0] != rows]
-    if others:
-        other, used_there = others[-1]
-        slopes = [(used - used_there) / (rows - other)]
-    else:
-        # What is off may be each row's, or the same for all.
-        slopes = [(used - constant) / rows, *(line[1:] if line else ())]
-    expected = [rows + (limit - used) / slope if slope > 0 else float("inf") for slope in slopes]
-    return sum(expected) / len(expected)

@@ -18,7 +18,7 @@ from keras_paragrad import find_batch_size, microbatch, recompute
 from keras_paragrad.accumulation import slices
 from keras_paragrad.compat.data import adapter_of, sample_rows
 from keras_paragrad.memory import available, batch_size, estimate_memory
-from keras_paragrad.memory.batch_size import largest, nice_sizes
+from keras_paragrad.memory.size_search import largest, nice_sizes
 from keras_paragrad.memory.trial import CannotTryError, Trials, custom_objects_of, preparations_of
 
 WIDE = 256

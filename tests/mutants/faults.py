@@ -1278,7 +1278,7 @@ _CUSTOM_STEPS = [
     _fault(
         "no made-up rows are far apart",
         "engine/probes/weighting_trial.py",
-        "tuple(draw(0, classes=False)), (apart, *others),",
+        "tuple(draw(0, classes=False)), (distant, *others),",
         "tuple(draw(0, classes=False)),",
         "foreign/keras_io/test_miniatures.py::test_one_device[switch_transformer-slices]",
     ),

@@ -287,8 +287,8 @@ def over_draws(
     weights = keras.tree.map_structure(lambda each: _replace(each, 0, _is_padded), others[1:])
     padded = keras.tree.map_structure(lambda each: _replace(each, padding, _is_padded), x)
     tokens = min((each.input_dim for each in all_layers(model) if isinstance(each, keras.layers.Embedding)), default=2)
-    apart = rows(data[0], seed=2, low=-3.0, high=3.0, tokens=tokens)
-    batches = [tuple(draw(0)), tuple(draw(0, classes=False)), (apart, *others), (padded, *others[:1], *weights)]
+    distant = rows(data[0], seed=2, low=-3.0, high=3.0, tokens=tokens)
+    batches = [tuple(draw(0)), tuple(draw(0, classes=False)), (distant, *others), (padded, *others[:1], *weights)]
     for label in _IGNORED if others else ():
         labels = keras.tree.map_structure(lambda each, label=label: _replace(each, label, _is_ignored), others[0])
         batches.append((x, labels, *others[1:]))
