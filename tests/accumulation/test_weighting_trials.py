@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from covering import examples
+from foreign.keras_io.losses import Switch
 from hypothesis import given
 from keras import layers, ops
 from oracles import largest_difference
@@ -403,3 +404,34 @@ def test_a_lambda_is_saved_with_the_warning_of_keras():
     optimizer = AccumulatingOptimizer("sgd", 2, weighting=lambda x, y, y_pred, sample_weight: ops.sum(sample_weight))
     with pytest.warns(UserWarning, match="lambda"):
         optimizer.get_config()
+
+
+class Gate(keras.layers.Layer):
+    """Adds a product of means, one of them of a threshold: of rows above it, it is a mean."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(), initializer="ones")
+
+    def call(self, x):
+        self.add_loss(keras.ops.mean(keras.ops.cast(x > -1, "float32")) * keras.ops.mean(self.scale * x))
+        return x
+
+
+def test_only_rows_that_are_far_apart_tell():
+    model = keras.Sequential([keras.Input((4,)), Gate(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    with microbatch(model, 3), pytest.raises(ValueError, match="A layer adds a loss"):
+        model.fit(x, x[:, :1], batch_size=8, verbose=0)
+
+
+def test_experts_that_get_no_rows_at_first():
+    """The router's bias sends all tokens to one expert, so the losses add up until it is trained."""
+    switch = Switch()
+    inner = [keras.Input((6,), dtype="int32"), keras.layers.Embedding(20, 4), switch]
+    model = keras.Sequential([*inner, keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)])
+    switch.router.bias.assign([0.3, 0.0])
+    model.compile("sgd", "mse")
+    x = np.random.default_rng(0).integers(0, 20, (8, 6))
+    with microbatch(model, 3), pytest.raises(ValueError, match="A layer adds a loss"):
+        model.fit(x, x[:, :1].astype("float32"), batch_size=8, verbose=0)
