@@ -176,6 +176,7 @@ OPTIONS = {
     # Without a scaling there is nothing to warm up to.
     "warmup_steps": ZERO,
     "exact": FLAG,
+    "prove": FLAG,
     "weighting": WEIGHTING,
     "shard_policy": AUTO,
     "pack_bytes": ZERO | COUNT | LARGE | NONE,
@@ -260,7 +261,7 @@ PUBLIC = {
         keras_paragrad.AdaptiveClip,
         {"quantile": HALF, "initial": ABOVE_0, "learning_rate": ABOVE_0, "count_noise": ABOVE_0 | NONE},
     ),
-    "ExactAccumulation": Called(keras_paragrad.ExactAccumulation, {}),
+    "ExactAccumulation": Called(keras_paragrad.ExactAccumulation, {"prove": FLAG}),
     "estimate_memory": Called(
         keras_paragrad.estimate_memory,
         {
@@ -453,7 +454,7 @@ PUBLIC = {
     ),
     "microbatch": Called(
         keras_paragrad.microbatch,
-        {"model": NOTHING, "size": COUNT | AUTO, "weighting": WEIGHTING},
+        {"model": NOTHING, "size": COUNT | AUTO, "weighting": WEIGHTING, "prove": FLAG},
         {"model": model, "size": 4},
     ),
     "normalize_inputs": Called(

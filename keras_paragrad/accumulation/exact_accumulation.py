@@ -5,6 +5,7 @@ import keras
 from keras_paragrad.accumulation.advice import missing_accumulation_message
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
+from keras_paragrad.arguments import check_flag
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
@@ -21,6 +22,10 @@ class ExactAccumulation(keras.callbacks.Callback):
     Compiles separate steps for accumulating and for updating, and picks one on the host, so steps without an update
     don't pay for one. Works with `jit_compile`, `steps_per_execution`, strategies and data of unknown length. The
     model's own training step is restored when `fit` ends.
+
+    Args:
+        prove: Whether the first batch proves, before the first update, that its parts give the gradient of the whole.
+            What Keras itself defines, and is known to divide, isn't computed again.
 
     Raises:
         ValueError: When `fit` begins: the model was not compiled with an `AccumulatingOptimizer`. In the first step:
@@ -45,8 +50,10 @@ class ExactAccumulation(keras.callbacks.Callback):
     True
     """
 
-    def __init__(self):
+    def __init__(self, prove: bool = True):
         super().__init__()
+        check_flag("prove", prove)
+        self.prove = prove
         self._schedule: HostSchedule | None = None
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -80,6 +87,7 @@ class ExactAccumulation(keras.callbacks.Callback):
         if before not in (None, self._schedule):
             # Another optimizer in the middle of an epoch.
             self._schedule.begin_epoch(before.batches_left)
+        self._schedule.prove = self.prove
         self._schedule.deferred_refusal = deferred_refusal = self._deferred_refusal(optimizer, normalize)
         if deferred_refusal:
             deferred_refusal.check(self.model)

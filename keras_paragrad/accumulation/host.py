@@ -23,12 +23,14 @@ class HostSchedule:
 
     Attributes:
         batches_left: How many batches are left in the epoch, or `None` if unknown.
+        prove: Whether the first batch is to prove that micro-batches give what the whole batch gives.
         deferred_refusal: If every batch is a whole window, logs what a larger window would refuse.
     """
 
     def __init__(self, optimizer: "AccumulatingOptimizer"):
         self.optimizer = optimizer
         self.batches_left: int | None = None
+        self.prove = True
         self.deferred_refusal: DeferredRefusal | None = None
         self._position = 0
         self._update = 0

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS
 from keras_paragrad.accumulation.gradient_cache import GradientCache
 from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_at
-from keras_paragrad.arguments import check_choice_or_function, check_instance, check_integer
+from keras_paragrad.arguments import check_choice_or_function, check_flag, check_instance, check_integer
 from keras_paragrad.compat.data import Adapter, sample_rows
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
@@ -50,6 +50,8 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
             by training on them in processes of their own; see `find_batch_size`. What it tries is printed.
         weighting: What the loss of a slice is divided by: `"auto"` finds it, `"examples"`, `"sample_weight"`, `"mask"`,
             `"sum"` or a function of `(x, y, y_pred, sample_weight)` states it. See `AccumulatingOptimizer`.
+        prove: Whether the first batch proves, before the first update, that its slices give the gradient of the whole.
+            What Keras itself defines, and is known to divide, isn't computed again.
 
     Returns:
         A handle: `undo()`, or leaving a `with` block, restores the model's own training step. Its attribute `size` is
@@ -74,8 +76,11 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
     2
     """
 
-    def __init__(self, model: keras.Model, size: int | str, *, weighting: str | DivisorFunction = "auto"):
+    def __init__(
+        self, model: keras.Model, size: int | str, *, weighting: str | DivisorFunction = "auto", prove: bool = True
+    ):
         check_instance("model", model, keras.Model, "a Keras model")
+        check_flag("prove", prove)
         checked = check_integer("size", size, most=2**31 - 1, also=("auto",), example=64)
         measure = LossNormalization(
             check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, PARAMETERS), "microbatch"
@@ -89,7 +94,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         warn_of_batch_statistics(model)
         self.model = model
         self._slices: Slices | UnchosenSlices = (
-            UnchosenSlices(measure) if checked == "auto" else Slices(checked, measure)
+            UnchosenSlices(measure, prove) if checked == "auto" else Slices(checked, measure, prove)
         )
         builder.fill(split=self._slices)
 
@@ -116,10 +121,12 @@ class Slices(NamedTuple):
     Attributes:
         size: The maximum number of examples in a slice.
         normalize: Computes the weight of a slice.
+        prove: Whether the first batch is to prove that its slices give what it gives.
     """
 
     size: int
     normalize: LossNormalization
+    prove: bool = True
 
     @property
     def preparation(self) -> tuple[str, str, dict[str, Any]]:
@@ -137,6 +144,10 @@ class Slices(NamedTuple):
     def undivided(self) -> str:
         """The first sentence of the error for a batch that can't be cut."""
         return f"A batch has more than size={self.size} examples, and can't be split into slices."
+
+    def part_rows(self, rows: int) -> int:
+        """The rows of a slice of a batch of so many rows."""
+        return min(rows, self.size)
 
     def cuts(self, data: Batch) -> bool | None:
         """Whether a batch has more examples than a slice; `None` if its size isn't static."""
@@ -204,10 +215,12 @@ class UnchosenSlices(NamedTuple):
 
     Attributes:
         normalize: Computes the weight of a slice.
+        prove: As in `Slices`.
         size: In place of a number.
     """
 
     normalize: LossNormalization
+    prove: bool
     size: str = "auto"
 
     @property
@@ -244,7 +257,7 @@ class UnchosenSlices(NamedTuple):
 
         sizes = sorted({-(-rows // slices) for slices in range(1, rows + 1)})
         found = find_size(model, sizes, device_bytes, estimate, begin, TrialLog("microbatch", 1))
-        return Slices(int(found), self.normalize)
+        return Slices(int(found), self.normalize, self.prove)
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
         """Refuses to run."""

@@ -97,6 +97,7 @@ def _add_options(group: Any) -> None:
     option("--warmup-steps", type=integer(0, LARGEST), metavar="N", help="updates until it has grown")
     option("--inexact", dest="exact", action="store_false", help="exact=False: need not be the step of one device")
     option("--weighting", choices=WEIGHTINGS, help="what a compute_loss of your own divides by")
+    option("--unproved", dest="prove", action="store_false", help="prove=False: the first batch proves nothing")
     option("--shard-policy", choices=SHARD_POLICIES, help="how workers share the data")
     option("--shard", choices=SHARDS[1:], help="what each replica holds a shard of")
     option("--min-shard-bytes", type=integer(1, LARGEST), metavar="BYTES", help="smaller variables stay whole")

@@ -70,6 +70,8 @@ class DistributedFit(InNotebooks):
             replicas' gradients, or the sum of those of sums, and whatever trains is trained.
         weighting: What the loss of a replica's part of a batch is divided by: `"auto"` finds it, `"examples"`,
             `"sample_weight"`, `"mask"`, `"sum"` or a function of `(x, y, y_pred, sample_weight)` states it.
+        prove: Whether the first batch proves, before the first update, that the replicas' parts give the gradient of
+            the whole. What Keras itself defines, and is known to divide, isn't computed again.
         shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"` or `"already_sharded"`.
         pack_bytes: Bytes of gradients per bucket; 0 is a single bucket, except that between CPUs gradients of 1 MiB
             and more are reduced separately.

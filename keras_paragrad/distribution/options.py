@@ -41,6 +41,7 @@ CHOICES = {
     "batch": BATCHES,
     "lr_scaling": LR_SCALINGS,
     "exact": (True, False),
+    "prove": (True, False),
     "shard_policy": SHARD_POLICIES,
     "shard": SHARDS,
     "layout": LAYOUTS,
@@ -79,6 +80,7 @@ class Options:
     warmup_steps: int = 0
     exact: bool = True
     weighting: str | DivisorFunction = "auto"
+    prove: bool = True
     shard_policy: str = "auto"
     pack_bytes: int | None = None
     shard: str | None = None

@@ -198,6 +198,15 @@ class MicroBatches(NamedTuple):
     width: int
 
     @property
+    def prove(self) -> bool:
+        """Nothing is computed whole: the model may not fit on one device."""
+        return False
+
+    def part_rows(self, rows: int) -> int:
+        """The rows of a micro-batch."""
+        return -(-rows // self.parts)
+
+    @property
     def size(self) -> int:
         """A single example is never cut."""
         return 1

@@ -71,13 +71,14 @@ class ReplicaPreparation(Preparation):
         weighting: str | DivisorFunction = "auto",
         jit: bool | None = None,
         shard_policy: str = "auto",
+        prove: bool = True,
     ):
-        super().__init__(model, exact, weighting, jit, shard_policy)
+        super().__init__(model, exact, weighting, jit, shard_policy, prove)
 
     def renew(self) -> None:
         """Fills *take* with the loss normalization; on several workers, replaces `fit`, `evaluate` and `predict`."""
         model = self.model
-        exact, weighting, jit, shard_policy = self.settings
+        exact, weighting, jit, shard_policy, prove = self.settings
         _check_shards(model, exact)
         replicas = model.distribute_strategy.num_replicas_in_sync
         if replicas > 1:
@@ -97,7 +98,7 @@ class ReplicaPreparation(Preparation):
         by_xla = replicas > 1 and bool(model.jit_compile) and not self._all_reduces_in_forward_pass()
         several = replica_placement(model.distribute_strategy).workers > 1
         compared = ComparedFit.of(model, shard_policy) if several else None
-        take = Take(None if deferred_refusal else normalize, by_xla, deferred_refusal)
+        take = Take(None if deferred_refusal else normalize, by_xla, deferred_refusal, prove)
         install_on_replicas(model, take, compared.sharded if compared else None)
         if compared:
             evaluate = functools.partial(_with_barrier, type(model).evaluate, model)
@@ -236,7 +237,7 @@ class DataParallel(Parallelism):
             # Keras disables XLA under every strategy, unless it is requested explicitly.
             unset = run.strategies.models.num_replicas_in_sync > 1 and may_choose_xla(model)
             jit = run.plan.jit.value != "none" if unset else None
-        return ReplicaPreparation.of(model, options.exact, options.weighting, jit, options.shard_policy)
+        return ReplicaPreparation.of(model, options.exact, options.weighting, jit, options.shard_policy, options.prove)
 
 
 def _mirrored(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy:

@@ -59,6 +59,10 @@ class LossNormalization:
         mixes = self._check_rows(model, arguments, terms, training=True)
         return self._normalizer(model, arguments, terms, tried=not mixes)
 
+    def of_computed_loss(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
+        """The normalizer of the loss that was just computed, without a check of its rows or of what is stated."""
+        return self._normalizer(model, arguments, terms, tried=False)
+
     def _normalizer(
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, tried: bool = True
     ) -> Normalizer:
@@ -186,7 +190,7 @@ def find_weightings(
     """`try_weightings`, once for each `compile` and signature of the arguments."""
     given = {name: arguments[name] for name in ("x", "y", "sample_weight")}
     key = ("weightings", stated if stated and stated.name not in WEIGHTINGS else None)
-    return once_per_compile(key, model, given, lambda: try_weightings(model, arguments, stated))
+    return once_per_compile(key, model, given, lambda: try_weightings(model, arguments, stated), by_replicas=False)
 
 
 UNIFORM_NEEDS = (

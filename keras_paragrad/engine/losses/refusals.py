@@ -47,6 +47,11 @@ class Refusals(NamedTuple):
         """Whether a weighting can be stated: a wrong one would not bound the contribution of an example."""
         return self.asked_by != "make_private"
 
+    @property
+    def anyway(self) -> str:
+        """What to write to train nevertheless, if anything."""
+        return f"To train anyway, {_TO_TRAIN_ANYWAY[self.asked_by]}." if self.takes_weighting else ""
+
     def of_train_step(self, model: keras.Model) -> IndivisibleError:
         """The error for a custom `train_step`, which the component doesn't divide."""
         return IndivisibleError(
@@ -73,8 +78,7 @@ class Refusals(NamedTuple):
         """
         reasons = mixing_reasons(model, arguments, terms, asked_by=self.asked_by, training=training, refused=not stated)
         if reasons and not stated:
-            anyway = f" To train anyway, {_TO_TRAIN_ANYWAY[self.asked_by]}." if self.takes_weighting else ""
-            raise IndivisibleError(f"{reasons}{anyway}")
+            raise IndivisibleError(f"{reasons} {self.anyway}".rstrip())
         return reasons is not None
 
     def check_by_example(self, terms: list[LossTerm], name: str) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_paragrad.compat.model import added_losses, all_layers, overrides_compute_loss, overrides_train_step
-from keras_paragrad.compat.state import log_once
+from keras_paragrad.compat.state import log_once, state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
@@ -35,11 +35,15 @@ def compares_examples(model: Any, data: Batch, normalize: LossNormalization, *, 
     if normalize.weighting != "auto" or not normalize.takes_whole_losses or overrides_train_step(model):
         return False
     losses = model._compile_loss._flat_losses if model._compile_loss else ()
-    if not overrides_compute_loss(model) and all(has_value_per_example(each.loss) for each in losses):
+    if (
+        not _is_required(model)
+        and not overrides_compute_loss(model)
+        and all(has_value_per_example(each.loss) for each in losses)
+    ):
         return False
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     arguments = {"x": x, "y": y, "sample_weight": sample_weight}
-    key = ("compares", normalize.asked_by, training)
+    key = ("compares", normalize.asked_by, training, _is_required(model))
     answer = once_per_compile(key, model, arguments, lambda: _find(model, arguments, normalize.asked_by, training))
     if isinstance(answer, str):
         raise IndivisibleError(answer)
@@ -82,7 +86,19 @@ def _find(model: Any, arguments: LossArguments, asked_by: str, training: bool) -
     return True
 
 
+def require_whole_losses(model: Any) -> None:
+    """Has the loss computed on the outputs of whole batches until the next `compile`."""
+    once_per_compile(("whole losses",), model, {}, lambda: True, by_replicas=False)
+
+
+def _is_required(model: Any) -> bool:
+    state = state_of(model).independence
+    return state is not None and state[0] is model._compile_config and ("whole losses", False) in state[1]
+
+
 def _compares(model: Any, traced: _Traced) -> bool:
+    if _is_required(model):
+        return True
     # A loss that returns one number has no values to compare, and `compute_loss` is unknown altogether.
     unknown = [term for term in traced.terms if term.reduces_itself or term.values.shape.rank == 0]
     if any(loss_mixes_rows(term) for term in traced.terms if term not in unknown):

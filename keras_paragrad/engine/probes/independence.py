@@ -95,10 +95,18 @@ def check_metrics(model: keras.Model, y: Structure, y_pred: Structure, sample_we
 
 
 def once_per_compile(
-    key: tuple[object, ...], model: keras.Model, arguments: LossArguments, find: Callable[[], Result]
+    key: tuple[object, ...],
+    model: keras.Model,
+    arguments: LossArguments,
+    find: Callable[[], Result],
+    *,
+    by_replicas: bool = True,
 ) -> Result:
-    """The result of `find`, computed once for each `compile` and each signature of the arguments."""
-    key = (*key, replica_count() > 1, *map(_signature, keras.tree.flatten(arguments)))
+    """The result of `find`, computed once for each `compile` and each signature of the arguments.
+
+    If `by_replicas`, it may be another one on several replicas.
+    """
+    key = (*key, by_replicas and replica_count() > 1, *map(_signature, keras.tree.flatten(arguments)))
     configuration = model._compile_config
     state = state_of(model)
     if state.independence is None or state.independence[0] is not configuration:

@@ -45,7 +45,7 @@ _DRAWS: list[tuple[Any, str, Callable[..., Any]]] = [
 ]
 
 
-class _Rows:
+class Rows:
     """The rows of a part, and how often random numbers were drawn for them."""
 
     def __init__(self, first: int, count: int, total: int):
@@ -66,15 +66,15 @@ class _Rows:
 
 
 @contextlib.contextmanager
-def random_numbers_by_row(first: int, count: int, total: int) -> Generator[None]:
+def random_numbers_by_row(first: int, count: int, total: int) -> Generator[Rows]:
     """Context in which, on this thread, tensors of `count` rows get the random numbers of rows from `first` on.
 
     TensorFlow's operations are replaced for the whole process, and draw as before on other threads.
     """
-    _local.rows = _Rows(first, count, total)
+    _local.rows = rows = Rows(first, count, total)
     _count_contexts(1)
     try:
-        yield
+        yield rows
     finally:
         _count_contexts(-1)
         _local.rows = None
@@ -83,8 +83,8 @@ def random_numbers_by_row(first: int, count: int, total: int) -> Generator[None]
 @contextlib.contextmanager
 def random_numbers_of_part(first: int, count: int, total: int) -> Generator[None]:
     """Context, within `random_numbers_by_row`, of a part of other rows; what follows continues after the last part."""
-    before: _Rows = _local.rows
-    _local.rows = _Rows(first, count, total)
+    before: Rows = _local.rows
+    _local.rows = Rows(first, count, total)
     _local.rows.draws = before.draws
     try:
         yield
@@ -109,7 +109,7 @@ def _count_contexts(change: int) -> None:
 
 def _by_row(original: Callable[..., tf.Tensor], make: Callable[..., Any]) -> Callable[..., Any]:
     def draw(shape: Any, *arguments: Any, **keywords: Any) -> Any:
-        rows: _Rows | None = getattr(_local, "rows", None)
+        rows: Rows | None = getattr(_local, "rows", None)
         # What they return gives the dtype.
         drawn = original(shape, *arguments, **keywords)
         named = {**dict(zip(("minval", "maxval"), arguments, strict=False)), **keywords}

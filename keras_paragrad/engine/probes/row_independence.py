@@ -61,7 +61,7 @@ def find_mixing_layer(model: keras.layers.Layer, *arguments: Any, training: bool
     )
 
 
-class _Pair(NamedTuple):
+class RowPair(NamedTuple):
     """Two batches, and the rows of each whose outputs must be equal."""
 
     first: Batch
@@ -87,9 +87,9 @@ class _Pair(NamedTuple):
 def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_train: bool) -> str | None:
     """Compares outputs and gradients of batches with equal rows, in training and, if they are random, in inference."""
     half_precision = uses_half_precision(model)
-    changed = _Pair(first, second, _COMPARED, _COMPARED, 0.05 if half_precision else 1e-5)
+    changed = RowPair(first, second, _COMPARED, _COMPARED, 0.05 if half_precision else 1e-5)
     # Batches of different sizes are multiplied with different rounding.
-    part = _Pair(first, take_rows(first, 1, _ROWS), slice(1, _ROWS), slice(None), 0.05 if half_precision else 1e-3)
+    part = RowPair(first, take_rows(first, 1, _ROWS), slice(1, _ROWS), slice(None), 0.05 if half_precision else 1e-3)
     for training in (True, False) if may_train else (False,):
         compute = PureFunction(model, lambda rows, training=training: _tensors(call_model(model, rows, training)))
         # With the same seeds, so that dropout drops the same elements.
@@ -108,6 +108,15 @@ def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_tra
             matches = all(map(part.outputs_match, before, compute(part.second)[0]))
             return None if matches else _first_mixing(model, part, training)
     return None
+
+
+def find_changed_outputs(model: keras.layers.Layer, pair: RowPair, *, training: bool) -> str | None:
+    """The first layer whose outputs for the same rows differ between two batches; `None` if they are random."""
+    compute = PureFunction(model, lambda rows: _tensors(call_model(model, rows, training)))
+    (before, state), (after, _) = compute(pair.first), compute(pair.second)
+    if compute.has_drawn(state) or all(map(pair.outputs_match, before, after)):
+        return None
+    return _first_mixing(model, pair, training)
 
 
 def _has_custom_gradients(graph: tf.Graph) -> bool:
@@ -151,7 +160,7 @@ def _weighted_sum(outputs: list[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
     return total
 
 
-def _first_mixing(model: keras.layers.Layer, pair: _Pair, training: bool) -> str:
+def _first_mixing(model: keras.layers.Layer, pair: RowPair, training: bool) -> str:
     """The name of the first layer or operation whose outputs differ."""
     names: list[str] = []
     recorded: list[tuple[str, list[tf.Tensor]]] = []

@@ -16,6 +16,8 @@ import tensorflow as tf
 from keras.src.backend.common.global_state import GLOBAL_STATE_TRACKER
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
+from keras_paragrad.compat.state import state_of
+
 _OF_KERAS = (keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, keras.random.SeedGenerator)
 # Their attributes are not followed: what they hold belongs to others, or is in no Python attribute.
 _LEFT_ALONE = (keras.optimizers.Optimizer, keras.Variable, keras.KerasTensor, tf.Tensor, tf.Variable, type)
@@ -49,7 +51,10 @@ def untouched(
     Returns:
         What `assignments` yields.
     """
-    restorers = [*_restorers([model], but), *_restorers([vars(GLOBAL_STATE_TRACKER)], but)]
+    state = state_of(model)
+    # What probes have found meanwhile stays true.
+    results = state.independence[1:] if state.independence else ()
+    restorers = [*_restorers([model], (*but, *results)), *_restorers([vars(GLOBAL_STATE_TRACKER)], but)]
     generators = random.getstate(), np.random.get_state()
     try:
         with assignments as scope:
@@ -57,8 +62,11 @@ def untouched(
     finally:
         random.setstate(generators[0])
         np.random.set_state(generators[1])
+        found = state.independence, state.logged
         for restore in restorers:
             restore()
+        if found != (state.independence, state.logged):
+            state.independence, state.logged = found
 
 
 def never_run() -> contextlib.AbstractContextManager[None]:

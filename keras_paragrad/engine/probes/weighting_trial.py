@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -34,7 +35,7 @@ Result = TypeVar("Result")
 ROWS, FIRST = 8, 3
 BOUNDS = ((0, FIRST), (FIRST, ROWS))
 # What programs put in place of labels that don't count.
-_IGNORED = (-100, -1)
+_IGNORED = (-100, -1, 255, math.nan)
 # The largest relative error of a gradient that only rounding makes: in float32, and where GPUs multiply in TF32.
 _ROUNDING, _ROUNDING_OF_TF32 = 3e-5, 1e-3
 # That of the losses that layers add, alone: what is nearly balanced has a gradient of differences.
@@ -326,7 +327,9 @@ def _is_ignored(shape: list[int], draw: np.random.Generator) -> np.ndarray:
 
 
 def _replace(tensor: Any, value: float, choose: Callable[[list[int], np.random.Generator], np.ndarray]) -> Any:
-    """Puts a value in place of some elements; of integers only if it is negative, as 0 is drawn anyway."""
-    if tensor is None or tensor.dtype.is_bool or tensor.dtype.is_unsigned or (tensor.dtype.is_integer and value >= 0):
+    """Puts a value in place of some elements; of integers unless it is 0, which is drawn anyway, or can't be one."""
+    if tensor is None or tensor.dtype.is_bool:
+        return tensor
+    if tensor.dtype.is_integer and not (value and tensor.dtype.min <= value <= tensor.dtype.max):
         return tensor
     return tf.where(choose(tensor.shape.as_list(), np.random.default_rng(0)), tf.cast(value, tensor.dtype), tensor)

@@ -24,6 +24,7 @@ from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.custom_step.whole_step import WholeStep
+from keras_paragrad.engine.division.first_batch import FirstBatchProof
 from keras_paragrad.engine.losses.sums import LossWindow
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.building import (
@@ -245,7 +246,8 @@ class StepBuilder:
         steps = self._steps(telemetry, guard)
         replicas = self.model.distribute_strategy.num_replicas_in_sync
         whole = not self.stages.by_xla_alone(self.model, replicas)
-        taking = self.stages.take, self._skipped, guard, self._on_resumed, self._build_variables
+        proof = FirstBatchProof(self.model, self.stages)
+        taking = self.stages.take, self._skipped, guard, self._on_resumed, self._build_variables, proof
         return compile_steps(self.model, steps, apply, *taking, by_xla=whole, mesh=self.stages.mesh)
 
     def _picked(self, telemetry: Telemetry) -> TrainFunction:

@@ -1,5 +1,6 @@
 """The outermost part of a train function: takes batches from the iterator, and runs compiled steps on them."""
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,6 +13,8 @@ from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
 from keras_paragrad.compat.collectives import first_replica_values
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
+from keras_paragrad.engine.division.first_batch import FirstBatchProof
+from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
@@ -73,21 +76,39 @@ class CompiledStep:
     def __call__(self, data: Batch) -> StepLogs:
         return self._run(data)
 
-    def run_next(self, iterator: Any) -> StepLogs:
+    def run_next(self, iterator: Any, check: Callable[[Batch], str | None] | None = None) -> StepLogs:
         """Runs the step on the next batch, traced for the element spec of the iterator and not for that batch's shape.
 
         A function that also takes the batch would hold the step's graph a second time: 5 kB an operation.
+
+        Args:
+            iterator: The iterator.
+            check: Returns why the batch is refused, if so.
+
+        Raises:
+            IndivisibleError: `check` refuses the batch.
         """
-        if not self._in_functions:
-            return self(iterator.get_next())
-        if self._iterator() is not iterator:
-            self._iterator = weakref.ref(iterator)
-            spec = keras.tree.map_structure(_without_optional, iterator.element_spec)
-            # TensorFlow loses the inner dimensions of empty ragged tensors that pass through Python.
-            self._through_python = not any(map(_is_ragged, keras.tree.flatten(spec)))
-            if self._through_python:
-                self._function.get_concrete_function(spec)
+        if check is not None or not self._in_functions:
+            batch = self._get_next(iterator) if self._in_functions else iterator.get_next()
+            refusal = check(batch) if check else None
+            # What is refused while the step is traced says more.
+            self._trace(iterator)
+            if refusal:
+                raise IndivisibleError(refusal)
+            return self(batch)
+        self._trace(iterator)
         return self(self._get_next(iterator)) if self._through_python else self._take(iterator)
+
+    def _trace(self, iterator: Any) -> None:
+        """Traces the step for the batches of an iterator, if it is traced before it runs."""
+        if not self._in_functions or self._iterator() is iterator:
+            return
+        self._iterator = weakref.ref(iterator)
+        spec = keras.tree.map_structure(_without_optional, iterator.element_spec)
+        # TensorFlow loses the inner dimensions of empty ragged tensors that pass through Python.
+        self._through_python = not any(map(_is_ragged, keras.tree.flatten(spec)))
+        if self._through_python:
+            self._function.get_concrete_function(spec)
 
 
 def _without_optional(spec: Specs) -> Specs:
@@ -111,6 +132,7 @@ def compile_steps(
     guard: IndivisibleBatchGuard | None = None,
     on_resumed: Callable[[Batch], None] = lambda batch: None,
     build: Callable[[BatchIterator], None] = lambda iterator: None,
+    proof: FirstBatchProof | None = None,
     *,
     by_xla: bool = True,
     mesh: MeshRunner | None = None,
@@ -127,9 +149,10 @@ def compile_steps(
         skipped: Maps a number of batches to how many of them to skip.
         on_resumed: Called with the last skipped batch, before the first step.
         build: Called with the iterator before each call; makes the variables that the steps need.
+        proof: Sees the batches of the first update before their steps.
     """
     compiled = [CompiledStep(model, step, take, guard, by_xla, mesh) for step in steps]
-    by_host = _by_host(model, compiled, cuts=take is not None)
+    by_host = _by_host(model, compiled, proof, cuts=take is not None)
     in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and mesh is None
     run = _in_graph(model, compiled) if in_graph else by_host
 
@@ -159,7 +182,7 @@ def compile_steps(
         if of_tensors and in_graph and not model.run_eagerly:
             build(iterator)
         try:
-            logs = execute(iterator, updates)
+            logs = (by_host if proof and proof.pending else execute)(iterator, updates)
         except tf.errors.InvalidArgumentError as error:
             explain_different_rows(error)
             if guard:
@@ -216,7 +239,9 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
     return execute
 
 
-def _by_host(model: keras.Model, steps: Sequence[CompiledStep], *, cuts: bool) -> Execute:
+def _by_host(
+    model: keras.Model, steps: Sequence[CompiledStep], proof: FirstBatchProof | None, *, cuts: bool
+) -> Execute:
     """Runs batches one by one: TensorFlow can't run collectives inside `tf.cond`."""
     strategy = model.distribute_strategy
 
@@ -229,8 +254,9 @@ def _by_host(model: keras.Model, steps: Sequence[CompiledStep], *, cuts: bool) -
         logs = None
         for update in updates:
             step = steps[update]
+            check = functools.partial(proof, update=update) if proof and proof.pending else None
             try:
-                logs = step.run_next(iterator) if hasattr(iterator, "get_next") else step(take_next(iterator))
+                logs = step.run_next(iterator, check) if hasattr(iterator, "get_next") else step(take_next(iterator))
             except (StopIteration, tf.errors.OutOfRangeError):
                 break
         return logs

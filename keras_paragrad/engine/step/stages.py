@@ -71,11 +71,13 @@ class Take(NamedTuple):
         normalize: The loss normalization of a replica batch, or `None` if all count the same.
         by_xla: Whether XLA compiles each replica's forward and backward pass.
         deferred_refusal: On one replica, warns of what several would refuse.
+        prove: Whether the first batch is to prove that parts give what the whole gives.
     """
 
     normalize: LossNormalization | None = None
     by_xla: bool = False
     deferred_refusal: DeferredRefusal | None = None
+    prove: bool = True
 
 
 class BatchSlices(NamedTuple):
@@ -98,6 +100,11 @@ class Split(Protocol):
     normalize: LossNormalization
 
     @property
+    def prove(self) -> bool:
+        """Whether the first batch is to prove that its slices give what it gives."""
+        ...
+
+    @property
     def size(self) -> int:
         """The size of a slice, in examples."""
         ...
@@ -110,6 +117,10 @@ class Split(Protocol):
     @property
     def undivided(self) -> str:
         """The first sentence of the error for a model whose batches can't be divided."""
+        ...
+
+    def part_rows(self, rows: int) -> int:
+        """The rows of a slice of a batch of so many rows."""
         ...
 
     def cuts(self, data: Batch) -> bool | None:
@@ -131,6 +142,11 @@ class Split(Protocol):
 
 class Apply(Protocol):
     """Fills the *combine* and *apply* stages: accumulates gradients, and decides when to update."""
+
+    @property
+    def prove(self) -> bool:
+        """Whether the first batch is to prove that micro-batches give what the whole batch gives."""
+        ...
 
     @property
     def deferred_refusal(self) -> DeferredRefusal | None:
@@ -227,6 +243,11 @@ class Stages(NamedTuple):
         transform = self.chain and self.chain.outside_xla
         slices = self.split and is_slower_in_xla_loop(model) and not overrides_train_step(model)
         return bool(model.jit_compile and (transform or slices))
+
+    @property
+    def prove(self) -> bool:
+        """Whether the first batch is to prove that parts give what the whole gives."""
+        return self.mesh is None and all(each.prove for each in (self.take, self.split, self.apply) if each)
 
     @property
     def deferred_refusal(self) -> DeferredRefusal | None:

@@ -1,0 +1,1 @@
+"""How a batch is divided, and the proof that its parts give what the whole gives."""

@@ -1,0 +1,82 @@
+"""Which rows of a first batch stand for a whole batch, and how they are cut into parts."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.types import Batch, Structure
+from keras_paragrad.compat.workers import local_replica_values
+from keras_paragrad.engine.replicas.replica_batch import rows_of
+from keras_paragrad.engine.step.stages import Stages
+
+# The most parts of a batch that is proved.
+MOST_PARTS = 8
+
+
+class Cut(NamedTuple):
+    """Rows that are computed whole and in parts.
+
+    Attributes:
+        rows: For each row of the whole, its index in the first batch.
+        bounds: The first row of each part, and the one after its last.
+    """
+
+    rows: np.ndarray
+    bounds: list[tuple[int, int]]
+
+    @classmethod
+    def of_parts(cls, count: int, size: int, parts: int) -> "Cut":
+        """A whole batch in parts of `size` rows, from `count` rows that there are.
+
+        Rows that are missing are drawn from these: parts of the same rows would weigh alike by any weighting.
+        """
+        total = size * min(parts, MOST_PARTS)
+        missing = np.random.default_rng(0).integers(0, count, max(total - count, 0))
+        rows = np.concatenate([np.arange(min(total, count)), missing])
+        return cls(rows, [(start, start + size) for start in range(0, total, size)])
+
+    @classmethod
+    def of_part(cls, size: int) -> "Cut":
+        """One part, cut into two of different sizes."""
+        first = min(size // 2 + 1, size - 1)
+        return cls(np.arange(size), [(0, first), (first, size)])
+
+    def take(self, nested: Structure) -> Structure:
+        """The rows of the whole, of nested tensors."""
+        return keras.tree.map_structure(lambda each: None if each is None else tf.gather(each, self.rows), nested)
+
+
+def join_rows(batches: Sequence[Batch]) -> Batch:
+    """The rows of several batches as one."""
+    first, *others = batches
+    if not others:
+        return first
+    return keras.tree.map_structure(lambda *each: None if each[0] is None else tf.concat(each, 0), *batches)
+
+
+def local_rows(batch: Batch) -> Batch:
+    """The rows of a batch on all replicas of this process, as dense tensors; `None` if it holds anything else."""
+    leaves = [local_replica_values(leaf) for leaf in keras.tree.flatten(batch)]
+    parts = [each for values in leaves for each in values if each is not None]
+    if not all(isinstance(each, tf.Tensor) and each.shape.rank and each.dtype != tf.string for each in parts):
+        return None
+    joined = [None if values[0] is None else tf.concat(values, 0) for values in leaves]
+    return keras.tree.pack_sequence_as(batch, joined)
+
+
+def part_size(model: keras.Model, stages: Stages, batch: Batch) -> tuple[int, int]:
+    """The rows that one part of a batch holds, and the number of parts of an update."""
+    leaf = next(each for each in keras.tree.flatten(batch) if each is not None)
+    size = max(int(rows_of(each)) for each in local_replica_values(leaf))
+    parts = model.distribute_strategy.num_replicas_in_sync
+    if stages.split:
+        rows = stages.split.part_rows(size)
+        size, parts = rows, parts * -(-size // rows)
+    accumulator = find_accumulator(model.optimizer)
+    if stages.apply and accumulator:
+        parts *= accumulator.schedule.at(0)
+    return size, parts

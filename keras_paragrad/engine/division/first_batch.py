@@ -1,0 +1,81 @@
+"""What is proved on the first batch, before the first update, and what follows from it."""
+
+import keras
+
+from keras_paragrad.compat.model import overrides_train_step
+from keras_paragrad.compat.state import log_once, warn_once
+from keras_paragrad.compat.types import Batch
+from keras_paragrad.engine.division.cut import MOST_PARTS, join_rows, local_rows, part_size
+from keras_paragrad.engine.division.proof import find_difference, find_layer_that_mixes, is_known_to_divide
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.probes.comparing import require_whole_losses
+from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
+from keras_paragrad.engine.step.stages import Stages
+
+
+class FirstBatchProof:
+    """Proves that parts of the first batch give the gradient that it gives as a whole.
+
+    A loss whose parts don't is computed on the outputs of whole batches from then on, where the component can.
+
+    Args:
+        model: The model, compiled.
+        stages: Divide its batches.
+    """
+
+    def __init__(self, model: keras.Model, stages: Stages):
+        self.model, self.stages = model, stages
+        # The batches of the first update so far; `None` once there is nothing to prove.
+        self._window: list[Batch] | None = [] if stages.prove and not overrides_train_step(model) else None
+
+    @property
+    def pending(self) -> bool:
+        """Whether the batches of the first update are still to be seen."""
+        if self._window == [] and losses_built(self.model) and is_known_to_divide(self.model):
+            self._window = None
+        return self._window is not None
+
+    def __call__(self, batch: Batch, update: bool) -> str | None:
+        """Sees a batch before its step runs; with the first update, returns why batches can't be divided, if so."""
+        size, parts = part_size(self.model, self.stages, batch)
+        normalize, rows = self.stages.normalization(of_slices=True), local_rows(batch)
+        if self._window is None or parts == 1 or normalize is None or rows is None:
+            self._window = None
+            return None
+        self._window = [*self._window, rows][:MOST_PARTS]
+        if self.stages.apply and not update:
+            return None
+        window, self._window = join_rows(self._window), None
+        return _prove(self.model, window, size, parts, normalize, whole_losses=not self.stages.combine)
+
+
+def _prove(
+    model: keras.Model, data: Batch, size: int, parts: int, normalize: LossNormalization, *, whole_losses: bool
+) -> str | None:
+    """Returns why the rows of an update can't be divided, or `None` if they can.
+
+    If `whole_losses`, the loss may be computed on the outputs of whole batches instead.
+    """
+    x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+    build_by_calling(model, x)
+    build_losses(model, data)
+    if is_known_to_divide(model):
+        return None
+    difference = find_difference(model, data, size, parts, normalize)
+    if difference is None:
+        return None
+    if layer := find_layer_that_mixes(model, data, size):
+        return (
+            f"{difference}: the output of {layer!r} for one example depends on the others. {normalize.refusals.anyway}"
+        )
+    if normalize.weighting != "auto":
+        warn_once(model, f"{difference}, with weighting={normalize.weighting!r} as stated.")
+        return None
+    if not whole_losses or not normalize.takes_whole_losses:
+        return (
+            f"{difference}: the loss divides by something that depends on the values of the rows, such as a count of "
+            f"labels that aren't missing, or compares rows. {normalize.refusals.advice(model, None)}"
+        )
+    log_once(model, f"{difference}, so the loss of {model.name!r} is computed on the outputs of whole batches.")
+    require_whole_losses(model)
+    return None

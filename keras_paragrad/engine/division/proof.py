@@ -1,0 +1,276 @@
+"""The proof on the first batch: parts of its rows, weighted as `fit` weights them, give the gradient of the whole."""
+
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.compat.layers import mask_of, with_mask
+from keras_paragrad.compat.model import overrides_compute_loss
+from keras_paragrad.compat.types import Batch, LossArguments, Structure
+from keras_paragrad.engine.division.cut import Cut
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.losses.terms import recorded_terms
+from keras_paragrad.engine.probes.random_rows import random_numbers_by_row
+from keras_paragrad.engine.probes.row_independence import (
+    RowPair,
+    computes_rows_independently,
+    find_changed_outputs,
+    has_value_per_example,
+)
+from keras_paragrad.engine.probes.trial import (
+    Inconclusive,
+    PureFunction,
+    call_model,
+    row_count,
+    run_trial,
+    take_rows,
+    uses_half_precision,
+    watch_weights,
+)
+
+_log = logging.getLogger("keras_paragrad")
+# The largest relative error of a gradient that is no finding, in single and in half precision. Faults are off by 1e-4
+# and more.
+_TOLERANCE, _TOLERANCE_OF_HALF_PRECISION = 1e-4, 3e-2
+# A finding is this many times what another order of the rows, or another seed, changes.
+_TIMES_NOISE = 10
+# The most bytes that the tensors of a whole batch may take together. A larger batch is proved by its outputs.
+_MOST_BYTES = 2**28
+
+
+class Difference(NamedTuple):
+    """How far the weighted gradients of parts are from the gradient of the whole.
+
+    Attributes:
+        error: The norm of the difference over the norm of the gradient.
+        rows, parts: The rows of the whole, and the number of its parts.
+    """
+
+    error: float
+    rows: int
+    parts: int
+
+    def __str__(self) -> str:
+        return (
+            f"On {self.rows} rows of the first batch, the weighted gradients of {self.parts} parts are "
+            f"{self.error:.1e} off the gradient of the whole"
+        )
+
+
+def is_known_to_divide(model: keras.Model) -> bool:
+    """Whether all that a model computes is Keras's own, and known to compute row by row.
+
+    Its losses must be built.
+    """
+    losses = model._compile_loss._flat_losses if model._compile_loss else ()
+    return (
+        not overrides_compute_loss(model)
+        and computes_rows_independently(model)
+        and all(each.loss is None or has_value_per_example(each.loss) for each in losses)
+    )
+
+
+def find_difference(
+    model: keras.Model, data: Batch, size: int, parts: int, normalize: LossNormalization
+) -> Difference | None:
+    """Computes rows of the first batch whole and in parts; `None` if only rounding or randomness sets them apart.
+
+    Args:
+        model: A built and compiled model with Keras's `train_step`, whose losses are built.
+        data: The first batch.
+        size: The rows that one part holds.
+        parts: The number of parts of an update.
+        normalize: Computes the weight of a part.
+    """
+
+    def find(cut: Cut) -> Difference | None:
+        try:
+            division = _DividedPass(model, normalize)
+            if division.bytes_of(take_rows(data, 0, size)) * len(cut.bounds) <= _MOST_BYTES:
+                return division.compare(data, cut)
+            difference = division.compare(data, Cut.of_part(size)) if size > 1 else None
+            if difference is None:
+                difference = _DividedLoss(model, normalize, size).compare(data, cut)
+        except IndivisibleError:
+            # The step that is traced next is refused, or takes whole losses.
+            return None
+        return difference
+
+    try:
+        cut = Cut.of_parts(row_count(data), size, parts)
+    except Exception:
+        # Without rows, as of strings or of ragged tensors.
+        return None
+    return run_trial(find, cut, otherwise=None, question="whether parts of the first batch give its gradient")
+
+
+def find_layer_that_mixes(model: keras.Model, data: Batch, size: int) -> str | None:
+    """The first layer whose outputs for some rows of the first batch change with the rows beside them."""
+    x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+    count = min(size, row_count(x))
+    if count < 2 or computes_rows_independently(model):
+        return None
+    first, second = take_rows(x, 0, count), take_rows(x, 1, count)
+
+    def find() -> str | None:
+        pair = RowPair((first,), (second,), slice(1, count), slice(None), _TOLERANCE_OF_HALF_PRECISION)
+        return find_changed_outputs(model, pair, training=True)
+
+    return run_trial(lambda _: find(), 0, otherwise=None, question=None)
+
+
+class _DividedPass:
+    """Computes the gradient of the weights, and what the loss is divided by, of the whole and of its parts."""
+
+    def __init__(self, model: keras.Model, normalize: LossNormalization):
+        self.model, self.normalize = model, normalize
+        self.half_precision = uses_half_precision(model)
+        self.draws = False
+        self._total = 0
+        # Parts that draw random numbers draw those for their rows.
+        self._functions: dict[int, PureFunction] = {}
+
+    def compare(self, data: Batch, cut: Cut) -> Difference | None:
+        """The difference of the parts from the whole, unless noise explains it."""
+        rows = self.prepare(cut.take(data), cut)
+        self._total = len(cut.rows)
+        whole, divisor = self.run(rows, 0)
+        norm = _norm(whole)
+        if not np.isfinite(norm) or not norm:
+            _log.debug("The gradient of the first batch is not finite, or 0.")
+            return None
+        total = [np.zeros_like(each) for each in whole]
+        for start, stop in cut.bounds:
+            gradient, part = self.run(take_rows(rows, start, stop), start)
+            share = part / divisor if divisor else 1.0
+            self.add(total, gradient, share, start, stop)
+        error = _norm([one - other for one, other in zip(whole, total, strict=True)]) / norm
+        tolerance = _TOLERANCE_OF_HALF_PRECISION if self.half_precision else _TOLERANCE
+        if error <= tolerance or error <= _TIMES_NOISE * self._noise(rows, whole) / norm:
+            return None
+        return Difference(float(error), len(cut.rows), len(cut.bounds))
+
+    def prepare(self, rows: Batch, cut: Cut) -> Batch:
+        """What the gradient is computed from."""
+        return rows
+
+    def add(self, total: list[np.ndarray], gradient: list[np.ndarray], share: float, start: int, stop: int) -> None:
+        """Adds the weighted gradient of a part."""
+        for sums, part in zip(total, gradient, strict=True):
+            sums += share * part
+
+    def run(self, rows: Batch, first: int, *, reseeded: bool = False) -> tuple[list[np.ndarray], float]:
+        """The gradient of some rows, and what their loss is divided by: 0 for a sum."""
+        function = self._function_of(first)
+        (gradients, divisor), _ = function(rows, function.reseed() if reseeded else None)
+        return [np.asarray(each, "float64") for each in gradients], float(divisor)
+
+    def bytes_of(self, rows: Batch) -> int:
+        """The bytes of all tensors that are computed from some rows."""
+        operations = self._function_of(0).graph(rows).get_operations()
+        return sum(_bytes(list(operation.outputs)) for operation in operations)
+
+    def _function_of(self, first: int) -> PureFunction:
+        key = first if self.draws else 0
+        if key not in self._functions:
+            self._functions[key] = PureFunction(self.model, functools.partial(self.compute, first))
+        return self._functions[key]
+
+    def compute(self, first: int, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Traces the gradient."""
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with (
+            random_numbers_by_row(first, row_count(x), self._total) as numbers,
+            watch_weights(self.model) as gradients_of,
+        ):
+            y_pred = call_model(self.model, (x,), training=True)
+            loss, divisor = self.loss({"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight})
+        self.draws = numbers.draws > 0
+        return gradients_of(loss), divisor
+
+    def loss(self, arguments: LossArguments) -> tuple[tf.Tensor, tf.Tensor]:
+        """The loss, and what it is divided by: 0 for a sum."""
+        with recorded_terms(self.model, untracked=True) as terms:
+            loss = self.model._compute_loss(**arguments, training=True)
+        # Of an unreduced loss, Keras differentiates the sum.
+        total = tf.cast(tf.reduce_sum(loss), "float32")
+        weight = self.normalize.of_computed_loss(self.model, arguments, terms)
+        return total, tf.zeros([]) if weight.summed else tf.cast(weight.value, "float32")
+
+    def _noise(self, rows: Batch, whole: list[np.ndarray]) -> float:
+        """How far another order of the rows, or another seed, moves the gradient of the whole."""
+        again = [self.run(rows, 0, reseeded=True)[0]]
+        if not self.draws:
+            again.append(self.reordered(rows))
+        return max(_norm([one - other for one, other in zip(whole, each, strict=True)]) for each in again)
+
+    def reordered(self, rows: Batch) -> list[np.ndarray]:
+        """The gradient of the same rows in another order."""
+        return self.run(_reverse(rows), 0)[0]
+
+
+class _DividedLoss(_DividedPass):
+    """Computes the gradient of the outputs alone: a whole batch's outputs fit where its activations don't."""
+
+    def __init__(self, model: keras.Model, normalize: LossNormalization, size: int):
+        super().__init__(model, normalize)
+        self.size = size
+
+    def prepare(self, rows: Batch, cut: Cut) -> Batch:
+        """The rows with their outputs, in as many as fit."""
+        forward = PureFunction(self.model, self._forward)
+        count, kept = len(cut.rows), []
+        for start in range(0, count, self.size):
+            kept.append(forward(take_rows(rows, start, start + self.size))[0])
+            if sum(_bytes(each) for each in kept) > _MOST_BYTES:
+                raise Inconclusive("the outputs of a whole batch are very large")
+        outputs = keras.tree.map_structure(lambda *parts: None if parts[0] is None else tf.concat(parts, 0), *kept)
+        return rows, outputs
+
+    def _forward(self, data: Any) -> tuple[Structure, list[tf.Tensor | None]]:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred = call_model(self.model, (x,), training=True)
+        leaves = keras.tree.flatten(y_pred)
+        if any(each.shape.rank == 0 or each.shape[0] != row_count(x) for each in leaves):
+            raise Inconclusive("the outputs have no row for each example")
+        return y_pred, [mask_of(each) for each in leaves]
+
+    def compute(self, first: int, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Traces the gradient with respect to the outputs."""
+        rows, (y_pred, masks) = data
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(rows)
+        leaves = keras.tree.flatten(y_pred)
+        real = [each for each in leaves if each.dtype.is_floating]
+        with tf.GradientTape() as tape:
+            tape.watch(real)
+            marked = keras.tree.pack_sequence_as(y_pred, [with_mask(*each) for each in zip(leaves, masks, strict=True)])
+            loss, divisor = self.loss({"x": x, "y": y, "y_pred": marked, "sample_weight": sample_weight})
+        gradients = tape.gradient(loss, real, unconnected_gradients="zero")
+        return [tf.cast(each, "float32") for each in gradients], divisor
+
+    def add(self, total: list[np.ndarray], gradient: list[np.ndarray], share: float, start: int, stop: int) -> None:
+        """Puts the weighted gradient of a part's outputs in its rows."""
+        for sums, part in zip(total, gradient, strict=True):
+            sums[start:stop] = share * part
+
+    def reordered(self, rows: Batch) -> list[np.ndarray]:
+        """The gradient of the outputs, computed in another order."""
+        return [each[::-1] for each in super().reordered(rows)]
+
+
+def _norm(tensors: list[np.ndarray]) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(each)) for each in tensors)))
+
+
+def _reverse(nested: Structure) -> Structure:
+    return keras.tree.map_structure(lambda each: None if each is None else tf.reverse(each, [0]), nested)
+
+
+def _bytes(nested: Structure) -> int:
+    tensors = [each for each in keras.tree.flatten(nested) if each is not None and each.dtype != tf.resource]
+    return sum((each.shape.num_elements() or 0) * each.dtype.size for each in tensors)
