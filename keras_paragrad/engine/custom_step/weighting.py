@@ -95,6 +95,8 @@ class TrialStep:
             if each.by_slice and id(each.variable) in self.values.keys() - others and not is_seed(each.variable)
         ]
         self.start: State = [tf.convert_to_tensor(self.values[id(each)]) for each in self.states]
+        # Whether the step draws random numbers, once it is traced.
+        self.draws = False
         self._functions: dict[tuple[int, int], Callable[[Any], Any]] = {}
 
     def run(self, data: Batch, state: State) -> tuple[list[np.ndarray], State]:
@@ -113,11 +115,18 @@ class TrialStep:
         """The gradients of each call of `apply`, for the rows from `first` on."""
         return self._call(data, first)[0]
 
-    def _call(self, data: Batch, first: int) -> tuple[list[list[np.ndarray]], State]:
+    def graph(self, data: Batch, first: int) -> tf.Graph:
+        """The graph in which the gradients are computed."""
+        return self._function(data, first).get_concrete_function(data).graph
+
+    def _function(self, data: Batch, first: int) -> Any:
         rows = first, row_count(data)
         if rows not in self._functions:
             self._functions[rows] = tf.function(functools.partial(self._compute, *rows), autograph=False)
-        gradients, state = self._functions[rows](data)
+        return self._functions[rows]
+
+    def _call(self, data: Batch, first: int) -> tuple[list[list[np.ndarray]], State]:
+        gradients, state = self._function(data, first)(data)
         return [[np.asarray(each, "float64") for each in of_call] for of_call in gradients], state
 
     def _compute(self, first: int, count: int, data: Batch) -> tuple[list[list[tf.Tensor]], State]:
@@ -131,10 +140,11 @@ class TrialStep:
         scope = _TrialScope(collect_losses=True)
         scope.state_mapping.update(self.values)
         numbers = random_numbers_by_row(first, count, self.rows)
-        with untouched(self.model, scope), capturing_applies(capture), numbers, self.context():
+        with untouched(self.model, scope), capturing_applies(capture), numbers as drawn, self.context():
             normalize_by_moving_statistics(self.model)
             others = self.others(train_step_of(self.model)(data), scope)
             state = [tf.convert_to_tensor(scope.get_current_value(each)) for each in self.states]
+        self.draws = drawn.draws > 0
         if len(captured) != len(self.calls):
             raise Inconclusive("the step calls optimizers differently on other rows")
         return [*captured, *others], state

@@ -1,16 +1,26 @@
 """What is proved on the first batch, before the first update, and what follows from it."""
 
+import functools
+from collections.abc import Callable, Sequence
+
 import keras
 
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import Batch
+from keras_paragrad.engine.custom_step.step import CustomStep
+from keras_paragrad.engine.custom_step.whole_step import WholeStep
 from keras_paragrad.engine.division.cut import MOST_PARTS, join_rows, local_rows, part_size
 from keras_paragrad.engine.division.proof import find_difference, find_layer_that_mixes, is_known_to_divide
+from keras_paragrad.engine.division.step_proof import find_difference_of_step
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.probes.comparing import require_whole_losses
 from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
 from keras_paragrad.engine.step.stages import Stages
+
+# Called once the step is traced, as what is refused there says more; refuses or warns.
+Conclusion = Callable[[], None]
 
 
 class FirstBatchProof:
@@ -21,12 +31,15 @@ class FirstBatchProof:
     Args:
         model: The model, compiled.
         stages: Divide its batches.
+        custom_steps: Returns the analyzed steps of the model's own `train_step`.
     """
 
-    def __init__(self, model: keras.Model, stages: Stages):
-        self.model, self.stages = model, stages
+    def __init__(
+        self, model: keras.Model, stages: Stages, custom_steps: Callable[[], Sequence[CustomStep | WholeStep]]
+    ):
+        self.model, self.stages, self._custom_steps = model, stages, custom_steps
         # The batches of the first update so far; `None` once there is nothing to prove.
-        self._window: list[Batch] | None = [] if stages.prove and not overrides_train_step(model) else None
+        self._window: list[Batch] | None = [] if stages.prove else None
 
     @property
     def pending(self) -> bool:
@@ -35,8 +48,8 @@ class FirstBatchProof:
             self._window = None
         return self._window is not None
 
-    def __call__(self, batch: Batch, update: bool) -> str | None:
-        """Sees a batch before its step runs; with the first update, returns why batches can't be divided, if so."""
+    def __call__(self, batch: Batch, update: bool) -> Conclusion | None:
+        """Sees a batch before its step runs; with the first update, returns what follows from a difference, if any."""
         size, parts = part_size(self.model, self.stages, batch)
         normalize, rows = self.stages.normalization(of_slices=True), local_rows(batch)
         if self._window is None or parts == 1 or normalize is None or rows is None:
@@ -46,13 +59,37 @@ class FirstBatchProof:
         if self.stages.apply and not update:
             return None
         window, self._window = join_rows(self._window), None
+        if overrides_train_step(self.model):
+            return functools.partial(self._prove_step, window, size, parts, normalize)
         return _prove(self.model, window, size, parts, normalize, whole_losses=not self.stages.combine)
+
+    def _prove_step(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
+        """Proves the model's own `train_step`, once it is analyzed."""
+        step = next((each for each in self._custom_steps() if isinstance(each, CustomStep)), None)
+        found = step and find_difference_of_step(self.model, step, data, size, parts)
+        if step is None or found is None:
+            return
+        index, difference = found
+        if normalize.weighting != "auto":
+            warn_once(self.model, f"{difference}, with weighting={normalize.weighting!r} as stated.")
+            return
+        raise IndivisibleError(
+            f"{difference}, in update {index + 1} of {len(step.calls)} in the train_step of "
+            f"{type(self.model).__name__}, by {step.calls[index].optimizer.name!r}: {_DEPENDS}. "
+            f"{normalize.refusals.advice(self.model, None)}"
+        )
+
+
+_DEPENDS = (
+    "the loss divides by something that depends on the values of the rows, such as a count of labels that aren't "
+    "missing, or compares rows"
+)
 
 
 def _prove(
     model: keras.Model, data: Batch, size: int, parts: int, normalize: LossNormalization, *, whole_losses: bool
-) -> str | None:
-    """Returns why the rows of an update can't be divided, or `None` if they can.
+) -> Conclusion | None:
+    """Returns what follows if the rows of an update, divided, don't give their gradient.
 
     If `whole_losses`, the loss may be computed on the outputs of whole batches instead.
     """
@@ -65,17 +102,17 @@ def _prove(
     if difference is None:
         return None
     if layer := find_layer_that_mixes(model, data, size):
-        return (
-            f"{difference}: the output of {layer!r} for one example depends on the others. {normalize.refusals.anyway}"
-        )
+        reason = f"the output of {layer!r} for one example depends on the others"
+        return functools.partial(_refuse, f"{difference}: {reason}. {normalize.refusals.anyway}")
     if normalize.weighting != "auto":
-        warn_once(model, f"{difference}, with weighting={normalize.weighting!r} as stated.")
-        return None
+        stated = f"{difference}, with weighting={normalize.weighting!r} as stated."
+        return functools.partial(warn_once, model, stated)
     if not whole_losses or not normalize.takes_whole_losses:
-        return (
-            f"{difference}: the loss divides by something that depends on the values of the rows, such as a count of "
-            f"labels that aren't missing, or compares rows. {normalize.refusals.advice(model, None)}"
-        )
+        return functools.partial(_refuse, f"{difference}: {_DEPENDS}. {normalize.refusals.advice(model, None)}")
     log_once(model, f"{difference}, so the loss of {model.name!r} is computed on the outputs of whole batches.")
     require_whole_losses(model)
     return None
+
+
+def _refuse(message: str) -> None:
+    raise IndivisibleError(message)

@@ -1,7 +1,7 @@
 """The proof on the first batch: parts of its rows, weighted as `fit` weights them, give the gradient of the whole."""
 
 import functools
-import logging
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import mask_of, with_mask
-from keras_paragrad.compat.model import overrides_compute_loss
+from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.division.cut import Cut
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
@@ -33,14 +33,13 @@ from keras_paragrad.engine.probes.trial import (
     watch_weights,
 )
 
-_log = logging.getLogger("keras_paragrad")
 # The largest relative error of a gradient that is no finding, in single and in half precision. Faults are off by 1e-4
 # and more.
 _TOLERANCE, _TOLERANCE_OF_HALF_PRECISION = 1e-4, 3e-2
 # A finding is this many times what another order of the rows, or another seed, changes.
 _TIMES_NOISE = 10
 # The most bytes that the tensors of a whole batch may take together. A larger batch is proved by its outputs.
-_MOST_BYTES = 2**28
+MOST_BYTES = 2**28
 
 
 class Difference(NamedTuple):
@@ -69,7 +68,7 @@ def is_known_to_divide(model: keras.Model) -> bool:
     """
     losses = model._compile_loss._flat_losses if model._compile_loss else ()
     return (
-        not overrides_compute_loss(model)
+        not (overrides_compute_loss(model) or overrides_train_step(model))
         and computes_rows_independently(model)
         and all(each.loss is None or has_value_per_example(each.loss) for each in losses)
     )
@@ -90,22 +89,20 @@ def find_difference(
 
     def find(cut: Cut) -> Difference | None:
         try:
-            division = _DividedPass(model, normalize)
-            if division.bytes_of(take_rows(data, 0, size)) * len(cut.bounds) <= _MOST_BYTES:
+            division = _DividedPass(model, normalize, len(cut.rows))
+            if bytes_of(division.graph(take_rows(data, 0, size))) * len(cut.bounds) <= MOST_BYTES:
                 return division.compare(data, cut)
-            difference = division.compare(data, Cut.of_part(size)) if size > 1 else None
+            difference = None
+            if size > 1:
+                difference = _DividedPass(model, normalize, size).compare(data, Cut.of_part(size))
             if difference is None:
-                difference = _DividedLoss(model, normalize, size).compare(data, cut)
+                difference = _DividedLoss(model, normalize, len(cut.rows), size).compare(data, cut)
         except IndivisibleError:
             # The step that is traced next is refused, or takes whole losses.
             return None
         return difference
 
-    try:
-        cut = Cut.of_parts(row_count(data), size, parts)
-    except Exception:
-        # Without rows, as of strings or of ragged tensors.
-        return None
+    cut = Cut.of_parts(row_count(data), size, parts)
     return run_trial(find, cut, otherwise=None, question="whether parts of the first batch give its gradient")
 
 
@@ -127,33 +124,24 @@ def find_layer_that_mixes(model: keras.Model, data: Batch, size: int) -> str | N
 class _DividedPass:
     """Computes the gradient of the weights, and what the loss is divided by, of the whole and of its parts."""
 
-    def __init__(self, model: keras.Model, normalize: LossNormalization):
-        self.model, self.normalize = model, normalize
+    def __init__(self, model: keras.Model, normalize: LossNormalization, total: int):
+        self.model, self.normalize, self.total = model, normalize, total
         self.half_precision = uses_half_precision(model)
         self.draws = False
-        self._total = 0
         # Parts that draw random numbers draw those for their rows.
         self._functions: dict[int, PureFunction] = {}
 
     def compare(self, data: Batch, cut: Cut) -> Difference | None:
         """The difference of the parts from the whole, unless noise explains it."""
         rows = self.prepare(cut.take(data), cut)
-        self._total = len(cut.rows)
         whole, divisor = self.run(rows, 0)
-        norm = _norm(whole)
-        if not np.isfinite(norm) or not norm:
-            _log.debug("The gradient of the first batch is not finite, or 0.")
-            return None
         total = [np.zeros_like(each) for each in whole]
         for start, stop in cut.bounds:
             gradient, part = self.run(take_rows(rows, start, stop), start)
             share = part / divisor if divisor else 1.0
             self.add(total, gradient, share, start, stop)
-        error = _norm([one - other for one, other in zip(whole, total, strict=True)]) / norm
-        tolerance = _TOLERANCE_OF_HALF_PRECISION if self.half_precision else _TOLERANCE
-        if error <= tolerance or error <= _TIMES_NOISE * self._noise(rows, whole) / norm:
-            return None
-        return Difference(float(error), len(cut.rows), len(cut.bounds))
+        error = compare_gradients(whole, total, self._changed(rows), half_precision=self.half_precision)
+        return Difference(error, len(cut.rows), len(cut.bounds)) if error else None
 
     def prepare(self, rows: Batch, cut: Cut) -> Batch:
         """What the gradient is computed from."""
@@ -170,10 +158,9 @@ class _DividedPass:
         (gradients, divisor), _ = function(rows, function.reseed() if reseeded else None)
         return [np.asarray(each, "float64") for each in gradients], float(divisor)
 
-    def bytes_of(self, rows: Batch) -> int:
-        """The bytes of all tensors that are computed from some rows."""
-        operations = self._function_of(0).graph(rows).get_operations()
-        return sum(_bytes(list(operation.outputs)) for operation in operations)
+    def graph(self, rows: Batch) -> tf.Graph:
+        """The graph in which the gradient of some rows is computed."""
+        return self._function_of(0).graph(rows)
 
     def _function_of(self, first: int) -> PureFunction:
         key = first if self.draws else 0
@@ -185,7 +172,7 @@ class _DividedPass:
         """Traces the gradient."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with (
-            random_numbers_by_row(first, row_count(x), self._total) as numbers,
+            random_numbers_by_row(first, row_count(x), self.total) as numbers,
             watch_weights(self.model) as gradients_of,
         ):
             y_pred = call_model(self.model, (x,), training=True)
@@ -202,23 +189,22 @@ class _DividedPass:
         weight = self.normalize.of_computed_loss(self.model, arguments, terms)
         return total, tf.zeros([]) if weight.summed else tf.cast(weight.value, "float32")
 
-    def _noise(self, rows: Batch, whole: list[np.ndarray]) -> float:
-        """How far another order of the rows, or another seed, moves the gradient of the whole."""
-        again = [self.run(rows, 0, reseeded=True)[0]]
+    def _changed(self, rows: Batch) -> Iterator[list[np.ndarray]]:
+        """The gradient of the whole with another seed, and of its rows in another order."""
+        yield self.run(rows, 0, reseeded=True)[0]
         if not self.draws:
-            again.append(self.reordered(rows))
-        return max(_norm([one - other for one, other in zip(whole, each, strict=True)]) for each in again)
+            yield self.reordered(rows)
 
     def reordered(self, rows: Batch) -> list[np.ndarray]:
         """The gradient of the same rows in another order."""
-        return self.run(_reverse(rows), 0)[0]
+        return self.run(reverse_rows(rows), 0)[0]
 
 
 class _DividedLoss(_DividedPass):
     """Computes the gradient of the outputs alone: a whole batch's outputs fit where its activations don't."""
 
-    def __init__(self, model: keras.Model, normalize: LossNormalization, size: int):
-        super().__init__(model, normalize)
+    def __init__(self, model: keras.Model, normalize: LossNormalization, total: int, size: int):
+        super().__init__(model, normalize, total)
         self.size = size
 
     def prepare(self, rows: Batch, cut: Cut) -> Batch:
@@ -227,7 +213,7 @@ class _DividedLoss(_DividedPass):
         count, kept = len(cut.rows), []
         for start in range(0, count, self.size):
             kept.append(forward(take_rows(rows, start, start + self.size))[0])
-            if sum(_bytes(each) for each in kept) > _MOST_BYTES:
+            if sum(_bytes(each) for each in kept) > MOST_BYTES:
                 raise Inconclusive("the outputs of a whole batch are very large")
         outputs = keras.tree.map_structure(lambda *parts: None if parts[0] is None else tf.concat(parts, 0), *kept)
         return rows, outputs
@@ -263,12 +249,44 @@ class _DividedLoss(_DividedPass):
         return [each[::-1] for each in super().reordered(rows)]
 
 
+def compare_gradients(
+    whole: list[np.ndarray], total: list[np.ndarray], changed: Iterable[list[np.ndarray]], *, half_precision: bool
+) -> float:
+    """The relative error of parts' summed gradients, or 0 where it is no finding.
+
+    Args:
+        whole: The gradient of the whole, an array for each weight.
+        total: The weighted sum of the parts' gradients.
+        changed: The gradient of the whole after changes that make no difference but by rounding and randomness.
+        half_precision: Whether they were computed in half precision.
+    """
+
+    def distance(one: list[np.ndarray], other: list[np.ndarray]) -> float:
+        return _norm([first - second for first, second in zip(one, other, strict=True)])
+
+    norm = _norm(whole)
+    if not np.isfinite(norm) or not norm:
+        # Nothing can be learned from it, nor by the model.
+        return 0.0
+    error = distance(whole, total) / norm
+    if error <= (_TOLERANCE_OF_HALF_PRECISION if half_precision else _TOLERANCE):
+        return 0.0
+    noise = max((distance(whole, each) for each in changed), default=0.0) / norm
+    return 0.0 if error <= _TIMES_NOISE * noise else error
+
+
 def _norm(tensors: list[np.ndarray]) -> float:
     return float(np.sqrt(sum(np.sum(np.square(each)) for each in tensors)))
 
 
-def _reverse(nested: Structure) -> Structure:
+def reverse_rows(nested: Structure) -> Structure:
+    """The rows of nested tensors in reverse order."""
     return keras.tree.map_structure(lambda each: None if each is None else tf.reverse(each, [0]), nested)
+
+
+def bytes_of(graph: tf.Graph) -> int:
+    """The bytes of all tensors of a graph."""
+    return sum(_bytes(list(operation.outputs)) for operation in graph.get_operations())
 
 
 def _bytes(nested: Structure) -> int:

@@ -246,7 +246,7 @@ class StepBuilder:
         steps = self._steps(telemetry, guard)
         replicas = self.model.distribute_strategy.num_replicas_in_sync
         whole = not self.stages.by_xla_alone(self.model, replicas)
-        proof = FirstBatchProof(self.model, self.stages)
+        proof = FirstBatchProof(self.model, self.stages, lambda: self._custom_steps)
         taking = self.stages.take, self._skipped, guard, self._on_resumed, self._build_variables, proof
         return compile_steps(self.model, steps, apply, *taking, by_xla=whole, mesh=self.stages.mesh)
 

@@ -13,8 +13,7 @@ from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
 from keras_paragrad.compat.collectives import first_replica_values
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
-from keras_paragrad.engine.division.first_batch import FirstBatchProof
-from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.division.first_batch import Conclusion, FirstBatchProof
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
@@ -76,25 +75,21 @@ class CompiledStep:
     def __call__(self, data: Batch) -> StepLogs:
         return self._run(data)
 
-    def run_next(self, iterator: Any, check: Callable[[Batch], str | None] | None = None) -> StepLogs:
+    def run_next(self, iterator: Any, check: Callable[[Batch], Conclusion | None] | None = None) -> StepLogs:
         """Runs the step on the next batch, traced for the element spec of the iterator and not for that batch's shape.
 
         A function that also takes the batch would hold the step's graph a second time: 5 kB an operation.
 
         Args:
             iterator: The iterator.
-            check: Returns why the batch is refused, if so.
-
-        Raises:
-            IndivisibleError: `check` refuses the batch.
+            check: Sees the batch before the step is traced, and returns what is called after that, if anything.
         """
         if check is not None or not self._in_functions:
-            batch = self._get_next(iterator) if self._in_functions else iterator.get_next()
-            refusal = check(batch) if check else None
-            # What is refused while the step is traced says more.
+            batch = iterator.get_next()
+            conclude = check(batch) if check else None
             self._trace(iterator)
-            if refusal:
-                raise IndivisibleError(refusal)
+            if conclude:
+                conclude()
             return self(batch)
         self._trace(iterator)
         return self(self._get_next(iterator)) if self._through_python else self._take(iterator)
