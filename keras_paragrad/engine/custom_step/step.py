@@ -48,7 +48,7 @@ class CustomStep:
         self.signature = step_signature(data, normalize)
         build_layers_by_step(model, data)
         self.analysis: StepAnalysis = analyze_step(model, data)
-        self.weightings = find_weightings(model, self.analysis, data, _stated(normalize), normalize.asked_by)
+        self.weightings = find_weightings(model, self.analysis, data, _stated(normalize), normalize.divider)
         # Whether the step reports sums over the rows.
         self.summed = all(each.divisor is None for each in self.weightings)
         _log_weightings(model, self.analysis, self.weightings)
@@ -275,8 +275,8 @@ def _stated(normalize: LossNormalization) -> Weighting | None:
     if normalize.weighting == "mask":
         raise IndivisibleError(
             "weighting='mask' needs the outputs of the model, which a train_step of its own keeps to itself. Write "
-            f"{normalize.asked_by}(..., weighting='auto'), 'examples', 'sample_weight', 'sum', or a function of (x, y, "
-            "y_pred, sample_weight), where y_pred is None."
+            f"{normalize.divider.configured_by}(..., weighting='auto'), 'examples', 'sample_weight', 'sum', or a "
+            "function of (x, y, y_pred, sample_weight), where y_pred is None."
         )
     return weighting_of(normalize.weighting)
 

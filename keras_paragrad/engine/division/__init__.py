@@ -1,0 +1,1 @@
+"""How a batch is divided into parts, as a value."""
