@@ -220,7 +220,7 @@ class TrainStep(NamedTuple):
         stages, model, replicas = self.stages, self.model, replica_count()
         cuts = stages.split is not None and stages.split.cuts(data) is not False
         divides = stages.split if cuts else stages.take if replicas > 1 else None
-        normalize = divides and divides.normalize
+        normalize = None if divides is None else divides.normalize
         if normalize is None or stages.combine or not normalize.divider.on_whole_batches:
             return False
         # A model without compiled losses may not be built yet, and trials need it.
