@@ -94,6 +94,14 @@ class Counting(keras.layers.Layer):
         return x
 
 
+class Averaging(Counting):
+    """Keeps a running average of what it is given."""
+
+    def call(self, x):
+        self.count.assign(0.9 * self.count + 0.1 * keras.ops.mean(x))
+        return x
+
+
 def compares(y, y_pred):
     """A contrast between the examples of a batch."""
     return -keras.ops.log_softmax(keras.ops.matmul(y, keras.ops.transpose(y_pred)))[:, 0]
@@ -108,9 +116,9 @@ def built(kind=keras.Model, loss="mse", layer=None):
     return model
 
 
-def train(model, divider=None, weighting="auto"):
+def train(model, divider=None, weighting="auto", size=FIRST):
     if divider:
-        StepBuilder.of(model).fill(split=InTwo(LossNormalization(weighting, divider)))
+        StepBuilder.of(model).fill(split=InTwo(LossNormalization(weighting, divider), size))
     options = {} if isinstance(model, OfItsOwn) else {"sample_weight": SAMPLE_WEIGHT}
     return model.fit(X, Y, **options, batch_size=ROWS, epochs=2, shuffle=False, verbose=0).history["loss"]
 
@@ -203,3 +211,12 @@ def test_a_loss_on_the_outputs_of_the_whole_batch(caplog):
     with pytest.raises(ValueError, match="mixes them as well"):
         asked(whole, keras.layers.BatchNormalization(synchronized=True))
     assert asked(at_once, keras.layers.BatchNormalization(synchronized=True))
+
+
+def test_a_step_is_analyzed_for_each_divider():
+    """Parts that follow each other see what parts that run at once don't."""
+    model = built(OfItsOwn, layer=Averaging(name="averaging"))
+    at_once = dataclasses.replace(IN_TWO, divides_steps=True, in_sequence=False)
+    train(model, at_once)
+    with pytest.raises(ValueError, match="The state of averaging.* is updated with each of the two parts of a batch"):
+        train(model, dataclasses.replace(at_once, in_sequence=True), size=FIRST - 1)

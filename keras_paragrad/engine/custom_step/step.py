@@ -32,7 +32,7 @@ from keras_paragrad.storage.updating import check_optimizer_of_shards, install_s
 
 
 class CustomStep:
-    """A model's own `train_step`, analyzed for one signature of the data and one weighting.
+    """A model's own `train_step`, analyzed for one signature of the data, weighting and divider.
 
     Args:
         model: A built model.
@@ -251,9 +251,9 @@ class _BatchWeights:
 
 
 def step_signature(data: Batch, normalize: LossNormalization) -> tuple[object, ...]:
-    """What an analysis depends on: the weighting, and the shapes and dtypes of rows."""
-    leaves = keras.tree.flatten(data)
-    return normalize.weighting, *(leaf if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in leaves)
+    """What an analysis depends on: the weighting, what divides the batch, and the shapes and dtypes of rows."""
+    rows = (leaf if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in keras.tree.flatten(data))
+    return normalize.weighting, normalize.divider, *rows
 
 
 def prepare_optimizers(calls: Sequence[ApplyCall]) -> None:
