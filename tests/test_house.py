@@ -92,3 +92,14 @@ def _sets_apply(node):
 def test_apply_of_optimizers_is_replaced_in_one_place():
     sites = [name for name, tree in TREES.items() for node in ast.walk(tree) if _sets_apply(node)]
     assert sites == ["keras_paragrad.engine.step.interception"]
+
+
+def test_the_engine_asks_no_component_for_its_name():
+    """What divides batches is a `Divider`, which the component hands over."""
+    components = set(keras_paragrad.__all__)
+    for name, tree in TREES.items():
+        if name.split(".")[1:2] == ["engine"]:
+            nodes = list(ast.walk(tree))
+            strings = {each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)}
+            named = {getattr(each, field, None) for each in nodes for field in ("arg", "attr", "id")}
+            assert not strings & components and "asked_by" not in named, name

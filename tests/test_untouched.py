@@ -8,6 +8,7 @@ import tensorflow as tf
 from counting import CALLED, CountingLoss, counting_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, find_batch_size, microbatch, recompute
+from keras_paragrad.accumulation.slices import DIVIDER
 from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
 from keras_paragrad.engine.custom_step.analysis import analyze_step
 from keras_paragrad.engine.custom_step.call_trial import find_divided_calls
@@ -48,7 +49,7 @@ def refusal(model):
         with untouched(model, keras.StatelessScope()), recorded_terms(model) as terms:
             loss = model.compute_loss(x, y, model(x, training=True))
         arguments = {"x": x, "y": y, "y_pred": y, "sample_weight": None}
-        mixing_reasons(model, arguments, terms, asked_by="microbatch")
+        mixing_reasons(model, arguments, terms, DIVIDER)
         find_weightings(model, arguments, by_examples)
         assert not loss_mixes_rows(terms[0])
         return loss
@@ -74,7 +75,7 @@ def divided_calls(model):
 
 def comparison(model):
     """`compute_loss` of the model's own is tried as well."""
-    assert not compares_examples(model, (SPEC, SPEC), LossNormalization("auto", "microbatch"))
+    assert not compares_examples(model, (SPEC, SPEC), LossNormalization("auto", DIVIDER))
 
 
 def bytes_per_row(model):

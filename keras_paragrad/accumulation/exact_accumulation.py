@@ -8,10 +8,21 @@ from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 from keras_paragrad.arguments import check_flag
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import Logs
+from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS, Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
+
+DIVIDER = Divider(
+    configured_by="AccumulatingOptimizer",
+    parts="micro-batches",
+    for_equal_parts="write AccumulatingOptimizer(..., weighting='uniform')",
+    to_train_anyway="write AccumulatingOptimizer(..., weighting='uniform')",
+    for_comparing_losses=INSTEAD_OF_WINDOWS,
+    for_compiled_losses="microbatch(model, size) also takes losses that compare examples.",
+    divides_steps=True,
+)
 
 
 class ExactAccumulation(keras.callbacks.Callback):
@@ -82,7 +93,7 @@ class ExactAccumulation(keras.callbacks.Callback):
     def _fillers(self) -> dict[str, object]:
         """The fillers for the optimizer that the model is compiled with now."""
         optimizer = accumulating_optimizer(self.model)
-        normalize = None if optimizer.weighting == "uniform" else LossNormalization(optimizer.weighting)
+        normalize = None if optimizer.weighting == "uniform" else LossNormalization(optimizer.weighting, DIVIDER)
         before, self._schedule = self._schedule, optimizer.host_schedule
         if before not in (None, self._schedule):
             # Another optimizer in the middle of an epoch.

@@ -12,6 +12,7 @@ from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_
 from keras_paragrad.arguments import check_choice_or_function, check_flag, check_instance, check_integer
 from keras_paragrad.compat.data import Adapter, sample_rows
 from keras_paragrad.compat.types import Batch
+from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
@@ -34,6 +35,14 @@ from keras_paragrad.memory.trial import Trials, preparations_of
 
 # Of a trial of slices.
 _STEPS = 2
+DIVIDER = Divider(
+    configured_by="microbatch",
+    parts="the slices of a batch",
+    for_equal_parts="write AccumulatingOptimizer(..., weighting='uniform'), and give fit() the micro-batches",
+    to_train_anyway="write microbatch(..., weighting='examples')",
+    on_whole_batches="each slice runs twice, for its outputs and for its gradient",
+    divides_steps=True,
+)
 
 
 class microbatch:  # noqa: N801  (used as a function and as a context manager, like contextlib's own)
@@ -83,7 +92,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         check_flag("prove", prove)
         checked = check_integer("size", size, most=2**31 - 1, also=("auto",), example=64)
         measure = LossNormalization(
-            check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, PARAMETERS), "microbatch"
+            check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, PARAMETERS), DIVIDER
         )
         builder = StepBuilder.of(model)
         if not isinstance(builder.stages.split, Slices | UnchosenSlices | None):

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice, check_flag, check_instance, check_integer, check_number
 from keras_paragrad.compat.types import Config, FitData
+from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.extras import require
@@ -28,6 +29,15 @@ from keras_paragrad.privacy.sampling import PoissonSampling, present_rows, priva
 from keras_paragrad.privacy.update import GaussianNoise, PhysicalBatches
 
 _log = logging.getLogger("keras_paragrad")
+DIVIDER = Divider(
+    configured_by="make_private",
+    parts="the physical batches of an update",
+    for_equal_parts="let the loss be a sum or a mean of one value per example",
+    to_train_anyway=None,
+    # A wrong one would not bound the contribution of an example.
+    takes_weighting=False,
+    for_any_loss="For training with differential privacy, let each loss return one value per example.",
+)
 
 
 def make_private(
@@ -267,7 +277,7 @@ class PrivateModel(PerExampleModel):
         self._warn_once()
         padded, physical = self.privacy.rows(replicas := self.distribute_strategy.num_replicas_in_sync)
         builder = StepBuilder.of(self)
-        split = PhysicalBatches(physical // replicas, LossNormalization(asked_by="make_private"))
+        split = PhysicalBatches(physical // replicas, LossNormalization("auto", DIVIDER))
         self._install(builder, split, padded)
         sampling = PoissonSampling((0, 0), examples.count, self.privacy.sampling_rate, padded, replicas)
         digest_of_data = functools.cache(lambda: digest_of_examples(examples))

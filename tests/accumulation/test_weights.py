@@ -256,6 +256,7 @@ def test_a_subclassed_model_that_is_not_built():
 
 
 def test_the_weight_is_what_the_loss_divides_by():
+    from keras_paragrad.accumulation.exact_accumulation import DIVIDER
     from keras_paragrad.engine.losses.loss_normalization import LossNormalization
     from keras_paragrad.engine.losses.terms import recorded_terms
 
@@ -267,7 +268,7 @@ def test_the_weight_is_what_the_loss_divides_by():
         with recorded_terms(model) as terms:
             arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": weights}
             loss = model.compute_loss(**arguments)
-        weight = LossNormalization()(model, arguments, terms)
+        weight = LossNormalization("auto", DIVIDER)(model, arguments, terms)
         by_hand = np.square(y - y_pred.numpy()).mean(-1) * weights * (x != 0)
         assert not weight.summed
         np.testing.assert_allclose(float(loss) * float(weight.value), by_hand.sum(), rtol=1e-5)

@@ -17,6 +17,7 @@ from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.distribution.parallelism import Preparation
 from keras_paragrad.distribution.pipeline.cutting import cut, variables_of_part
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
+from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 from keras_paragrad.engine.pipeline.compiled import CompiledPart
@@ -36,6 +37,13 @@ from keras_paragrad.engine.step.segments import Part, RunPart, functional_of, ru
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.plain_text import Printable
 from keras_paragrad.storage.model_variables import build_optimizer
+
+DIVIDER = Divider(
+    configured_by="DistributedFit",
+    parts="the micro-batches of a pipeline",
+    for_equal_parts="write Pipeline(..., microbatches=1)",
+    to_train_anyway="write Pipeline(..., microbatches=1)",
+)
 
 
 class Stage(NamedTuple):
@@ -154,7 +162,7 @@ class PipelinePreparation(Preparation):
         accumulator = find_accumulator(self.model.optimizer)
         stated = accumulator.weighting if accumulator else "auto"
         # Even if accumulated batches are weighted uniformly, micro-batches of one may be uneven.
-        normalize = LossNormalization(weighting if stated in ("auto", "uniform") else stated, "Pipeline")
+        normalize = LossNormalization(weighting if stated in ("auto", "uniform") else stated, DIVIDER)
         if pipeline.microbatches > 1:
             normalize.check(self.model)
             warn_of_batch_statistics(self.model)

@@ -28,6 +28,7 @@ from keras_paragrad.distribution.options import Decisions, Options, refuse_devic
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
+from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.weightings import DivisorFunction
 from keras_paragrad.engine.replicas.prepared import (
@@ -41,6 +42,17 @@ from keras_paragrad.storage.creation import may_be_in_shards
 from keras_paragrad.storage.updating import check_optimizer_of_shards
 
 Result = TypeVar("Result")
+DIVIDER = Divider(
+    configured_by="DistributedFit",
+    parts="the replicas' parts of a batch",
+    for_equal_parts="write DistributedFit(..., exact=False)",
+    to_train_anyway="write DistributedFit(..., exact=False)",
+    on_whole_batches="the replicas gather them",
+    whole_batches='DistributedFit("none") trains on one device.',
+    for_any_loss="DistributedFit('none') trains any loss.",
+    in_sequence=False,
+    divides_steps=True,
+)
 
 
 class ReplicaPreparation(Preparation):
@@ -112,7 +124,7 @@ class ReplicaPreparation(Preparation):
         accumulator = find_accumulator(self.model.optimizer)
         stated = accumulator.weighting if accumulator else "auto"
         # Even if micro-batches are weighted uniformly, their replica batches may be uneven.
-        return LossNormalization(weighting if stated in ("auto", "uniform") else stated, "DistributedFit")
+        return LossNormalization(weighting if stated in ("auto", "uniform") else stated, DIVIDER)
 
     def _warn_of_batch_statistics(self) -> None:
         """Warns of batch normalization that each replica computes by itself."""

@@ -32,7 +32,7 @@ from keras_paragrad.storage.updating import check_optimizer_of_shards, install_s
 
 
 class CustomStep:
-    """A model's own `train_step`, analyzed for one signature of the data and one weighting.
+    """A model's own `train_step`, analyzed for one signature of the data, weighting and divider.
 
     Args:
         model: A built model.
@@ -48,7 +48,7 @@ class CustomStep:
         self.signature = step_signature(data, normalize)
         build_layers_by_step(model, data)
         self.analysis: StepAnalysis = analyze_step(model, data)
-        self.weightings = find_weightings(model, self.analysis, data, _stated(normalize), normalize.asked_by)
+        self.weightings = find_weightings(model, self.analysis, data, _stated(normalize), normalize.divider)
         # Whether the step reports sums over the rows.
         self.summed = all(each.divisor is None for each in self.weightings)
         _log_weightings(model, self.analysis, self.weightings)
@@ -251,9 +251,9 @@ class _BatchWeights:
 
 
 def step_signature(data: Batch, normalize: LossNormalization) -> tuple[object, ...]:
-    """What an analysis depends on: the weighting, and the shapes and dtypes of rows."""
-    leaves = keras.tree.flatten(data)
-    return normalize.weighting, *(leaf if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in leaves)
+    """What an analysis depends on: the weighting, what divides the batch, and the shapes and dtypes of rows."""
+    rows = (leaf if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in keras.tree.flatten(data))
+    return normalize.weighting, normalize.divider, *rows
 
 
 def prepare_optimizers(calls: Sequence[ApplyCall]) -> None:
@@ -275,8 +275,8 @@ def _stated(normalize: LossNormalization) -> Weighting | None:
     if normalize.weighting == "mask":
         raise IndivisibleError(
             "weighting='mask' needs the outputs of the model, which a train_step of its own keeps to itself. Write "
-            f"{normalize.asked_by}(..., weighting='auto'), 'examples', 'sample_weight', 'sum', or a function of (x, y, "
-            "y_pred, sample_weight), where y_pred is None."
+            f"{normalize.divider.configured_by}(..., weighting='auto'), 'examples', 'sample_weight', 'sum', or a "
+            "function of (x, y, y_pred, sample_weight), where y_pred is None."
         )
     return weighting_of(normalize.weighting)
 

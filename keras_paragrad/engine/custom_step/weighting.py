@@ -16,6 +16,7 @@ from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, StepLogs
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StateUpdate, StepAnalysis, analyze_step
 from keras_paragrad.engine.custom_step.versions import gather_remote_values
+from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import UNIFORM_NEEDS
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments
@@ -163,7 +164,7 @@ def find_weightings(
     analysis: StepAnalysis,
     data: Batch,
     stated: Weighting | None = None,
-    asked_by: str | None = None,
+    divider: Divider | None = None,
 ) -> list[Weighting]:
     """The weighting of each call of an optimizer: the first with which parts of a batch give its gradient.
 
@@ -172,7 +173,7 @@ def find_weightings(
         analysis: What the step does.
         data: Tensors with the shapes and dtypes of a batch.
         stated: The weighting that the user states, if any: no other is taken.
-        asked_by: The component that divides the step, if it is divided.
+        divider: What divides the step, if it is divided.
 
     Raises:
         IndivisibleError: None fits, or parts of a batch leave other states than the whole.
@@ -184,7 +185,7 @@ def find_weightings(
     if stated is not None:
         candidates = [stated, *(each for each in candidates if each is not stated)]
 
-    split = BatchSplit(replica_count() > 1, asked_by != "DistributedFit", ROWS, FIRST)
+    split = BatchSplit(replica_count() > 1, divider is None or divider.in_sequence, ROWS, FIRST)
     dependent: list[str] = []
 
     def find(size: int) -> list[WeightingTrial]:
@@ -198,7 +199,7 @@ def find_weightings(
         # For each call, the errors of the candidates in all draws.
         by_call = ([max(each) for each in zip(*of_draws, strict=True)] for of_draws in zip(*errors, strict=True))
         found = [WeightingTrial(list(map(Fit, candidates, each))) for each in by_call]
-        for seed, (low, high) in enumerate(RANGES if step.states and asked_by else ()):
+        for seed, (low, high) in enumerate(RANGES if step.states and divider else ()):
             rows = synthetic_rows(data, ROWS, seed=seed, size=size, low=low, high=high)
             variables = split_dependent_states(step.states, step.run, step.start, rows, split)
             dependent.extend(each.path for each in variables)
@@ -214,8 +215,8 @@ def find_weightings(
             "'sample_weight' for means weighted by sample weights, 'sum', or a function of (x, y, y_pred, "
             "sample_weight), where y_pred is None."
         )
-    if dependent and asked_by:
-        message = states_refusal(list(dict.fromkeys(dependent)), asked_by)
+    if dependent and divider:
+        message = states_refusal(list(dict.fromkeys(dependent)), divider)
         if stated is None:
             raise IndivisibleError(message)
         warn_once(model, message)

@@ -73,17 +73,11 @@ class FirstBatchProof:
         if normalize.weighting != "auto":
             warn_once(self.model, f"{difference}, with weighting={normalize.weighting!r} as stated.")
             return
-        raise IndivisibleError(
+        where = (
             f"{difference}, in update {index + 1} of {len(step.calls)} in the train_step of "
-            f"{type(self.model).__name__}, by {step.calls[index].optimizer.name!r}: {_DEPENDS}. "
-            f"{normalize.refusals.advice(self.model, None)}"
+            f"{type(self.model).__name__}, by {step.calls[index].optimizer.name!r}"
         )
-
-
-_DEPENDS = (
-    "the loss divides by something that depends on the values of the rows, such as a count of labels that aren't "
-    "missing, or compares rows"
-)
+        raise IndivisibleError(normalize.refusals.of_difference(where, in_train_step=True))
 
 
 def _prove(
@@ -107,8 +101,8 @@ def _prove(
     if normalize.weighting != "auto":
         stated = f"{difference}, with weighting={normalize.weighting!r} as stated."
         return functools.partial(warn_once, model, stated)
-    if not whole_losses or not normalize.takes_whole_losses:
-        return functools.partial(_refuse, f"{difference}: {_DEPENDS}. {normalize.refusals.advice(model, None)}")
+    if not whole_losses or normalize.divider.on_whole_batches is None:
+        return functools.partial(_refuse, normalize.refusals.of_difference(str(difference)))
     log_once(model, f"{difference}, so the loss of {model.name!r} is computed on the outputs of whole batches.")
     require_whole_losses(model)
     return None

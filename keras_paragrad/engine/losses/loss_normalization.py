@@ -10,15 +10,13 @@ from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step, summed_by_keras
 from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import Batch, LossArguments
+from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, UnknownDivisorError, gradient_divisor_of
 from keras_paragrad.engine.losses.refusals import IndivisibleError, Refusals, problem_of, seen
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, DivisorFunction, Weighting, step_arguments, weighting_of
 from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.probes.weighting_trial import WeightingTrial, try_weightings
-
-# The components that divide a custom `train_step`, by `keras_paragrad.engine.custom_step`.
-_DIVIDE_STEPS = ("microbatch", "DistributedFit", "AccumulatingOptimizer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +27,11 @@ class LossNormalization:
 
     Attributes:
         weighting: `"auto"`, `"examples"`, `"sample_weight"`, `"mask"`, `"sum"`, or a function.
-        asked_by: The component that splits batches, for errors to name.
+        divider: What divides batches.
     """
 
-    weighting: str | DivisorFunction = "auto"
-    asked_by: str = dataclasses.field(default="AccumulatingOptimizer", compare=False)
+    weighting: str | DivisorFunction
+    divider: Divider = dataclasses.field(compare=False)
 
     def check(self, model: keras.Model) -> None:
         """Refuses a model that can't be divided, whatever its loss divides by.
@@ -41,18 +39,13 @@ class LossNormalization:
         Raises:
             ValueError: The model has a custom `train_step`.
         """
-        if overrides_train_step(model) and self.asked_by not in _DIVIDE_STEPS:
+        if overrides_train_step(model) and not self.divider.divides_steps:
             raise self.refusals.of_train_step(model)
 
     @property
     def refusals(self) -> Refusals:
-        """What is refused, in the words of the component that splits batches."""
-        return Refusals(self.asked_by)
-
-    @property
-    def takes_whole_losses(self) -> bool:
-        """Whether a loss that compares examples can be computed on the outputs of the whole batch."""
-        return self.asked_by in ("microbatch", "DistributedFit")
+        """What is refused, in the words of the divider."""
+        return Refusals(self.divider)
 
     def __call__(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
         """The normalizer of the loss that was just computed; see `keras_paragrad.engine.step.gradient.Normalize`."""
@@ -79,7 +72,7 @@ class LossNormalization:
             if tried and self.weighting != "auto":
                 self._check_stated(model, arguments)
             return stated
-        reason = self.why_unknown(model, terms)
+        reason = _why_unknown(model, terms)
         if reason is None:
             return _normalizer_of_terms(model, terms)
         weighting = self._find(model, arguments, reason)
@@ -90,7 +83,7 @@ class LossNormalization:
         """The weight of a part of a batch in evaluation, or `None` if each output's loss has its own."""
         self._check_rows(model, arguments, terms, training=False)
         stated = self._stated(model, arguments, terms)
-        reason = self.why_unknown(model, terms) if stated is None else None
+        reason = _why_unknown(model, terms) if stated is None else None
         return stated if reason is None else self._find(model, arguments, reason).normalizer(arguments)
 
     def in_custom_step(self, model: keras.Model, data: Batch, terms: Sequence[LossTerm], what: str) -> Normalizer:
@@ -121,7 +114,7 @@ class LossNormalization:
             if stated.divisor is None:
                 return _normalizer_of_sum(model, terms)._replace(stated="sum")
             return stated.normalizer(arguments)
-        if self.why_unknown(model, terms):
+        if _why_unknown(model, terms):
             return None
         summed = summed_by_keras(model)
         if any(summed) and not all(term.is_sum for term in terms):
@@ -133,28 +126,10 @@ class LossNormalization:
             )
         return _normalizer_of_sum(model, terms)._replace(stated="sum") if summed else None
 
-    def why_unknown(self, model: keras.Model, terms: list[LossTerm]) -> str | None:
-        """Why what the loss divides by doesn't follow from the compiled losses, or `None` if it does."""
-        if overrides_compute_loss(model):
-            return f"{type(model).__name__} defines its own compute_loss, so the normalizer of its loss is unknown."
-        if not all(summed_by_keras(model)):
-            return (
-                "A layer adds a loss with add_loss() or an activity regularizer, which may be a sum or a mean over the "
-                "examples."
-            )
-        try:
-            for term in terms:
-                gradient_divisor_of(term)
-        except UnknownDivisorError as error:
-            return str(error)
-        return None
-
     def _find(self, model: keras.Model, arguments: LossArguments, reason: str) -> Weighting:
         """What an unknown loss divides by, as a trial shows; raises with the `reason` that it is unknown."""
-        if not self.refusals.takes_weighting:
-            raise IndivisibleError(
-                f"{reason} For training with differential privacy, let each loss return one value per example."
-            )
+        if not self.divider.takes_weighting:
+            raise IndivisibleError(f"{reason} {self.divider.for_any_loss}")
         trial = find_weightings(model, arguments)
         problem = problem_of(trial)
         if problem or trial is None:
@@ -184,6 +159,23 @@ class LossNormalization:
         )
 
 
+def _why_unknown(model: keras.Model, terms: list[LossTerm]) -> str | None:
+    """Why what the loss divides by doesn't follow from the compiled losses, or `None` if it does."""
+    if overrides_compute_loss(model):
+        return f"{type(model).__name__} defines its own compute_loss, so the normalizer of its loss is unknown."
+    if not all(summed_by_keras(model)):
+        return (
+            "A layer adds a loss with add_loss() or an activity regularizer, which may be a sum or a mean over the "
+            "examples."
+        )
+    try:
+        for term in terms:
+            gradient_divisor_of(term)
+    except UnknownDivisorError as error:
+        return str(error)
+    return None
+
+
 def find_weightings(
     model: keras.Model, arguments: LossArguments, stated: Weighting | None = None
 ) -> WeightingTrial | None:
@@ -203,8 +195,7 @@ def warn_of_uniform(model: keras.Model, arguments: LossArguments, terms: list[Lo
     """Warns, once for each `compile`, of a loss that is no mean over the examples, though micro-batches count alike."""
 
     def find() -> str | None:
-        normalize = LossNormalization()
-        if normalize.why_unknown(model, terms) is None:
+        if _why_unknown(model, terms) is None:
             kinds = {gradient_divisor_of(term)[0][0] for term in terms}
             return None if kinds <= {SIZE[0]} else ", ".join(sorted(_KINDS[kind] for kind in kinds))
         trial = find_weightings(model, arguments)

@@ -7,25 +7,10 @@ import keras
 from keras_paragrad.compat.model import added_losses, all_layers
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import LossArguments
+from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.independence import mixing_reasons
 from keras_paragrad.engine.probes.weighting_trial import FIRST, ROWS, WeightingTrial
-
-# The advice if all parts of a batch have the same size and weights, by the component that splits batches.
-_FOR_EQUAL_PARTS = {
-    "AccumulatingOptimizer": "write AccumulatingOptimizer(..., weighting='uniform')",
-    "DistributedFit": "write DistributedFit(..., exact=False)",
-    "Pipeline": "write Pipeline(..., microbatches=1)",
-    "microbatch": "write AccumulatingOptimizer(..., weighting='uniform'), and give fit() the micro-batches",
-    "make_private": "let the loss be a sum or a mean of one value per example",
-}
-# The advice for models that mix examples.
-_TO_TRAIN_ANYWAY = {**_FOR_EQUAL_PARTS, "microbatch": "write microbatch(..., weighting='examples')"}
-# What takes any loss, if not `recompute`.
-_FOR_ANY_LOSS = {
-    "DistributedFit": "DistributedFit('none') trains any loss.",
-    "AccumulatingOptimizer": "microbatch(model, size) also takes losses that compare examples.",
-}
 
 
 class IndivisibleError(ValueError):
@@ -33,31 +18,21 @@ class IndivisibleError(ValueError):
 
 
 class Refusals(NamedTuple):
-    """The refusals of a component, which `asked_by` names."""
+    """The errors of a divider, in its words."""
 
-    asked_by: str
-
-    @property
-    def configured_by(self) -> str:
-        """Whose `weighting` to state."""
-        return "DistributedFit" if self.asked_by == "Pipeline" else self.asked_by
-
-    @property
-    def takes_weighting(self) -> bool:
-        """Whether a weighting can be stated: a wrong one would not bound the contribution of an example."""
-        return self.asked_by != "make_private"
+    divider: Divider
 
     @property
     def anyway(self) -> str:
         """What to write to train nevertheless, if anything."""
-        return f"To train anyway, {_TO_TRAIN_ANYWAY[self.asked_by]}." if self.takes_weighting else ""
+        return f"To train anyway, {self.divider.to_train_anyway}." if self.divider.to_train_anyway else ""
 
     def of_train_step(self, model: keras.Model) -> IndivisibleError:
-        """The error for a custom `train_step`, which the component doesn't divide."""
+        """The error for a custom `train_step`, which the divider doesn't divide."""
         return IndivisibleError(
             f"{type(model).__name__} defines its own train_step, so the normalizer of its loss is unknown, and parts "
             "of a batch with different sizes or weights would bias the gradient. If all parts have the same size and "
-            f"weights, {_FOR_EQUAL_PARTS[self.asked_by]}; otherwise move what train_step does into compute_loss."
+            f"weights, {self.divider.for_equal_parts}; otherwise move what train_step does into compute_loss."
         )
 
     def of_test_step(self, model: keras.Model, what: str) -> ValueError:
@@ -66,7 +41,7 @@ class Refusals(NamedTuple):
             f"{type(model).__name__} defines its own test_step, so the normalizer of {what} is unknown, and parts of a "
             "batch with different sizes would bias it. Compute the loss with self.compute_loss(...), and update "
             "metrics with every example, as in metric.update_state(y, y_pred). If it is a mean over the examples, "
-            f"write {self.configured_by}(..., weighting='examples')."
+            f"write {self.divider.configured_by}(..., weighting='examples')."
         )
 
     def check_rows(
@@ -76,7 +51,7 @@ class Refusals(NamedTuple):
 
         With a stated weighting, the reasons are only warned of.
         """
-        reasons = mixing_reasons(model, arguments, terms, asked_by=self.asked_by, training=training, refused=not stated)
+        reasons = mixing_reasons(model, arguments, terms, self.divider, training=training, refused=not stated)
         if reasons and not stated:
             raise IndivisibleError(f"{reasons} {self.anyway}".rstrip())
         return reasons is not None
@@ -86,26 +61,39 @@ class Refusals(NamedTuple):
         if any(term.by_example for term in terms) and name in ("sample_weight", "mask"):
             raise ValueError(
                 f"weighting={name!r}, but with PerExampleGradients(..., masked_mean='example') the gradient "
-                f"is divided by the number of examples. Write {self.configured_by}(..., weighting='examples'), or "
-                "leave it out."
+                f"is divided by the number of examples. Write {self.divider.configured_by}(..., "
+                "weighting='examples'), or leave it out."
             )
 
     def advice(self, model: keras.Model, trial: WeightingTrial | None) -> str:
         """What to write where a trial doesn't show what the loss divides by."""
-        name = self.configured_by
         if trial is None or trial.ambiguous or trial.random:
+            name = self.divider.configured_by
             return (
                 f"If you know the normalizer, state it: {name}(..., weighting=...) takes 'examples', 'sample_weight', "
                 "'mask', 'sum' or a function of (x, y, y_pred, sample_weight) that returns it for a part of a batch."
             )
         added = added_losses(model)
         multiplies = ", or multiplies means over them, as the load balancing of experts does" if added else ""
-        anyhow = "microbatch" if added and self.asked_by == "AccumulatingOptimizer" else self.asked_by
+        compiled = None if added else self.divider.for_compiled_losses
         return (
             "It divides by something else, such as a count of tokens, or divides its terms by different things, or "
-            f"compares examples{multiplies}. In the first case state what it divides by: {name}(..., "
-            "weighting=lambda x, y, y_pred, sample_weight: keras.ops.sum(y != 0)), for instance. "
-            f"{_FOR_ANY_LOSS.get(anyhow, 'recompute() saves memory for any loss.')}"
+            f"compares examples{multiplies}. {self._to_state} {compiled or self.divider.for_any_loss}"
+        )
+
+    def of_difference(self, difference: str, *, in_train_step: bool = False) -> str:
+        """The error for a loss whose parts, on rows of the first batch, don't give the gradient of the whole."""
+        compiled = None if in_train_step else self.divider.for_compiled_losses
+        return (
+            f"{difference}: its loss divides by what depends on the values of the rows, such as a count of labels that "
+            f"aren't missing, or compares examples. {self._to_state} {compiled or self.divider.for_any_loss}"
+        )
+
+    @property
+    def _to_state(self) -> str:
+        return (
+            f"In the first case state what it divides by: {self.divider.configured_by}(..., weighting=lambda x, y, "
+            "y_pred, sample_weight: keras.ops.sum(y != 0)), for instance."
         )
 
 

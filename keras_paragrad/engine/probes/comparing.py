@@ -8,11 +8,12 @@ import keras
 from keras_paragrad.compat.model import added_losses, all_layers, overrides_compute_loss, overrides_train_step
 from keras_paragrad.compat.state import log_once, state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
+from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
-from keras_paragrad.engine.probes.independence import PARTS, once_per_compile, state_problem
+from keras_paragrad.engine.probes.independence import once_per_compile, state_problem
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_value_per_example
 from keras_paragrad.engine.probes.trial import SIZES, PureFunction, call_model, run_trial, synthetic_rows
@@ -32,7 +33,7 @@ def compares_examples(model: Any, data: Batch, normalize: LossNormalization, *, 
     Raises:
         IndivisibleError: A layer mixes examples as well, or the outputs can't be put together.
     """
-    if normalize.weighting != "auto" or not normalize.takes_whole_losses or overrides_train_step(model):
+    if normalize.weighting != "auto" or not normalize.divider.on_whole_batches or overrides_train_step(model):
         return False
     losses = model._compile_loss._flat_losses if model._compile_loss else ()
     if (
@@ -43,8 +44,8 @@ def compares_examples(model: Any, data: Batch, normalize: LossNormalization, *, 
         return False
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     arguments = {"x": x, "y": y, "sample_weight": sample_weight}
-    key = ("compares", normalize.asked_by, training, _is_required(model))
-    answer = once_per_compile(key, model, arguments, lambda: _find(model, arguments, normalize.asked_by, training))
+    key = ("compares", normalize.divider, training, _is_required(model))
+    answer = once_per_compile(key, model, arguments, lambda: _find(model, arguments, normalize.divider, training))
     if isinstance(answer, str):
         raise IndivisibleError(answer)
     return answer
@@ -58,7 +59,7 @@ class _Traced(NamedTuple):
     refusal: str | None
 
 
-def _find(model: Any, arguments: LossArguments, asked_by: str, training: bool) -> bool | str:
+def _find(model: Any, arguments: LossArguments, divider: Divider, training: bool) -> bool | str:
     """Runs the trials; returns a refusal if a layer mixes examples too."""
     traced = run_trial(
         lambda size: _trace(model, arguments, size),
@@ -69,19 +70,17 @@ def _find(model: Any, arguments: LossArguments, asked_by: str, training: bool) -
     )
     if traced is None or not _compares(model, traced):
         return False
-    if layer := _mixing_layer(model, arguments["x"], asked_by, training):
+    if layer := _mixing_layer(model, arguments["x"], divider, training):
         return layer
     if traced.refusal:
         return traced.refusal
-    if training and (problem := state_problem(model, arguments["x"], asked_by)):
+    if training and (problem := state_problem(model, arguments["x"], divider)):
         return problem
     if training:
-        twice = "each slice runs twice, for its outputs and for its gradient."
         log_once(
             model,
             f"The loss of {model.name!r} compares the examples of a batch, or divides by something of its own, so it "
-            "is computed on the outputs of whole batches; "
-            f"{twice if asked_by == 'microbatch' else 'the replicas gather them.'}",
+            f"is computed on the outputs of whole batches; {divider.on_whole_batches}.",
         )
     return True
 
@@ -153,19 +152,16 @@ def _refuse_outputs(y_pred: Structure, added: Sequence[Any]) -> str | None:
     return None
 
 
-def _mixing_layer(model: Any, x: Structure, asked_by: str, training: bool) -> str | None:
+def _mixing_layer(model: Any, x: Structure, divider: Divider, training: bool) -> str | None:
     """Says which layer mixes examples."""
     norms = [each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization) and each.trainable]
-    synchronized = not training or (asked_by == "DistributedFit" and all(each.synchronized for each in norms))
+    synchronized = not training or (not divider.in_sequence and all(each.synchronized for each in norms))
     layer = norms[0].name if norms and not synchronized else find_mixing_layer(model, x, training=training)
     if layer is None:
         return None
-    instead = "keras_paragrad.memory.recompute(model) saves memory as well, and is exact for both"
-    if asked_by == "DistributedFit":
-        instead = 'Train on one device, DistributedFit("none")'
-        if norms:
-            instead = f"Write BatchNormalization(synchronized=True). {instead}"
+    synchronize = "Write BatchNormalization(synchronized=True). " if norms and not divider.in_sequence else ""
     return (
         f"The loss compares examples, and {layer!r} mixes them as well: its output for one example depends on the "
-        f"others in the batch, so the outputs of {PARTS[asked_by]} are not those of the whole batch. {instead}."
+        f"others in the batch, so the outputs of {divider.parts} are not those of the whole batch. "
+        f"{synchronize}{divider.whole_batches}"
     )

@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.state import state_of, warn_once
 from keras_paragrad.compat.types import LossArguments, Structure
+from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
@@ -19,28 +20,6 @@ from keras_paragrad.engine.probes.states import (
 )
 
 Result = TypeVar("Result")
-
-# What the parts of a batch are called, by the component that splits it.
-PARTS = {
-    "AccumulatingOptimizer": "micro-batches",
-    "DistributedFit": "the replicas' parts of a batch",
-    "Pipeline": "the micro-batches of a pipeline",
-    "microbatch": "the slices of a batch",
-    "make_private": "the physical batches of an update",
-}
-
-
-# What trains on whole batches, in place of a component.
-_RECOMPUTE = "keras_paragrad.memory.recompute(model) saves memory with whole batches."
-WHOLE_BATCHES = {
-    each: 'DistributedFit("none") trains on one device.' if each == "DistributedFit" else _RECOMPUTE for each in PARTS
-}
-
-
-INSTEAD_OF_WINDOWS = (
-    "Give fit() the whole batch, compile with the inner optimizer, and write keras_paragrad.microbatch(model, "
-    "size=...), which computes the loss on the outputs of all slices."
-)
 
 
 class _Problems(NamedTuple):
@@ -54,8 +33,8 @@ def mixing_reasons(
     model: keras.Model,
     arguments: LossArguments,
     terms: list[LossTerm],
+    divider: Divider,
     *,
-    asked_by: str,
     training: bool = True,
     refused: bool = True,
 ) -> str | None:
@@ -65,17 +44,15 @@ def mixing_reasons(
         model: A built and compiled model.
         arguments: The arguments of its `compute_loss`, whose shapes and dtypes are used.
         terms: The terms of the compiled loss.
-        asked_by: The component that splits batches.
+        divider: What divides batches.
         training: Whether the batch is trained on; else it is evaluated.
         refused: Whether the caller refuses the reasons; else they are warned of.
 
     Returns:
         The reasons, or `None` if there are none.
     """
-    key = (asked_by, training)
-    problems = once_per_compile(
-        key, model, arguments, lambda: _find_problems(model, arguments, terms, asked_by, training)
-    )
+    key = (divider, training)
+    problems = once_per_compile(key, model, arguments, lambda: _find_problems(model, arguments, terms, *key))
     if not (problems.wrong and refused):
         _warn(model, [*problems.wrong, *problems.inexact])
     return " ".join(problems.wrong) or None
@@ -130,60 +107,58 @@ def _find_problems(
     model: keras.Model,
     arguments: LossArguments,
     terms: list[LossTerm],
-    asked_by: str,
+    divider: Divider,
     training: bool,
 ) -> _Problems:
     """Runs trials that compare parts of a batch with the whole, and describes what would be wrong or inexact."""
-    parts = PARTS[asked_by]
-    wrong = list(_mixing_problems(model, arguments, terms, parts, training))
+    wrong = list(_mixing_problems(model, arguments, terms, divider, training))
     inexact = []
     on_replicas = replica_count() > 1
     names = split_dependent_call_metrics(model, arguments, on_replicas=on_replicas, training=training)
     if names:
         inexact.append(
             f"The metrics {', '.join(names)}, which call() or compute_loss() updates, take one number for each of "
-            f"{parts}, so their results differ from those of the whole batch. Update them with one value per example."
+            f"{divider.parts}, so their results differ from those of the whole batch. Update them with one value per "
+            "example."
         )
     if not training:
         return _Problems(wrong, inexact)
-    if message := state_problem(model, arguments["x"], asked_by):
-        # No weighting can be stated there.
-        (inexact if asked_by == "make_private" else wrong).append(message)
+    if message := state_problem(model, arguments["x"], divider):
+        (wrong if divider.takes_weighting else inexact).append(message)
     return _Problems(wrong, inexact)
 
 
-def state_problem(model: keras.Model, x: Structure, asked_by: str) -> str | None:
+def state_problem(model: keras.Model, x: Structure, divider: Divider) -> str | None:
     """What is wrong with the states that layers update while they are called, or `None`."""
-    in_sequence = asked_by != "DistributedFit"
-    names = split_dependent_layers(model, x, on_replicas=replica_count() > 1, in_sequence=in_sequence)
-    return states_refusal(names, asked_by) if names else None
+    names = split_dependent_layers(model, x, on_replicas=replica_count() > 1, in_sequence=divider.in_sequence)
+    return states_refusal(names, divider) if names else None
 
 
-def states_refusal(names: Sequence[str], asked_by: str) -> str:
+def states_refusal(names: Sequence[str], divider: Divider) -> str:
     """The error for states that parts of a batch leave elsewhere, or read."""
     return (
-        f"The state of {', '.join(names)} is updated with each of {PARTS[asked_by]}, which gives another state than "
+        f"The state of {', '.join(names)} is updated with each of {divider.parts}, which gives another state than "
         "one update with the whole batch, or others to the parts that come after. Update it once a batch, in "
-        f"on_train_batch_end of a callback. {WHOLE_BATCHES[asked_by]}"
+        f"on_train_batch_end of a callback. {divider.whole_batches}"
     )
 
 
 def _mixing_problems(
-    model: keras.Model, arguments: LossArguments, terms: list[LossTerm], parts: str, training: bool
+    model: keras.Model, arguments: LossArguments, terms: list[LossTerm], divider: Divider, training: bool
 ) -> Iterator[str]:
     """Messages about layers and losses that mix examples."""
     layer = find_mixing_layer(model, arguments["x"], training=training)
     if layer:
         yield (
-            f"The output of {layer!r} for one example depends on the others in the batch, so {parts} can't be "
+            f"The output of {layer!r} for one example depends on the others in the batch, so {divider.parts} can't be "
             "combined into the whole."
         )
     names = dict.fromkeys(term.loss.name for term in terms if not term.reduces_itself and loss_mixes_rows(term))
     for name in names:
-        instead = f" {INSTEAD_OF_WINDOWS}" if parts == PARTS["AccumulatingOptimizer"] else ""
+        instead = f" {divider.for_comparing_losses}" if divider.for_comparing_losses else ""
         yield (
             f"The loss {name!r} compares examples: its value for one depends on the others in the batch, or on how "
-            f"many there are, so {parts} can't be combined into the whole.{instead}"
+            f"many there are, so {divider.parts} can't be combined into the whole.{instead}"
         )
 
 

@@ -136,7 +136,7 @@ class Split(Protocol):
         ...
 
     def of_whole_loss(self, context: StepContext, data: Any) -> Gradient:
-        """The gradient of a batch whose loss compares examples; if `normalize.takes_whole_losses`."""
+        """The gradient of a batch whose loss compares examples; if `normalize.divider.on_whole_batches`."""
         ...
 
 

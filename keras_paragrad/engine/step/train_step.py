@@ -15,13 +15,13 @@ from keras_paragrad.engine.custom_step.analysis import analyze_step
 from keras_paragrad.engine.custom_step.step import CustomStep, run_inexact_step
 from keras_paragrad.engine.custom_step.weighting import warn_of_uniform_step
 from keras_paragrad.engine.custom_step.whole_step import WholeStep, step_on_replicas
+from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result
 from keras_paragrad.engine.losses.loss_normalization import scale_by_replicas, warn_of_uniform
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
 from keras_paragrad.engine.probes.comparing import compares_examples
-from keras_paragrad.engine.probes.independence import INSTEAD_OF_WINDOWS
 from keras_paragrad.engine.probes.trial import call_model
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
@@ -220,13 +220,14 @@ class TrainStep(NamedTuple):
         stages, model, replicas = self.stages, self.model, replica_count()
         cuts = stages.split is not None and stages.split.cuts(data) is not False
         divides = stages.split if cuts else stages.take if replicas > 1 else None
-        if divides is None or stages.combine or divides.normalize is None or not divides.normalize.takes_whole_losses:
+        normalize = None if divides is None else divides.normalize
+        if normalize is None or stages.combine or not normalize.divider.on_whole_batches:
             return False
         # A model without compiled losses may not be built yet, and trials need it.
         build_by_calling(model, keras.utils.unpack_x_y_sample_weight(data)[0])
         build_losses(model, data)
         try:
-            compares = compares_examples(model, data, divides.normalize)
+            compares = compares_examples(model, data, normalize)
         except IndivisibleError as refusal:
             if not cuts or replicas > 1:
                 raise

@@ -1,0 +1,44 @@
+"""`Divider`: what divides batches into parts, described for trials and errors."""
+
+import dataclasses
+
+INSTEAD_OF_WINDOWS = (
+    "Give fit() the whole batch, compile with the inner optimizer, and write keras_paragrad.microbatch(model, "
+    "size=...), which computes the loss on the outputs of all slices."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Divider:
+    """What divides batches into parts. Each component defines its own, and the engine asks no more than this.
+
+    Advice goes into errors as it stands: a sentence, or a clause without a period.
+
+    Attributes:
+        configured_by: The call that takes a `weighting`.
+        parts: What the parts of a batch are called.
+        for_equal_parts: A clause: what to write if all parts have the same size and weights.
+        to_train_anyway: A clause: what to write for a model that mixes examples; `None` if nothing would help.
+        on_whole_batches: A clause: how a loss is computed on the outputs of the whole batch; `None` if it can't be.
+        in_sequence: Whether a part sees the states that earlier parts leave.
+        divides_steps: Whether a `train_step` of the model's own is divided.
+        takes_weighting: Whether a `weighting` can be stated. Where none can, other states than the whole batch's are
+            warned of, and not refused.
+        whole_batches: A sentence: what trains on whole batches instead.
+        for_any_loss: A sentence: what takes any loss.
+        for_compiled_losses: A sentence: what takes any loss if no layer adds one, if not the same.
+        for_comparing_losses: A sentence: what to write for a loss that compares examples.
+    """
+
+    configured_by: str
+    parts: str
+    for_equal_parts: str
+    to_train_anyway: str | None
+    on_whole_batches: str | None = None
+    in_sequence: bool = True
+    divides_steps: bool = False
+    takes_weighting: bool = True
+    whole_batches: str = "keras_paragrad.memory.recompute(model) saves memory with whole batches."
+    for_any_loss: str = "recompute() saves memory for any loss."
+    for_compiled_losses: str | None = None
+    for_comparing_losses: str | None = None

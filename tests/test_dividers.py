@@ -1,0 +1,222 @@
+"""What divides batches is a value: a component of a test's own trains exactly, and is refused in its own words."""
+
+import dataclasses
+import re
+from typing import NamedTuple
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
+from keras_paragrad.engine.division.dividers import Divider
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.probes.comparing import compares_examples
+from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.building import build_losses
+from keras_paragrad.engine.step.indivisible import DeferredRefusal
+from keras_paragrad.engine.step.stages import BatchSlices
+
+ROWS, FIRST, SIZE = 12, 5, 4
+X, Y = (np.random.default_rng(seed).normal(size=(ROWS, SIZE)).astype("float32") for seed in (0, 1))
+SAMPLE_WEIGHT = np.random.default_rng(2).uniform(0.1, 2, ROWS).astype("float32")
+
+IN_TWO = Divider(
+    configured_by="InTwo",
+    parts="the two parts of a batch",
+    for_equal_parts="write InTwo(first=6)",
+    to_train_anyway="write InTwo(..., strict=False)",
+    whole_batches="InOne() trains on whole batches.",
+    for_any_loss="InOne() takes any loss.",
+)
+
+
+class InTwo(NamedTuple):
+    """Fills the *split* stage: a batch is trained on in two parts, of five rows and of the rest."""
+
+    normalize: LossNormalization
+    size: int = FIRST
+    undivided: str = "A batch can't be cut in two."
+
+    @property
+    def deferred_refusal(self):
+        return DeferredRefusal(self.normalize, "is trained in one part. Two")
+
+    def cuts(self, data):
+        return True
+
+    def slices(self, data):
+        return BatchSlices(1, lambda index: rows_at(data, 0, FIRST), rows_at(data, FIRST, ROWS - FIRST))
+
+    def __call__(self, context, data):
+        build_losses(context.model, rows_at(data, 0, 1), metrics=True)
+        sums = SliceSums(context)
+        total = sums.empty()
+        for first, count in ((0, FIRST), (FIRST, ROWS - FIRST)):
+            total = sums.add(total, rows_at(data, first, count), ROWS)
+        return sums.gradient(total, ROWS)
+
+
+class OfItsOwn(keras.Model):
+    """Its own `train_step` minimizes the mean of squares."""
+
+    def train_step(self, data):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = keras.ops.mean(keras.ops.square(y - self(x, training=True)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+class ByLabels(keras.Model):
+    """Its loss is divided by the sum of some labels."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.sum(keras.ops.square(y - y_pred)) / (1 + keras.ops.sum(keras.ops.abs(y)))
+
+
+class Centered(keras.layers.Layer):
+    """Takes the mean of the batch from each example."""
+
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0)
+
+
+class Counting(keras.layers.Layer):
+    """Counts its calls."""
+
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.count.assign(self.count + 1)
+        return x
+
+
+class Averaging(Counting):
+    """Keeps a running average of what it is given."""
+
+    def call(self, x):
+        self.count.assign(0.9 * self.count + 0.1 * keras.ops.mean(x))
+        return x
+
+
+def compares(y, y_pred):
+    """A contrast between the examples of a batch."""
+    return -keras.ops.log_softmax(keras.ops.matmul(y, keras.ops.transpose(y_pred)))[:, 0]
+
+
+def built(kind=keras.Model, loss="mse", layer=None):
+    keras.utils.set_random_seed(0)
+    x = keras.Input((SIZE,))
+    hidden = keras.layers.Dense(3, "tanh")(x)
+    model = kind(x, keras.layers.Dense(SIZE)(layer(hidden) if layer else hidden))
+    model.compile(keras.optimizers.SGD(0.1), loss, jit_compile=False)
+    return model
+
+
+def train(model, divider=None, weighting="auto", size=FIRST):
+    if divider:
+        StepBuilder.of(model).fill(split=InTwo(LossNormalization(weighting, divider), size))
+    options = {} if isinstance(model, OfItsOwn) else {"sample_weight": SAMPLE_WEIGHT}
+    return model.fit(X, Y, **options, batch_size=ROWS, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "divider"), [(keras.Model, IN_TWO), (OfItsOwn, dataclasses.replace(IN_TWO, divides_steps=True))]
+)
+def test_it_takes_the_step_of_the_whole_batch(kind, divider):
+    whole, ours = built(kind), built(kind)
+    np.testing.assert_allclose(train(ours, divider), train(whole), rtol=1e-5)
+    for found, wanted in zip(ours.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+# What is refused, and the end of the error.
+REFUSED = {
+    "a layer that mixes examples": (
+        {"layer": Centered(name="centered")},
+        "The output of 'centered' for one example depends on the others in the batch, so the two parts of a batch "
+        "can't be combined into the whole. To train anyway, write InTwo(..., strict=False).",
+    ),
+    "a loss that compares examples": (
+        {"loss": compares},
+        "so the two parts of a batch can't be combined into the whole. To train anyway, write InTwo(..., "
+        "strict=False).",
+    ),
+    "a state": ({"layer": Counting(name="counting")}, "InOne() trains on whole batches. To train anyway, write InTwo"),
+    "a train_step": ({"kind": OfItsOwn}, "all parts have the same size and weights, write InTwo(first=6); otherwise"),
+    "an unknown divisor": (
+        {"kind": ByLabels},
+        "state what it divides by: InTwo(..., weighting=lambda x, y, y_pred, sample_weight: keras.ops.sum(y != 0)), "
+        "for instance. InOne() takes any loss.",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_in_its_own_words(case):
+    built_with, says = REFUSED[case]
+    with pytest.raises(ValueError, match=re.escape(says)) as refusal:
+        train(built(**built_with), IN_TWO)
+    assert str(refusal.value).startswith("A batch can't be cut in two. ")
+    for other in ("AccumulatingOptimizer", "microbatch", "DistributedFit", "Pipeline", "make_private", "recompute"):
+        assert other not in str(refusal.value)
+
+
+def test_what_it_says_for_losses_and_steps_of_some_kinds():
+    instead = dataclasses.replace(IN_TWO, for_comparing_losses="InOne() compares.", for_compiled_losses="Not these.")
+    with pytest.raises(ValueError, match=r"into the whole\. InOne\(\) compares\. To train anyway"):
+        train(built(loss=compares), instead)
+    with pytest.raises(ValueError, match=r"for instance\. Not these\.$"):
+        train(built(ByLabels), instead)
+    with pytest.raises(ValueError, match=r"Write InTwo\(\.\.\., weighting='auto'\), 'examples'"):
+        train(built(OfItsOwn), dataclasses.replace(IN_TWO, divides_steps=True), "mask")
+
+
+def test_without_a_weighting_states_are_warned_of_and_nothing_is_tried():
+    states_none = dataclasses.replace(IN_TWO, takes_weighting=False, to_train_anyway=None)
+    with pytest.warns(UserWarning, match="is updated with each of the two parts of a batch"):
+        train(built(layer=Counting()), states_none)
+    with pytest.raises(ValueError, match=r"normalizer of its loss is unknown\. InOne\(\) takes any loss\.$"):
+        train(built(ByLabels), states_none)
+    with pytest.raises(ValueError, match=r"can't be combined into the whole\.$"):
+        train(built(layer=Centered()), states_none)
+
+
+def test_a_loss_on_the_outputs_of_the_whole_batch(caplog):
+    caplog.set_level("INFO", "keras_paragrad")
+    whole = dataclasses.replace(IN_TWO, on_whole_batches="both parts run twice")
+    data = tuple(tf.TensorSpec((None, SIZE)) for _ in range(2))
+
+    def asked(divider, layer=None):
+        model = built(loss=compares, layer=layer)
+        build_losses(model, (X, Y))
+        return compares_examples(model, data, LossNormalization("auto", divider))
+
+    assert not asked(IN_TWO) and not caplog.records
+    assert asked(whole)
+    assert "is computed on the outputs of whole batches; both parts run twice." in caplog.text
+    with pytest.raises(ValueError, match=r"outputs of the two parts of a batch are .*\. InOne\(\) trains on whole"):
+        asked(whole, Centered())
+    # Parts that run at once can share the statistics of a batch.
+    at_once, synchronize = (
+        dataclasses.replace(whole, in_sequence=False),
+        "Write BatchNormalization(synchronized=True). ",
+    )
+    for divider, says in ((at_once, synchronize), (whole, "")):
+        with pytest.raises(ValueError, match=re.escape(f"not those of the whole batch. {says}InOne() trains")):
+            asked(divider, keras.layers.BatchNormalization())
+    with pytest.raises(ValueError, match="mixes them as well"):
+        asked(whole, keras.layers.BatchNormalization(synchronized=True))
+    assert asked(at_once, keras.layers.BatchNormalization(synchronized=True))
+
+
+def test_a_step_is_analyzed_for_each_divider():
+    """Parts that follow each other see what parts that run at once don't."""
+    model = built(OfItsOwn, layer=Averaging(name="averaging"))
+    at_once = dataclasses.replace(IN_TWO, divides_steps=True, in_sequence=False)
+    train(model, at_once)
+    with pytest.raises(ValueError, match="The state of averaging.* is updated with each of the two parts of a batch"):
+        train(model, dataclasses.replace(at_once, in_sequence=True), size=FIRST - 1)
