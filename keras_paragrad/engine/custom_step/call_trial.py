@@ -14,9 +14,9 @@ from keras_paragrad.engine.custom_step.divided_calls import has_rows, intercepti
 from keras_paragrad.engine.custom_step.versions import gather_remote_values
 from keras_paragrad.engine.custom_step.weighting import TrialStep
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.probes.random_rows import random_numbers_of_part
 from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, gradients_match, is_seed, run_trial
 from keras_paragrad.engine.probes.weighting_trial import ROWS, over_draws
+from keras_paragrad.engine.tracing.random_rows import random_numbers_of_part
 
 # The most rows of a batch of known size that are made up.
 _MOST_ROWS = 256
