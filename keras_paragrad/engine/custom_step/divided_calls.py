@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import random_seed
 
+from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Structure
 
@@ -17,6 +18,14 @@ from keras_paragrad.compat.types import Structure
 def has_rows(leaf: object) -> bool:
     """Whether a leaf of a call's arguments or outputs is a tensor or array that is no number."""
     return isinstance(leaf, (tf.Tensor, np.ndarray)) and not isinstance(leaf, keras.Variable) and len(leaf.shape) > 0
+
+
+def rows_of_leaf(leaf: Any, first: Any, stop: Any) -> Any:
+    """Rows of a leaf of a call's arguments, with their mask; a leaf without rows as it is."""
+    if not has_rows(leaf):
+        return leaf
+    mask = mask_of(leaf)
+    return with_mask(tf.convert_to_tensor(leaf)[first:stop], None if mask is None else mask[first:stop])
 
 
 class Handler(Protocol):
