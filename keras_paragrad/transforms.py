@@ -10,8 +10,8 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_instance, refusal
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.compat.variables import SavedVariables
-from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.storage.storage import any_divided, mesh_of
 
 _EXAMPLE = "lambda gradients, variables: gradients"
@@ -125,10 +125,8 @@ class _Transform:
     def _try(self, model: keras.Model, f: TransformFunction | StatefulTransform) -> None:
         """Traces `f` once, in a graph that is never run."""
         specs = [tf.TensorSpec(each.shape, each.dtype) for each in self._transformable()]
-        traced = tf.function(lambda *gradients: self._apply(list(gradients)), autograph=False)
         try:
-            with untouched((model, f), never_run()):
-                graph = traced.get_concrete_function(*specs).graph
+            graph = trace_untouched((model, f), lambda *gradients: self._apply(list(gradients)), *specs).graph
         except Exception as error:
             raise ValueError(f"`f` fails on symbolic gradients of {model.name}: {str(error)[:500]}") from error
         impure = _impure_operations(graph)

@@ -138,7 +138,7 @@ def _fresh_keras(request):
 @pytest.fixture(autouse=True, scope="module")
 def _memory_given_back():
     yield
-    from keras_paragrad.engine.step import gradient_functions
+    from keras_paragrad.engine.tracing import gradient_functions
 
     # TensorFlow registers a graph's gradient functions for ever, and each of them holds the graph.
     registered = gradient_functions.gradient_registry._registry.values()

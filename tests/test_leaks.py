@@ -10,7 +10,7 @@ import tensorflow as tf
 from tensorflow.python.framework.ops import gradient_registry
 
 import keras_paragrad as ours
-from keras_paragrad.engine.step.gradient_functions import keep_with_graphs, releasing
+from keras_paragrad.engine.tracing.gradient_functions import keep_with_graphs, releasing
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
 Y = X[:, :1].copy()
@@ -55,6 +55,13 @@ def norms():
     return model
 
 
+def estimated():
+    model = small()
+    model.compile("adam", "mse")
+    ours.estimate_memory(model, 8)
+    return model
+
+
 CASES = {
     "noise scale": lambda: fitted(
         small(), [ours.GradientNoiseScale(source="accumulation"), ours.ExactAccumulation()], optimizer=accumulating()
@@ -68,6 +75,7 @@ CASES = {
     "recompute, in slices": recomputed_in_slices,
     "DistributedFit": distributed,
     "per_example_norms": norms,
+    "estimate_memory": estimated,
 }
 
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad import microbatch
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched, state_of
-from keras_paragrad.engine.probes.untouched import never_run, untouched
+from keras_paragrad.engine.tracing.untouched import never_run, untouched
 
 X, Y = keras.ops.zeros((4, 2)), keras.ops.zeros((4, 1))
 

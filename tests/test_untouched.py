@@ -21,9 +21,9 @@ from keras_paragrad.engine.probes.independence import check_metrics, mixing_reas
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.probes.states import layers_storing_examples
-from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.probes.weighting_trial import try_weightings
 from keras_paragrad.engine.telemetry.train_functions import gradient_graph
+from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.inputs.chunks import Execution, bytes_of_gradient
 from keras_paragrad.inputs.selection import Selection
 from keras_paragrad.memory import estimate_memory

@@ -26,9 +26,9 @@ from keras_paragrad.compat.optimizer import WrappingOptimizer, build_optimizer
 from keras_paragrad.compat.types import Config, Gradients
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
 from keras_paragrad.engine.step.apply import apply_everywhere
-from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.interception import installed_transform
 from keras_paragrad.engine.telemetry.watch import observe_gradient
+from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.storage.storage import computing_with, mesh_of
 from keras_paragrad.storage.updating import install_storages, squared_norms
 

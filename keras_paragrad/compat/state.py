@@ -60,8 +60,8 @@ class ModelState:
     patches = Slot[Mapping[type, Any]]({})
     # Of layers: whether a call gathers the weights.
     gathers = Slot[bool](False)
-    # Of optimizers: the intercepted `apply`, the installed transform, and the norms of sharded gradients, `()` between
-    # updates.
+    # Of optimizers: what an intercepted `apply` replaces, the installed transform, and the norms of sharded gradients,
+    # `()` between updates.
     interception = Slot[Any](None)
     transform = Slot[Any](None)
     norms = Slot[tuple[Any, ...] | None](None)

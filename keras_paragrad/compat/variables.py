@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Generator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 import keras
 import numpy as np
@@ -12,6 +12,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 from keras_paragrad.compat.optimizer import nested_optimizers
+from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import DType
 
 
@@ -103,33 +104,35 @@ def variable_bytes(variable: keras.Variable) -> int:
     return int(np.prod(tuple(variable.shape), dtype=np.int64)) * dtype.size
 
 
-@contextlib.contextmanager
-def without_memory() -> Generator[None]:
-    """Context in which Keras creates variables of more than a few kilobytes without memory, in every thread.
+def _initialize(_: bool, initialize: Callable[..., None], variable: keras.Variable, value: object) -> None:
+    if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
+        # A symbolic value, which an optimizer computes from weights in `build`.
+        variable._value = unallocated_variable(value.shape, variable._dtype, variable.trainable, variable.name)
+    else:
+        initialize(variable, value)
+
+
+def _initialize_with(_: bool, initialize: Callable[..., None], variable: keras.Variable, initializer: object) -> None:
+    if np.prod(variable._shape, dtype=np.int64) * tf.as_dtype(variable._dtype).size <= _SMALL:
+        initialize(variable, initializer)
+    else:
+        variable._value = unallocated_variable(variable._shape, variable._dtype, variable.trainable, variable.name)
+
+
+_PATCH = ProcessPatch[bool](
+    lambda: (
+        Replacement(keras.Variable, "_initialize", _initialize),
+        Replacement(keras.Variable, "_initialize_with_initializer", _initialize_with),
+    )
+)
+
+
+def without_memory() -> contextlib.AbstractContextManager[None]:
+    """Context in which Keras creates variables of more than a few kilobytes without memory, on this thread.
 
     They can be traced and assigned, but have no value before an assignment. Initializers don't run.
     """
-    cls = keras.Variable
-    initialize, initialize_with = cls._initialize, cls._initialize_with_initializer
-
-    def from_value(self: keras.Variable, value: object):
-        if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
-            # A symbolic value, which an optimizer computes from weights in `build`.
-            self._value = unallocated_variable(value.shape, self._dtype, self.trainable, self.name)
-        else:
-            initialize(self, value)
-
-    def from_initializer(self: keras.Variable, initializer: keras.initializers.Initializer):
-        if np.prod(self._shape, dtype=np.int64) * tf.as_dtype(self._dtype).size <= _SMALL:
-            initialize_with(self, initializer)
-        else:
-            self._value = unallocated_variable(self._shape, self._dtype, self.trainable, self.name)
-
-    cls._initialize, cls._initialize_with_initializer = from_value, from_initializer
-    try:
-        yield
-    finally:
-        cls._initialize, cls._initialize_with_initializer = initialize, initialize_with
+    return _PATCH.open(True)
 
 
 def unallocated_variable(

@@ -10,9 +10,9 @@ import tensorflow as tf
 from keras_paragrad.compat.model import all_layers, compile_if_supported
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
-from keras_paragrad.engine.probes.untouched import never_run, untouched
-from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.operations import assigned_resources, called_graphs, tensor_bytes
+from keras_paragrad.engine.tracing.gradient_functions import releasing
+from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.inputs.function import Differentiate, Output, RowFunction
 from keras_paragrad.inputs.rows import Chunk
 from keras_paragrad.inputs.selection import Selection
@@ -84,10 +84,9 @@ class Execution:
 
         def forward(leaves: list[tf.Tensor]):
             function, free, _ = self._row_function(leaves)
-            with untouched(self.model, never_run()):
-                return function(free)
+            return function(free)
 
-        traced = tf.function(releasing(forward), autograph=False).get_concrete_function(specs)
+        traced = trace_untouched(self.model, forward, specs)
         forward_bytes = bytes_in_graph(traced.graph, traced.inputs[: len(specs)]) / rows
         input_bytes = sum(first[number][0].size * 4 for number in self.selection.numbers)
         return estimate(forward_bytes, input_bytes, traced.outputs[0].shape[1:].num_elements())

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.step.operations import check_repeatable
 from keras_paragrad.engine.step.segments import FunctionalModel, Part, RunPart, Tensors, functional_of, run_in_parts
+from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.flops import flops_of_operation
 
 Result = TypeVar("Result")
@@ -135,7 +135,7 @@ def _traced(model: keras.Model, steps: int) -> tuple[list[tf.Operation], int]:
     def step(inputs: Structure, values: list[tf.Tensor]):
         # The model is neither read nor changed.
         scope = keras.StatelessScope(list(zip(variables, values, strict=True)), collect_losses=True)
-        with tf.GradientTape(persistent=False) as tape, untouched(model, scope):
+        with tf.GradientTape(persistent=False) as tape, scope:
             watched = [value for variable, value in zip(variables, values, strict=True) if variable.trainable]
             tape.watch(watched)
             outputs = model(inputs, training=True)
@@ -144,7 +144,7 @@ def _traced(model: keras.Model, steps: int) -> tuple[list[tf.Operation], int]:
         return [each for each in tape.gradient(floats, watched) if each is not None]
 
     values = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
-    graph = tf.function(step, autograph=False).get_concrete_function(inputs, values).graph
+    graph = trace_untouched(model, step, inputs, values).graph
     return graph.get_operations(), marks[-1]
 
 

@@ -25,7 +25,7 @@ from keras_paragrad.arguments import quote
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.engine.probes.untouched import never_run, untouched
+from keras_paragrad.engine.tracing.untouched import never_run, untouched
 from keras_paragrad.memory.available import available_bytes, resident_bytes
 
 # Seconds between looks at the memory of a trial, in which it can take some 50 MB more.

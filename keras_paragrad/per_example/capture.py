@@ -11,8 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import attributes, called_for_training, compiled_by_xla, mask_of, with_mask
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.engine.probes.untouched import never_run, untouched
-from keras_paragrad.engine.step.gradient_functions import releasing
+from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.per_example.calls import Call, WeightReads
 from keras_paragrad.per_example.units import Unit, call_signature, check_training, layers_with_variable, units_of
 
@@ -212,13 +211,12 @@ def _call_on_placeholders(
             probe[index] = placeholder
         captures.append(Capture(layer, units, tf.zeros([])))
         probe_arguments, probe_keywords = keras.tree.pack_sequence_as((arguments, keywords), probe)
-        with untouched(layer, never_run()):
-            captures[0](*probe_arguments, **probe_keywords)
+        captures[0](*probe_arguments, **probe_keywords)
         return tf.zeros([])
 
     specs = [tf.TensorSpec([size, *flat[index].shape[1:]], flat[index].dtype) for index in indices]
     try:
-        tf.function(releasing(call), autograph=False).get_concrete_function(*specs)
+        trace_untouched(layer, call, *specs)
     except Exception:
         # The real call will raise the same error, unless the batch size caused it.
         return captures[0], False

@@ -19,7 +19,7 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.types import Config, GradientTensor, Shape, Structure
 from keras_paragrad.engine.probes.trial import is_trial
 from keras_paragrad.engine.step.building import build_by_calling, has_build
-from keras_paragrad.engine.step.gradient_functions import keep_with_graphs_of
+from keras_paragrad.engine.tracing.gradient_functions import keep_with_graphs_of
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.results import StepResults, check_capacity, default_capacity
 from keras_paragrad.per_example.step import LossRecord, Step

@@ -851,7 +851,7 @@ _SHARDING = [
     ),
     _fault(
         "what a probe changes in Python attributes stays",
-        "engine/probes/untouched.py",
+        "engine/tracing/untouched.py",
         "        for restore in restorers:\n            restore()\n",
         "",
         "test_untouched.py::test_leaves_no_trace",
@@ -1242,7 +1242,7 @@ _CUSTOM_STEPS = [
     ),
     _fault(
         "random numbers of a part are not those of the whole",
-        "engine/probes/random_rows.py",
+        "engine/tracing/random_rows.py",
         "if sizes and sizes[0] == self.count:",
         "if False:",
         "custom_steps/test_custom_steps.py::test_random_numbers_of_a_step_go_from_slice_to_slice",

@@ -15,7 +15,6 @@ from keras_paragrad.compat.layers import dense_parts, has_gradient, mask_of, wit
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
-from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.step.segments import (
     FunctionalModel,
     OperationFn,
@@ -28,6 +27,7 @@ from keras_paragrad.engine.step.segments import (
     run_in_parts,
 )
 from keras_paragrad.engine.step.tracing import candidate_batches
+from keras_paragrad.engine.tracing.untouched import untouched
 
 # The made-up examples for measuring, and the length of axes that the model leaves open.
 _ROWS, _LENGTH = 16, 128

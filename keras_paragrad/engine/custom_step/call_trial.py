@@ -10,13 +10,13 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.types import Batch, StepLogs, Structure
 from keras_paragrad.engine.custom_step.analysis import ApplyCall
-from keras_paragrad.engine.custom_step.divided_calls import has_rows, intercepting
+from keras_paragrad.engine.custom_step.divided_calls import has_rows, intercepting, rows_of_leaf
 from keras_paragrad.engine.custom_step.versions import gather_remote_values
 from keras_paragrad.engine.custom_step.weighting import TrialStep
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.probes.random_rows import random_numbers_of_part
 from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, gradients_match, is_seed, run_trial
 from keras_paragrad.engine.probes.weighting_trial import ROWS, over_draws
+from keras_paragrad.engine.tracing.random_rows import random_numbers_of_part
 
 # The most rows of a batch of known size that are made up.
 _MOST_ROWS = 256
@@ -119,13 +119,7 @@ class _CallTrial(TrialStep):
 
     @staticmethod
     def _part(call: Callable[..., Structure], arguments: Any, keywords: Any, begin: int, end: int, total: int) -> Any:
-        def cut(leaf: Any) -> Any:
-            if not has_rows(leaf):
-                return leaf
-            mask = mask_of(leaf)
-            return with_mask(tf.convert_to_tensor(leaf)[begin:end], None if mask is None else mask[begin:end])
-
-        positional, named = keras.tree.map_structure(cut, (arguments, keywords))
+        positional, named = keras.tree.map_structure(lambda leaf: rows_of_leaf(leaf, begin, end), (arguments, keywords))
         with random_numbers_of_part(begin, end - begin, total):
             return call(*positional, **named)
 

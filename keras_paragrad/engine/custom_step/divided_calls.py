@@ -2,8 +2,7 @@
 
 import contextlib
 import functools
-import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import keras
@@ -11,14 +10,22 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.framework import random_seed
 
+from keras_paragrad.compat.layers import mask_of, with_mask
+from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Structure
-
-_GRADIENT, _CALL, _SEED = "gradient", "__call__", "get_seed"
 
 
 def has_rows(leaf: object) -> bool:
     """Whether a leaf of a call's arguments or outputs is a tensor or array that is no number."""
     return isinstance(leaf, (tf.Tensor, np.ndarray)) and not isinstance(leaf, keras.Variable) and len(leaf.shape) > 0
+
+
+def rows_of_leaf(leaf: Any, first: Any, stop: Any) -> Any:
+    """Rows of a leaf of a call's arguments, with their mask; a leaf without rows as it is."""
+    if not has_rows(leaf):
+        return leaf
+    mask = mask_of(leaf)
+    return with_mask(tf.convert_to_tensor(leaf)[first:stop], None if mask is None else mask[first:stop])
 
 
 class Handler(Protocol):
@@ -33,105 +40,61 @@ class Handler(Protocol):
         ...
 
 
-class _Interception(threading.local):
-    """What a thread intercepts: each replica is traced in its own."""
+class _Interception:
+    """What a thread intercepts: nothing without a handler, within an intercepted call.
 
-    handler: Handler | None = None
-    # How many random operations without a seed were traced.
-    draws: int | None = None
-    # Whether `tape.gradient` computes.
-    differentiates = False
+    Args:
+        handler: The handler.
+        differentiates: Whether `tape.gradient` computes.
+    """
 
-
-_local = _Interception()
-_lock = threading.Lock()
-_originals: dict[tuple[Any, str], Callable[..., Any]] = {}
-_contexts = 0
+    def __init__(self, handler: Handler | None, *, differentiates: bool = False):
+        self.handler, self.differentiates = handler, differentiates
+        # How many random operations without a seed were traced.
+        self.draws = 0
 
 
-@contextlib.contextmanager
-def intercepting(handler: Handler) -> Generator[None]:
+def intercepting(handler: Handler) -> contextlib.AbstractContextManager[None]:
     """Context in which this thread's calls of layers and `tape.gradient` go to a handler.
 
     TensorFlow's random operations get seeds by their number, and so draw the same on every replica.
     """
-    before = _local.handler, _local.draws
-    _count_contexts(1)
-    _local.handler, _local.draws = handler, 0
-    try:
-        yield
-    finally:
-        _local.handler, _local.draws = before
-        _count_contexts(-1)
+    return _PATCH.open(_Interception(handler))
 
 
 def differentiates() -> bool:
     """Whether this code runs within an intercepted `tape.gradient`."""
-    return _local.differentiates
+    return _PATCH.value is not None and _PATCH.value.differentiates
 
 
-@contextlib.contextmanager
-def _suspended(*, differentiates: bool) -> Generator[None]:
-    """Context in which nothing is intercepted, and random operations are TensorFlow's."""
-    before = _local.handler, _local.draws, _local.differentiates
-    _local.handler, _local.draws, _local.differentiates = None, None, differentiates
-    try:
-        yield
-    finally:
-        _local.handler, _local.draws, _local.differentiates = before
+def _call(
+    here: _Interception, original: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any
+) -> Any:
+    if here.handler is None:
+        return original(layer, *args, **kwargs)
+    with _PATCH.open(_Interception(None)):
+        return here.handler.call(layer, functools.partial(original, layer), args, kwargs)
 
 
-def _count_contexts(change: int) -> None:
-    global _contexts
-    with _lock:
-        if not _contexts:
-            for owner, name, make in _REPLACED:
-                _originals[owner, name] = original = getattr(owner, name)
-                setattr(owner, name, make(original))
-        _contexts += change
-        if not _contexts:
-            for (owner, name), original in _originals.items():
-                setattr(owner, name, original)
+def _gradient(here: _Interception, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    compute = functools.partial(original, *args, **kwargs)
+    if here.handler is None:
+        return compute()
+    with _PATCH.open(_Interception(None, differentiates=True)):
+        return here.handler.gradient(compute)
 
 
-def _calling(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Any:
-        handler = _local.handler
-        if handler is None:
-            return original(layer, *arguments, **keywords)
-        with _suspended(differentiates=False):
-            return handler.call(layer, functools.partial(original, layer), arguments, keywords)
-
-    return call
+def _get_seed(here: _Interception, original: Callable[..., Any], op_seed: int | None) -> Any:
+    if op_seed is None and here.handler is not None:
+        here.draws += 1
+        op_seed = here.draws
+    return original(op_seed)
 
 
-def _differentiating(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def gradient(tape: tf.GradientTape, *arguments: Any, **keywords: Any) -> Any:
-        compute = functools.partial(original, tape, *arguments, **keywords)
-        handler = _local.handler
-        if handler is None:
-            return compute()
-        with _suspended(differentiates=True):
-            return handler.gradient(compute)
-
-    return gradient
-
-
-def _seeding(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def get_seed(op_seed: int | None) -> Any:
-        if op_seed is None and _local.draws is not None:
-            _local.draws += 1
-            op_seed = _local.draws
-        return original(op_seed)
-
-    return get_seed
-
-
-_REPLACED: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-    (keras.layers.Layer, _CALL, _calling),
-    (tf.GradientTape, _GRADIENT, _differentiating),
-    (random_seed, _SEED, _seeding),
+_PATCH = ProcessPatch[_Interception](
+    lambda: (
+        Replacement(keras.layers.Layer, "__call__", _call),
+        Replacement(tf.GradientTape, "gradient", _gradient),
+        Replacement(random_seed, "get_seed", _get_seed),
+    )
 )

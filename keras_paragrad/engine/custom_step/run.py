@@ -1,6 +1,7 @@
 """Runs a model's own `train_step` in slices, phase by phase, with one update for each call of an optimizer."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -88,6 +89,14 @@ def changed_order(model: keras.Model) -> RuntimeError:
         f"The train_step of {type(model).__name__} calls its optimizers differently each time it is traced, so its "
         "batches can't be divided. Let it call the same ones in the same order."
     )
+
+
+def next_call(model: keras.Model, calls: Iterator[ApplyCall], optimizer: keras.optimizers.Optimizer) -> ApplyCall:
+    """The analyzed call that a traced call of an optimizer is."""
+    call = next(calls, None)
+    if call is None or call.optimizer is not optimizer:
+        raise changed_order(model)
+    return call
 
 
 class _Sums(NamedTuple):
@@ -192,14 +201,12 @@ class _Phase:
         """Runs the step on a slice; `on_apply` gets the number of each call of an optimizer, and its gradients."""
         states = list(zip(self.carried, sums.states, strict=True))
         scope = PhaseScope(states, self.step.versions, self.phase, last=last)
-        calls, called = self.step.analysis.calls, 0
+        calls, numbers = iter(self.step.analysis.calls), itertools.count()
 
         def apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]) -> None:
-            nonlocal called
-            if called >= len(calls) or calls[called].optimizer is not optimizer:
-                raise changed_order(self.model)
-            called += 1
-            scope.change(variables, lambda: on_apply(called - 1, gradients), released)
+            next_call(self.model, calls, optimizer)
+            number = next(numbers)
+            scope.change(variables, lambda: on_apply(number, gradients), released)
 
         means = weighting_means(self.model, self._share_of_examples(rows), summed=self.step.summed)
         with scope, capturing_applies(apply) as released, means:

@@ -13,7 +13,7 @@ from keras_paragrad.compat.optimizer import build_optimizer, find_accumulator
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
-from keras_paragrad.engine.custom_step.run import SlicedStep, changed_order
+from keras_paragrad.engine.custom_step.run import SlicedStep, next_call
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions, make_variables, suspended_scope
 from keras_paragrad.engine.custom_step.weighting import find_weightings, sums_in_step
 from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
@@ -95,11 +95,8 @@ class CustomStep:
     def run_on_replica(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the step on a replica batch, and returns the logs of the whole batch."""
         batch = replica_batch.filled(data)
-        reducer = LogReducer(self.model, batch, replica_batch, None, (), summed=self.summed)
-        with without_replica_division(in_logs=True), reducing_metrics(reducer, outputs_scale=1.0):
-            logs = reducer.reduce_logs(self._run_whole(batch, replica_batch))
-        reducer.discard_filler()
-        return logs
+        with self._reducing_logs(batch, replica_batch, updates=True) as reduce_logs:
+            return reduce_logs(self._run_whole(batch, replica_batch))
 
     def run_micro_batch(self, data: Batch, replica_batch: ReplicaBatch, end: Callable[[], None] | None) -> StepLogs:
         """Runs the step on a micro-batch of a window, and returns its logs.
@@ -151,13 +148,15 @@ class CustomStep:
             )
 
     @contextlib.contextmanager
-    def _reducing_logs(self, batch: Batch, replica_batch: ReplicaBatch) -> Generator[Callable[[StepLogs], StepLogs]]:
-        """Context in which metrics return the results of all replicas; yields a function that reduces other logs."""
+    def _reducing_logs(
+        self, batch: Batch, replica_batch: ReplicaBatch, *, updates: bool = False
+    ) -> Generator[Callable[[StepLogs], StepLogs]]:
+        """Context of `reducing_metrics`; yields a function that reduces other logs."""
         if replica_count() == 1:
             yield lambda logs: logs
             return
         reducer = LogReducer(self.model, batch, replica_batch, None, (), summed=self.summed)
-        with without_replica_division(in_logs=True), reducing_metrics(reducer, outputs_scale=1.0, updates=False):
+        with without_replica_division(in_logs=True), reducing_metrics(reducer, outputs_scale=1.0, updates=updates):
             yield reducer.reduce_logs
         reducer.discard_filler()
 
@@ -175,14 +174,12 @@ class CustomStep:
             apply: Gets each call of an optimizer, and a function that updates its variables.
         """
         weights = _BatchWeights(batch, replica_batch, self.weightings)
-        pairs = iter(zip(self.analysis.calls, self.weightings, strict=True))
+        calls, weightings = iter(self.analysis.calls), iter(self.weightings)
 
         def capture(
             optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
         ) -> None:
-            call, weighting = next(pairs)
-            if optimizer is not call.optimizer:
-                raise changed_order(self.model)
+            call, weighting = next_call(self.model, calls, optimizer), next(weightings)
             with released():
                 apply(call, lambda: weights.apply(call, weighting, gradients))
 

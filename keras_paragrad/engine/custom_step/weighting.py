@@ -21,7 +21,6 @@ from keras_paragrad.engine.losses.loss_normalization import UNIFORM_NEEDS
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments
 from keras_paragrad.engine.probes.independence import once_per_compile, states_refusal
-from keras_paragrad.engine.probes.random_rows import random_numbers_by_row
 from keras_paragrad.engine.probes.states import RANGES, BatchSplit, split_dependent_states
 from keras_paragrad.engine.probes.trial import (
     SIZES,
@@ -36,7 +35,6 @@ from keras_paragrad.engine.probes.trial import (
     uses_half_precision,
     value_of,
 )
-from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.probes.weighting_trial import (
     BOUNDS,
     FIRST,
@@ -48,6 +46,8 @@ from keras_paragrad.engine.probes.weighting_trial import (
     shares_of,
 )
 from keras_paragrad.engine.step.interception import capturing_applies
+from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
+from keras_paragrad.engine.tracing.untouched import untouched
 
 _log = logging.getLogger("keras_paragrad")
 

@@ -28,8 +28,8 @@ from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs, Structure
 from keras_paragrad.engine.custom_step.analysis import ApplyCall
 from keras_paragrad.engine.custom_step.call_trial import find_divided_calls
-from keras_paragrad.engine.custom_step.divided_calls import differentiates, has_rows, intercepting
-from keras_paragrad.engine.custom_step.run import changed_order
+from keras_paragrad.engine.custom_step.divided_calls import differentiates, has_rows, intercepting, rows_of_leaf
+from keras_paragrad.engine.custom_step.run import changed_order, next_call
 from keras_paragrad.engine.custom_step.step import CustomStep, prepare_optimizers, step_signature
 from keras_paragrad.engine.custom_step.step_graph import StepGraph
 from keras_paragrad.engine.losses.divisors import without_replica_division
@@ -93,9 +93,7 @@ class WholeStep:
         calls = iter(self.calls)
 
         def apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]) -> None:
-            call = next(calls, None)
-            if call is None or call.optimizer is not optimizer:
-                raise changed_order(self.model)
+            call = next_call(self.model, calls, optimizer)
             mean = [scale_gradient(gradient, 1 / replica_count()) for gradient in gradients]
             with released():
                 apply_gradient(call.optimizer, call.variables, mean, whole=True)
@@ -243,12 +241,7 @@ class _Share:
 
     def cut(self, leaf: Any) -> Any:
         """This replica's rows of an argument."""
-        if not has_rows(leaf):
-            return leaf
-        tensor = tf.convert_to_tensor(leaf)
-        mask = mask_of(leaf)
-        part = tensor[self._first : self._first + self._length]
-        return with_mask(part, None if mask is None else mask[self._first : self._first + self._length])
+        return rows_of_leaf(leaf, self._first, self._first + self._length)
 
     def gather(self, output: Any) -> Any:
         """All replicas' rows of an output."""

@@ -15,7 +15,6 @@ from keras_paragrad.engine.division.cut import Cut
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import recorded_terms
-from keras_paragrad.engine.probes.random_rows import random_numbers_by_row
 from keras_paragrad.engine.probes.row_independence import (
     RowPair,
     computes_rows_independently,
@@ -32,6 +31,7 @@ from keras_paragrad.engine.probes.trial import (
     uses_half_precision,
     watch_weights,
 )
+from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
 # The largest relative error of a gradient that is no finding, in single and in half precision. Faults are off by 1e-4
 # and more.

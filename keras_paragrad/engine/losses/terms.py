@@ -15,7 +15,7 @@ from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.collectives import replica_index
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Array, Structure
-from keras_paragrad.engine.probes.untouched import untouched, without_assignments
+from keras_paragrad.engine.tracing.untouched import untouched, without_assignments
 
 MEANS = ("sum_over_batch_size", "mean")
 

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_paragrad.compat.model import all_variables
 from keras_paragrad.compat.types import Batch, GradientTensor, TensorVariable
 from keras_paragrad.engine.mesh.mesh_tracing import explaining_errors
-from keras_paragrad.engine.probes.untouched import untouched
+from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.storage.dtensor import discard_assignments, gather, on_mesh
 from keras_paragrad.storage.storage import storage_of
 

@@ -6,7 +6,7 @@ Each function has the signature of the operation that it replaces, and returns `
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import array_ops, gen_array_ops, gen_manip_ops, gen_nn_ops
 
+from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Array
 from keras_paragrad.engine.mesh.pinning import pin_on_mesh
 from keras_paragrad.storage.dtensor import computing_on_mesh, relayout
@@ -283,26 +284,18 @@ EQUIVALENTS: tuple[tuple[ModuleType, str, Callable[..., tf.Tensor | None]], ...]
 )
 
 
-@contextlib.contextmanager
-def substituted_operations() -> Generator[None]:
-    """Context in which this process computes these operations by others while it traces a step for a mesh."""
-    with contextlib.ExitStack() as stack:
-        for module, name, equivalent in EQUIVALENTS:
-            plain = vars(module)[name]
-            vars(module)[name] = _replace_on_mesh(plain, equivalent)
-            stack.callback(vars(module).__setitem__, name, plain)
-        yield
+def _compute(
+    equivalent: Callable[..., tf.Tensor | None], _: bool, plain: Callable[..., tf.Tensor], *args: Any, **kwargs: Any
+) -> tf.Tensor:
+    result = equivalent(*args, **kwargs) if computing_on_mesh() else None
+    return plain(*args, **kwargs) if result is None else result
 
 
-def _replace_on_mesh(
-    plain: Callable[..., tf.Tensor], equivalent: Callable[..., tf.Tensor | None]
-) -> Callable[..., tf.Tensor]:
-    """A function that computes `equivalent` while it is traced for a mesh, and `plain` elsewhere."""
+_PATCH = ProcessPatch[bool](
+    lambda: [Replacement(module, name, functools.partial(_compute, by)) for module, name, by in EQUIVALENTS]
+)
 
-    @functools.wraps(plain)
-    def compute(*arguments: Any, **keywords: Any) -> tf.Tensor:
-        # Other threads may trace for one device.
-        result = equivalent(*arguments, **keywords) if computing_on_mesh() else None
-        return plain(*arguments, **keywords) if result is None else result
 
-    return compute
+def substituted_operations() -> contextlib.AbstractContextManager[None]:
+    """Context in which these operations are computed by others while this thread traces a step for a mesh."""
+    return _PATCH.open(True)

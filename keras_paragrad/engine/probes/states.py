@@ -10,7 +10,6 @@ import tensorflow as tf
 from keras_paragrad.compat.model import added_losses, all_layers, all_metrics
 from keras_paragrad.compat.state import is_patched
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
-from keras_paragrad.engine.probes.random_rows import random_numbers_by_row
 from keras_paragrad.engine.probes.row_independence import computes_rows_independently, has_value_per_example
 from keras_paragrad.engine.probes.trial import (
     SIZES,
@@ -26,6 +25,7 @@ from keras_paragrad.engine.probes.trial import (
     synthetic_rows,
     take_rows,
 )
+from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
 _ROWS = 8
 # The size of the first part: of two equal ones, or of unequal ones, as the last batch of an epoch has.

@@ -17,8 +17,8 @@ import tensorflow as tf
 from keras_paragrad.compat.model import all_layers, all_variables
 from keras_paragrad.compat.types import Array, Batch, Structure
 from keras_paragrad.compat.workers import local_replica_values
-from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.step.operations import assigned_resources
+from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.storage.sharded import sharded_value
 
 # The sizes to try for axes of unknown size: a short sequence, then an image that can be halved often.

@@ -13,7 +13,6 @@ import tensorflow as tf
 from keras_paragrad.compat.model import added_losses, all_layers
 from keras_paragrad.compat.types import Array, Batch, LossArguments
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, output_mask
-from keras_paragrad.engine.probes.random_rows import random_numbers_by_row
 from keras_paragrad.engine.probes.trial import (
     SIZES,
     Inconclusive,
@@ -29,6 +28,7 @@ from keras_paragrad.engine.probes.trial import (
     uses_half_precision,
     watch_weights,
 )
+from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
 Result = TypeVar("Result")
 # The rows of the whole and of the first part: parts have different sizes.

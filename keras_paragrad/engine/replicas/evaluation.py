@@ -21,9 +21,9 @@ from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.step.building import build_layers_from_inputs
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.engine.step.gradient import call_in_function
-from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.engine.step.whole_loss import evaluate_whole
+from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
 Result = TypeVar("Result")

@@ -16,7 +16,7 @@ from keras_paragrad.compat.state import replace_methods, restore_methods
 from keras_paragrad.compat.types import Batch, BatchIterator, Scalar, Step, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.servers.metric_states import MetricStates
 from keras_paragrad.engine.step.building import build_from_data
-from keras_paragrad.engine.step.gradient_functions import releasing
+from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 Result = TypeVar("Result")
 

@@ -28,8 +28,8 @@ from keras_paragrad.compat.optimizer import nested_optimizers
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Specs
 from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
-from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.step.interception import capturing_applies
+from keras_paragrad.engine.tracing.untouched import untouched
 
 _MIRRORED = (
     tf.distribute.MirroredStrategy,

@@ -15,10 +15,10 @@ from keras_paragrad.compat.collectives import first_replica_values
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.division.first_batch import Conclusion, FirstBatchProof
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
-from keras_paragrad.engine.step.gradient_functions import releasing
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Apply, MeshRunner, Take
 from keras_paragrad.engine.telemetry.train_functions import PlanAhead
+from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 
 class CompiledStep:

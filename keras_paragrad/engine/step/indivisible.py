@@ -19,8 +19,8 @@ from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.comparing import compares_examples
-from keras_paragrad.engine.probes.untouched import untouched
 from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of
+from keras_paragrad.engine.tracing.untouched import untouched
 
 _log = logging.getLogger("keras_paragrad")
 # What TensorFlow's and Keras's errors say of tensors that don't fit each other, and no error of ours.

@@ -5,17 +5,16 @@ Nothing else replaces it.
 
 import contextlib
 import functools
-import threading
-import types
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
 from keras_paragrad.compat.optimizer import accumulation_steps
-from keras_paragrad.compat.state import patch_of, state_of
+from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
+from keras_paragrad.compat.state import patch_of, replace_methods, restore_methods, state_of
 from keras_paragrad.compat.types import Gradients, GradientTensor
 from keras_paragrad.engine.step.stages import Transform
 from keras_paragrad.engine.telemetry.watch import Observation, UpdateWatch
@@ -29,119 +28,33 @@ Interceptor = Callable[[PlainApply, Gradients, Sequence[keras.Variable] | None],
 Handler = Callable[[keras.optimizers.Optimizer, list[GradientTensor | None], list[keras.Variable]], None]
 
 
-class _Interception:
-    """The replaced `apply` of an optimizer, or of a class of optimizers.
+class _Calls(NamedTuple):
+    """What happens to this thread's calls of any optimizer's `apply`.
 
-    Args:
-        owner: The optimizer or class.
-        intercept: Called while nothing on this thread captures calls; by default, the original is.
+    Attributes:
+        handler: Called instead, if any.
+        notice: Called before, if any and there is no handler.
     """
-
-    def __init__(self, owner: Any, intercept: Interceptor | None = None):
-        self.owner, self._before, original = owner, vars(owner).get("apply"), owner.apply
-
-        @functools.wraps(getattr(original, "__func__", original))
-        def apply(
-            optimizer: keras.optimizers.Optimizer,
-            grads: Gradients,
-            trainable_variables: Sequence[keras.Variable] | None = None,
-            **keywords: object,
-        ) -> None:
-            if _captures.handler is not None:
-                variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
-                _captures.handler(optimizer, list(grads), list(variables))
-                return
-            if _captures.notice is not None:
-                _captures.notice(optimizer)
-            plain = functools.partial(original, *([optimizer] if isinstance(owner, type) else []), **keywords)
-            (functools.partial(intercept, plain) if intercept else plain)(grads, trainable_variables)
-
-        self._assign(apply if isinstance(owner, type) else types.MethodType(apply, owner))
-
-    def remove(self) -> None:
-        """Restores the original."""
-        self._assign(self._before)
-
-    def _assign(self, apply: Callable[..., None] | None) -> None:
-        # Bypass Keras's tracking of attributes.
-        kind = type if isinstance(self.owner, type) else object
-        if apply is None:
-            kind.__delattr__(self.owner, "apply")
-        else:
-            kind.__setattr__(self.owner, "apply", apply)
-
-
-def intercept_apply(optimizer: keras.optimizers.Optimizer, intercept: Interceptor | None) -> None:
-    """Replaces an optimizer's `apply`, or restores it, if `None`."""
-    state = state_of(optimizer)
-    if state.interception is not None:
-        state.interception.remove()
-    state.interception = None if intercept is None else _Interception(optimizer, intercept)
-
-
-class _Captures(threading.local):
-    """The handler of a thread, and what notices its calls: each replica is traced in its own."""
 
     handler: Handler | None = None
     notice: Callable[[keras.optimizers.Optimizer], None] | None = None
 
 
-_captures = _Captures()
-_lock = threading.Lock()
-_classes: list[_Interception] = []
-_capturing = 0
-
-
-@contextlib.contextmanager
-def capturing_applies(handler: Handler) -> Generator[Callable[[], contextlib.AbstractContextManager[None]]]:
-    """Context in which calls of any optimizer's `apply` on this thread go to a handler instead.
-
-    Yields a context, within which `apply` updates variables again.
-    """
-    with _intercepted_classes(), _handling(handler):
-        yield lambda: _handling(None)
-
-
-@contextlib.contextmanager
-def noticing_applies(notice: Callable[[keras.optimizers.Optimizer], None]) -> Generator[None]:
-    """Context in which a function gets any optimizer on this thread whose `apply` is about to update variables."""
-    before = _captures.notice
-    with _intercepted_classes():
-        _captures.notice = notice
-        try:
-            yield
-        finally:
-            _captures.notice = before
-
-
-@contextlib.contextmanager
-def _handling(handler: Handler | None) -> Generator[None]:
-    before, _captures.handler = _captures.handler, handler
-    try:
-        yield
-    finally:
-        _captures.handler = before
-
-
-@contextlib.contextmanager
-def _intercepted_classes() -> Generator[None]:
-    """Context in which the `apply` of all classes of optimizers is replaced: a step may have any, from anywhere."""
-    _count_captures(1)
-    try:
-        yield
-    finally:
-        _count_captures(-1)
-
-
-def _count_captures(change: int) -> None:
-    global _capturing
-    with _lock:
-        if not _capturing:
-            _classes.extend(map(_Interception, _classes_with_apply(BaseOptimizer)))
-        _capturing += change
-        if not _capturing:
-            while _classes:
-                _classes.pop().remove()
+def _apply(
+    calls: _Calls | None,
+    original: Callable[..., None],
+    optimizer: keras.optimizers.Optimizer,
+    grads: Gradients,
+    trainable_variables: Sequence[keras.Variable] | None = None,
+    **keywords: object,
+) -> None:
+    if calls is not None and calls.handler is not None:
+        variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
+        calls.handler(optimizer, list(grads), list(variables))
+        return
+    if calls is not None and calls.notice is not None:
+        calls.notice(optimizer)
+    original(optimizer, grads, trainable_variables, **keywords)
 
 
 def _classes_with_apply(kind: type) -> Iterator[type]:
@@ -150,6 +63,50 @@ def _classes_with_apply(kind: type) -> Iterator[type]:
         yield kind
     for each in kind.__subclasses__():
         yield from _classes_with_apply(each)
+
+
+# All classes of optimizers: a step may have any, from anywhere.
+_PATCH = ProcessPatch[_Calls](
+    lambda: [Replacement(each, "apply", _apply) for each in _classes_with_apply(BaseOptimizer)]
+)
+
+
+def intercept_apply(optimizer: keras.optimizers.Optimizer, intercept: Interceptor | None) -> None:
+    """Replaces an optimizer's `apply`, or restores it, if `None`."""
+    state = state_of(optimizer)
+    if state.interception is not None:
+        restore_methods(optimizer, "apply")
+        vars(optimizer).update(state.interception)
+    state.interception = None
+    if intercept is None:
+        return
+    original, own = optimizer.apply, vars(optimizer)
+
+    @functools.wraps(original)
+    def apply(
+        grads: Gradients, trainable_variables: Sequence[keras.Variable] | None = None, **keywords: object
+    ) -> None:
+        plain = functools.partial(original, **keywords)
+        _apply(_PATCH.value, lambda _, *arguments: intercept(plain, *arguments), optimizer, grads, trainable_variables)
+
+    state.interception = {"apply": own["apply"]} if "apply" in own else {}
+    replace_methods(optimizer, apply=apply)
+
+
+@contextlib.contextmanager
+def capturing_applies(handler: Handler) -> Generator[Callable[[], contextlib.AbstractContextManager[None]]]:
+    """Context in which calls of any optimizer's `apply` on this thread go to a handler instead.
+
+    Yields a context, within which `apply` updates variables again.
+    """
+    calls = _PATCH.value or _Calls()
+    with _PATCH.open(calls._replace(handler=handler)):
+        yield lambda: _PATCH.open(calls._replace(handler=None))
+
+
+def noticing_applies(notice: Callable[[keras.optimizers.Optimizer], None]) -> contextlib.AbstractContextManager[None]:
+    """Context in which a function gets any optimizer on this thread whose `apply` is about to update variables."""
+    return _PATCH.open((_PATCH.value or _Calls())._replace(notice=notice))
 
 
 def install_transform(

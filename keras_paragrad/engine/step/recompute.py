@@ -25,8 +25,8 @@ from keras_paragrad.compat.layers import (
     pack_dense_parts,
 )
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.engine.step.gradient_functions import keep_with_graphs
 from keras_paragrad.engine.step.operations import check_repeatable
+from keras_paragrad.engine.tracing.gradient_functions import keep_with_graphs
 from keras_paragrad.storage.gathering import call_with_gather, install_gather
 from keras_paragrad.storage.storage import storage_of
 

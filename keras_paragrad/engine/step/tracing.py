@@ -13,10 +13,11 @@ from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Gradients, GradientTensor, Specs, Step, Structure
 from keras_paragrad.compat.variables import copy_built_optimizer, unallocated_variable, without_memory
-from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.interception import PlainApply, intercept_apply
 from keras_paragrad.engine.step.operations import Block, block_of
+from keras_paragrad.engine.tracing.gradient_functions import releasing
+from keras_paragrad.engine.tracing.untouched import never_run, untouched
 
 
 class VariableGradient(NamedTuple):
@@ -114,7 +115,7 @@ def _graph_of(
         calls: list[_Call] = []
         for each in optimizers:
             _record(each, calls)
-        graph = tf.function(_step_of(model), autograph=False).get_concrete_function(batch).graph
+        graph = tf.function(releasing(_step_of(model)), autograph=False).get_concrete_function(batch).graph
     # A step that creates variables is traced twice.
     return graph, optimizers, [call for call in calls if call.graph is graph]
 

@@ -21,10 +21,10 @@ from keras_paragrad.engine.losses.logs import update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.probes.independence import check_metrics
-from keras_paragrad.engine.probes.untouched import never_run, untouched
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, track_batch
 from keras_paragrad.engine.step.operations import check_runs_twice
+from keras_paragrad.engine.tracing.untouched import never_run, untouched
 from keras_paragrad.storage.gathering import watch_gathered
 from keras_paragrad.storage.regathering import regather_in_backward
 from keras_paragrad.storage.row_gradients import add_gradients, scale_gradient

@@ -9,10 +9,10 @@ import tensorflow as tf
 from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, StepLogs, TrainFunction
 from keras_paragrad.compat.workers import local_replica_values
-from keras_paragrad.engine.probes.untouched import never_run, untouched
-from keras_paragrad.engine.step.gradient_functions import closure_contents, releasing
 from keras_paragrad.engine.step.stages import Apply
 from keras_paragrad.engine.telemetry.watch import Telemetry
+from keras_paragrad.engine.tracing.gradient_functions import closure_contents
+from keras_paragrad.engine.tracing.untouched import trace_untouched
 
 # The key of the telemetry's latest values in a step's logs: an output is free, and reading a variable an operation.
 LATEST = "_keras_paragrad_latest"
@@ -160,11 +160,10 @@ def gradient_graph(model: keras.Model, spec: Specs, examples: int) -> tf.Graph:
 
     def gradients(*parts: Batch):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.pack_sequence_as(spec, parts))
-        with untouched(model, never_run()):
-            with tf.GradientTape() as tape:
-                y_pred = model(x, training=True)
-                loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-            return [each for each in tape.gradient(loss, model.trainable_variables) if each is not None]
+        with tf.GradientTape() as tape:
+            y_pred = model(x, training=True)
+            loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
+        return [each for each in tape.gradient(loss, model.trainable_variables) if each is not None]
 
     sized = [tf.TensorSpec([examples, *leaf.shape[1:]], leaf.dtype) for leaf in tf.nest.flatten(spec)]
-    return tf.function(releasing(gradients), autograph=False).get_concrete_function(*sized).graph
+    return trace_untouched(model, gradients, *sized).graph

@@ -1,4 +1,4 @@
-"""Calls a model in a check, a probe, a trial or an estimate, and restores it afterwards."""
+"""Calls or traces a model in a check, a probe, a trial or an estimate, and restores it afterwards."""
 
 import collections
 import contextlib
@@ -17,6 +17,7 @@ from keras.src.backend.common.global_state import GLOBAL_STATE_TRACKER
 from keras.src.backend.common.stateless_scope import in_stateless_scope
 
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 _OF_KERAS = (keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, keras.random.SeedGenerator)
 # Their attributes are not followed: what they hold belongs to others, or is in no Python attribute.
@@ -72,6 +73,12 @@ def untouched(
 def never_run() -> contextlib.AbstractContextManager[None]:
     """The `assignments` of a call that is only traced, into a graph that never runs."""
     return contextlib.nullcontext()
+
+
+def trace_untouched(model: object, function: Callable[..., Any], *specs: Any) -> Any:
+    """Traces a function that calls a model, for such tensors, into a graph that never runs; undoes the side effects."""
+    with untouched(model, never_run()):
+        return tf.function(releasing(function), autograph=False).get_concrete_function(*specs)
 
 
 def without_assignments() -> contextlib.AbstractContextManager[object]:

@@ -1,18 +1,15 @@
 """Random numbers by row, for trials: a part of a batch draws those that the whole draws for the same rows."""
 
 import contextlib
-import threading
+import functools
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.ops import gen_random_ops, gen_stateless_random_ops_v2
 
-_lock = threading.Lock()
-_local = threading.local()
-_contexts = 0
-_originals: dict[tuple[Any, str], Callable[..., tf.Tensor]] = {}
+from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 
 
 def _normal(generator: np.random.Generator, shape: list[int], arguments: dict[str, Any]) -> np.ndarray:
@@ -65,55 +62,31 @@ class Rows:
         return make(np.random.default_rng([self.draws, self.first if fixed else 0]), sizes, arguments)
 
 
-@contextlib.contextmanager
-def random_numbers_by_row(first: int, count: int, total: int) -> Generator[Rows]:
-    """Context in which, on this thread, tensors of `count` rows get the random numbers of rows from `first` on.
+def _draw(
+    make: Callable[..., Any], rows: Rows, original: Callable[..., tf.Tensor], shape: Any, *args: Any, **kwargs: Any
+):
+    # What they return gives the dtype.
+    drawn = original(shape, *args, **kwargs)
+    values = rows.draw(make, shape, {**dict(zip(("minval", "maxval"), args, strict=False)), **kwargs})
+    return drawn if values is None else tf.cast(values, drawn.dtype)
 
-    TensorFlow's operations are replaced for the whole process, and draw as before on other threads.
-    """
-    _local.rows = rows = Rows(first, count, total)
-    _count_contexts(1)
-    try:
-        yield rows
-    finally:
-        _count_contexts(-1)
-        _local.rows = None
+
+_PATCH = ProcessPatch[Rows](
+    lambda: [Replacement(module, name, functools.partial(_draw, make)) for module, name, make in _DRAWS]
+)
+
+
+def random_numbers_by_row(first: int, count: int, total: int) -> contextlib.AbstractContextManager[Rows]:
+    """Context in which, on this thread, tensors of `count` rows get the random numbers of rows from `first` on."""
+    return _PATCH.open(Rows(first, count, total))
 
 
 @contextlib.contextmanager
 def random_numbers_of_part(first: int, count: int, total: int) -> Generator[None]:
     """Context, within `random_numbers_by_row`, of a part of other rows; what follows continues after the last part."""
-    before: Rows = _local.rows
-    _local.rows = Rows(first, count, total)
-    _local.rows.draws = before.draws
-    try:
+    whole, part = cast(Rows, _PATCH.value), Rows(first, count, total)
+    part.draws = whole.draws
+    with _PATCH.open(part):
         yield
-    finally:
-        if first + count == total:
-            before.draws = _local.rows.draws
-        _local.rows = before
-
-
-def _count_contexts(change: int) -> None:
-    global _contexts
-    with _lock:
-        if not _contexts:
-            for module, name, make in _DRAWS:
-                _originals[module, name] = original = getattr(module, name)
-                setattr(module, name, _by_row(original, make))
-        _contexts += change
-        if not _contexts:
-            for (module, name), original in _originals.items():
-                setattr(module, name, original)
-
-
-def _by_row(original: Callable[..., tf.Tensor], make: Callable[..., Any]) -> Callable[..., Any]:
-    def draw(shape: Any, *arguments: Any, **keywords: Any) -> Any:
-        rows: Rows | None = getattr(_local, "rows", None)
-        # What they return gives the dtype.
-        drawn = original(shape, *arguments, **keywords)
-        named = {**dict(zip(("minval", "maxval"), arguments, strict=False)), **keywords}
-        values = None if rows is None else rows.draw(make, shape, named)
-        return drawn if values is None else tf.cast(values, drawn.dtype)
-
-    return draw
+    if first + count == total:
+        whole.draws = part.draws

@@ -1,0 +1,91 @@
+"""`ProcessPatch`, which replaces functions of Keras and TensorFlow while a context is open."""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+Value = TypeVar("Value")
+
+
+class Replacement(NamedTuple):
+    """A function of a module, or method of a class, and what is called in its place.
+
+    Attributes:
+        owner: The module or class.
+        name: The function's name.
+        function: Called with the value of the open context, the original, and the call's arguments.
+    """
+
+    owner: Any
+    name: str
+    function: Callable[..., Any]
+
+
+class ProcessPatch(Generic[Value]):
+    """Functions replaced from when the first context opens, on any thread, until the last one closes.
+
+    The replacement is seen by the whole process, and calls the original on threads without an open context. Each
+    replica is traced in a thread of its own, so contexts of several threads close in any order.
+
+    Args:
+        find: Returns the replacements. Called when the first context opens.
+    """
+
+    def __init__(self, find: Callable[[], Iterable[Replacement]]):
+        self._find = find
+        self._lock, self._thread = threading.Lock(), threading.local()
+        self._contexts = 0
+        self._restorers: list[Callable[[], None]] = []
+
+    @property
+    def value(self) -> Value | None:
+        """The value of this thread's innermost open context."""
+        return getattr(self._thread, "value", None)
+
+    @contextlib.contextmanager
+    def open(self, value: Value | None) -> Generator[None]:
+        """Context in which the functions are replaced on this thread; `None` calls the originals again."""
+        before = self.value
+        self._count(1)
+        self._thread.value = value
+        try:
+            yield
+        finally:
+            self._thread.value = before
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            if not self._contexts:
+                # All before the first is set: a class may inherit from another.
+                replaced = [(each.owner, each.name, self._replaced(each)) for each in self._find()]
+                self._restorers = [_restorer(owner, name) for owner, name, _ in replaced]
+                for each in replaced:
+                    setattr(*each)
+            self._contexts += change
+            if not self._contexts:
+                for restore in self._restorers:
+                    restore()
+
+    def _replaced(self, replacement: Replacement) -> Callable[..., Any]:
+        original = getattr(replacement.owner, replacement.name)
+
+        @functools.wraps(original)
+        def replaced(*arguments: Any, **keywords: Any) -> Any:
+            value = self.value
+            if value is None:
+                return original(*arguments, **keywords)
+            return replacement.function(value, original, *arguments, **keywords)
+
+        return replaced
+
+
+def _restorer(owner: Any, name: str) -> Callable[[], None]:
+    inherited = name not in vars(owner)
+    return (
+        functools.partial(delattr, owner, name)
+        if inherited
+        else functools.partial(setattr, owner, name, vars(owner)[name])
+    )
