@@ -1304,6 +1304,20 @@ _CUSTOM_STEPS = [
         "accumulation/test_weighting_trials.py::test_it_is_found[padding-in_windows]",
     ),
     _fault(
+        "what users divide by the replicas is not undone",
+        "compat/collectives.py",
+        "_CLAIMED: Any = property(lambda strategy: 1 if _claims.open else _COUNT.fget(strategy))",
+        "_CLAIMED: Any = _COUNT",
+        "distribution/test_divided_by_replicas.py::test_they_are_divided_by_one",
+    ),
+    _fault(
+        "other threads see one replica as well",
+        "compat/collectives.py",
+        "class _Claims(threading.local):",
+        "class _Claims:",
+        "distribution/test_divided_by_replicas.py::test_one_thread_alone_sees_one_replica",
+    ),
+    _fault(
         "replicas that are not exact multiply means of compute_loss by their number",
         "engine/losses/loss_normalization.py",
         "share = 1 / replica_count()",

@@ -1,12 +1,7 @@
-"""The divisors of compiled losses, and Keras's division by the number of replicas."""
+"""The divisors of compiled losses."""
 
-import contextlib
-import functools
-import threading
-from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
-import keras.src.losses.loss as keras_loss
 import tensorflow as tf
 
 from keras_paragrad.engine.losses.terms import LossTerm
@@ -76,46 +71,3 @@ def gradient_divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
     if not term.by_example or kind == SUM:
         return kind, divisor
     return SIZE, tf.cast(tf.shape(term.values)[0], "float32")
-
-
-# Keras's functions that divide a loss by the number of replicas, and multiply it again for the logs.
-_DIVIDES, _MULTIPLIES = "scale_loss_for_distribution", "unscale_loss_for_distribution"
-_lock = threading.Lock()
-_local = threading.local()
-_contexts = 0
-_originals: dict[str, Callable[[tf.Tensor], tf.Tensor]] = {}
-
-
-@contextlib.contextmanager
-def without_replica_division(*, in_logs: bool = False) -> Generator[None]:
-    """Context in which losses on a replica are not divided by the number of replicas, on this thread.
-
-    Keras divides means, but no sums, scalars, or terms that `compute_loss` adds, so the total can't be corrected
-    afterwards. Losses call Keras's function by its global name: it is replaced for the whole process, and the
-    replacement divides as before on other threads. If `in_logs`, Keras does not multiply logged losses either.
-    """
-    names = (_DIVIDES, _MULTIPLIES) if in_logs else (_DIVIDES,)
-    _count_contexts(1)
-    for name in names:
-        setattr(_local, name, getattr(_local, name, 0) + 1)
-    try:
-        yield
-    finally:
-        for name in names:
-            setattr(_local, name, getattr(_local, name) - 1)
-        _count_contexts(-1)
-
-
-def _count_contexts(change: int) -> None:
-    """Replaces Keras's functions when the first context opens, and restores them when the last one closes."""
-    global _contexts
-    with _lock:
-        if not _contexts:
-            _originals.update({name: getattr(keras_loss, name) for name in (_DIVIDES, _MULTIPLIES)})
-        _contexts += change
-        for name, original in _originals.items():
-            setattr(keras_loss, name, functools.partial(_on_other_threads, name) if _contexts else original)
-
-
-def _on_other_threads(name: str, value: tf.Tensor) -> tf.Tensor:
-    return value if getattr(_local, name, 0) else _originals[name](value)
