@@ -24,7 +24,7 @@ from keras_paragrad.compat.model import (
     overrides_train_step,
     train_step_of,
 )
-from keras_paragrad.compat.optimizer import nested_optimizers
+from keras_paragrad.compat.optimizer import held_optimizers
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Specs
 from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
@@ -242,7 +242,7 @@ def check_compiled_in_scope(model: keras.Model) -> None:
 
 def _counters(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Variable]:
     # Under Keras's own accumulation, `iterations` is no variable.
-    counters = [each.iterations for each in nested_optimizers(optimizer)]
+    counters = [each.iterations for each in held_optimizers(optimizer)]
     return [each for each in counters if isinstance(each, keras.Variable)]
 
 

@@ -106,8 +106,14 @@ def capturing_applies(handler: Handler) -> Generator[Callable[[], contextlib.Abs
 def noticing_applies(notice: Callable[[keras.optimizers.Optimizer], None]) -> Generator[None]:
     """Context in which a function gets any optimizer on this thread whose `apply` is about to update variables."""
     before = _captures.notice
+
+    def notice_both(optimizer: keras.optimizers.Optimizer) -> None:
+        if before is not None:
+            before(optimizer)
+        notice(optimizer)
+
     with _intercepted_classes():
-        _captures.notice = notice
+        _captures.notice = notice_both
         try:
             yield
         finally:
