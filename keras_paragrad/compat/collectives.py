@@ -1,12 +1,15 @@
 """Collectives and control flow that work on one device and on every replica of a strategy."""
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.python.distribute.distribute_lib import StrategyBase
 
 from keras_paragrad.compat.types import GradientTensor
 from keras_paragrad.compat.wait_clock import WaitClock
@@ -20,9 +23,56 @@ LARGE = 2**20
 SMALL = 128
 
 
-def replica_count() -> int:
-    """The number of replicas; 1 without a strategy."""
-    return tf.distribute.get_strategy().num_replicas_in_sync
+def replica_count(strategy: tf.distribute.Strategy | None = None) -> int:
+    """The number of replicas of a strategy, or of the current one; 1 without. Also within `as_one_replica`."""
+    return (strategy or tf.distribute.get_strategy()).extended._num_replicas_in_sync
+
+
+class _Claims(threading.local):
+    """How many contexts are open in which this thread's code sees one replica."""
+
+    open = 0
+
+
+_claims = _Claims()
+_lock = threading.Lock()
+_contexts = 0
+_COUNT: Any = StrategyBase.num_replicas_in_sync
+
+
+@contextlib.contextmanager
+def as_one_replica() -> Generator[None]:
+    """Context in which strategies have one replica in sync, for what asks `num_replicas_in_sync` on this thread.
+
+    A loss that is divided by it is then what one device computes: Keras's means, which are divided by its
+    `scale_loss_for_distribution`, `tf.nn.compute_average_loss`, and what users divide. Keras divides no sums, so the
+    total can't be corrected afterwards. Collectives don't ask, and sum over all replicas.
+    """
+    _count_contexts(1)
+    _claims.open += 1
+    try:
+        yield
+    finally:
+        _claims.open -= 1
+        _count_contexts(-1)
+
+
+@contextlib.contextmanager
+def as_on_replica(strategy: tf.distribute.Strategy) -> Generator[None]:
+    """Context of a strategy, outside of a step, in which code that is only traced is as on its one replica."""
+    with strategy.scope(), tf.distribute.ReplicaContext(strategy, replica_id_in_sync_group=0), as_one_replica():
+        yield
+
+
+def _count_contexts(change: int) -> None:
+    """Replaces the property of strategies when the first context opens, and restores it when the last one closes."""
+    global _contexts
+    with _lock:
+        _contexts += change
+        StrategyBase.num_replicas_in_sync = _CLAIMED if _contexts else _COUNT
+
+
+_CLAIMED: Any = property(lambda strategy: 1 if _claims.open else _COUNT.fget(strategy))
 
 
 def replica_index() -> int:

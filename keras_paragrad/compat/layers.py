@@ -148,6 +148,15 @@ def pack_dense_parts(
     return [pack(*each) for each in zip(leaves, parts, masks, strict=True)]
 
 
+class WeightScope(keras.StatelessScope):
+    """A stateless scope in which weight regularizers read the weights that it has no values of."""
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        value = super().get_current_value(variable)
+        # Keras passes regularizers what this returns, and elsewhere reads such weights itself.
+        return variable._value if value is None and variable.regularizer is not None else value
+
+
 class ReadScope(keras.StatelessScope):
     """Context in which layers read variables from tensors, and which collects their assignments.
 

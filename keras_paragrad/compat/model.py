@@ -11,7 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
-from keras_paragrad.compat.optimizer import innermost_optimizer, nested_optimizers, updating_optimizers
+from keras_paragrad.compat.optimizer import held_optimizers, innermost_optimizer
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
 from keras_paragrad.compat.types import Batch, StepLogs
 
@@ -50,8 +50,7 @@ def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
 
 def other_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """The optimizers that `compile` of Keras wasn't given: attributes of the model and its layers, in lists too."""
-    given = [each for outer in nested_optimizers(model.optimizer) for each in updating_optimizers(outer)]
-    known = {id(each) for each in (*given, *nested_optimizers(model.optimizer))}
+    known = {id(each) for each in held_optimizers(model.optimizer)}
     values = [
         value
         for layer in (model, *all_layers(model))

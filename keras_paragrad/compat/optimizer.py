@@ -46,10 +46,40 @@ def innermost_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimize
     return innermost
 
 
+# What an attribute of an optimizer may be without optimizers of its own in it.
+_OF_OTHERS = (keras.layers.Layer, keras.Variable, tf.Variable, tf.Tensor, tf.distribute.Strategy, type)
+_LIBRARIES = {"builtins", "keras", "keras_paragrad", "numpy", "tensorflow"}
+
+
+def held_optimizers(optimizer: keras.optimizers.Optimizer | None) -> list[keras.optimizers.Optimizer]:
+    """An optimizer and all optimizers in it, whatever attributes, containers and objects of the user's hold them."""
+    found: dict[int, keras.optimizers.Optimizer] = {}
+    seen: dict[int, object] = {}
+
+    def visit(value: object) -> None:
+        if id(value) in seen or isinstance(value, _OF_OTHERS):
+            return
+        seen[id(value)] = value
+        if isinstance(value, keras.optimizers.Optimizer):
+            found[id(value)] = value
+            for each in (*vars(value).values(), *getattr(value, "optimizers", ())):
+                visit(each)
+        elif isinstance(value, dict):
+            for each in value.values():
+                visit(each)
+        elif isinstance(value, (list, tuple, set)):
+            for each in value:
+                visit(each)
+        elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
+            visit(getattr(value, "__dict__", None))
+
+    visit(optimizer)
+    return list(found.values())
+
+
 def updating_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that update variables: the innermost, and those that a `MultiOptimizer` delegates to."""
-    innermost = innermost_optimizer(optimizer)
-    return [innermost, *getattr(innermost, "optimizers", [])]
+    """The optimizers that update variables: the innermost, and those that it delegates to."""
+    return held_optimizers(innermost_optimizer(optimizer))
 
 
 def unwrap_loss_scale(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:

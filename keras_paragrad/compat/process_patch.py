@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 Value = TypeVar("Value")
+Opened = TypeVar("Opened")
 
 
 class Replacement(NamedTuple):
@@ -45,13 +46,13 @@ class ProcessPatch(Generic[Value]):
         return getattr(self._thread, "value", None)
 
     @contextlib.contextmanager
-    def open(self, value: Value | None) -> Generator[None]:
+    def open(self, value: Opened) -> Generator[Opened]:
         """Context in which the functions are replaced on this thread; `None` calls the originals again."""
         before = self.value
         self._count(1)
         self._thread.value = value
         try:
-            yield
+            yield value
         finally:
             self._thread.value = before
             self._count(-1)

@@ -11,7 +11,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from tensorflow.python.framework.func_graph import FuncGraph
 from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
-from keras_paragrad.compat.optimizer import nested_optimizers
+from keras_paragrad.compat.optimizer import held_optimizers, nested_optimizers
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import DType
 
@@ -127,7 +127,7 @@ _PATCH = ProcessPatch[bool](
 )
 
 
-def without_memory() -> contextlib.AbstractContextManager[None]:
+def without_memory() -> contextlib.AbstractContextManager[object]:
     """Context in which Keras creates variables of more than a few kilobytes without memory, on this thread.
 
     They can be traced and assigned, but have no value before an assignment. Initializers don't run.
@@ -162,9 +162,8 @@ def copy_built_optimizer(
 
 def optimizer_variables(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, list[keras.Variable]]:
     """The variables of built optimizers by purpose: `"slots"`, `"accumulators"` and `"ema"`."""
-    nested = [inner for optimizer in optimizers for inner in nested_optimizers(optimizer)]
-    updating = [inner for outer in nested for inner in (outer, *getattr(outer, "optimizers", ()))]
-    saved = [value for outer in nested for value in vars(outer).values() if isinstance(value, SavedVariables)]
+    updating = [inner for optimizer in optimizers for inner in held_optimizers(optimizer)]
+    saved = [value for outer in updating for value in vars(outer).values() if isinstance(value, SavedVariables)]
     lists = {
         "ema": [getattr(inner, "_model_variables_moving_average", ()) for inner in updating],
         "accumulators": [

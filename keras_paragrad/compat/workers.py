@@ -39,7 +39,9 @@ class ReplicaPlacement(NamedTuple):
 
 def replica_placement(strategy: tf.distribute.Strategy) -> ReplicaPlacement:
     """Which of a strategy's replicas are in this process."""
-    if strategy.num_replicas_in_sync == 1:
+    # Not `num_replicas_in_sync`, which `as_one_replica` replaces.
+    replicas = strategy.extended._num_replicas_in_sync
+    if replicas == 1:
         return ReplicaPlacement(1, 1, 0)
     indices = []
 
@@ -48,7 +50,7 @@ def replica_placement(strategy: tf.distribute.Strategy) -> ReplicaPlacement:
         return tf.constant(0)
 
     strategy.experimental_distribute_values_from_function(record)
-    return ReplicaPlacement(strategy.num_replicas_in_sync, len(indices), min(indices))
+    return ReplicaPlacement(replicas, len(indices), min(indices))
 
 
 def set_worker_strategy(model: keras.Model, strategy: tf.distribute.Strategy | None) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 
 from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.model import optimizers_of
+from keras_paragrad.compat.optimizer import held_optimizers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Array
 from keras_paragrad.compat.variables import SavedVariables
@@ -20,7 +21,7 @@ def training_variables(model: keras.Model) -> Sections:
     window = builder.loss_window if builder is not None and builder.stages.apply else None
     sections = {
         "model": model.variables,
-        "optimizer": [variable for each in nested_optimizers(model.optimizer) for variable in variables_of(each)],
+        "optimizer": [variable for each in held_optimizers(model.optimizer) for variable in variables_of(each)],
         "metrics": [*model.metrics_variables, *(window.variables.values() if window is not None else ())],
     }
     seen: set[int] = set()
@@ -36,7 +37,7 @@ def variables_of_run(model: keras.Model) -> Sections:
     """`training_variables`, with those of all optimizers."""
     sections = training_variables(model)
     seen = {id(variable) for variables in sections.values() for variable in variables}
-    others = [inner for each in optimizers_of(model) for inner in nested_optimizers(each)]
+    others = [inner for each in optimizers_of(model) for inner in held_optimizers(each)]
     new = {id(each): each for optimizer in others for each in variables_of(optimizer) if id(each) not in seen}
     return {**sections, "optimizer": [*sections["optimizer"], *new.values()]}
 
@@ -96,14 +97,6 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     model._initial_epoch = epoch
 
 
-def nested_optimizers(optimizer: keras.optimizers.Optimizer | None) -> list[keras.optimizers.Optimizer]:
-    """An optimizer and all optimizers inside it."""
-    if optimizer is None:
-        return []
-    inner = [getattr(optimizer, "inner_optimizer", None), *getattr(optimizer, "optimizers", ())]
-    return [optimizer, *(part for each in inner for part in nested_optimizers(each))]
-
-
 def variables_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     """An optimizer's variables, with its accumulators."""
     return [
@@ -114,7 +107,7 @@ def variables_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
 
 def accumulated_variables(optimizer: keras.optimizers.Optimizer) -> dict[int, keras.Variable]:
     """The model's variable for each accumulator of its gradient, by the accumulator's `id`."""
-    saved = [each for part in nested_optimizers(optimizer) for each in _saved_variables(part)]
+    saved = [each for part in held_optimizers(optimizer) for each in _saved_variables(part)]
     return {accumulator: variable for each in saved for accumulator, variable in each.counterparts.items()}
 
 
@@ -136,7 +129,7 @@ def rename_keys(optimizer: keras.optimizers.Optimizer, keys: dict[str | int, str
         optimizer: The optimizer, or `None`.
         keys: The new keys by the old ones.
     """
-    for each in nested_optimizers(optimizer):
+    for each in held_optimizers(optimizer):
         for attribute in vars(each).values():
             if isinstance(attribute, dict):
                 for key in keys.keys() & attribute.keys():

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.distribute.values import PerReplica
 
-from keras_paragrad.compat.collectives import replica_index, replicas_are_local, sum_over_replicas
+from keras_paragrad.compat.collectives import replica_count, replica_index, replicas_are_local, sum_over_replicas
 from keras_paragrad.compat.types import Array, GradientTensor, Structure
 
 # Bytes from which a variable is sharded: below, a gather costs more than the shards save.
@@ -175,8 +175,7 @@ def _exchange(compute: Callable[[Sequence[Any], int], tf.Tensor], value: Structu
     def merge(strategy: tf.distribute.Strategy, grouped: Any) -> PerReplica:
         local = strategy.experimental_local_results
         values = [
-            tf.nest.map_structure(lambda each, k=k: local(each)[k], grouped)
-            for k in range(strategy.num_replicas_in_sync)
+            tf.nest.map_structure(lambda each, k=k: local(each)[k], grouped) for k in range(replica_count(strategy))
         ]
         results = []
         for index, device in enumerate(strategy.extended.worker_devices):

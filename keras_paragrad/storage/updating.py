@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_index, sum_over_replicas
-from keras_paragrad.compat.optimizer import accumulation_steps, nested_optimizers, updating_optimizers
+from keras_paragrad.compat.optimizer import accumulation_steps, held_optimizers, updating_optimizers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar, TensorVariable
 from keras_paragrad.storage.storage import storage_of
@@ -38,7 +38,7 @@ _METHODS = (
 
 def overridden_method(optimizer: keras.optimizers.Optimizer) -> str | None:
     """A method, other than `update_step`, that a user's optimizer overrides, and that would get shards."""
-    for each in (*nested_optimizers(optimizer), *updating_optimizers(optimizer)):
+    for each in held_optimizers(optimizer):
         for name in _METHODS:
             if getattr(type(each), name).__module__.partition(".")[0] not in ("keras", "keras_paragrad"):
                 return f"{type(each).__name__}.{name}"

@@ -1215,8 +1215,8 @@ _CUSTOM_STEPS = [
     _fault(
         "of a backup, only the compiled optimizer is restored",
         "storage/model_variables.py",
-        "for each in optimizers_of(model) for inner in nested_optimizers(each)]",
-        "for each in [model.optimizer] for inner in nested_optimizers(each)]",
+        "for each in optimizers_of(model) for inner in held_optimizers(each)]",
+        "for each in [model.optimizer] for inner in held_optimizers(each)]",
         "custom_steps/test_custom_steps.py::test_backups[gan-parameters]",
     ),
     _fault(
@@ -1302,6 +1302,34 @@ _CUSTOM_STEPS = [
         "lengths[[0, 1]] = shape[1], max(shape[1] // 2, 1)",
         "lengths[:] = shape[1]",
         "accumulation/test_weighting_trials.py::test_it_is_found[padding-in_windows]",
+    ),
+    _fault(
+        "optimizers that nothing finds reduce gradients again",
+        "engine/step/apply.py",
+        "with noticing_applies(leave_reduced):",
+        "with noticing_applies(lambda inner: None):",
+        "distribution/test_held_optimizers.py::test_the_outermost_reduces_once",
+    ),
+    _fault(
+        "optimizers are looked for in attributes alone",
+        "compat/optimizer.py",
+        'visit(getattr(value, "__dict__", None))',
+        "pass",
+        "distribution/test_held_optimizers.py::test_they_are_found_whatever_holds_them",
+    ),
+    _fault(
+        "what users divide by the replicas is not undone",
+        "compat/collectives.py",
+        "_CLAIMED: Any = property(lambda strategy: 1 if _claims.open else _COUNT.fget(strategy))",
+        "_CLAIMED: Any = _COUNT",
+        "distribution/test_divided_by_replicas.py::test_they_are_divided_by_one",
+    ),
+    _fault(
+        "other threads see one replica as well",
+        "compat/collectives.py",
+        "class _Claims(threading.local):",
+        "class _Claims:",
+        "distribution/test_divided_by_replicas.py::test_one_thread_alone_sees_one_replica",
     ),
     _fault(
         "replicas that are not exact multiply means of compute_loss by their number",

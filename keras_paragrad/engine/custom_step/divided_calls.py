@@ -54,7 +54,7 @@ class _Interception:
         self.draws = 0
 
 
-def intercepting(handler: Handler) -> contextlib.AbstractContextManager[None]:
+def intercepting(handler: Handler) -> contextlib.AbstractContextManager[object]:
     """Context in which this thread's calls of layers and `tape.gradient` go to a handler.
 
     TensorFlow's random operations get seeds by their number, and so draw the same on every replica.

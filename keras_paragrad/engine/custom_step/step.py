@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
+from keras_paragrad.compat.collectives import as_one_replica, replica_count, sum_over_replicas
 from keras_paragrad.compat.model import train_step_of
 from keras_paragrad.compat.optimizer import build_optimizer, find_accumulator
 from keras_paragrad.compat.state import log_once
@@ -16,7 +16,7 @@ from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, 
 from keras_paragrad.engine.custom_step.run import SlicedStep, next_call
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions, make_variables, suspended_scope
 from keras_paragrad.engine.custom_step.weighting import find_weightings, sums_in_step
-from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
+from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics, run_custom_train_step, weighting_means
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
@@ -84,7 +84,7 @@ class CustomStep:
         )
         if replica_count() == 1:
             return sliced.run(slices)
-        with without_replica_division(in_logs=True):
+        with as_one_replica():
             logs = sliced.run(slices, lambda: self._reducing_results(batch, replica_batch), replica_batch.nonempty)
         flat = keras.tree.flatten(logs)
         averaged = [index for index, log in enumerate(self.analysis.logs) if log and log.by_slice]
@@ -156,7 +156,7 @@ class CustomStep:
             yield lambda logs: logs
             return
         reducer = LogReducer(self.model, batch, replica_batch, None, (), summed=self.summed)
-        with without_replica_division(in_logs=True), reducing_metrics(reducer, outputs_scale=1.0, updates=updates):
+        with as_one_replica(), reducing_metrics(reducer, updates=updates):
             yield reducer.reduce_logs
         reducer.discard_filler()
 
@@ -189,7 +189,7 @@ class CustomStep:
     @contextlib.contextmanager
     def _reducing_results(self, batch: Batch, replica_batch: ReplicaBatch) -> Generator[None]:
         reducer = LogReducer(self.model, batch, replica_batch, None, (), summed=self.summed)
-        with reducing_metrics(reducer, outputs_scale=1.0, updates=False):
+        with reducing_metrics(reducer, updates=False):
             yield
 
 
@@ -206,7 +206,7 @@ def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:
         with released():
             optimizer.apply([scale_gradient(gradient, factor) for gradient in gradients], variables)
 
-    with without_replica_division(in_logs=True), capturing_applies(capture) as released:
+    with as_one_replica(), capturing_applies(capture) as released:
         return run_custom_train_step(model, data, summed=bool(sums) and all(sums))
 
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.compat.layers import WeightScope
 from keras_paragrad.compat.model import all_layers, all_variables, step_metrics, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients
 from keras_paragrad.engine.custom_step.divided_calls import Handler, intercepting
@@ -195,7 +196,7 @@ class StepGraph:
         return Sources(reads, by_slice)
 
 
-class _RecordingScope(keras.StatelessScope):
+class _RecordingScope(WeightScope):
     """Records the last value that each variable is assigned, and the position of each assignment."""
 
     def __init__(self, graph: FuncGraph):

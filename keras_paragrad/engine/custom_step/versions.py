@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 
+from keras_paragrad.compat.layers import WeightScope
 from keras_paragrad.compat.model import all_variables
 from keras_paragrad.engine.custom_step.analysis import StepAnalysis
 from keras_paragrad.storage.sharded import sharded_value
@@ -48,7 +49,7 @@ class WeightVersions:
         return self._copies[key, version] if (key, version) in self.analysis.versions[phase] else None
 
 
-class PhaseScope(keras.StatelessScope):
+class PhaseScope(WeightScope):
     """The scope of one slice in a phase: holds what the step assigns, but for weights, which the last slice changes.
 
     A weight has the value of the version that the step on the whole batch would read.

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import (
+    as_one_replica,
     replica_count,
     replica_index,
     replicas_are_traced_apart,
@@ -32,7 +33,6 @@ from keras_paragrad.engine.custom_step.divided_calls import differentiates, has_
 from keras_paragrad.engine.custom_step.run import changed_order, next_call
 from keras_paragrad.engine.custom_step.step import CustomStep, prepare_optimizers, step_signature
 from keras_paragrad.engine.custom_step.step_graph import StepGraph
-from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
@@ -84,7 +84,7 @@ class WholeStep:
         # Metrics and logs are those of one replica, as if the others had no rows.
         counted = ReplicaBatch(rows_of(batch), tf.constant(replica_index() == 0))
         reducer = LogReducer(self.model, batch, counted, None, ())
-        with without_replica_division(in_logs=True), reducing_metrics(reducer, outputs_scale=1.0):
+        with as_one_replica(), reducing_metrics(reducer):
             logs = reducer.reduce_logs(self._run(batch))
         reducer.discard_filler()
         return logs

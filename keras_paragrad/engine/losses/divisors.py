@@ -1,13 +1,9 @@
-"""The divisors of compiled losses, and Keras's division by the number of replicas."""
+"""The divisors of compiled losses."""
 
-import contextlib
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import keras.src.losses.loss as keras_loss
 import tensorflow as tf
 
-from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.engine.losses.terms import LossTerm
 
 # What a divisor is of: a word, and the identities of tensors.
@@ -75,30 +71,3 @@ def gradient_divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
     if not term.by_example or kind == SUM:
         return kind, divisor
     return SIZE, tf.cast(tf.shape(term.values)[0], "float32")
-
-
-def _divide(in_logs: bool, divide: Callable[[tf.Tensor], tf.Tensor], value: tf.Tensor) -> tf.Tensor:
-    return value
-
-
-def _multiply(in_logs: bool, multiply: Callable[[tf.Tensor], tf.Tensor], value: tf.Tensor) -> tf.Tensor:
-    return value if in_logs else multiply(value)
-
-
-# Keras's functions that divide a loss by the number of replicas, and multiply it again for the logs. The value is
-# whether the latter is left out too.
-_DIVISION = ProcessPatch[bool](
-    lambda: (
-        Replacement(keras_loss, "scale_loss_for_distribution", _divide),
-        Replacement(keras_loss, "unscale_loss_for_distribution", _multiply),
-    )
-)
-
-
-def without_replica_division(*, in_logs: bool = False) -> contextlib.AbstractContextManager[None]:
-    """Context in which losses on a replica are not divided by the number of replicas, on this thread.
-
-    Keras divides means, but no sums, scalars, or terms that `compute_loss` adds, so the total can't be corrected
-    afterwards. If `in_logs`, Keras does not multiply logged losses either.
-    """
-    return _DIVISION.open(in_logs or bool(_DIVISION.value))

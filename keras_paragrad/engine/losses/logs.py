@@ -7,11 +7,10 @@ from collections.abc import Callable, Generator, Sequence
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
+from keras_paragrad.compat.collectives import as_one_replica, replica_index, sum_over_replicas
 from keras_paragrad.compat.model import step_metrics
 from keras_paragrad.compat.state import MethodPatch, patched, state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Scalar, StepLogs, Structure
-from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.sums import TrackedLosses
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
@@ -113,9 +112,9 @@ def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormali
     replica_batch = ReplicaBatch.of(data)
     # An empty replica batch is filled with a row, so that the step can run; what it adds is discarded below.
     filled = replica_batch.filled(data)
-    with recorded_terms(model) as terms, without_replica_division():
+    with recorded_terms(model) as terms, as_one_replica():
         reducer = LogReducer(model, filled, replica_batch, normalize, terms)
-        with reducing_metrics(reducer, outputs_scale=1 / replica_count()):
+        with reducing_metrics(reducer):
             logs = reducer.reduce_logs(model.test_step(filled))
     reducer.discard_filler()
     return logs
@@ -128,7 +127,7 @@ def run_custom_train_step(model: keras.Model, data: Batch, *, summed: bool = Fal
     """
     replica_batch = ReplicaBatch.of(data)
     reducer = LogReducer(model, data, replica_batch, None, (), summed=summed)
-    with reducing_metrics(reducer, outputs_scale=1.0):
+    with reducing_metrics(reducer):
         return reducer.reduce_logs(model.train_step(data))
 
 
@@ -219,20 +218,18 @@ def _as_scalar(value: Scalar) -> tf.Tensor:
 class _ReducingMetrics(MethodPatch):
     """Makes a model's metrics return results over all replicas."""
 
-    def __init__(self, reducer: LogReducer, outputs_scale: float, updates: bool):
+    def __init__(self, reducer: LogReducer, updates: bool):
         super().__init__()
         self.updates = updates
         self.reducers: dict[int, LogReducer] = {}
-        self.metrics, self.model, self.outputs_scale = reducer.metrics, reducer.model, outputs_scale
+        self.metrics = reducer.metrics
 
     def patch_all(self) -> None:
         """Has every metric's result reduced over the replicas, and means of scalars too."""
-        of_outputs = self.model._compile_loss.metrics if self.model._compile_loss else []
         for metric in self.metrics:
             self.replace(metric, "result", functools.partial(self._result, metric, metric.result))
             if self.updates and type(metric).update_state is keras.metrics.Mean.update_state:
-                scale = self.outputs_scale if any(metric is each for each in of_outputs) else 1.0
-                update = functools.partial(self._update_mean, metric, metric.update_state, scale)
+                update = functools.partial(self._update_mean, metric, metric.update_state)
                 self.replace(metric, "update_state", update)
 
     def _result(self, metric: keras.metrics.Metric, compute: Callable[[], Structure]) -> Structure:
@@ -244,13 +241,11 @@ class _ReducingMetrics(MethodPatch):
         self,
         metric: keras.metrics.Metric,
         update: Callable[..., None],
-        scale: float,
         values: Scalar,
         sample_weight: tf.Tensor | None = None,
     ) -> None:
         """Updates a `Mean` with values per example as before, and with a scalar reduced over the replicas."""
         values = _as_scalar(values)
-        values = values if scale == 1 else values * scale
         if values.shape.rank != 0 or sample_weight is not None or is_trial():
             update(values, sample_weight=sample_weight)
             return
@@ -261,9 +256,9 @@ class _ReducingMetrics(MethodPatch):
 
 
 @contextlib.contextmanager
-def reducing_metrics(reducer: LogReducer, outputs_scale: float, *, updates: bool = True) -> Generator[None]:
+def reducing_metrics(reducer: LogReducer, *, updates: bool = True) -> Generator[None]:
     """Context in which a model's metrics return results over all replicas, and reduce their updates if asked."""
-    with patched(reducer.model, lambda: _ReducingMetrics(reducer, outputs_scale, updates)) as replacement:
+    with patched(reducer.model, lambda: _ReducingMetrics(reducer, updates)) as replacement:
         replacement.reducers[replica_index()] = reducer
         try:
             yield

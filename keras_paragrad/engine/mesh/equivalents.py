@@ -296,6 +296,6 @@ _PATCH = ProcessPatch[bool](
 )
 
 
-def substituted_operations() -> contextlib.AbstractContextManager[None]:
+def substituted_operations() -> contextlib.AbstractContextManager[object]:
     """Context in which these operations are computed by others while this thread traces a step for a mesh."""
     return _PATCH.open(True)

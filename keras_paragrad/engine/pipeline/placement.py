@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.optimizer import updating_optimizers
+from keras_paragrad.compat.optimizer import held_optimizers, updating_optimizers
 from keras_paragrad.compat.variables import variable_bytes
-from keras_paragrad.storage.model_variables import nested_optimizers, rename_keys, replace_value, variables_of
+from keras_paragrad.storage.model_variables import rename_keys, replace_value, variables_of
 
 _REDUCE = "_all_reduce_sum_gradients"
 # The operations within these are placed one by one.
@@ -95,7 +95,7 @@ def device_of_variable(variable: keras.Variable) -> str:
 def slot_bytes_by_device(optimizer: keras.optimizers.Optimizer | None) -> dict[str, int]:
     """The bytes of an optimizer's variables, with those of the optimizers that it wraps, on each device."""
     by_device: dict[str, int] = {}
-    for variable in {id(each): each for inner in nested_optimizers(optimizer) for each in variables_of(inner)}.values():
+    for variable in {id(each): each for inner in held_optimizers(optimizer) for each in variables_of(inner)}.values():
         device = device_of_variable(variable)
         by_device[device] = by_device.get(device, 0) + variable_bytes(variable)
     return by_device
@@ -117,7 +117,7 @@ def move_with_slots(variables: dict[str, list[keras.Variable]], optimizer: keras
         move_variable(variable, device)
     after = [optimizer._var_key(variable) for _, variable in pairs] if optimizer else []
     rename_keys(optimizer, dict(zip(before, after, strict=True)))
-    for slot in [variable for inner in nested_optimizers(optimizer) for variable in variables_of(inner)]:
+    for slot in [variable for inner in held_optimizers(optimizer) for variable in variables_of(inner)]:
         # Keras names a slot after its variable.
         device = next((devices[stem] for stem in name_stems(slot.name) if stem in devices), None)
         if device is not None:

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import keras
 
+from keras_paragrad.compat.collectives import as_one_replica
 from keras_paragrad.compat.model import added_losses, all_layers, overrides_compute_loss, overrides_train_step
 from keras_paragrad.compat.state import log_once, state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.division.dividers import Divider
-from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
@@ -119,7 +119,7 @@ def _trace(model: Any, arguments: LossArguments, size: int) -> _Traced:
         y_pred = call_model(model, (x,), training=True)
         refusal = _refuse_outputs(y_pred, added_losses(model))
         batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-        with recorded_terms(model, untracked=True) as terms, without_replica_division():
+        with recorded_terms(model, untracked=True) as terms, as_one_replica():
             loss = model._compute_loss(**batch, training=True)
         # Their ranks are asked for in this graph.
         for term in terms:

@@ -7,11 +7,10 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.compat.collectives import as_one_replica, replica_count
 from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
-from keras_paragrad.engine.losses.divisors import without_replica_division
 from keras_paragrad.engine.losses.logs import all_reduced_results, metrics_result, run_custom_test_step, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import recorded_terms
@@ -140,7 +139,7 @@ def _compute_losses(
 ) -> tuple[Structure, LossSums]:
     """The predictions for a batch, and the sums of its losses."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    with without_replica_division():
+    with as_one_replica():
         y_pred = _infer(model, x)
         arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
         with recorded_terms(model, untracked=True) as terms:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -19,6 +19,7 @@ from keras_paragrad.compat.optimizer import (
     Accumulating,
     build_optimizer,
     find_accumulator,
+    held_optimizers,
     nested_optimizers,
     unwrap_loss_scale,
     updating_optimizers,
@@ -26,6 +27,7 @@ from keras_paragrad.compat.optimizer import (
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar
 from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.step.interception import noticing_applies
 from keras_paragrad.storage.row_gradients import scale_gradient
 from keras_paragrad.storage.storage import (
     any_divided,
@@ -103,6 +105,11 @@ def apply_gradient(
             pairs.append(_weighting(optimizer, accumulator, variables, contribution))
         optimizer.apply_gradients(pairs)
         return None
+    if held := [each for each in held_optimizers(optimizer) if getattr(each, "accumulates", False)]:
+        raise ValueError(
+            f"{optimizer.name} hands gradients that are summed over the replicas to {held[0].name}, which accumulates "
+            f"them and would sum them again. Wrap the outermost: AccumulatingOptimizer({optimizer.name}, steps=...)."
+        )
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
     applied, sums = reduce_gradients(
         [gradients[index] for index in present], [variables[index] for index in present], also_reduce
@@ -167,23 +174,31 @@ def apply_everywhere(
     """
     by_replica: dict[int, Sequence[tf.Tensor | None]] = {}
 
+    reduced: dict[int, tuple[keras.optimizers.Optimizer, Any]] = {}
+
+    def leave_reduced(inner: keras.optimizers.Optimizer) -> None:
+        """Has an optimizer take gradients as the sums that they are, whatever holds it."""
+        reduced.setdefault(id(inner), (inner, inner.__dict__.get(_REDUCE)))
+        inner.__dict__[_REDUCE] = list
+
     def apply(gradients: Gradients, norms: Sequence[tf.Tensor | None]):
         by_replica[replica_index()] = norms
-        optimizer.apply(gradients, variables)
+        with noticing_applies(leave_reduced):
+            optimizer.apply(gradients, variables)
 
     frequencies = [(inner, inner.ema_overwrite_frequency) for inner in updating_optimizers(optimizer)]
     counts = [_update_count(inner) if inner.use_ema and frequency else None for inner, frequency in frequencies]
-    before = [inner.__dict__.get(_REDUCE) for inner, _ in frequencies]
     for inner, _ in frequencies:
-        inner.__dict__[_REDUCE] = list
+        leave_reduced(inner)
         # Keras would overwrite weights in a branch on each replica, where a strategy can't update variables.
         inner.ema_overwrite_frequency = None
     try:
         with updating(optimizer, variables, by_replica):
             per_replica(apply, gradients, norms)
     finally:
-        for (inner, frequency), replaced in zip(frequencies, before, strict=True):
+        for inner, frequency in frequencies:
             inner.ema_overwrite_frequency = frequency
+        for inner, replaced in reduced.values():
             if replaced is None:
                 del inner.__dict__[_REDUCE]
             else:

@@ -19,7 +19,7 @@ from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.data import EpochIterator
 from keras_paragrad.compat.model import Trainable, fit_frame, optimizers_of, overrides_train_step, traced_as
-from keras_paragrad.compat.optimizer import build_optimizer, innermost_optimizer, nested_optimizers, updating_optimizers
+from keras_paragrad.compat.optimizer import build_optimizer, held_optimizers, innermost_optimizer
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.custom_step.step import CustomStep
@@ -329,7 +329,7 @@ class StepBuilder:
     def _refuse_unmeasured(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Refuses to update by an optimizer whose updates telemetry doesn't see."""
         watched = self._watched()
-        known = [each for outer in watched for each in (*nested_optimizers(outer), *updating_optimizers(outer))]
+        known = [each for outer in watched for each in held_optimizers(outer)]
         if not any(optimizer is each for each in known):
             raise ValueError(
                 f"The train_step of {type(self.model).__name__} updates weights with {optimizer.name!r}, which "

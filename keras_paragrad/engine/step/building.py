@@ -14,7 +14,7 @@ from keras.src.backend.common.variables import Variable
 from keras.src.utils.python_utils import is_default
 from tensorflow.python.framework.func_graph import FuncGraph
 
-from keras_paragrad.compat.collectives import replica_count, replicas_are_local
+from keras_paragrad.compat.collectives import as_on_replica, replica_count, replicas_are_local
 from keras_paragrad.compat.data import EpochIterator, first_batch, loses_prefetched_batches
 from keras_paragrad.compat.model import (
     all_layers,
@@ -24,7 +24,7 @@ from keras_paragrad.compat.model import (
     overrides_train_step,
     train_step_of,
 )
-from keras_paragrad.compat.optimizer import nested_optimizers
+from keras_paragrad.compat.optimizer import held_optimizers
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Specs
 from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
@@ -74,7 +74,7 @@ def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, d
             return None
         return keras.KerasTensor((None, *local.shape[1:]), keras.backend.standardize_dtype(local.dtype))
 
-    with strategy.scope(), _optimizer_left_to_step(model):
+    with as_on_replica(strategy), _optimizer_left_to_step(model):
         try:
             model._symbolic_build(data_batch=keras.tree.map_structure(of_any_size, data_batch))
         except Exception:
@@ -117,7 +117,7 @@ def build_layers_by_step(model: keras.Model, data: Batch) -> None:
 
     def build(size: int) -> None:
         rows = synthetic_rows(specs, 2, seed=0, size=size)
-        with strategy.scope(), capturing_applies(lambda *call: None), _without_updates():
+        with as_on_replica(strategy), capturing_applies(lambda *call: None), _without_updates():
             train_step_of(model)(rows)
 
     run_trial(build, *SIZES, otherwise=None, question=None if built else "which weights train_step makes")
@@ -137,7 +137,7 @@ def _without_updates() -> Generator[None]:
         return tf.nest.map_structure(lambda source: tf.zeros(source.shape, source.dtype), sources)
 
     Variable.assign = lambda variable, value: variable
-    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+    if replica_count() > 1:
         # Outside of replicas, TensorFlow can't compute them.
         tape.gradient = zeros
     try:
@@ -242,7 +242,7 @@ def check_compiled_in_scope(model: keras.Model) -> None:
 
 def _counters(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Variable]:
     # Under Keras's own accumulation, `iterations` is no variable.
-    counters = [each.iterations for each in nested_optimizers(optimizer)]
+    counters = [each.iterations for each in held_optimizers(optimizer)]
     return [each for each in counters if isinstance(each, keras.Variable)]
 
 

@@ -10,13 +10,13 @@ import tensorflow as tf
 from keras.src.losses.loss import unscale_loss_for_distribution
 from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
-from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
+from keras_paragrad.compat.collectives import as_one_replica, replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Gradients, LossArguments, StepLogs, Structure
 from keras_paragrad.compat.wait_clock import WaitClock
-from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
+from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
@@ -94,7 +94,7 @@ def forward_backward(context: StepContext, data: Batch) -> ForwardBackwardResult
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
         # Layers may compute losses too, and add them.
-        with without_replica_division() if undivided else contextlib.nullcontext():
+        with as_one_replica() if undivided else contextlib.nullcontext():
             y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
             arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
             with recorded_terms(model, untracked=context.sums) as terms:

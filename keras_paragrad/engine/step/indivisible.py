@@ -13,6 +13,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
+from keras_paragrad.compat.layers import WeightScope
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Step, StepLogs
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
@@ -110,7 +111,7 @@ def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable
         if not _OF_SHAPES.search(str(error)):
             raise
         try:
-            with FuncGraph("whole_batch").as_default(), untouched(model, keras.StatelessScope()):
+            with FuncGraph("whole_batch").as_default(), untouched(model, WeightScope()):
                 trace(tf.nest.map_structure(whole, data))
         except Exception:
             # The model's own error.

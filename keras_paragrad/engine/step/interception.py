@@ -94,7 +94,7 @@ def intercept_apply(optimizer: keras.optimizers.Optimizer, intercept: Intercepto
 
 
 @contextlib.contextmanager
-def capturing_applies(handler: Handler) -> Generator[Callable[[], contextlib.AbstractContextManager[None]]]:
+def capturing_applies(handler: Handler) -> Generator[Callable[[], contextlib.AbstractContextManager[object]]]:
     """Context in which calls of any optimizer's `apply` on this thread go to a handler instead.
 
     Yields a context, within which `apply` updates variables again.
@@ -104,9 +104,17 @@ def capturing_applies(handler: Handler) -> Generator[Callable[[], contextlib.Abs
         yield lambda: _PATCH.open(calls._replace(handler=None))
 
 
-def noticing_applies(notice: Callable[[keras.optimizers.Optimizer], None]) -> contextlib.AbstractContextManager[None]:
+def noticing_applies(notice: Callable[[keras.optimizers.Optimizer], None]) -> contextlib.AbstractContextManager[object]:
     """Context in which a function gets any optimizer on this thread whose `apply` is about to update variables."""
-    return _PATCH.open((_PATCH.value or _Calls())._replace(notice=notice))
+    calls = _PATCH.value or _Calls()
+    before = calls.notice
+
+    def notice_both(optimizer: keras.optimizers.Optimizer) -> None:
+        if before is not None:
+            before(optimizer)
+        notice(optimizer)
+
+    return _PATCH.open(calls._replace(notice=notice_both))
 
 
 def install_transform(

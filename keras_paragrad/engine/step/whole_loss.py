@@ -12,11 +12,11 @@ import keras
 import tensorflow as tf
 from tensorflow.python.framework.func_graph import FuncGraph
 
-from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
+from keras_paragrad.compat.collectives import as_one_replica, replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.layers import has_gradient, mask_of, with_mask
 from keras_paragrad.compat.model import added_losses_by_layer, overrides_compute_loss, replace_added_losses
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, LossArguments, Structure, TensorVariable
-from keras_paragrad.engine.losses.divisors import Normalizer, without_replica_division
+from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
@@ -199,7 +199,7 @@ class _WholeBatch(NamedTuple):
         """The loss, and the terms of compiled losses."""
         form.add_losses(model, self.tensors)
         untracked = replica_count() > 1
-        with recorded_terms(model, untracked=untracked) as terms, without_replica_division():
+        with recorded_terms(model, untracked=untracked) as terms, as_one_replica():
             return model._compute_loss(**self.arguments, y_pred=form.pack(self.tensors), training=training), terms
 
 
