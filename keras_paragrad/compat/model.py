@@ -200,6 +200,21 @@ def fit_frame(frame: types.FrameType | None, model: keras.Model | None = None) -
     return None
 
 
+def begins_epoch(frame: types.FrameType | None, model: keras.Model) -> bool:
+    """Whether Keras's `fit` or `evaluate` of the model, from a frame outward, is at the first call of an epoch."""
+    while frame is not None:
+        names = frame.f_locals
+        if frame.f_code.co_name in ("fit", "evaluate") and names.get("self") is model and "begin_step" in names:
+            return names["begin_step"] == 0
+        frame = frame.f_back
+    return False
+
+
+def has_evaluated(model: keras.Model) -> bool:
+    """Whether Keras's own `test_step` has seen a row since the metrics were reset; true for another `test_step`."""
+    return overrides_test_step(model) or float(model._loss_tracker.count) > 0
+
+
 class Trainable(NamedTuple):
     """The `trainable` flags of a model's layers, outermost first, and of its weights.
 
