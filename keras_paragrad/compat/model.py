@@ -4,13 +4,14 @@ import contextlib
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.layers import outermost_layer
 from keras_paragrad.compat.optimizer import innermost_optimizer, nested_optimizers, updating_optimizers
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
 from keras_paragrad.compat.types import Batch, StepLogs
@@ -65,6 +66,24 @@ def other_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """A model's optimizers: that of `compile`, and those that a `train_step` of its own calls."""
     return [*([] if model.optimizer is None else [model.optimizer]), *other_optimizers(model)]
+
+
+def count_after(tensors: Sequence[tf.Tensor]) -> None:
+    """Has the optimizers of the model that is called count an update after these tensors are there, and not before.
+
+    TensorFlow inlines Keras's step, whose counter would advance for a batch that turns out not to exist. It orders the
+    counter's read here before its assignment.
+    """
+    model = outermost_layer()
+    if not isinstance(model, keras.Model) or not model.compiled:
+        return
+    if tf.executing_eagerly() or "make_train_function" in vars(model):
+        # Steps of our own are never inlined.
+        return
+    counters = [each.iterations for outer in optimizers_of(model) for each in updating_optimizers(outer)]
+    with tf.control_dependencies([each for each in tensors if tf.is_tensor(each)]):
+        for counter in counters:
+            tf.convert_to_tensor(counter.value)
 
 
 def step_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
