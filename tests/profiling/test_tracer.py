@@ -195,6 +195,20 @@ def test_validation_is_in_no_step(tmp_path):
     assert steps[1].duration < steps[2].begins - steps[1].begins - 150
 
 
+@pytest.mark.parametrize("skipped", [0, 3], ids=["until the end of an epoch", "over it"])
+def test_operations_of_a_validation_are_no_steps(tmp_path, skipped):
+    data = profiled.dataset(5)
+    for folder, validation in (("with", data), ("without", None)):
+        callback = profiler(tmp_path / folder, ProfileSchedule(skip_first=skipped, active=5))
+        profiled.model().fit(data, epochs=2, shuffle=False, verbose=0, validation_data=validation, callbacks=[callback])
+    counts = []
+    for folder in ("with", "without"):
+        summary = ProfileSummary.from_dict(json.loads(next((tmp_path / folder).rglob(SUMMARY)).read_text()))
+        assert len(summary.steps) == 5
+        counts.append({each.kind: each.count for each in summary.operations if "MatMul" in each.kind})
+    assert counts[0] == counts[1] and counts[0]
+
+
 @pytest.mark.long
 def test_windows_repeat_and_the_oldest_are_removed(tmp_path):
     callback = profiler(tmp_path, ProfileSchedule(skip_first=2, wait=1, warmup=1, active=3, repeat=None), keep=2)
