@@ -297,6 +297,19 @@ def test_a_slow_pipeline_is_called_input_bound_and_no_other(tmp_path, millisecon
         assert summary.advice.kind == "compute"
 
 
+def test_a_map_that_tensorflow_joins_with_its_batch_is_advised_to_run_in_parallel(tmp_path):
+    def slowly(x, y):
+        loop = tf.while_loop(lambda i, z: i < 40, lambda i, z: (i + 1, z @ z * 1e-3), (0, tf.ones((64, 64))))
+        return x + 0 * loop[1][0, 0], y
+
+    data = tf.data.Dataset.from_tensor_slices(profiled.arrays(16)).map(slowly).batch(profiled.ROWS)
+    callback = profiler(tmp_path)
+    profiled.model().fit(data, shuffle=False, verbose=0, callbacks=[callback])
+    (summary,) = callback.summaries
+    assert summary.advice.kind == "input" and "pipeline's MapAndBatch" in summary.advice.evidence
+    assert "num_parallel_calls=n" in summary.advice.text and ".prefetch(" not in summary.advice.text
+
+
 class SlowBatches(keras.utils.PyDataset):
     """Batches that take some 30 ms to make, in which Python sleeps, or works and lets nobody else in."""
 
