@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.optimizer import unwrap_loss_scale
+from keras_paragrad.compat.optimizer import say_rows_are_summed, unwrap_loss_scale
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, Scalar
 from keras_paragrad.engine.losses.sums import zero_sums
 from keras_paragrad.engine.replicas.replica_batch import rows_of
@@ -84,6 +84,8 @@ class SliceSums:
         for index, (variable, gradient) in enumerate(zip(self.variables, gradients, strict=True)):
             if gradient is not None:
                 self.present.add(index)
+                if total[index] is not None and not isinstance(total[index], tf.IndexedSlices):
+                    say_rows_are_summed(self.model.optimizer, [gradient], [variable])
                 sums[index] = accumulate_gradient(variable, sums[index], gradient, factor)
         return sums
 

@@ -4,14 +4,15 @@ import contextlib
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_objects
-from keras_paragrad.compat.optimizer import held_optimizers, innermost_optimizer
+from keras_paragrad.compat.layers import outermost_layer
+from keras_paragrad.compat.optimizer import held_optimizers, innermost_optimizer, updating_optimizers
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
 from keras_paragrad.compat.types import Batch, StepLogs
 
@@ -64,6 +65,24 @@ def other_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """A model's optimizers: that of `compile`, and those that a `train_step` of its own calls."""
     return [*([] if model.optimizer is None else [model.optimizer]), *other_optimizers(model)]
+
+
+def count_after(tensors: Sequence[tf.Tensor]) -> None:
+    """Has the optimizers of the model that is called count an update after these tensors are there, and not before.
+
+    TensorFlow inlines Keras's step, whose counter would advance for a batch that turns out not to exist. It orders the
+    counter's read here before its assignment.
+    """
+    model = outermost_layer()
+    if not isinstance(model, keras.Model) or not model.compiled:
+        return
+    if tf.executing_eagerly() or "make_train_function" in vars(model):
+        # Steps of our own are never inlined.
+        return
+    counters = [each.iterations for outer in optimizers_of(model) for each in updating_optimizers(outer)]
+    with tf.control_dependencies([each for each in tensors if tf.is_tensor(each)]):
+        for counter in counters:
+            tf.convert_to_tensor(counter.value)
 
 
 def step_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
@@ -197,6 +216,21 @@ def fit_frame(frame: types.FrameType | None, model: keras.Model | None = None) -
                 return frame
         frame = frame.f_back
     return None
+
+
+def begins_epoch(frame: types.FrameType | None, model: keras.Model) -> bool:
+    """Whether Keras's `fit` or `evaluate` of the model, from a frame outward, is at the first call of an epoch."""
+    while frame is not None:
+        names = frame.f_locals
+        if frame.f_code.co_name in ("fit", "evaluate") and names.get("self") is model and "begin_step" in names:
+            return names["begin_step"] == 0
+        frame = frame.f_back
+    return False
+
+
+def has_evaluated(model: keras.Model) -> bool:
+    """Whether Keras's own `test_step` has seen a row since the metrics were reset; true for another `test_step`."""
+    return overrides_test_step(model) or float(model._loss_tracker.count) > 0
 
 
 class Trainable(NamedTuple):

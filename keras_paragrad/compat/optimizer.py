@@ -5,7 +5,7 @@ An optimizer that wraps another, as `LossScaleOptimizer` does, has it as `inner_
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import keras
@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope, no_automatic_dependency_tracking
 
 from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Config
 
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
@@ -101,6 +102,26 @@ def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int:
 def clips_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether an optimizer clips gradients."""
     return any(getattr(inner, name, None) for inner in updating_optimizers(optimizer) for name in _CLIPPING)
+
+
+def say_rows_are_summed(
+    optimizer: keras.optimizers.Optimizer, gradients: Iterable[Any], variables: Iterable[keras.Variable]
+) -> None:
+    """Says once that row gradients, as of embeddings, are summed, where Keras squares or clips each lookup by itself.
+
+    Call it for gradients that are made dense. With SGD that doesn't clip, there is no difference.
+    """
+    updating = updating_optimizers(optimizer)
+    if all(isinstance(each, keras.optimizers.SGD) for each in updating) and not clips_gradients(optimizer):
+        return
+    names = [v.path for g, v in zip(gradients, variables, strict=True) if isinstance(g, tf.IndexedSlices)]
+    if names:
+        log_once(
+            updating[0],
+            f"{', '.join(names)}: the gradients of all lookups of a row are summed before {updating[0].name} squares or "
+            "clips them. Keras on one device squares and clips each lookup of a row by itself, so where a batch looks "
+            "a row up more than once, it takes another step. With dense gradients the steps are the same.",
+        )
 
 
 def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:

@@ -7,6 +7,7 @@ import keras
 
 from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation
 from keras_paragrad.arguments import check_each, check_flag, check_instance, check_integer, check_number
+from keras_paragrad.compat.model import has_evaluated
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import FitData, Logs
 from keras_paragrad.compat.workers import replica_placement
@@ -17,6 +18,7 @@ from keras_paragrad.distribution.consistency import AgreeEachEpoch, with_agreeme
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs
 from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.distribution.plan import Plan
+from keras_paragrad.engine.step.execution import without_batches
 
 
 def check_fit_arguments(
@@ -81,6 +83,8 @@ def train(
     added: list[keras.callbacks.Callback] = [FollowEpochs(distributed)] if distributed is not None else []
     if find_accumulator(model.optimizer) and not any(isinstance(callback, ExactAccumulation) for callback in others):
         added.append(ExactAccumulation())
+    if arguments.get("validation_data") is not None and "make_test_function" not in vars(model):
+        added.append(_RefuseDryValidation())
     if factor != 1:
         added.append(ScaledLearningRate(factor, plan.warmup_steps.value))
     others = [*added, *others]
@@ -99,6 +103,14 @@ def train(
         for callback in callbacks:
             if isinstance(callback, (Backup, ScaledLearningRate)):
                 callback.leave()
+
+
+class _RefuseDryValidation(keras.callbacks.Callback):
+    """Refuses a validation without a batch, where Keras's own test function runs."""
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        if not has_evaluated(self.model):
+            raise without_batches(self.model)
 
 
 class ScaledLearningRate(keras.callbacks.Callback):

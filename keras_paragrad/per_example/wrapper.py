@@ -15,7 +15,7 @@ from keras_paragrad.arguments import check_choice, check_function, check_instanc
 from keras_paragrad.compat.collectives import replica_index
 from keras_paragrad.compat.delegation import layer_metrics, uncompile, warn_on_fit
 from keras_paragrad.compat.layers import compiled_by_xla, may_be_differentiated
-from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.model import all_layers, count_after
 from keras_paragrad.compat.types import Config, GradientTensor, Shape, Structure
 from keras_paragrad.engine.probes.trial import is_trial
 from keras_paragrad.engine.step.building import build_by_calling, has_build
@@ -171,6 +171,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         check_capacity(self.stored, self.capacity)
         if not tf.executing_eagerly():
             self._note_graph()
+        count_after(keras.tree.flatten(inputs))
         loss = LossRecord(self.loss_reduction, self.masked_mean)
         step = Step(self.layer, self._finish, self._replaces_gradients(), loss)
         self._steps[replica_index()].append(step)

@@ -156,7 +156,7 @@ class MeshVariable(BaseResourceVariable):
         return self.assign_sub(self._dense(sparse_delta))
 
     def _dense(self, rows: tf.IndexedSlices) -> tf.Tensor:
-        return tf.convert_to_tensor(tf.IndexedSlices(rows.values, rows.indices, tf.constant(self.shape)))
+        return tf.convert_to_tensor(tf.IndexedSlices(rows.values, rows.indices, tf.constant(self.shape.as_list())))
 
     def write(self, method: str, /, *arguments: Any, **keywords: Any) -> Any:
         """Applies another method of `tf.Variable` that writes to the whole value."""

@@ -356,9 +356,11 @@ def test_xla_and_16_bits_are_advised_only_where_they_are_known_to_help(parts, de
         (("ParallelMapV2", "TensorSlice"), ("prefetch(",), ("num_parallel_calls",)),
         (("Prefetch", "Map", "MemoryCacheImpl"), ("num_parallel_calls",), ("prefetch(", "cache()")),
         (("Prefetch", "ParallelMapV2"), ("cache()", "slowest stage"), ("num_parallel_calls", "prefetch(", "dataset.")),
+        (("MapAndBatch", "TensorSlice"), ("num_parallel_calls=n", "cache()"), ("prefetch(", "AUTOTUNE")),
+        (("Prefetch", "MapAndBatch", "MemoryCacheImpl"), ("num_parallel_calls=n",), ("prefetch(", "cache()")),
         (("Prefetch", "FlatMap", "Generator"), ("workers=", "use_multiprocessing"), ("prefetch(", "dataset.")),
     ],
-    ids=["unknown", "neither", "parallel", "prefetched and cached", "both", "generator"],
+    ids=["unknown", "neither", "parallel", "prefetched and cached", "both", "joined", "joined and cached", "generator"],
 )
 def test_input_advice_names_what_the_pipeline_does_not_do_yet(stages, advised, done):
     pipeline = [Operation("Iterator::Root::" + "::".join(stages), "Dataset", 1, 1.0, False)] if stages else []

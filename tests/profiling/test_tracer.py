@@ -195,6 +195,20 @@ def test_validation_is_in_no_step(tmp_path):
     assert steps[1].duration < steps[2].begins - steps[1].begins - 150
 
 
+@pytest.mark.parametrize("skipped", [0, 3], ids=["until the end of an epoch", "over it"])
+def test_operations_of_a_validation_are_no_steps(tmp_path, skipped):
+    data = profiled.dataset(5)
+    for folder, validation in (("with", data), ("without", None)):
+        callback = profiler(tmp_path / folder, ProfileSchedule(skip_first=skipped, active=5))
+        profiled.model().fit(data, epochs=2, shuffle=False, verbose=0, validation_data=validation, callbacks=[callback])
+    counts = []
+    for folder in ("with", "without"):
+        summary = ProfileSummary.from_dict(json.loads(next((tmp_path / folder).rglob(SUMMARY)).read_text()))
+        assert len(summary.steps) == 5
+        counts.append({each.kind: each.count for each in summary.operations if "MatMul" in each.kind})
+    assert counts[0] == counts[1] and counts[0]
+
+
 @pytest.mark.long
 def test_windows_repeat_and_the_oldest_are_removed(tmp_path):
     callback = profiler(tmp_path, ProfileSchedule(skip_first=2, wait=1, warmup=1, active=3, repeat=None), keep=2)
@@ -281,6 +295,19 @@ def test_a_slow_pipeline_is_called_input_bound_and_no_other(tmp_path, millisecon
         assert "num_parallel_calls" in summary.advice.text and "waits for input" in summary.advice.evidence
     else:
         assert summary.advice.kind == "compute"
+
+
+def test_a_map_that_tensorflow_joins_with_its_batch_is_advised_to_run_in_parallel(tmp_path):
+    def slowly(x, y):
+        loop = tf.while_loop(lambda i, z: i < 40, lambda i, z: (i + 1, z @ z * 1e-3), (0, tf.ones((64, 64))))
+        return x + 0 * loop[1][0, 0], y
+
+    data = tf.data.Dataset.from_tensor_slices(profiled.arrays(16)).map(slowly).batch(profiled.ROWS)
+    callback = profiler(tmp_path)
+    profiled.model().fit(data, shuffle=False, verbose=0, callbacks=[callback])
+    (summary,) = callback.summaries
+    assert summary.advice.kind == "input" and "pipeline's MapAndBatch" in summary.advice.evidence
+    assert "num_parallel_calls=n" in summary.advice.text and ".prefetch(" not in summary.advice.text
 
 
 class SlowBatches(keras.utils.PyDataset):

@@ -16,6 +16,7 @@ from keras_paragrad.compat.state import replace_methods, restore_methods
 from keras_paragrad.compat.types import Batch, BatchIterator, Scalar, Step, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.servers.metric_states import MetricStates
 from keras_paragrad.engine.step.building import build_from_data
+from keras_paragrad.engine.step.execution import check_not_dry
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 Result = TypeVar("Result")
@@ -192,6 +193,7 @@ class ParameterServerModel:
                 except (StopIteration, tf.errors.OutOfRangeError):
                     if index:
                         break
+                    check_not_dry(self._model)
                     raise StopIteration from None
                 self._sender.send(step, self._as_tensors(batch), metric_states.add)
             if self.waits:

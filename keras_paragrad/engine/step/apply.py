@@ -21,6 +21,7 @@ from keras_paragrad.compat.optimizer import (
     find_accumulator,
     held_optimizers,
     nested_optimizers,
+    say_rows_are_summed,
     unwrap_loss_scale,
     updating_optimizers,
 )
@@ -93,6 +94,8 @@ def apply_gradient(
         warn_once(optimizer, "The model does not have any trainable weights.")
         return None
     accumulator = find_accumulator(optimizer)
+    divided = [pair for pair in zip(gradients, variables, strict=True) if any_divided(pair[1:])]
+    say_rows_are_summed(optimizer, [gradient for gradient, _ in divided], [variable for _, variable in divided])
     if accumulator or replica_count() == 1 or not whole:
         contribution = None if weight is None else Contribution.of(weight)
         if accumulator:

@@ -1,6 +1,7 @@
 """The outermost part of a train function: takes batches from the iterator, and runs compiled steps on them."""
 
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
 from keras_paragrad.compat.collectives import first_replica_values
+from keras_paragrad.compat.model import begins_epoch
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.division.first_batch import Conclusion, FirstBatchProof
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
@@ -186,10 +188,27 @@ def compile_steps(
         if schedule:
             schedule.ended(batches, exhausted=logs is None)
         if logs is None:
+            if not to_skip:
+                check_not_dry(model)
             raise StopIteration
         return logs
 
     return train_function
+
+
+def check_not_dry(model: keras.Model) -> None:
+    """Refuses an epoch that ends without a batch: Keras shows losses of 0.0 for it."""
+    if begins_epoch(inspect.currentframe(), model):
+        raise without_batches(model)
+
+
+def without_batches(model: keras.Model) -> ValueError:
+    """The error for an epoch or evaluation without a batch."""
+    return ValueError(
+        f"The data has no batch left for this epoch or evaluation of {model.name!r}, for which Keras shows losses of "
+        "0.0. A generator that ends can be read once: pass a tf.data.Dataset or a keras.utils.PyDataset, or a "
+        "generator that begins again (`while True:`) with steps_per_epoch=... or validation_steps=...."
+    )
 
 
 def _next_batch(iterator: Any) -> Batch:

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 from keras.src.optimizers.base_optimizer import BaseOptimizer
 
-from keras_paragrad.compat.optimizer import accumulation_steps
+from keras_paragrad.compat.optimizer import accumulation_steps, say_rows_are_summed
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.state import patch_of, replace_methods, restore_methods, state_of
 from keras_paragrad.compat.types import Gradients, GradientTensor
@@ -180,6 +180,7 @@ def _transform(
     ]
     scale = optimizer.loss_scale_factor
     changed = [updated[index] for index in indices]
+    say_rows_are_summed(optimizer, [grads[index] for index in indices], changed)
     dense = gather_gradients([tf.convert_to_tensor(grads[index]) for index in indices], changed)
     unscaled = [gradient / scale for gradient in dense] if scale else dense
     whole = transform(unscaled, changed)

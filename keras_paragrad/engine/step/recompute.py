@@ -24,6 +24,7 @@ from keras_paragrad.compat.layers import (
     may_be_differentiated,
     pack_dense_parts,
 )
+from keras_paragrad.compat.model import count_after
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.step.operations import check_repeatable
 from keras_paragrad.engine.tracing.gradient_functions import keep_with_graphs
@@ -234,6 +235,7 @@ class Recomputed:
         run = _Run(self.function, arguments, keywords, self.function.variables)
         if not run.differentiable:
             return self.function.call(*arguments, **keywords)
+        count_after(run.tensors)
         outputs = run()
         if run.missing:
             # It also reads variables of none of its layers, such as the global seed.

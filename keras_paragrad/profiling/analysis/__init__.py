@@ -1,8 +1,10 @@
 """`summarize`: reads a trace, and computes where the time of each step went."""
 
+import tempfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from keras_paragrad.compat.trace_files import write_events_within
 from keras_paragrad.profiling.analysis.advice import Evidence, advise
 from keras_paragrad.profiling.analysis.communication import communication
 from keras_paragrad.profiling.analysis.events import Trace
@@ -14,7 +16,7 @@ from keras_paragrad.profiling.analysis.operations import (
     longest_operations,
     xprof_operations,
 )
-from keras_paragrad.profiling.analysis.steps import begin_of, pipeline_time, step_times
+from keras_paragrad.profiling.analysis.steps import begin_of, pipeline_time, step_times, training_spans
 from keras_paragrad.profiling.analysis.trace import read_trace, trace_files
 from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
 
@@ -43,6 +45,24 @@ def summarize(
     folder = Path(trace)
     file = trace_files(folder)[0]
     events = read_trace(file)
+    if (spans := training_spans(events)) is None:
+        return _summarize(folder, file, events, run, layers, peak_memory)
+    with tempfile.TemporaryDirectory() as copies:
+        # xprof's tables are of whole files.
+        copy = Path(copies, file.name)
+        write_events_within(file, copy, spans)
+        return _summarize(folder, copy, read_trace(copy), run, layers, peak_memory)
+
+
+def _summarize(
+    folder: Path,
+    file: Path,
+    events: Trace,
+    run: RunInfo,
+    layers: Collection[str],
+    peak_memory: Mapping[str, int | None] | None,
+) -> ProfileSummary:
+    """Summarizes the events of a file."""
     steps = step_times(events)
     operations = [*xprof_operations(file, events.runs), *compiled_operations(events.compiled)]
     longest = longest_operations(operations, layers)

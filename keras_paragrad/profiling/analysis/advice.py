@@ -147,6 +147,14 @@ def _about_input(evidence: Evidence) -> str:
             "super().__init__(workers=4, use_multiprocessing=True). A generator can't run in parallel: turn it into a "
             "keras.utils.PyDataset with workers, or a tf.data.Dataset that reads and maps without Python."
         )
+    if "MapAndBatch" in stages:
+        # The trace is the same with num_parallel_calls and without, and the stage prepares the next batch by itself.
+        cache = "" if any("Cache" in stage for stage in stages) else ".cache() what fits into memory, or "
+        return (
+            "Map in parallel: dataset.map(f, num_parallel_calls=n), with the number of cores as n. If it does already, "
+            f"{cache}make f cheaper. TensorFlow runs .map(f) and .batch() as one stage, which works ahead of the step, "
+            "so to prefetch gains little."
+        )
     # Maps that TensorFlow runs in parallel by itself are named ParallelMap in the trace.
     parallel = bool(stages) and "Map" not in stages
     prefetched = "Prefetch" in stages

@@ -22,6 +22,8 @@ from keras_paragrad.profiling.summary import PipelineTime, StageWork, StepTime
 # After a thread has waited this long for the interpreter lock, another releases it (`sys.getswitchinterval`); in
 # nanoseconds.
 _SWITCH_INTERVAL = 5_000_000
+# A longer time between the markers of two steps is a pause, in nanoseconds.
+_PAUSE = 1_000_000
 # Maps an interval in nanoseconds to its parts in milliseconds, by name.
 Parts = Callable[[float, float], dict[str, float]]
 
@@ -53,6 +55,24 @@ def step_times(trace: Trace) -> tuple[StepTime, ...]:
 def begin_of(trace: Trace) -> float:
     """The origin of `StepTime.begins`, in nanoseconds."""
     return min((marker.begin for marker in _innermost(trace.markers)), default=0.0)
+
+
+def training_spans(trace: Trace) -> list[Span] | None:
+    """When steps run, if training pauses in our trace while operations run, as in a validation; else `None`."""
+    markers = sorted((marker.begin, marker.end) for marker in trace.markers if "batch" in marker.stats)
+    if not markers:
+        return None
+    # What precedes the first step belongs to it.
+    spans = [(0.0, markers[0][1])]
+    for begin, end in markers[1:]:
+        if begin - spans[-1][1] < _PAUSE:
+            begin, _ = spans.pop()
+        spans.append((begin, end))
+    spans[-1] = (spans[-1][0], spans[-1][1] + _PAUSE)
+    begins = [begin for begin, _ in spans]
+    ran = [begin for begin, _ in (*trace.operations, *trace.device, *trace.collective)]
+    paused = any(begin > spans[bisect.bisect_right(begins, begin) - 1][1] for begin in ran)
+    return spans if paused else None
 
 
 def _work_of(trace: Trace, line: int) -> list[Span]:

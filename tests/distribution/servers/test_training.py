@@ -276,3 +276,17 @@ def test_weights_are_not_fetched_for_a_trial(strategy, caplog):
     with caplog.at_level("DEBUG", "keras_paragrad"):
         assert find_mixing_layer(model, tf.TensorSpec([None, 8])) is None
     assert "weights are not fetched from parameter servers" in caplog.text
+
+
+@own_process
+def test_a_generator_that_ran_dry_is_refused(strategy):
+    model = build(strategy)
+    servers.prepare_for_servers(model)
+    x, y, _ = rows_of(8)
+    seen = []
+    log = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs["loss"]))
+    with pytest.raises(ValueError, match="no batch left for this epoch"):
+        model.fit((batch for batch in [(x, y)] * 2), epochs=2, shuffle=False, verbose=0, callbacks=[log])
+    assert len(seen) == 1 and seen[0] > 0
+    with pytest.raises(ValueError, match="no batch left for this epoch"):
+        model.evaluate(tf.data.Dataset.from_tensors((x, y)).filter(lambda *_: False), verbose=0)

@@ -1,0 +1,120 @@
+"""Data of unknown length: every component counts an update for each batch, where Keras counts one more an epoch."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import keras_paragrad as kp
+from keras_paragrad import DistributedFit, Pipeline
+
+X = np.random.default_rng(0).normal(size=(20, 4)).astype("float32")
+Y = X.sum(1, keepdims=True)
+DEVICES = ["CPU:0", "CPU:1"]
+
+
+def data(rows=8, unknown=True):
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(rows)
+    return batches.filter(lambda *_: True) if unknown else batches
+
+
+def layers(last=lambda layer: layer):
+    return [keras.Input((4,)), keras.layers.Dense(6, "tanh", name="first"), last(keras.layers.Dense(1))]
+
+
+def build(make=lambda: keras.Sequential(layers()), steps=1):
+    keras.utils.set_random_seed(0)
+    model = make()
+    optimizer = keras.optimizers.Adam(keras.optimizers.schedules.ExponentialDecay(0.05, 1, 0.8))
+    model.compile(
+        kp.AccumulatingOptimizer(optimizer, steps=steps) if steps > 1 else optimizer, "mse", jit_compile=False
+    )
+    return model
+
+
+def fit(model, rows=8, unknown=True, **options):
+    model.fit(data(rows, unknown), epochs=2, shuffle=False, verbose=0, **options)
+    return model
+
+
+def with_callback(make):
+    return lambda: fit(build(), callbacks=[make()])
+
+
+def changed(change):
+    def train():
+        model = build()
+        change(model)
+        return fit(model)
+
+    return train
+
+
+def of_layer():
+    return fit(build(lambda: keras.Sequential(layers(kp.PerExampleGradients))))
+
+
+class OwnStep(keras.Sequential):
+    def train_step(self, batch):
+        return super().train_step(batch)
+
+
+def recomputed_own_step():
+    model = build(lambda: OwnStep(layers()))
+    kp.recompute(model, ["first"])
+    return fit(model)
+
+
+def distributed(make):
+    def train():
+        dist = make()
+        with dist.scope():
+            model = build()
+        dist.fit(model, data(), epochs=2, shuffle=False, verbose=0)
+        return model
+
+    return train
+
+
+WAYS = {
+    "accumulation": lambda: fit(build(steps=2), 4, callbacks=[kp.ExactAccumulation()]),
+    "microbatch": changed(lambda model: kp.microbatch(model, 4)),
+    "recompute layers": changed(lambda model: kp.recompute(model, ["first"])),
+    "recompute every": changed(lambda model: kp.recompute(model, every=1)),
+    "recompute, own step": recomputed_own_step,
+    "transform_gradients": changed(lambda model: kp.transform_gradients(model, lambda g, v: g)),
+    "wrap": lambda: fit(build(lambda: kp.wrap(keras.Sequential(layers())))),
+    "PerExampleGradients": of_layer,
+    "GradientTelemetry": with_callback(lambda: kp.GradientTelemetry(every=1)),
+    "none": distributed(lambda: DistributedFit("none")),
+    "mesh": distributed(lambda: DistributedFit(mesh={"batch": 2, "model": 1}, layout="auto", devices=DEVICES)),
+    "pipeline": distributed(lambda: DistributedFit(Pipeline(stages=2, microbatches=2), devices=DEVICES)),
+}
+
+
+@functools.cache
+def expected():
+    return fit(build(), unknown=False).get_weights()
+
+
+def check(model):
+    assert int(model.optimizer.iterations.numpy()) == 6
+    for ours, theirs in zip(model.get_weights(), expected(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_keras_counts_one_update_too_many_an_epoch():
+    # Otherwise, what the pages say of it is out of date.
+    assert int(fit(build()).optimizer.iterations) == 8
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_component_counts_the_updates(way):
+    check(WAYS[way]())
+
+
+@pytest.mark.own_process
+def test_replicas_count_the_updates(mirrored):
+    check(distributed(lambda: DistributedFit(mirrored))())
