@@ -25,6 +25,11 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     return layer._flatten_layers(include_self=False, recursive=False)
 
 
+def call_method(layer: keras.layers.Layer) -> str:
+    """The name of the method that Keras calls for a layer's outputs."""
+    return "call" if getattr(layer, "quantization_mode", None) is None else "quantized_call"
+
+
 def outermost_layer() -> keras.layers.Layer | None:
     """The outermost layer whose call this code runs in."""
     context = get_global_attribute("current_call_ctx")

@@ -37,19 +37,19 @@ def integrated_gradients(
     Args:
         model: A Keras model in which no row affects another row's output.
         x: The inputs; see `input_gradients`.
-        baseline: The row where the line starts: for each differentiated input an array without the rows axis, nested as
-            these inputs or as `wrt`; or one number for all; zero if `None`.
+        baseline: The row where the line starts: for each input or layer an array without the rows axis, nested as the
+            inputs or as `wrt`; or one number for all; zero if `None`.
         steps: Number of quadrature points.
         output: What to attribute, a scalar per row; see `input_gradients`.
         batch_size: Rows per chunk; see `input_gradients`, also for the arguments that follow.
-        wrt: The inputs to attribute to. The others are fixed to their values in `x`.
+        wrt: The inputs or layers to attribute to. Other inputs are fixed to their values in `x`.
         jit_compile: Whether to compile with XLA.
         out: Files to write the results to.
         stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar.
 
     Returns:
-        An array for each input, of its shape, nested as the inputs or as `wrt`. See `input_gradients`.
+        An array for each input or layer, of its shape, nested as the inputs or as `wrt`. See `input_gradients`.
 
     Raises:
         ValueError: As for `input_gradients`; or `steps` is less than 1, or `baseline` does not fit a row.

@@ -82,14 +82,17 @@ class Execution:
         rows = min(len(first[0]), MOST_ROWS)
         specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._cast(first, slice(0, 1))]
 
+        sizes: list[int] = []
+
         def forward(leaves: list[tf.Tensor]):
-            function, free, _ = self._row_function(leaves)
+            function, _ = self._row_function(leaves)
+            free = function.free_values()
+            sizes[:] = [tensor.shape[1:].num_elements() or 0 for tensor in free]
             return function(free)
 
         traced = trace_untouched(self.model, forward, specs)
         forward_bytes = bytes_in_graph(traced.graph, traced.inputs[: len(specs)]) / rows
-        input_bytes = sum(first[number][0].size * 4 for number in self.selection.numbers)
-        return estimate(forward_bytes, input_bytes, traced.outputs[0].shape[1:].num_elements())
+        return estimate(forward_bytes, 4 * sum(sizes), traced.outputs[0].shape[1:].num_elements())
 
     def _run_first_by(self, method: Differentiate, leaves: list[tf.Tensor]) -> list[np.ndarray]:
         """Compiles a method, and runs it on the first chunk, on which its result is checked."""
@@ -106,9 +109,11 @@ class Execution:
         """A function that differentiates a chunk on all replicas, for one shape."""
 
         def derivative(leaves: list[tf.Tensor], check: tf.Tensor):
-            values, is_valid = method(*self._row_function(leaves), check)
-            pairs = zip(values, self.selection.dtypes, strict=True)
-            return [tf.cast(value, dtype) for value, dtype in pairs], tf.reshape(is_valid, [1])
+            function, extra = self._row_function(leaves)
+            free = function.free_values()
+            values, is_valid = method(function, free, extra, check)
+            pairs = zip(values, free, strict=True)
+            return [tf.cast(value, tensor.dtype) for value, tensor in pairs], tf.reshape(is_valid, [1])
 
         def replica(*arguments: Any):
             if not self.jit_compile:
@@ -122,20 +127,19 @@ class Execution:
         _check_no_assignments(self.model, concrete.graph)
         return concrete
 
-    def _row_function(self, leaves: Sequence[tf.Tensor]) -> tuple[RowFunction, list[tf.Tensor], list[tf.Tensor]]:
-        """The row function of a chunk, its free inputs, and the additional arrays that the derivative uses."""
+    def _row_function(self, leaves: Sequence[tf.Tensor]) -> tuple[RowFunction, list[tf.Tensor]]:
+        """The row function of a chunk, and the additional arrays that the derivative uses."""
         count = len(self.selection.names)
         inputs, extra, labels = list(leaves[:count]), list(leaves[count:]), None
         if isinstance(self.output, np.ndarray):
             *extra, labels = extra
-        function = RowFunction(self.model, self.selection, self.output, inputs, labels)
-        return function, [inputs[number] for number in self.selection.numbers], extra
+        return RowFunction(self.model, self.selection, self.output, inputs, labels), extra
 
     def _cast(self, leaves: list[np.ndarray], rows: slice) -> list[np.ndarray]:
         """Casts leaves to the dtypes in which they are differentiated."""
         leaves = [leaf[rows] for leaf in leaves]
-        for number, dtype in zip(self.selection.numbers, self.selection.dtypes, strict=True):
-            leaves[number] = leaves[number].astype(dtype, copy=False)
+        for source in self.selection.inputs:
+            leaves[source.number] = leaves[source.number].astype(source.dtype, copy=False)
         return leaves
 
     def _distribute(self, chunk: Chunk) -> list[tf.Tensor]:

@@ -10,7 +10,9 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import LARGEST, check_integer, quote, refusal
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.inputs.selection import Selection, embedding_hint
+from keras_paragrad.inputs.layer_outputs import LayerOutput, outputs_exchanged
+from keras_paragrad.inputs.names import Spelling, did_you_mean, distinct_names, places_of, spellings
+from keras_paragrad.inputs.selection import InputLeaf, Selection, embedding_hint
 
 # The argument `output`: a name or number, labels, or a function of the outputs.
 OutputChoice = str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], tf.Tensor] | None
@@ -20,11 +22,11 @@ _WRITE_A_FUNCTION = "Write a function of the outputs, such as output=lambda outp
 
 
 class RowFunction(NamedTuple):
-    """Calls the model for inference, with the selected inputs free and the others fixed.
+    """Calls the model for inference, with the selected inputs and layers' outputs free and the other inputs fixed.
 
     Attributes:
         model: The model.
-        selection: The inputs that are free.
+        selection: What is free.
         output: Selects or computes the output to differentiate.
         inputs: All inputs, in order; the free ones are replaced.
         labels: The label of each row, if labels select the output.
@@ -37,12 +39,51 @@ class RowFunction(NamedTuple):
     labels: tf.Tensor | None = None
 
     def __call__(self, free: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The output, `(rows, ...)`."""
-        leaves = list(self.inputs)
-        for number, tensor in zip(self.selection.numbers, free, strict=True):
-            leaves[number] = tensor
-        outputs = self.model(keras.tree.pack_sequence_as(self.selection.structure, leaves), training=False)
-        return _check_value(_select(self.model, outputs, self.output, self.labels), leaves[0].shape[0])
+        """The output, `(rows, ...)`, with other values of the sources."""
+        values = {id(source): tensor for source, tensor in zip(self.selection.sources, free, strict=True)}
+        inputs = list(self.inputs)
+        for source in self.selection.inputs:
+            inputs[source.number] = values[id(source)]
+        outputs = self._call(inputs, lambda source, _: values[id(source)])
+        return _check_value(_select(self.model, outputs, self.output, self.labels), self._rows)
+
+    def free_values(self) -> list[tf.Tensor]:
+        """The sources' own values: inputs, and outputs of layers, which a call of the model gives."""
+        values = {id(source): self.inputs[source.number] for source in self.selection.inputs}
+        if self.selection.layers:
+            with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
+                tape.watch(list(values.values()))
+
+                def record(source: LayerOutput, value: tf.Tensor) -> tf.Tensor:
+                    value = tf.identity(value if value.dtype == tf.float64 else tf.cast(value, "float32"))
+                    tape.watch(value)
+                    values[id(source)] = value
+                    return value
+
+                self._call(self.inputs, record)
+            self._check_separate(tape, values)
+        return [values[id(source)] for source in self.selection.sources]
+
+    @property
+    def _rows(self) -> int | None:
+        return self.inputs[0].shape[0]
+
+    def _call(self, inputs: Sequence[tf.Tensor], exchange: Callable[[LayerOutput, tf.Tensor], tf.Tensor]) -> Structure:
+        nested = keras.tree.pack_sequence_as(self.selection.structure, list(inputs))
+        with outputs_exchanged(self.selection.layers, self._rows, exchange):
+            return self.model(nested, training=False)
+
+    def _check_separate(self, tape: tf.GradientTape, values: dict[int, tf.Tensor]) -> None:
+        """Refuses a layer's output that is computed from another source, which is held fixed."""
+        for source in self.selection.layers:
+            others = [each for each in self.selection.sources if each is not source]
+            gradients = tape.gradient(values[id(source)], [values[id(each)] for each in others])
+            for other, gradient in zip(others, gradients, strict=True):
+                if gradient is not None:
+                    raise ValueError(
+                        f"`wrt` has {source} and {other}, of which the first is computed from the second. Make a call "
+                        "for each."
+                    )
 
     def scalars(self, free: Sequence[tf.Tensor]) -> tf.Tensor:
         """The output if it is a scalar per row, `(rows,)`."""
@@ -56,15 +97,15 @@ class RowFunction(NamedTuple):
         return tf.reshape(value, [-1])
 
     def check_connected(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> list[tf.Tensor]:
-        """Returns the gradients as tensors; refuses an output that does not depend on one of the free inputs."""
-        names, tensors = self.selection.names, []
-        for number, gradient in zip(self.selection.numbers, gradients, strict=True):
+        """Returns the gradients as tensors; refuses an output that does not depend on one of the sources."""
+        tensors, sources = [], self.selection.sources
+        for source, gradient in zip(sources, gradients, strict=True):
             if gradient is None:
-                others = [names[other] for other in self.selection.numbers if other != number]
-                hint = embedding_hint(self.model)
+                others = [other.name for other in sources if other is not source]
+                hint = embedding_hint(self.model) if isinstance(source, InputLeaf) else ""
                 raise ValueError(
-                    f"The output does not depend on input {names[number]!r}, or only through operations without a "
-                    "derivative, such as rounding or an embedding lookup."
+                    f"The output does not depend on {source}, or only through operations without a derivative, such "
+                    "as rounding or an embedding lookup."
                     + (f" {hint}" if hint else "")
                     + (f" To exclude it, write wrt={others}." if others else "")
                 )
@@ -143,19 +184,17 @@ def _select(model: keras.Model, outputs: Structure, output: Output, labels: tf.T
     """The output, or the function of the outputs, that the checked argument `output` stands for."""
     if callable(output):
         return output(outputs)
-    names, leaves = _output_names(model, outputs), keras.tree.flatten(outputs)
+    known, leaves = _output_names(model, outputs), keras.tree.flatten(outputs)
     if isinstance(output, str):
-        if output not in names:
-            known = f"are {', '.join(map(repr, names))}" if names else "have no names"
-            raise ValueError(f"`output` is {quote(output)}, and the model's outputs {known}. {_WRITE_A_FUNCTION}")
-        return leaves[names.index(output)]
+        return leaves[_output_number(output, known)]
     if len(leaves) != 1 and isinstance(output, np.ndarray):
         raise ValueError(
             f"`output` has one label per row, and the model has {len(leaves)} outputs. Build a model with only the "
             "output that the labels are for, such as keras.Model(model.inputs, model.outputs[0]), and pass that."
         )
     if len(leaves) != 1:
-        write = f"Set output= to one of {', '.join(map(repr, names))}." if names else _WRITE_A_FUNCTION
+        names = distinct_names(known)
+        write = f"Set output= to one of {', '.join(map(repr, names))}." if all(names) else _functions_of(known)
         raise ValueError(f"The model has {len(leaves)} outputs. {write}")
     (value,) = leaves
     if output is None:
@@ -175,13 +214,34 @@ def _select(model: keras.Model, outputs: Structure, output: Output, labels: tf.T
     return value[..., output]
 
 
-def _output_names(model: keras.Model, outputs: Structure) -> list[str]:
-    """The names of the flattened outputs; none if they have no names."""
+def _output_names(model: keras.Model, outputs: Structure) -> list[Spelling]:
+    """What each of the flattened outputs can be called."""
     paths = [path for path, _ in keras.tree.flatten_with_path(outputs)]
-    if all(path and isinstance(path[-1], str) for path in paths):
-        return [path[-1] for path in paths]
     names = list(getattr(model, "output_names", None) or [])
-    return names if len(names) == len(paths) else []
+    return spellings(paths, names if len(names) == len(paths) else [None] * len(paths))
+
+
+def _output_number(name: str, known: list[Spelling]) -> int:
+    """The place of the output with a name or path."""
+    places = places_of(name, known)
+    if len(places) == 1:
+        return places[0]
+    if places:
+        same = [known[place] for place in places]
+        paths = [each for each, spelling in zip(distinct_names(known), known, strict=True) if each and spelling in same]
+        write = f"Write output={' or '.join(map(repr, paths))}." if len(paths) == len(same) else _functions_of(same)
+        raise ValueError(f"`output` is {quote(name)}, which is the name of {len(places)} outputs. {write}")
+    names = [each for each in distinct_names(known) if each]
+    has = f"are {', '.join(map(repr, names))}" if names else "have no names"
+    raise ValueError(
+        f"`output` is {quote(name)}, and the model's outputs {has}.{did_you_mean(name, names)} {_WRITE_A_FUNCTION}"
+    )
+
+
+def _functions_of(known: Sequence[Spelling]) -> str:
+    """The functions that pick each of some outputs, for a message."""
+    codes = [each.code("outputs") for each in known if each.path]
+    return f"Write output=lambda outputs: {', or '.join(codes)}." if codes else _WRITE_A_FUNCTION
 
 
 def _check_value(value: Any, rows: int | None) -> tf.Tensor:

@@ -45,24 +45,26 @@ def input_gradients(
             `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator, as for `model.predict`, of any length.
         output: What to differentiate, a scalar per row. `None`: the model's only output. An integer: that index on the
             output's last axis, such as a class. Integer labels, one per row, of shape `(rows,)` or `(rows, 1)`: the
-            entry of each row's own label. A string: the output of that name. A function of the outputs: must return a
-            tensor of shape `(rows,)`. Labels require `x` to be arrays, not batches.
+            entry of each row's own label. A string: the output of that name, or path as in `"left/score"`. A function
+            of the outputs: must return a tensor of shape `(rows,)`. Labels require `x` to be arrays, not batches.
         batch_size: Rows per chunk, on all replicas together; memory depends on nothing else. If `None`, chosen from 1
             to 8192 so that a chunk takes a few hundred megabytes, which takes another trace of the model.
-        wrt: The inputs to differentiate with respect to: a name, or a list or dict of names; all if `None`.
+        wrt: What to differentiate with respect to: the name of an input, or its path or number; the name of a layer, or
+            its path as in `"encoder/embedding"`, for what the layer gives when the model is called; or a list or dict
+            of these. All inputs if `None`. `"embedding:0"` is the first call of a layer that is called several times.
         jit_compile: Whether to compile with XLA; `"auto"` follows the model.
         out: Files to write the results to: the path of a `.npy` file, or paths nested as the result.
         stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar, 2 for one line at the end, 0 for neither.
 
     Returns:
-        An array for each input, of its shape, in float32 (float64 if the model's input is), nested as the inputs or as
-        `wrt`; memory-mapped read-only if `out` is given. With `stream=True`, an iterator of such results, some rows
-        each.
+        An array for each input or layer, of the shape of what is differentiated by, in float32 (float64 if the input or
+        the layer's output is), nested as the inputs or as `wrt`; memory-mapped read-only if `out` is given. With
+        `stream=True`, an iterator of such results, some rows each.
 
     Raises:
         ValueError: An input is not real-valued, or the output does not depend on it; the output is not a scalar per
-            row; there are no rows; or an argument is invalid. The message says what to write.
+            row; two have the name; there are no rows; or an argument is invalid. The message says what to write.
 
     Example:
 
@@ -76,6 +78,9 @@ def input_gradients(
     (1000, 8)
     >>> input_gradients(model, x, lambda y: y[:, 0] ** 2 + y[:, 1] ** 2).shape
     (1000, 8)
+    >>> words = [keras.Input((5,)), keras.layers.Embedding(9, 4, name="table"), keras.layers.LSTM(1)]
+    >>> input_gradients(keras.Sequential(words), np.ones((7, 5), "int32"), wrt="table").shape  # of each word's vector
+    (7, 5, 4)
 
     Reference:
         Simonyan, Vedaldi and Zisserman, *Deep Inside Convolutional Networks*, 2013, https://arxiv.org/abs/1312.6034.
@@ -109,17 +114,17 @@ def hessian_vector_product(
     Args:
         model: A Keras model in which no row affects another row's output.
         x: The inputs: arrays of shape `(rows, ...)`, nested as the model takes them.
-        vector: The vectors: arrays of the same shapes as the differentiated inputs, nested as these or as `wrt`.
+        vector: The vectors: arrays of the same shapes as what is differentiated by, nested as the inputs or as `wrt`.
         output: What to differentiate, a scalar per row; see `input_gradients`.
         batch_size: Rows per chunk; see `input_gradients`, also for the arguments that follow.
-        wrt: The inputs to differentiate with respect to.
+        wrt: The inputs or layers to differentiate with respect to.
         jit_compile: Whether to compile with XLA.
         out: Files to write the results to.
         stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar.
 
     Returns:
-        An array for each input, of its shape, nested as the inputs or as `wrt`. See `input_gradients`.
+        An array for each input or layer, of its shape, nested as the inputs or as `wrt`. See `input_gradients`.
 
     Raises:
         ValueError: As for `input_gradients`; or `vector` has the wrong shape; or TensorFlow would silently drop the

@@ -49,15 +49,15 @@ def input_jacobian(
         output: What to differentiate; see `input_gradients`. Here it may be of any shape `(rows, ...)`.
         batch_size: Rows per chunk, on all replicas together. A chunk's Jacobians have `batch_size` x outputs x inputs
             entries. If `None`, chosen by the memory that a row takes; see `input_gradients`.
-        wrt: The inputs to differentiate with respect to; see `input_gradients`.
+        wrt: The inputs or layers to differentiate with respect to; see `input_gradients`.
         jit_compile: Whether to compile with XLA; `"auto"` follows the model. `mode="vectorized"` always uses XLA.
         out: Files to write the results to; see `input_gradients`.
         stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar, 2 for one line at the end, 0 for neither.
 
     Returns:
-        An array of shape `(rows, *output_shape, *input_shape)` for each input, nested as the inputs or as `wrt`. See
-        `input_gradients`.
+        An array of shape `(rows, *output_shape, *input_shape)` for each input or layer, nested as the inputs or as
+        `wrt`. See `input_gradients`.
 
     Raises:
         ValueError: As for `input_gradients`; or forward mode is requested and some gradient in the model is not

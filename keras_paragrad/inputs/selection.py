@@ -1,98 +1,150 @@
-"""Selects the inputs to differentiate: all, or those that `wrt` names. Inputs without a gradient are refused."""
+"""Selects what to differentiate by: all inputs, or the inputs and layers that `wrt` names. Refuses integers."""
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 
-from keras_paragrad.arguments import check_choice, check_integer, quote, refusal
-from keras_paragrad.compat.model import all_layers
+from keras_paragrad.arguments import check_integer, quote, refusal
 from keras_paragrad.engine.step.segments import calls_of, functional_of
+from keras_paragrad.inputs.layer_outputs import LayerOutput
+from keras_paragrad.inputs.names import (
+    Spelling,
+    did_you_mean,
+    distinct_names,
+    layers_by_path,
+    layers_named,
+    places_of,
+    spellings,
+)
 
-# The argument `wrt`: names or numbers of inputs, nested as the result is to be.
+# The argument `wrt`: names or numbers of inputs, and names of layers, nested as the result is to be.
 Wrt: TypeAlias = str | int | Sequence["Wrt"] | Mapping[str, "Wrt"] | None
-# Numbers of inputs, nested as these are.
+# Integers, nested as inputs or results are.
 Nesting: TypeAlias = int | Sequence["Nesting"] | Mapping[str, "Nesting"]
 
 
+class InputLeaf(NamedTuple):
+    """An input.
+
+    Attributes:
+        name: What messages call it.
+        number: Its place among the flattened inputs.
+        dtype: The dtype in which it is differentiated: half precision is raised to float32.
+    """
+
+    name: str
+    number: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"input {self.name!r}"
+
+
 class Selection(NamedTuple):
-    """The inputs of a model, and those that are differentiated.
+    """The inputs of a model, and what is differentiated by.
 
     Attributes:
         structure: The nesting of the inputs, with a number for each.
         names: The name of each.
-        numbers: The numbers of those that are differentiated.
-        dtypes: The dtype in which each of those is differentiated.
-        nesting: The nesting of the result, with an input's number at each leaf.
+        sources: The inputs and the layers' outputs to differentiate with respect to.
+        nesting: The nesting of the result, with the place of a source at each leaf.
     """
 
     structure: Nesting
     names: list[str]
-    numbers: list[int]
-    dtypes: list[str]
+    sources: list[InputLeaf | LayerOutput]
     nesting: Nesting
 
     @classmethod
     def of(cls, model: keras.Model, structure: Nesting, leaves: list[np.ndarray], wrt: Wrt) -> "Selection":
-        """Selects the inputs that `wrt` names: all if it is `None`, otherwise a name, a number or a list of them."""
+        """Selects the inputs and layers that `wrt` names: all inputs if it is `None`."""
         declared = _declared_inputs(model, structure)
-        names = _input_names(structure, declared)
-        nesting = structure if wrt is None else _input_numbers(wrt, names)
-        numbers = keras.tree.flatten(nesting)
-        if not numbers or len(set(numbers)) < len(numbers):
-            raise ValueError(f"`wrt` is {quote(wrt)}. Name one or more of the inputs {names}, each once.")
+        known = spellings(_paths(structure), [getattr(tensor, "name", None) for tensor in declared])
+        names = [label or f"input {number}" for number, label in enumerate(distinct_names(known))]
+        nesting = structure if wrt is None else wrt
+        try:
+            flat = keras.tree.flatten(nesting)
+            nesting = keras.tree.pack_sequence_as(nesting, list(range(len(flat))))
+        except TypeError:  # a dict with unsortable keys
+            raise refusal("wrt", wrt, f"one of the inputs {names}, or several, each once") from None
+        found = flat if wrt is None else [_find(model, known, names, each) for each in flat]
+        keys = [each if isinstance(each, int) else (id(each.layer), each.call) for each in found]
+        if not found or len(set(keys)) < len(keys):
+            raise ValueError(f"`wrt` is {quote(wrt)}. Name one or more of the inputs {names} or layers, each once.")
         pairs = [_dtypes(*each) for each in zip(declared, leaves[: len(names)], strict=True)]
         real = [name for name, pair in zip(names, pairs, strict=True) if all("float" in dtype for dtype in pair)]
-        for number in numbers:
-            for dtype in pairs[number]:
+        sources: list[InputLeaf | LayerOutput] = []
+        for each in found:
+            if isinstance(each, LayerOutput):
+                sources.append(each)
+                continue
+            for dtype in pairs[each]:
                 if "float" not in dtype:
-                    raise _dtype_refusal(model, names[number], dtype, real)
-        # Half precision is raised to float32.
-        dtypes = ["float64" if pairs[number][0] == "float64" else "float32" for number in numbers]
-        return cls(structure, names, numbers, dtypes, nesting)
+                    raise _dtype_refusal(model, names[each], dtype, real)
+            sources.append(InputLeaf(names[each], each, "float64" if pairs[each][0] == "float64" else "float32"))
+        return cls(structure, names, sources, nesting)
+
+    @property
+    def inputs(self) -> list[InputLeaf]:
+        """The inputs to differentiate with respect to."""
+        return [each for each in self.sources if isinstance(each, InputLeaf)]
+
+    @property
+    def layers(self) -> list[LayerOutput]:
+        """The layers whose outputs to differentiate with respect to."""
+        return [each for each in self.sources if isinstance(each, LayerOutput)]
 
     def nested(self, results: list[Any]) -> Any:
-        """Results, one for each differentiated input, nested as `wrt` or the inputs are."""
+        """Results, one for each source, nested as `wrt` or the inputs are."""
         return keras.tree.pack_sequence_as(self.nesting, results)
+
+
+def _paths(structure: Nesting) -> list[tuple[str | int, ...]]:
+    return [path for path, _ in keras.tree.flatten_with_path(structure)]
 
 
 def _declared_inputs(model: keras.Model, structure: Nesting) -> list[keras.KerasTensor | None]:
     """The symbolic input for each leaf of the structure, or `None`."""
     tensors = list(getattr(model, "inputs", None) or [])
     by_name = {tensor.name: tensor for tensor in tensors}
-    paths = [path for path, _ in keras.tree.flatten_with_path(structure)]
-    if all(path and path[-1] in by_name for path in paths):
-        return [by_name[path[-1]] for path in paths]
-    return tensors if len(tensors) == len(paths) else [None] * len(paths)
+    keys = [path[-1] if path else None for path in _paths(structure)]
+    if len(set(keys)) == len(keys) and all(key in by_name for key in keys):
+        return [by_name[key] for key in keys]
+    return tensors if len(tensors) == len(keys) else [None] * len(keys)
 
 
-def _input_names(structure: Nesting, declared: list[keras.KerasTensor | None]) -> list[str]:
-    """The name of each input: its key, that of its tensor, or its number."""
-    paths = [path for path, _ in keras.tree.flatten_with_path(structure)]
-    return [
-        path[-1] if path and isinstance(path[-1], str) else getattr(tensor, "name", f"input {number}")
-        for number, (path, tensor) in enumerate(zip(paths, declared, strict=True))
-    ]
-
-
-def _input_numbers(wrt: Wrt, names: list[str]) -> Nesting:
-    """The numbers of the inputs that `wrt` names, nested as it is."""
-    try:
-        return keras.tree.pack_sequence_as(wrt, [_input_number(each, names) for each in keras.tree.flatten(wrt)])
-    except TypeError:  # a dict with unsortable keys
-        raise refusal("wrt", wrt, f"one of the inputs {names}, or several, each once") from None
-
-
-def _input_number(name: object, names: list[str]) -> int:
-    """The number of an input that is named by name or number."""
-    with contextlib.suppress(ValueError):
-        return names.index(check_choice("wrt", name, names))
-    try:
-        return check_integer("wrt", name, least=0, most=len(names) - 1)
-    except ValueError:
-        raise refusal("wrt", name, f"one of the inputs {names}, or its number") from None
+def _find(model: keras.Model, known: list[Spelling], names: list[str], wanted: object) -> int | LayerOutput:
+    """The number of an input, or the layer, that `wrt` names."""
+    if not isinstance(wanted, str):
+        try:
+            return check_integer("wrt", wanted, least=0, most=len(names) - 1)
+        except ValueError:
+            expected = f"one of the inputs {names}, or its number, or the name of a layer"
+            raise refusal("wrt", wanted, expected) from None
+    layers = layers_by_path(model)
+    name, _, number = wanted.rpartition(":")
+    by_call = bool(name) and number.isdecimal() and not layers_named(wanted, layers)
+    places = places_of(wanted, known)
+    matching = layers_named(name if by_call else wanted, layers)
+    if len(places) + len(matching) == 1:
+        call = int(number) if by_call else None
+        return places[0] if places else LayerOutput(wanted if call is None else name, matching[0][1], call)
+    if places or matching:
+        options = [*(f"{place} for the input {known[place].code('x')}" for place in places)]
+        options += [f"{path!r} for the layer" for path, _ in matching]
+        raise ValueError(
+            f"`wrt` is {quote(wanted)}, and {len(options)} inputs or layers of {model.name!r} have that name. Write "
+            f"wrt={', or '.join(options)}. Give layers of one path names of their own."
+        )
+    paths = [path for path, _ in layers]
+    meant = did_you_mean(wanted, [*names, *paths, *(layer.name for _, layer in layers)])
+    unbuilt = "" if model.built else " Layers that build() makes are there once the model was called."
+    raise ValueError(
+        f"`wrt` is {quote(wanted)}, and {model.name!r} has no input or layer of that name.{meant} The inputs are "
+        f"{names}, and the layers {quote(paths)}.{unbuilt}"
+    )
 
 
 def _dtypes(declared: keras.KerasTensor | None, leaf: np.ndarray) -> tuple[str, str]:
@@ -112,57 +164,22 @@ def _dtype_refusal(model: keras.Model, name: str, dtype: str, real: list[str]) -
 
 def embedding_hint(model: keras.Model) -> str:
     """How to differentiate with respect to the outputs of a model's embeddings; empty without embeddings."""
-    embeddings = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.Embedding)]
+    layers = layers_by_path(model)
+    embeddings = [(path, layer) for path, layer in layers if isinstance(layer, keras.layers.Embedding)]
     if not embeddings:
         return ""
     functional = functional_of(model)
-    # An embedding that is shared with the output layer also maps vectors to tokens, without adding an axis.
-    calls = [
-        call
-        for call in (calls_of(functional) if functional else [])
-        if _contains_embedding(call.operation)
-        and len(call.outputs) == 1
-        and len(call.outputs[0].shape) == len(call.input_tensors[0].shape) + 1
-    ]
-    vectors = [_expression(model, call.outputs[0]) for call in calls]
-    if not vectors or None in vectors:
-        return (
-            f"Differentiate with respect to the output of the embedding {embeddings[0].name!r}: build a keras.Model "
-            "of the layers after it, and call this function on that."
-        )
-    # The inputs are passed on too, as masks are computed from them.
-    inner = f"[{', '.join(map(str, vectors))}, *model.inputs]"
-    names = ", ".join(dict.fromkeys(repr(call.operation.name) for call in calls))
-    ends = ("inputs", "outputs") if isinstance(model, keras.Sequential) else ("input", "output")
-    wrt = 0 if len(vectors) == 1 else list(range(len(vectors)))
-    return (
-        f"Differentiate with respect to the output of the embedding {names}: build before = "
-        f"keras.Model(model.{ends[0]}, {inner}) and after = keras.Model({inner}, model.{ends[1]}), and call this "
-        "function on `after`, with "
-        f"before.predict(x) as its inputs and wrt={wrt}."
-    )
-
-
-def _contains_embedding(operation: keras.Operation) -> bool:
-    """Whether an operation is an embedding, or a layer around one, such as one that adds positions."""
-    return isinstance(operation, keras.layers.Embedding) or (
-        isinstance(operation, keras.layers.Layer)
-        and not isinstance(operation, keras.Model)
-        and any(isinstance(layer, keras.layers.Embedding) for layer in all_layers(operation))
-    )
-
-
-def _expression(model: keras.Model, tensor: keras.KerasTensor) -> str | None:
-    """Python code for a tensor of a Functional model, by an operation that returns or takes it; or `None`."""
-    operations = getattr(model, "operations", model.layers)
-    for side in ("output", "input"):
-        for number, operation in enumerate(operations):
-            code = f"get_layer({operation.name!r})" if operation in model.layers else f"operations[{number}]"
-            tensors = getattr(operation, side, None)
-            if tensors is tensor:
-                return f"model.{code}.{side}"
-            if isinstance(tensors, (list, tuple)):
-                for index, each in enumerate(tensors):
-                    if each is tensor:
-                        return f"model.{code}.{side}[{index}]"
-    return None
+    calls = calls_of(functional) if functional else []
+    names: list[str] = []
+    for path, layer in embeddings:
+        shortest = layer.name if len(layers_named(layer.name, layers)) == 1 else path
+        own = [call for call in calls if call.operation is layer]
+        # An embedding that is shared with the output layer also maps vectors to tokens, without adding an axis.
+        numbers = [
+            number
+            for number, call in enumerate(own)
+            if len(call.outputs[0].shape) == len(call.input_tensors[0].shape) + 1
+        ]
+        names += [f"{shortest}:{number}" for number in numbers] if len(own) > 1 else [shortest]
+    wrt = repr(names[0]) if len(names) == 1 else repr(names)
+    return f"To differentiate with respect to what the embedding gives, write wrt={wrt}."

@@ -9,7 +9,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import attributes, called_for_training, compiled_by_xla, mask_of, with_mask
+from keras_paragrad.compat.layers import (
+    attributes,
+    call_method,
+    called_for_training,
+    compiled_by_xla,
+    mask_of,
+    with_mask,
+)
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.per_example.calls import Call, WeightReads
@@ -49,7 +56,7 @@ class Capture:
             check_training(self.layer)
         with contextlib.ExitStack() as stack:
             for unit in self.units:
-                stack.enter_context(attributes(unit.layer, **{_call_method(unit.layer): self._record_calls(unit)}))
+                stack.enter_context(attributes(unit.layer, **{call_method(unit.layer): self._record_calls(unit)}))
             stack.enter_context(self.reads)
             return self.layer(*arguments, **keywords)
 
@@ -88,7 +95,7 @@ class Capture:
     def _record_calls(self, unit: Unit) -> Callable[..., Structure]:
         """The function that replaces a unit's `call`."""
         layer, rule, batched = unit
-        original = getattr(layer, _call_method(layer))
+        original = getattr(layer, call_method(layer))
 
         @functools.wraps(original)
         def record_call(*arguments: Any, **keywords: Any):
@@ -139,11 +146,6 @@ class Capture:
         return keras.tree.pack_sequence_as(outputs, flat)
 
 
-def _call_method(layer: keras.layers.Layer) -> str:
-    """The method that Keras calls for a layer's outputs."""
-    return "call" if getattr(layer, "quantization_mode", None) is None else "quantized_call"
-
-
 def _rerun(
     layer: keras.layers.Layer,
     original: Callable[..., Structure],
@@ -151,7 +153,7 @@ def _rerun(
     arguments: tuple[Structure, ...],
     keywords: dict[str, Any],
 ) -> Structure:
-    with attributes(layer, **{_call_method(layer): original}):
+    with attributes(layer, **{call_method(layer): original}):
         return layer(*arguments, **{**keywords, "training": training})
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_flag, check_instance, check_integer, refusal
+from keras_paragrad.compat.losses import LossMatching
 from keras_paragrad.compat.model import compile_if_supported
 from keras_paragrad.compat.types import FitData, Structure
 from keras_paragrad.engine.losses.terms import LossTerm
@@ -18,10 +19,12 @@ from keras_paragrad.per_example.capture import Capture, units_for
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.units import check_separable_layer, check_separable_loss, example_losses
 
-# A name or a config of Keras, a loss, a function of targets and predictions, or one of these for each output.
+# A name, a loss, a function of targets and predictions, or one of these for each output, where `None` is no loss.
 LossArgument: TypeAlias = (
-    str | keras.losses.Loss | Callable[[Any, Any], Any] | Sequence["LossArgument"] | Mapping[str, Any]
+    str | keras.losses.Loss | Callable[[Any, Any], Any] | Sequence["LossArgument | None"] | Mapping[str, Any]
 )
+# Keras picks one by the shapes of the targets and predictions.
+_PICKED = ("crossentropy", "ce")
 
 # Intermediate per-example tensors are as large as the result, so this bounds the memory.
 _BATCH_SIZE = 256
@@ -58,12 +61,15 @@ def _compute_in_batches(
             f"{model.name!r} has no trainable weights: set trainable=True on its layers. Within a tf.function, build "
             "it first."
         )
-    for each in keras.tree.flatten(loss) or [loss]:
-        _as_loss(each)
+    _check_loss(loss)
     compute = _cached(quantity, model, loss, training, compile_if_supported(model, jit_compile))
     if not tf.executing_eagerly():
         return compute(x, y, sample_weight)
-    data = (x, _check_rows("y", y), _check_rows("sample_weight", sample_weight, optional=True))
+    data = (
+        x,
+        _check_rows("y", y, optional=keras.tree.is_nested(y)),
+        _check_rows("sample_weight", sample_weight, optional=True),
+    )
     counts = {len(rows) for rows in keras.tree.flatten(data) if rows is not None}
     if len(counts) != 1:
         raise ValueError(f"x, y and sample_weight must have the same number of rows, and have {sorted(counts)}.")
@@ -90,7 +96,8 @@ def _cached(
 ) -> Callable[..., list[tf.Tensor]]:
     """The compiled function that computes a quantity for one batch, cached per model and loss."""
     weights = tuple(id(variable) for variable in model.trainable_variables)
-    key = (quantity, weights, tuple(keras.tree.flatten(loss)), training, jit_compile)
+    losses = tuple(keras.tree.flatten_with_path(loss))
+    key = (quantity, weights, losses, training, jit_compile)
     cached = _COMPILED.setdefault(model, {})
     if key not in cached:
         # A loss function created anew for every call must not grow the cache without bound.
@@ -108,7 +115,7 @@ def _compile(
     jit_compile: bool,
 ) -> Callable[..., list[tf.Tensor]]:
     """The function that computes a quantity of a batch, compiled once for a model and a loss."""
-    losses = [_as_loss(each) for each in keras.tree.flatten(loss)]
+    matching: list[LossMatching] = []
 
     @tf.function(jit_compile=jit_compile, reduce_retracing=True, autograph=False)
     @releasing
@@ -119,48 +126,30 @@ def _compile(
             tape.watch(anchor)
             capture = Capture(model, units_for(model, (x,), {"training": training}), anchor, True)
             y_pred = capture(x, training=training)
-            total = tf.add_n([tf.reduce_sum(example_losses(term)) for term in _terms(losses, y, y_pred, sample_weight)])
+            if not matching:
+                matching.append(LossMatching(loss, getattr(model, "output_names", None)))
+            terms = [LossTerm(*each[1:]) for each in matching[0].match(y, y_pred, sample_weight)]
+            for term in terms:
+                check_separable_loss(term)
+            total = tf.add_n([tf.reduce_sum(example_losses(term)) for term in terms])
         tape.gradient(total, anchor)
         return quantity(Quantities(capture.recorded, model.trainable_variables))
 
     return compute
 
 
-def _terms(
-    losses: list[keras.losses.Loss], y: Structure, y_pred: Structure, sample_weight: Structure
-) -> list[LossTerm]:
-    """The loss of each output, checked to be a sum over examples."""
-    targets, predictions, weights = (keras.tree.flatten(each) for each in (y, y_pred, sample_weight))
-    if len(weights) == 1:
-        weights *= len(predictions)
-    if not len(losses) == len(targets) == len(predictions) == len(weights):
-        raise ValueError(
-            f"The model has {len(predictions)} outputs, and there are {len(targets)} targets, {len(losses)} losses and "
-            f"{len(weights)} sample weights. Pass as many of each, nested as the outputs are."
-        )
-    terms = [LossTerm(*parts) for parts in zip(losses, targets, predictions, weights, strict=True)]
-    for term in terms:
-        check_separable_loss(term)
-    return terms
-
-
-class _FunctionLoss(keras.losses.Loss):
-    def __init__(self, function: Callable[..., Any]):
-        super().__init__(name=getattr(function, "__name__", "loss"))
-        self.call = function
-
-
-def _as_loss(loss: LossArgument) -> keras.losses.Loss:
-    """A `keras.losses.Loss` from its name, config or function."""
-    try:
-        resolved: Any = keras.losses.get(loss)
-    except Exception:  # whatever Keras raises for an invalid loss
-        resolved = None
-    if isinstance(resolved, keras.losses.Loss):
-        return resolved
-    if callable(resolved):
-        return _FunctionLoss(resolved)
-    raise refusal("loss", loss, "a Keras loss, its name, or a function of targets and predictions", "'mse'")
+def _check_loss(loss: object) -> None:
+    """Refuses what Keras takes for no loss."""
+    nested = keras.tree.is_nested(loss)
+    for each in keras.tree.flatten(loss) or [None]:
+        if (each is None and nested) or (isinstance(each, str) and each.lower() in _PICKED):
+            continue
+        try:
+            valid = callable(keras.losses.get(each))
+        except Exception:  # whatever Keras raises for an invalid loss
+            valid = False
+        if not valid:
+            raise refusal("loss", each, "a Keras loss, its name, or a function of targets and predictions", "'mse'")
 
 
 def _check_rows(name: str, nested: FitData, *, optional: bool = False) -> Any:
@@ -196,11 +185,11 @@ def per_example_gradients(
     Args:
         model: A model. If it is not built yet, it is built from `x`, except within a `tf.function`.
         x: Inputs, arrays or tensors `(N, ...)`, nested as the model takes them.
-        y: Targets, `(N, ...)`, nested as the outputs are.
-        loss: A Keras loss, its name, or a function of targets and predictions that returns a value per example. For
-            several outputs, a structure nested as these are, whose losses are summed. An example's own loss is the loss
-            of a batch of that example alone.
-        sample_weight: Multiplies each example's loss, `(N,)`.
+        y: Targets, `(N, ...)`, for several outputs nested as `fit` takes them: as the outputs are, or by their names.
+        loss: A Keras loss, its name, or a function of targets and predictions that returns a value per example; nested
+            as `compile` takes them for several outputs, whose losses are summed. An example's own loss is the loss of
+            a batch of that example alone.
+        sample_weight: Multiplies each example's loss, `(N,)`; for several outputs also nested as `y`.
         batch_size: Rows per pass; 256 by default.
         training: Whether to call the model in training mode, with dropout.
         jit_compile: Whether to compile with XLA.

@@ -135,7 +135,11 @@ def check_separable_loss(term: LossTerm) -> None:
             f"The loss {loss.name!r} overrides __call__, so how it reduces the losses of the examples is unknown. "
             "Override call(y_true, y_pred) instead, and return one value per example."
         )
-    if term.values.shape.rank == 0:
+    try:
+        values = term.values
+    except Exception as error:  # whatever Keras, TensorFlow or a loss of the user's raises
+        raise _incomputable_loss(term, error) from error
+    if values.shape.rank == 0:
         raise ValueError(
             f"The loss {loss.name!r} returns one number for the whole batch, so an example has no loss of its own. "
             "Return one value per example; for Dice and Tversky, pass axis= without the batch axis 0."
@@ -146,6 +150,21 @@ def check_separable_loss(term: LossTerm) -> None:
             "has no gradient of its own. Use a loss that is a sum over the examples."
         )
     _SEPARABLE_LOSSES.add(loss)
+
+
+def _incomputable_loss(term: LossTerm, error: Exception) -> ValueError:
+    """The error for a loss that fails on its targets and predictions."""
+    shapes = [[tuple(leaf.shape) for leaf in keras.tree.flatten(each)] for each in (term.y_true, term.y_pred)]
+    true, pred = (" and ".join(map(str, each)) for each in shapes)
+    name = term.loss.name
+    advice = ""
+    if name.startswith("sparse_") and true == pred:
+        advice = f" For one-hot targets write loss={name.removeprefix('sparse_')!r}."
+    said = " ".join(str(error).split()).rstrip(".")
+    return ValueError(
+        f"The loss {name!r} can't be computed of targets of shape {true} and predictions of shape {pred}.{advice} It "
+        f"says: {said[:300]}."
+    )
 
 
 def example_losses(term: LossTerm) -> tf.Tensor:

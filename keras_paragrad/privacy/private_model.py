@@ -10,7 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice, check_flag, check_instance, check_integer, check_number
-from keras_paragrad.compat.types import Config, FitData
+from keras_paragrad.compat.losses import LossMatching
+from keras_paragrad.compat.types import Config, FitData, Structure
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -291,7 +292,7 @@ class PrivateModel(PerExampleModel):
         # Otherwise the budget, and with it the last epoch, ends early.
         whole = left is None or left % steps == 0
         counter = UpdateCounter(self.privacy, begin_epoch, lambda: builder.batches_to_skip, whole=whole)
-        data = private_batches(examples, sampling, counter.numbers)
+        data = private_batches(examples, sampling, counter.numbers, self._nested_as_outputs)
         if whole:
             data = data.apply(tf.data.experimental.assert_cardinality(steps))
         try:
@@ -311,6 +312,18 @@ class PrivateModel(PerExampleModel):
             # Makes the layer refuse steps that are traced outside of fit.
             self.per_example.rows = None
             self._releases.end_fit()
+
+    def _nested_as_outputs(self, targets: Structure) -> Structure:
+        """Targets, or weights nested as they are, nested as the outputs are, where Keras looks for sample weights."""
+        outputs = getattr(self.per_example.layer, "output", None)
+        if outputs is None or not keras.tree.is_nested(targets) or self.loss is None:
+            return targets
+        names = getattr(self, "output_names", None)
+        targets_of = {each.path: each.y_true for each in LossMatching(self.loss, names).match(targets, outputs)}
+        leaves = keras.tree.flatten_with_path(outputs)
+        found = [targets_of.get(path) for path, _ in leaves]
+        # In a list, tf.data would stack the tensors.
+        return keras.tree.pack_sequence_as(keras.tree.lists_to_tuples(outputs), found)
 
     def _install(self, builder: StepBuilder, split: PhysicalBatches, padded: int) -> None:
         """Fills the step's stages with slices and noise."""

@@ -65,7 +65,16 @@ class PoissonSampling:
         return Draw(*map(np.stack, zip(*map(self.draw, updates), strict=True)))
 
 
-def private_batches(examples: Examples, sampling: PoissonSampling, updates: Callable[[], np.ndarray]) -> Dataset:
+# From targets, a structure nested as sample weights have to be, with the target of each output.
+NestTargets = Callable[[Structure], Structure]
+
+
+def private_batches(
+    examples: Examples,
+    sampling: PoissonSampling,
+    updates: Callable[[], np.ndarray],
+    nest: NestTargets = lambda targets: targets,
+) -> Dataset:
     """Makes a dataset of the padded batches `(x, y, sample_weight)` of the updates that `updates` returns."""
 
     def update_numbers(_: tf.Tensor) -> tf.Tensor:
@@ -82,28 +91,30 @@ def private_batches(examples: Examples, sampling: PoissonSampling, updates: Call
     # (seen with Python 3.11), and every larger buffer is then mapped and cleared each time it is allocated.
     epoch = tf.data.Dataset.from_tensors(0).map(update_numbers).unbatch()
     dataset = examples.gather(epoch.batch(_DRAWS_PER_CALL).map(draw).unbatch())
-    return without_autotuning(dataset.map(_weigh_rows).prefetch(2))
+    weigh_rows = tf.autograph.experimental.do_not_convert(functools.partial(_weigh_rows, nest))
+    return without_autotuning(dataset.map(weigh_rows).prefetch(2))
 
 
-@tf.autograph.experimental.do_not_convert
-def _weigh_rows(batch: Batch, present: tf.Tensor) -> tuple[Structure, Structure, Structure]:
+def _weigh_rows(nest: NestTargets, batch: Batch, present: tf.Tensor) -> tuple[Structure, Structure, Structure]:
     """Gives padding the sample weight -0.0, which counts for nothing and differs from a user's own 0.0."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     if y is None:
         raise ValueError("There are no targets. Call fit(x, y), or pass data of (inputs, targets).")
 
-    def weigh(targets: tf.Tensor, weights: tf.Tensor | None = None) -> tf.Tensor:
+    def weigh(targets: tf.Tensor | None, weights: tf.Tensor | None = None) -> tf.Tensor:
         weights = tf.ones_like(present, "float32") if weights is None else tf.convert_to_tensor(weights)
         weights = weights if weights.dtype.is_floating else tf.cast(weights, "float32")
         # Expanded to the targets' rank, as Keras would broadcast weights of a lower one along other axes.
-        missing = len(targets.shape) - len(weights.shape)
+        missing = 0 if targets is None else len(targets.shape) - len(weights.shape)
         weights = tf.reshape(weights, tf.concat([tf.shape(weights), [1] * max(0, missing)], 0))
         mask = tf.reshape(present, [-1, *[1] * (len(weights.shape) - 1)])
         return tf.where(mask, weights, tf.constant(-0.0, weights.dtype))
 
-    if keras.tree.is_nested(sample_weight):
-        return x, y, keras.tree.map_structure(weigh, y, sample_weight)
-    return x, y, keras.tree.map_structure(lambda targets: weigh(targets, sample_weight), y)
+    targets = nest(y)
+    weights = nest(sample_weight) if keras.tree.is_nested(sample_weight) else None
+    if weights is not None:
+        return x, y, keras.tree.map_structure(weigh, targets, weights)
+    return x, y, keras.tree.map_structure(lambda each: weigh(each, sample_weight), targets)
 
 
 def present_rows(batch: Batch) -> tf.Tensor:

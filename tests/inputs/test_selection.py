@@ -1,5 +1,6 @@
 """Nested inputs and outputs are picked by name, and what has no gradient is refused with what to write instead."""
 
+import ast
 import re
 
 import keras
@@ -107,6 +108,7 @@ def test_a_subclassed_model():
         (None, "2 outputs. Set output= to one of 'class', 'value'"),
         (1, "2 outputs"),
         ("score", "outputs are 'class', 'value'"),
+        ("vlaue", "Did you mean 'value'"),
         ("class", r"shape \(None, 3\), and a gradient needs one number per row. Write output=0"),
         (lambda y: tf.reduce_sum(y["class"]), r"of 7 rows has shape \(\)"),
         (lambda y: tf.reduce_mean(y["class"], axis=0), r"of 7 rows has shape \(3,\)"),
@@ -151,13 +153,8 @@ def of_words(dtype, several):
 
 
 def followed(said):
-    """The models that a message says to build, and its `wrt`, from a model."""
-    before, after, wrt = re.search(
-        r"before = (keras\.Model\(.*\)) and after = (keras\.Model\(.*\)), and call this function on `after`, with "
-        r"before\.predict\(x\) as its inputs and wrt=(.*?)\.(?: |$)",
-        said,
-    ).groups()
-    return lambda model: [eval(code, {"keras": keras, "model": model}) for code in (before, after, wrt)]
+    """The `wrt` that a message says to write for an embedding."""
+    return ast.literal_eval(re.search(r"what the embedding gives, write wrt=(.*?)\.(?: |$)", said)[1])
 
 
 @pytest.mark.parametrize("dtype", ["int32", "float32"])
@@ -167,10 +164,9 @@ def test_words_are_refused_and_their_embedding_is_named(dtype, several, given_as
     model = of_words(dtype, several)
     words = np.random.default_rng(0).integers(0, 9, (5, 6)).astype(given_as)
     x = {"words": words, "numbers": normal(5, 2)} if several else words
-    with pytest.raises(ValueError, match="embedding 'table'") as caught:
+    with pytest.raises(ValueError, match="embedding gives, write wrt='table'") as caught:
         input_gradients(model, x)
-    before, after, wrt = followed(str(caught.value))(model)
-    assert input_gradients(after, before.predict(x, verbose=0), wrt=wrt).shape == (5, 6, 4)
+    assert input_gradients(model, x, wrt=followed(str(caught.value))).shape == (5, 6, 4)
     assert ("wrt=['numbers']" in str(caught.value)) == several
 
 
@@ -210,7 +206,7 @@ def embedded(kind):
 
 
 @pytest.mark.parametrize("kind", ["masked", "sequential", "mask as an input", "shared", "several", "within a layer"])
-def test_the_models_that_the_message_names(kind):
+def test_the_layers_that_the_message_names(kind):
     model, tables = embedded(kind)
     drawn = np.random.default_rng(0).integers(1, 9, (3, 5, 6)).astype("int32")
     drawn[:, :, 4:] = 0
@@ -222,8 +218,7 @@ def test_the_models_that_the_message_names(kind):
         input_gradients(model, x)
     # Every input is of integers: none is left that could be named.
     assert "To exclude it" not in str(caught.value)
-    before, after, wrt = followed(str(caught.value))(model)
-    found = input_gradients(after, before.predict(x, verbose=0), wrt=wrt)
+    found = input_gradients(model, x, wrt=followed(str(caught.value)))
     with tf.GradientTape() as tape:
         total = tf.reduce_sum(model(x))
     kernels = [table.embeddings.value for table in tables]
@@ -236,13 +231,15 @@ def test_the_models_that_the_message_names(kind):
         np.testing.assert_allclose(scattered, expected, atol=1e-6 * abs(expected).max())
 
 
-def test_an_embedding_that_cannot_be_cut_at():
+def test_an_embedding_within_a_model():
     inner = keras.Sequential(
         [keras.Input((6,), dtype="int32"), layers.Embedding(9, 4, name="inside"), layers.Flatten()]
     )
     words = keras.Input((6,), dtype="int32")
-    with pytest.raises(ValueError, match="embedding 'inside': build a keras.Model of the layers after it"):
-        input_gradients(keras.Model(words, layers.Dense(1)(inner(words))), np.ones((2, 6), "int32"))
+    model, x = keras.Model(words, layers.Dense(1)(inner(words))), np.ones((2, 6), "int32")
+    with pytest.raises(ValueError, match="write wrt='inside'") as caught:
+        input_gradients(model, x)
+    assert input_gradients(model, x, wrt=followed(str(caught.value))).shape == (2, 6, 4)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int64", "bool"])
@@ -251,3 +248,48 @@ def test_numbers_that_are_not_real_are_refused(dtype):
     says = f"is {dtype}" if dtype == "bool" else "x.astype"
     with pytest.raises(ValueError, match=says):
         input_gradients(model, np.ones((2, 3), dtype))
+
+
+def of_one_name(kind):
+    """A model with two outputs of one name, and the functions that pick each."""
+    inputs = keras.Input((3,))
+    one, other, head = layers.Dense(4, "tanh"), layers.Dense(4, "tanh"), layers.Dense(1, name="head")
+    first, second = head(one(inputs)), head(other(inputs))
+    if kind == "list":
+        return keras.Model(inputs, [first, second]), [lambda y: y[0], lambda y: y[1]]
+    outputs = {"left": {"head": first}, "right": {"head": second}}
+    return keras.Model(inputs, outputs), [lambda y: y["left"]["head"], lambda y: y["right"]["head"]]
+
+
+def test_a_name_of_two_outputs_is_refused():
+    model, (_, second) = of_one_name("list")
+    x = normal(5, 3)
+    write = r"Write output=lambda outputs: outputs\[0\], or outputs\[1\]"
+    for output, says in [("head", "'head', which is the name of 2 outputs"), (None, "has 2 outputs")]:
+        with pytest.raises(ValueError, match=says + r"\. " + write):
+            input_gradients(model, x, output)
+    check(input_gradients(model, x, lambda outputs: outputs[1]), reference(model, x, second))
+
+
+def test_paths_of_nested_outputs():
+    model, functions = of_one_name("nested")
+    x = normal(5, 3)
+    for path, function in zip(["left/head", "right/head"], functions, strict=True):
+        check(input_gradients(model, x, path), reference(model, x, function))
+    with pytest.raises(ValueError, match="'head', which is the name of 2 outputs. Write output='left/head' or 'right/"):
+        input_gradients(model, x, "head")
+    with pytest.raises(ValueError, match="Set output= to one of 'left/head', 'right/head'"):
+        input_gradients(model, x)
+
+
+def test_a_name_of_two_inputs_is_refused():
+    class Product(keras.Model):
+        def call(self, inputs):
+            return inputs["left"]["x"] * inputs["right"]["x"]
+
+    x = {"left": {"x": normal(5, 1)}, "right": {"x": normal(5, 1) + 3}}
+    check(input_gradients(Product(), x, wrt="left/x"), x["right"]["x"])
+    check(input_gradients(Product(), x, wrt=1), x["left"]["x"])
+    for derivative in (input_gradients, input_jacobian):
+        with pytest.raises(ValueError, match=r"wrt=0 for the input x\['left'\]\['x'\], or 1 for the input"):
+            derivative(Product(), x, wrt="x")

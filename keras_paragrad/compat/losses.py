@@ -1,0 +1,128 @@
+"""Keras's matching of losses, targets and sample weights with the outputs of a model."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.trainers.compile_utils import CompileLoss
+
+from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.types import Array, Structure
+
+
+class OutputLoss(NamedTuple):
+    """A loss with its arguments.
+
+    Attributes:
+        path: The position of its prediction in the outputs.
+        loss: The loss.
+        y_true, y_pred, sample_weight: Its arguments.
+    """
+
+    path: tuple[str | int, ...]
+    loss: keras.losses.Loss
+    y_true: Any
+    y_pred: Any
+    sample_weight: Array | None
+
+
+class LossMatching(CompileLoss):
+    """Finds the arguments of each loss as `compile` and `fit` do, by names and positions, and computes none of them.
+
+    Args:
+        loss: A loss, or losses nested as `compile` takes them.
+        output_names: The model's `output_names`, if it has them.
+    """
+
+    def __init__(self, loss: Any, output_names: list[str] | None):
+        check_objects()
+        super().__init__(loss, output_names=output_names)
+        self._stated, self._matched = loss, list[Any]()
+
+    @property
+    def metrics(self) -> list[Any]:
+        """A placeholder for each loss: nothing is tracked."""
+        return [None] * len(self._flat_losses or [])
+
+    def build(self, y_true: Structure, y_pred: Structure) -> None:
+        # Keras creates variables that track several losses. In a graph of their own, no trace has to hold them.
+        with tf.Graph().as_default():
+            super().build(y_true, y_pred)
+        self._flat_losses = [
+            flat._replace(loss=functools.partial(self._record, flat.path, flat.loss)) for flat in self._flat_losses
+        ]
+
+    def match(self, y: Structure, y_pred: Structure, sample_weight: Structure = None) -> list[OutputLoss]:
+        """The arguments of each loss.
+
+        Args:
+            y: Targets, as `fit` takes them.
+            y_pred: The model's outputs, or tensors in their place.
+            sample_weight: Weights for all outputs, or nested as targets may be.
+
+        Raises:
+            ValueError: They can't be matched. The message says how each is nested.
+        """
+        try:
+            matched = self._match(y, y_pred)
+            if not keras.tree.is_nested(sample_weight):
+                return [each._replace(sample_weight=sample_weight) for each in matched]
+            weights = self._match(sample_weight, y_pred, optional=True)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise self._refusal(y, y_pred, sample_weight, error) from error
+        return [each._replace(sample_weight=other.y_true) for each, other in zip(matched, weights, strict=True)]
+
+    def _match(self, y: Structure, y_pred: Structure, *, optional: bool = False) -> list[OutputLoss]:
+        self._matched.clear()
+        self(self._by_name(y, y_pred), y_pred)
+        for each in self._matched:
+            for leaf in keras.tree.flatten(each.y_true):
+                if not (tf.is_tensor(leaf) or (leaf is None and optional)):
+                    raise KeyError(f"The output {'/'.join(map(str, each.path)) or 0} has a loss and no target")
+        if not self._matched:
+            raise ValueError("No output has a loss")
+        return list(self._matched)
+
+    def _by_name(self, y: Structure, y_pred: Structure) -> Structure:
+        """Targets by name in the order of the outputs, with `None` for the others, which Keras takes by position."""
+        names = self.output_names
+        if not isinstance(y, Mapping) or isinstance(y_pred, Mapping) or not names:
+            return y
+        if unknown := [key for key in y if key not in names]:
+            raise KeyError(f"{unknown} are not among the outputs {names}")
+        values = [y.get(name) for name in names]
+        return keras.tree.pack_sequence_as(y_pred, values)
+
+    def _record(
+        self,
+        path: tuple[str | int, ...],
+        loss: keras.losses.Loss,
+        y_true: Structure,
+        y_pred: Structure,
+        sample_weight: Array | None = None,
+    ) -> tf.Tensor:
+        self._matched.append(OutputLoss(path, loss, y_true, y_pred, sample_weight))
+        return tf.zeros([])
+
+    def _refusal(self, y: Structure, y_pred: Structure, sample_weight: Structure, error: Exception) -> ValueError:
+        names = f", with the names {self.output_names}" if self.output_names else ""
+        parts = {"losses": self._stated, "targets": y}
+        parts |= {"sample weights": sample_weight} if keras.tree.is_nested(sample_weight) else {}
+        nested = ", ".join(f"{name} {_nesting(part)}" for name, part in parts.items())
+        said = str(error.args[0] if error.args else error).strip().rstrip(".")
+        return ValueError(
+            f"The model's outputs are nested as {_nesting(y_pred)}{names}, and these don't fit them: {nested}. Nest "
+            "each as the outputs are, or write a dictionary from the names of the outputs, with None for an output "
+            f"without a loss. {said}."
+        )
+
+
+def _nesting(nested: Structure) -> str:
+    """How a structure is nested, with `*` for each leaf."""
+    if isinstance(nested, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_nesting(each)}' for key, each in nested.items())}}}"
+    if isinstance(nested, (list, tuple)):
+        return f"[{', '.join(map(_nesting, nested))}]"
+    return "None" if nested is None else "*"

@@ -1,0 +1,85 @@
+"""Finds inputs, outputs and layers by name or path; a name that two have is refused, with what tells them apart."""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import keras
+
+from keras_paragrad.arguments import quote
+from keras_paragrad.compat.layers import children
+
+Path = tuple[str | int, ...]
+
+
+class Spelling(NamedTuple):
+    """What an input or an output can be called.
+
+    Attributes:
+        path: Its position in the nested structure.
+        name: Its key, or the name of its tensor or operation; `None` without one.
+    """
+
+    path: Path
+    name: str | None
+
+    @property
+    def joined(self) -> str | None:
+        """The path as text; `None` for a place in a list, which an integer would be mistaken for."""
+        return "/".join(map(str, self.path)) if any(isinstance(key, str) for key in self.path) else None
+
+    def code(self, variable: str) -> str:
+        """Code that picks it from a variable."""
+        return variable + "".join(f"[{key!r}]" for key in self.path)
+
+
+def spellings(paths: Sequence[Path], names: Sequence[str | None]) -> list[Spelling]:
+    """What each leaf of a structure can be called: by its key, or else by its name."""
+    return [
+        Spelling(path, path[-1] if path and isinstance(path[-1], str) else name)
+        for path, name in zip(paths, names, strict=True)
+    ]
+
+
+def places_of(name: str, known: Sequence[Spelling]) -> list[int]:
+    """The places that have a path, or else a name."""
+    by_path = [place for place, each in enumerate(known) if each.joined == name]
+    return by_path or [place for place, each in enumerate(known) if each.name == name]
+
+
+def distinct_names(known: Sequence[Spelling]) -> list[str | None]:
+    """For each, its name, or its path if others have the name; `None` if neither tells it apart."""
+
+    def label(place: int, spelling: Spelling) -> str | None:
+        options = (spelling.name, spelling.joined)
+        return next((each for each in options if each and places_of(each, known) == [place]), None)
+
+    return [label(place, spelling) for place, spelling in enumerate(known)]
+
+
+def layers_by_path(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
+    """The layers at every depth, with the names on the way to each."""
+
+    def walk(layer: keras.layers.Layer, above: str) -> Iterator[tuple[str, keras.layers.Layer]]:
+        for child in children(layer):
+            if not isinstance(child, keras.layers.InputLayer):
+                yield above + child.name, child
+                yield from walk(child, f"{above}{child.name}/")
+
+    found: dict[int, tuple[str, keras.layers.Layer]] = {}
+    for path, layer in walk(model, ""):
+        if id(layer) not in found or path.count("/") < found[id(layer)][0].count("/"):
+            found[id(layer)] = path, layer
+    return list(found.values())
+
+
+def layers_named(name: str, known: Sequence[tuple[str, keras.layers.Layer]]) -> list[tuple[str, keras.layers.Layer]]:
+    """The layers with a path, or else those whose paths end with a name."""
+    exact = [each for each in known if each[0] == name]
+    return exact or [each for each in known if f"/{each[0]}".endswith(f"/{name}")]
+
+
+def did_you_mean(name: object, known: Sequence[str]) -> str:
+    """A question about the closest of the names, to append to a message; empty if none is close."""
+    close = difflib.get_close_matches(str(name), known, 1)
+    return f" Did you mean {quote(close[0])}?" if close else ""
