@@ -46,6 +46,11 @@ class HostSchedule:
         self.batches_left = batches
         self._counting = False
 
+    @property
+    def batches(self) -> int:
+        """The number of batches of the next update."""
+        return self.optimizer.schedule.at(int(self.optimizer.iterations.numpy()))
+
     def plan(self, batches: int) -> list[bool]:
         """Whether each of the next batches ends with an update."""
         if not self._counting:

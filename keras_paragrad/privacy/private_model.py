@@ -278,7 +278,7 @@ class PrivateModel(PerExampleModel):
         self._warn_once()
         padded, physical = self.privacy.rows(replicas := self.distribute_strategy.num_replicas_in_sync)
         builder = StepBuilder.of(self)
-        split = PhysicalBatches(physical // replicas, LossNormalization("auto", DIVIDER))
+        split = PhysicalBatches(physical // replicas, LossNormalization("auto", DIVIDER), prove=False)
         self._install(builder, split, padded)
         sampling = PoissonSampling((0, 0), examples.count, self.privacy.sampling_rate, padded, replicas)
         digest_of_data = functools.cache(lambda: digest_of_examples(examples))

@@ -61,8 +61,6 @@ class PhysicalBatches(Slices):
     """
 
     private = True
-    # Each example is clipped by itself, so the loss is one of examples.
-    prove = False
 
     @property
     def undivided(self) -> str:

@@ -55,7 +55,7 @@ class SlicedStep:
     def run(
         self,
         slices: BatchSlices,
-        at_end: Callable[[], AbstractContextManager[None]] = nullcontext,
+        at_end: Callable[[], AbstractContextManager[object]] = nullcontext,
         nonempty: tf.Tensor | None = None,
     ) -> StepLogs:
         """Runs all phases, and returns the logs.
@@ -125,7 +125,7 @@ class _Phase:
         self.carried = [state.variable for state in analysis.states if state.by_slice and phase in state.needed]
 
     def run(
-        self, slices: BatchSlices, at_end: Callable[[], AbstractContextManager[None]]
+        self, slices: BatchSlices, at_end: Callable[[], AbstractContextManager[object]]
     ) -> tuple[PhaseScope, StepLogs, list[tf.Tensor]]:
         """Sums gradients over the slices, and updates variables in the last one.
 

@@ -77,7 +77,7 @@ class PhaseScope(WeightScope):
         self,
         variables: Sequence[keras.Variable],
         update: Callable[[], object],
-        released: Callable[[], AbstractContextManager[None]],
+        released: Callable[[], AbstractContextManager[object]],
     ) -> None:
         """Runs the update of an optimizer's call if this slice makes it, and advances to the next version.
 

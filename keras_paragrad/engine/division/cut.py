@@ -7,7 +7,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.replicas.replica_batch import rows_of
@@ -76,7 +75,4 @@ def part_size(model: keras.Model, stages: Stages, batch: Batch) -> tuple[int, in
     if stages.split:
         rows = stages.split.part_rows(size)
         size, parts = rows, parts * -(-size // rows)
-    accumulator = find_accumulator(model.optimizer)
-    if stages.apply and accumulator:
-        parts *= accumulator.schedule.at(0)
-    return size, parts
+    return size, parts * (stages.apply.batches if stages.apply else 1)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.types import Batch, Step
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.step.gradient import Gradient, Normalize, Present, StepContext, is_slower_in_xla_loop
+from keras_paragrad.engine.step.gradient import Gradient, Present, StepContext, is_slower_in_xla_loop
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.telemetry.watch import Observe, Telemetry
 
@@ -153,6 +153,11 @@ class Apply(Protocol):
         """The check that warns of what larger windows would refuse, if every batch is a whole window."""
         ...
 
+    @property
+    def batches(self) -> int:
+        """The number of batches of the next update."""
+        ...
+
     def plan(self, batches: int) -> list[bool]:
         """Whether each of the next batches ends with an update; the host asks before it runs them."""
         ...
@@ -227,7 +232,7 @@ class Stages(NamedTuple):
         """The names of the filled stages."""
         return [name for name, filler in self._asdict().items() if filler is not None]
 
-    def normalization(self, *, of_slices: bool) -> Normalize | None:
+    def normalization(self, *, of_slices: bool) -> LossNormalization | None:
         """Computes the weight of a part of a batch: a slice if `of_slices`, or a batch accumulated with sliced ones.
 
         If several components have a `weighting`, that of accumulated micro-batches decides, then that of slices, then
