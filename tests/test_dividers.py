@@ -38,6 +38,10 @@ class InTwo(NamedTuple):
     normalize: LossNormalization
     size: int = FIRST
     undivided: str = "A batch can't be cut in two."
+    prove: bool = True
+
+    def part_rows(self, rows):
+        return -(-rows // 2)
 
     @property
     def deferred_refusal(self):

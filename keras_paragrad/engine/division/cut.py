@@ -16,7 +16,7 @@ from keras_paragrad.engine.step.stages import Stages
 MOST_PARTS = 8
 
 
-class Cut(NamedTuple):
+class RowCut(NamedTuple):
     """Rows that are computed whole and in parts.
 
     Attributes:
@@ -28,7 +28,7 @@ class Cut(NamedTuple):
     bounds: list[tuple[int, int]]
 
     @classmethod
-    def of_parts(cls, count: int, size: int, parts: int) -> "Cut":
+    def of_parts(cls, count: int, size: int, parts: int) -> "RowCut":
         """A whole batch in parts of `size` rows, from `count` rows that there are.
 
         Rows that are missing are drawn from these: parts of the same rows would weigh alike by any weighting.
@@ -39,7 +39,7 @@ class Cut(NamedTuple):
         return cls(rows, [(start, start + size) for start in range(0, total, size)])
 
     @classmethod
-    def of_part(cls, size: int) -> "Cut":
+    def of_part(cls, size: int) -> "RowCut":
         """One part, cut into two of different sizes."""
         first = min(size // 2 + 1, size - 1)
         return cls(np.arange(size), [(0, first), (first, size)])

@@ -15,6 +15,7 @@ from keras_paragrad.engine.division.proof import find_difference, find_layer_tha
 from keras_paragrad.engine.division.step_proof import find_difference_of_step
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.losses.weightings import step_arguments
 from keras_paragrad.engine.probes.comparing import require_whole_losses
 from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
 from keras_paragrad.engine.step.stages import Stages
@@ -99,6 +100,11 @@ def _prove(
         reason = f"the output of {layer!r} for one example depends on the others"
         return functools.partial(_refuse, f"{difference}: {reason}. {normalize.refusals.anyway}")
     if normalize.weighting != "auto":
+        try:
+            normalize.check_stated(model, step_arguments(data))
+        except IndivisibleError:
+            # The step that is traced next is refused, by what made-up rows show.
+            return None
         stated = f"{difference}, with weighting={normalize.weighting!r} as stated."
         return functools.partial(warn_once, model, stated)
     if not whole_losses or normalize.divider.on_whole_batches is None:

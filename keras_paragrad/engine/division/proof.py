@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
-from keras_paragrad.engine.division.cut import Cut
+from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import recorded_terms
@@ -87,14 +87,14 @@ def find_difference(
         normalize: Computes the weight of a part.
     """
 
-    def find(cut: Cut) -> Difference | None:
+    def find(cut: RowCut) -> Difference | None:
         try:
             division = _DividedPass(model, normalize, len(cut.rows))
             if bytes_of(division.graph(take_rows(data, 0, size))) * len(cut.bounds) <= MOST_BYTES:
                 return division.compare(data, cut)
             difference = None
             if size > 1:
-                difference = _DividedPass(model, normalize, size).compare(data, Cut.of_part(size))
+                difference = _DividedPass(model, normalize, size).compare(data, RowCut.of_part(size))
             if difference is None:
                 difference = _DividedLoss(model, normalize, len(cut.rows), size).compare(data, cut)
         except IndivisibleError:
@@ -102,7 +102,7 @@ def find_difference(
             return None
         return difference
 
-    cut = Cut.of_parts(row_count(data), size, parts)
+    cut = RowCut.of_parts(row_count(data), size, parts)
     return run_trial(find, cut, otherwise=None, question="whether parts of the first batch give its gradient")
 
 
@@ -131,7 +131,7 @@ class _DividedPass:
         # Parts that draw random numbers draw those for their rows.
         self._functions: dict[int, PureFunction] = {}
 
-    def compare(self, data: Batch, cut: Cut) -> Difference | None:
+    def compare(self, data: Batch, cut: RowCut) -> Difference | None:
         """The difference of the parts from the whole, unless noise explains it."""
         rows = self.prepare(cut.take(data), cut)
         whole, divisor = self.run(rows, 0)
@@ -143,7 +143,7 @@ class _DividedPass:
         error = compare_gradients(whole, total, self._changed(rows), half_precision=self.half_precision)
         return Difference(error, len(cut.rows), len(cut.bounds)) if error else None
 
-    def prepare(self, rows: Batch, cut: Cut) -> Batch:
+    def prepare(self, rows: Batch, cut: RowCut) -> Batch:
         """What the gradient is computed from."""
         return rows
 
@@ -207,7 +207,7 @@ class _DividedLoss(_DividedPass):
         super().__init__(model, normalize, total)
         self.size = size
 
-    def prepare(self, rows: Batch, cut: Cut) -> Batch:
+    def prepare(self, rows: Batch, cut: RowCut) -> Batch:
         """The rows with their outputs, in as many as fit."""
         forward = PureFunction(self.model, self._forward)
         count, kept = len(cut.rows), []

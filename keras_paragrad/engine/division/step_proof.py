@@ -6,7 +6,7 @@ import numpy as np
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.custom_step.weighting import TrialStep
-from keras_paragrad.engine.division.cut import Cut
+from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.division.proof import MOST_BYTES, Difference, bytes_of, compare_gradients, reverse_rows
 from keras_paragrad.engine.losses.weightings import Weighting, step_arguments
 from keras_paragrad.engine.probes.trial import row_count, run_trial, take_rows
@@ -29,12 +29,12 @@ def find_difference_of_step(
         # Other workers hold some of the weights, and don't wait for this one.
         return None
 
-    def find(cut: Cut) -> tuple[int, Difference] | None:
+    def find(cut: RowCut) -> tuple[int, Difference] | None:
         trial = TrialStep(model, step.calls, step.analysis.states, {}, len(cut.rows))
         if bytes_of(trial.graph(take_rows(data, 0, size), 0)) * len(cut.bounds) > MOST_BYTES:
             if size == 1:
                 return None
-            cut = Cut.of_part(size)
+            cut = RowCut.of_part(size)
             trial = TrialStep(model, step.calls, step.analysis.states, {}, len(cut.rows))
         rows = cut.take(data)
         whole = trial(rows, 0)
@@ -54,7 +54,7 @@ def find_difference_of_step(
                 return index, Difference(error, len(cut.rows), len(cut.bounds))
         return None
 
-    cut = Cut.of_parts(row_count(data), size, parts)
+    cut = RowCut.of_parts(row_count(data), size, parts)
     return run_trial(find, cut, otherwise=None, question="whether parts of the first batch give its gradients")
 
 

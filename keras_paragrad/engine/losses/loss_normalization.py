@@ -70,7 +70,7 @@ class LossNormalization:
         stated = self._stated(model, arguments, terms)
         if stated is not None:
             if tried and self.weighting != "auto":
-                self._check_stated(model, arguments)
+                self.check_stated(model, arguments)
             return stated
         reason = _why_unknown(model, terms)
         if reason is None:
@@ -142,7 +142,7 @@ class LossNormalization:
         )
         return weighting
 
-    def _check_stated(self, model: keras.Model, arguments: LossArguments) -> None:
+    def check_stated(self, model: keras.Model, arguments: LossArguments) -> None:
         """Raises if a trial shows that the loss divides by something else than what is stated."""
         stated = weighting_of(self.weighting)
         assert stated is not None, "auto states nothing"
