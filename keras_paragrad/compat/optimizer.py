@@ -88,9 +88,9 @@ def say_rows_are_summed(
     if names:
         log_once(
             updating[0],
-            f"{', '.join(names)}: the gradients of all lookups of a row are summed before {updating[0].name} squares or "
-            "clips them. Keras on one device squares and clips each lookup of a row by itself, so where a batch looks "
-            "a row up more than once, it takes another step. With dense gradients the steps are the same.",
+            f"{', '.join(names)}: the gradients of all lookups of a row are summed before {updating[0].name} squares "
+            "or clips them. Keras on one device squares and clips each lookup of a row by itself, so where a batch "
+            "looks a row up more than once, it takes another step. With dense gradients the steps are the same.",
         )
 
 

@@ -54,21 +54,22 @@ class _Traced(NamedTuple):
     refusal: str | None
 
 
+class _Comparison(NamedTuple):
+    """A loss that compares examples, and what is refused of the model's outputs."""
+
+    refusal: str | None
+
+
 def _find(model: Any, arguments: LossArguments, asked_by: str, training: bool) -> bool | str:
     """Runs the trials; returns a refusal if a layer mixes examples too."""
-    traced = run_trial(
-        lambda size: _trace(model, arguments, size),
-        *SIZES,
-        otherwise=None,
-        # What is refused then says why.
-        question=None,
-    )
-    if traced is None or not _compares(model, traced):
+    # Training and evaluation share this answer.
+    comparison = once_per_compile(("comparison",), model, arguments, lambda: _compare(model, arguments))
+    if comparison is None:
         return False
     if layer := _mixing_layer(model, arguments["x"], asked_by, training):
         return layer
-    if traced.refusal:
-        return traced.refusal
+    if comparison.refusal:
+        return comparison.refusal
     if training and (problem := state_problem(model, arguments["x"], asked_by)):
         return problem
     if training:
@@ -80,6 +81,18 @@ def _find(model: Any, arguments: LossArguments, asked_by: str, training: bool) -
             f"{twice if asked_by == 'microbatch' else 'the replicas gather them.'}",
         )
     return True
+
+
+def _compare(model: Any, arguments: LossArguments) -> _Comparison | None:
+    """Traces the loss of synthetic rows; `None` if it compares no examples, or can't be traced."""
+    traced = run_trial(
+        lambda size: _trace(model, arguments, size),
+        *SIZES,
+        otherwise=None,
+        # What is refused then says why.
+        question=None,
+    )
+    return _Comparison(traced.refusal) if traced is not None and _compares(model, traced) else None
 
 
 def _compares(model: Any, traced: _Traced) -> bool:
