@@ -25,6 +25,12 @@ def replica_count() -> int:
     return tf.distribute.get_strategy().num_replicas_in_sync
 
 
+def strategy_name(strategy: tf.distribute.Strategy) -> str:
+    """A strategy in messages: its class, or "no strategy" for TensorFlow's default."""
+    name = type(strategy).__name__
+    return "no strategy" if name.startswith("_") else name
+
+
 def replica_index() -> int:
     """The index of the replica that this code is traced for."""
     context = tf.distribute.get_replica_context()
