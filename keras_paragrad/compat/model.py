@@ -76,7 +76,7 @@ def count_after(tensors: Sequence[tf.Tensor]) -> None:
     TensorFlow inlines Keras's step, whose counter would advance for a batch that turns out not to exist. It orders the
     counter's read here before its assignment.
     """
-    model = outermost_layer()
+    model: Any = outermost_layer()
     if not isinstance(model, keras.Model) or not model.compiled:
         return
     if tf.executing_eagerly() or "make_train_function" in vars(model):
