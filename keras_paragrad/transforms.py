@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_instance, refusal
+from keras_paragrad.compat.model import words_of
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.compat.variables import SavedVariables
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -128,7 +129,7 @@ class _Transform:
         try:
             graph = trace_untouched((model, f), lambda *gradients: self._apply(list(gradients)), *specs).graph
         except Exception as error:
-            raise ValueError(f"`f` fails on symbolic gradients of {model.name}: {str(error)[:500]}") from error
+            raise ValueError(f"`f` fails on symbolic gradients of {model.name}: {words_of(error)[:500]}") from error
         impure = _impure_operations(graph)
         if impure and model.distribute_strategy.num_replicas_in_sync > 1:
             raise ValueError(

@@ -1,5 +1,6 @@
 """`microbatch`: runs a large batch in slices inside the compiled step."""
 
+import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -99,6 +100,11 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
             raise ValueError(
                 f"The batches of {model.name!r} are cut into micro-batches already, by the pipeline that it was "
                 "prepared for. Leave microbatch out, and write Pipeline(..., microbatches=...)."
+            )
+        if (before := builder.stages.split) is not None:
+            logging.getLogger("keras_paragrad").info(
+                "microbatch(%s, %s) takes the place of an earlier one with size=%s, which undo() doesn't restore.",
+                *(model.name, checked, before.size),
             )
         warn_of_batch_statistics(model)
         self.model = model

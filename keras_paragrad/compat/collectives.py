@@ -75,6 +75,12 @@ def _count_contexts(change: int) -> None:
 _CLAIMED: Any = property(lambda strategy: 1 if _claims.open else _COUNT.fget(strategy))
 
 
+def strategy_name(strategy: tf.distribute.Strategy) -> str:
+    """A strategy in messages: its class, or "no strategy" for TensorFlow's default."""
+    name = type(strategy).__name__
+    return "no strategy" if name.startswith("_") else name
+
+
 def replica_index() -> int:
     """The index of the replica that this code is traced for."""
     context = tf.distribute.get_replica_context()

@@ -1,6 +1,7 @@
 """Queries about a model: its layers, metrics and `trainable` flags, what it overrides, whether its `fit` is running."""
 
 import contextlib
+import re
 import types
 import warnings
 import weakref
@@ -16,6 +17,7 @@ from keras_paragrad.compat.optimizer import held_optimizers, innermost_optimizer
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
 from keras_paragrad.compat.types import Batch, StepLogs
 
+_STYLES = re.compile(r"\x1b\[[0-9;]*m")
 # Models that have added losses of several values and none of one value.
 _ADDS_VALUES: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
 
@@ -73,7 +75,7 @@ def count_after(tensors: Sequence[tf.Tensor]) -> None:
     TensorFlow inlines Keras's step, whose counter would advance for a batch that turns out not to exist. It orders the
     counter's read here before its assignment.
     """
-    model = outermost_layer()
+    model: Any = outermost_layer()
     if not isinstance(model, keras.Model) or not model.compiled:
         return
     if tf.executing_eagerly() or "make_train_function" in vars(model):
@@ -193,6 +195,11 @@ def overrides_test_step(model: keras.Model) -> bool:
 def overrides_predict_step(model: keras.Model) -> bool:
     """Whether the model has a custom prediction step."""
     return type(model).predict_step is not keras.Model.predict_step or "predict_step" in model.__dict__
+
+
+def words_of(error: BaseException) -> str:
+    """What an error says, without the terminal's styles that Keras writes into its own."""
+    return _STYLES.sub("", str(error))
 
 
 def compile_config(model: keras.Model) -> object:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src.utils.tracking import DotNotTrackScope, no_automatic_dependency_tracking
 
 from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.collectives import strategy_name
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Config
 
@@ -193,8 +194,8 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         creation_strategy, strategy = self.inner_optimizer._distribution_strategy, tf.distribute.get_strategy()
         if creation_strategy is not strategy:
             raise ValueError(
-                f"{self.inner_optimizer.name} was created under {type(creation_strategy).__name__}, and the model is "
-                f"trained under {type(strategy).__name__}. Create the optimizer within "
+                f"{self.inner_optimizer.name} was created under {strategy_name(creation_strategy)}, and the model is "
+                f"trained under {strategy_name(strategy)}. Create the optimizer within "
                 "`with strategy.scope():`, as the model."
             )
         if self.inner_optimizer.built:

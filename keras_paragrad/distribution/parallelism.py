@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import keras
 import tensorflow as tf
 
+from keras_paragrad.compat.collectives import strategy_name
 from keras_paragrad.compat.state import replace_methods, restore_methods, state_of
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.distribution.consistency import SAME_SCRIPT
@@ -189,8 +190,8 @@ class Parallelism(Planner):
         one_replica = built_under.num_replicas_in_sync == strategy.num_replicas_in_sync == 1
         if built_under is not strategy and not one_replica:
             raise ValueError(
-                f"The model was built under {type(built_under).__name__}, but is to be trained under "
-                f"{type(strategy).__name__}. Build and compile it within `with dist.scope():`."
+                f"The model was built under {strategy_name(built_under)}, but is to be trained under "
+                f"{strategy_name(strategy)}. Build and compile it within `with dist.scope():`."
             )
         check_compiled_in_scope(model)
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import keras
 
-from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.model import all_layers, words_of
 from keras_paragrad.engine.step.recompute import is_recomputed
 from keras_paragrad.engine.step.segments import (
     FunctionalModel,
@@ -165,7 +165,9 @@ def cut_where_it_pays(model: keras.Model) -> Cut:
     try:
         costs = measure_parts(model, functional, parts)
     except Exception as error:
-        raise ValueError(f"A step of {model.name!r} could not be traced to measure it: {error} {_ADVICE}") from error
+        raise ValueError(
+            f"A step of {model.name!r} could not be traced to measure it: {words_of(error)} {_ADVICE}"
+        ) from error
     segments = best_segments(costs)
     before = peak_bytes(costs, [Span(0, len(parts), False)])
     after = peak_bytes(costs, segments)

@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 
 import keras_paragrad  # noqa: F401  (registers the classes that a model may have)
-from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.model import all_layers, words_of
 from keras_paragrad.memory.available import resident_bytes
 
 # Words of TensorFlow, XLA, cuDNN and Python for memory that can't be had.
@@ -39,7 +39,7 @@ def main(directory: Path) -> None:
         peak = tf.config.experimental.get_memory_info("GPU:0")["peak"] if on_gpu else resident_bytes(peak=True)
         result = {"bytes": max(0, (peak or 0) - base)}
     except Exception as error:
-        words = f"{type(error).__name__}: {error}"
+        words = f"{type(error).__name__}: {words_of(error)}"
         exhausted = isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError))
         fits = not (exhausted or any(each in words.lower() for each in _OUT_OF_MEMORY))
         traceback.print_exc()

@@ -8,8 +8,9 @@ import numpy as np
 QUANTITIES = ("gradient_norm", "clipped_gradient_norm", "weight_norm", "update_ratio", "nonfinite")
 HEADER = ("step", "learning_rate", "loss_scale")
 _WARNINGS = {
-    "non-finite": "the gradient is infinite or NaN in {layers} at update {step}. Lower the learning rate, clip with "
-    "clipnorm=1.0, or look there for a division by 0 or a logarithm of 0.",
+    "non-finite": "the gradient is infinite or NaN in {layers} at update {step}. Look for NaN in the data first: "
+    "np.isfinite(x).all(), and y. If there is none, lower the learning rate, clip with clipnorm=1.0, or look there for "
+    "a division by 0 or a logarithm of 0.",
     "exploding": "the gradient explodes in {layers} at update {step}: its norm is more than {exploding:g} times "
     "the median of the layers, or its own earlier mean. Lower the learning rate, clip with clipnorm=1.0, or "
     "initialize smaller weights.",

@@ -64,3 +64,27 @@ def test_a_size_of_validation_batches_that_are_batches_already_is_refused():
     model, data = build(), Batches()
     with pytest.raises(ValueError, match="batch_size=4 is given for a Batches, which is already batched"):
         DistributedFit("none").fit(model, X, Y, batch_size=8, validation_data=data, validation_batch_size=4, verbose=0)
+
+
+@pytest.mark.own_process
+def test_an_evaluation_in_a_callback_tries_nothing_again_that_training_has_tried(mirrored):
+    traces, counts = 0, []
+
+    def loss(y_true, y_pred):
+        nonlocal traces
+        traces += 1
+        return keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
+
+    class Evaluate(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            before = traces
+            self.model.evaluate(X, Y, batch_size=8, verbose=0)
+            counts.append(traces - before)
+
+    dist = DistributedFit(mirrored)
+    with dist.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", loss)
+    dist.fit(model, X, Y, batch_size=8, epochs=2, verbose=0, callbacks=[Evaluate()])
+    # On each of two replicas: the loss, and its values for the examples.
+    assert counts == [4, 0]

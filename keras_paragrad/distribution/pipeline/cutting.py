@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import quote
 from keras_paragrad.compat.layers import dense_parts, has_gradient, mask_of, with_mask
-from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.model import all_layers, words_of
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.engine.step.segments import (
@@ -246,7 +246,7 @@ def measured_times(calls: Calls, device: str) -> list[int]:
             calls.model(keras.tree.map_structure(_made_up, x), training=True)
     except Exception as error:
         raise ValueError(
-            f"{calls.model.name!r} could not be run on made-up examples to measure its layers: {error} Write "
+            f"{calls.model.name!r} could not be run on made-up examples to measure its layers: {words_of(error)} Write "
             'balance="parameters", or name the layers that end a stage, as in Pipeline(cuts=["block_2", "block_5"]).'
         ) from error
     finally:

@@ -9,6 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
+from keras_paragrad.compat.collectives import strategy_name
 from keras_paragrad.compat.data import split_for_validation
 from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator, updating_optimizers
 from keras_paragrad.compat.types import Logs
@@ -189,7 +190,7 @@ def check_server_model(model: keras.Model) -> None:
     strategy = model.distribute_strategy
     if not isinstance(strategy, tf.distribute.ParameterServerStrategy):
         raise ValueError(
-            f"The model was built under {type(strategy).__name__}, so its weights are not on parameter servers. "
+            f"The model was built under {strategy_name(strategy)}, so its weights are not on parameter servers. "
             "Build and compile it within `with dist.scope():`."
         )
     if not model.compiled:

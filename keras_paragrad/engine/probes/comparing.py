@@ -59,21 +59,24 @@ class _Traced(NamedTuple):
     refusal: str | None
 
 
+class _Comparison(NamedTuple):
+    """A loss that compares examples, and what is refused of the model's outputs."""
+
+    refusal: str | None
+
+
 def _find(model: Any, arguments: LossArguments, divider: Divider, training: bool) -> bool | str:
     """Runs the trials; returns a refusal if a layer mixes examples too."""
-    traced = run_trial(
-        lambda size: _trace(model, arguments, size),
-        *SIZES,
-        otherwise=None,
-        # What is refused then says why.
-        question=None,
+    # Training and evaluation share this answer.
+    comparison = once_per_compile(
+        ("comparison", _is_required(model)), model, arguments, lambda: _compare(model, arguments)
     )
-    if traced is None or not _compares(model, traced):
+    if comparison is None:
         return False
     if layer := _mixing_layer(model, arguments["x"], divider, training):
         return layer
-    if traced.refusal:
-        return traced.refusal
+    if comparison.refusal:
+        return comparison.refusal
     if training and (problem := state_problem(model, arguments["x"], divider)):
         return problem
     if training:
@@ -93,6 +96,18 @@ def require_whole_losses(model: Any) -> None:
 def _is_required(model: Any) -> bool:
     state = state_of(model).independence
     return state is not None and state[0] is model._compile_config and ("whole losses", False) in state[1]
+
+
+def _compare(model: Any, arguments: LossArguments) -> _Comparison | None:
+    """Traces the loss of synthetic rows; `None` if it compares no examples, or can't be traced."""
+    traced = run_trial(
+        lambda size: _trace(model, arguments, size),
+        *SIZES,
+        otherwise=None,
+        # What is refused then says why.
+        question=None,
+    )
+    return _Comparison(traced.refusal) if traced is not None and _compares(model, traced) else None
 
 
 def _compares(model: Any, traced: _Traced) -> bool:

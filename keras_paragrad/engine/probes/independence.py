@@ -153,7 +153,12 @@ def _mixing_problems(
             f"The output of {layer!r} for one example depends on the others in the batch, so {divider.parts} can't be "
             "combined into the whole."
         )
-    names = dict.fromkeys(term.loss.name for term in terms if not term.reduces_itself and loss_mixes_rows(term))
+
+    def mixing_losses() -> list[str]:
+        return [term.loss.name for term in terms if not term.reduces_itself and loss_mixes_rows(term)]
+
+    # Training and evaluation share this answer.
+    names = dict.fromkeys(once_per_compile(("mixing losses",), model, arguments, mixing_losses))
     for name in names:
         instead = f" {divider.for_comparing_losses}" if divider.for_comparing_losses else ""
         yield (

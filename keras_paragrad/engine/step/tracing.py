@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.model import all_variables
+from keras_paragrad.compat.model import all_variables, words_of
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Gradients, GradientTensor, Specs, Step, Structure
@@ -101,7 +101,7 @@ def _traced(
             else:
                 return _traced_step_of(graph, rows, optimizers, calls)
         raise ValueError(
-            f"The training step of {model.name!r} can't be traced without its data: {problems[0]}"
+            f"The training step of {model.name!r} can't be traced without its data: {words_of(problems[0])}"
         ) from problems[0]
 
 
