@@ -39,7 +39,7 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.interception import capturing_applies
-from keras_paragrad.storage.row_gradients import scale_gradient, sum_gradients
+from keras_paragrad.storage.row_gradients import scale_gradient, scale_gradients, sum_gradients
 from keras_paragrad.storage.sharding import all_gather
 
 _log = logging.getLogger("keras_paragrad")
@@ -96,7 +96,7 @@ class WholeStep:
             call = next(calls, None)
             if call is None or call.optimizer is not optimizer:
                 raise changed_order(self.model)
-            mean = [scale_gradient(gradient, 1 / replica_count()) for gradient in gradients]
+            mean = scale_gradients(gradients, call.variables, 1 / replica_count())
             with released():
                 apply_gradient(call.optimizer, call.variables, mean, whole=True)
 

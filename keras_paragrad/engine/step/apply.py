@@ -33,6 +33,7 @@ from keras_paragrad.storage.storage import (
     any_divided,
     reduce_divided_gradients,
     reduce_gradients,
+    reduce_overwritten,
 )
 from keras_paragrad.storage.updating import refresh, squared_norms, updating
 
@@ -92,6 +93,7 @@ def apply_gradient(
         # As in Keras: the step still updates metrics and non-trainable state.
         warn_once(optimizer, "The model does not have any trainable weights.")
         return None
+    gradients = reduce_overwritten(gradients, variables)
     accumulator = find_accumulator(optimizer)
     if accumulator or replica_count() == 1 or not whole:
         contribution = None if weight is None else Contribution.of(weight)
