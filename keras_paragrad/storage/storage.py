@@ -197,10 +197,11 @@ def reduce_gradients(
 def reduce_overwritten(gradients: Gradients, variables: Sequence[keras.Variable]) -> list[GradientTensor | None]:
     """The gradients, with the replicas' largest of variables that are assigned theirs, as Keras accumulates these."""
     results = list(gradients)
-    indices = [index for index, each in enumerate(variables) if is_overwritten(each) and gradients[index] is not None]
-    if indices and replica_count() > 1:
-        largest = largest_over_replicas([tf.convert_to_tensor(gradients[index]) for index in indices])
-        for index, value in zip(indices, largest, strict=True):
+    pairs = enumerate(zip(gradients, variables, strict=True))
+    own = {index: each for index, (each, variable) in pairs if each is not None and is_overwritten(variable)}
+    if own and replica_count() > 1:
+        largest = largest_over_replicas([tf.convert_to_tensor(each) for each in own.values()])
+        for index, value in zip(own, largest, strict=True):
             results[index] = storage_of(variables[index]).scatter(value)
     return results
 
