@@ -10,7 +10,7 @@ from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, Scalar
 from keras_paragrad.engine.losses.sums import zero_sums
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, gradient_of
-from keras_paragrad.storage.row_gradients import accumulate_gradient, scale_gradient, sum_dtype
+from keras_paragrad.storage.row_gradients import accumulate_gradient, is_overwritten, scale_gradient, sum_dtype
 
 Data = TypeVar("Data")
 
@@ -115,7 +115,7 @@ class SliceSums:
             if index not in self.present:
                 return None
             gradient: Any = total.gradients[index]
-            if not getattr(variable, "overwrite_with_gradient", False):
+            if not is_overwritten(variable):
                 gradient = scale_gradient(gradient, factor)
             return tf.cast(gradient, variable.dtype)
 

@@ -36,6 +36,19 @@ def scale_gradient(gradient: GradientTensor | None, factor: Scalar) -> Any:
     return gradient * tf.cast(factor, gradient.dtype)
 
 
+def is_overwritten(variable: Any) -> bool:
+    """Whether optimizers assign a variable its gradient, as float8 scales: it is no sum, and has no factor."""
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
+def scale_gradients(
+    gradients: Sequence[GradientTensor | None], variables: Sequence[Any], factor: Scalar
+) -> list[GradientTensor | None]:
+    """The gradients of variables times a scalar; those of float8 scales as they are."""
+    pairs = zip(gradients, variables, strict=True)
+    return [gradient if is_overwritten(variable) else scale_gradient(gradient, factor) for gradient, variable in pairs]
+
+
 def add_gradients(one: Any, other: Any) -> Any:
     """The sum of two gradients, each dense or `tf.IndexedSlices` or `None`."""
     if one is None or other is None:
@@ -59,7 +72,7 @@ def accumulate_gradient(
 ) -> Any:
     """Adds a gradient of a variable, times a factor, to a sum; of float8 scales, it keeps the larger one."""
     gradient = tf.cast(gradient, sum_dtype(variable))
-    if getattr(variable, "overwrite_with_gradient", False):
+    if is_overwritten(variable):
         return gradient if total is None else tf.maximum(total, gradient)  # pyright: ignore
     return add_gradients(total, gradient if factor is None else scale_gradient(gradient, factor))
 

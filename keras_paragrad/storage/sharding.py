@@ -84,6 +84,14 @@ def all_gather(shard: tf.Tensor) -> tf.Tensor:
     return context.all_gather(tf.identity(shard), axis=0)
 
 
+def largest_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """The largest of all replicas' values of each element, in one exchange; called on every replica."""
+    flat = tf.concat([tf.reshape(tf.cast(each, "float32"), [-1]) for each in tensors], 0)
+    largest = tf.reduce_max(tf.reshape(all_gather(flat), [replica_count(), -1]), 0)
+    parts = tf.split(largest, [tf.size(each) for each in tensors])
+    return [tf.cast(tf.reshape(part, each.shape), each.dtype) for part, each in zip(parts, tensors, strict=True)]
+
+
 def reduce_scatter(gradients: Sequence[GradientTensor], partitions: Sequence[Partition]) -> list[tf.Tensor]:
     """This replica's shards of the sums of all replicas' gradients; called on every replica.
 

@@ -9,12 +9,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import run_if
+from keras_paragrad.compat.collectives import replica_count, run_if
 from keras_paragrad.compat.layers import compiled_by_xla
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar, TensorVariable, Variable
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.storage.dtensor import Mesh
-from keras_paragrad.storage.row_gradients import scale_gradient, sum_gradients
+from keras_paragrad.storage.row_gradients import is_overwritten, scale_gradient, sum_gradients
+from keras_paragrad.storage.sharding import largest_over_replicas
 
 
 class Parts(NamedTuple):
@@ -193,12 +194,28 @@ def reduce_gradients(
     return reduce_replicated_gradients(reduce_divided_gradients(gradients, variables), variables, others)
 
 
+def reduce_overwritten(gradients: Gradients, variables: Sequence[keras.Variable]) -> list[GradientTensor | None]:
+    """The gradients, with the replicas' largest of variables that are assigned theirs, as Keras accumulates these."""
+    results = list(gradients)
+    pairs = enumerate(zip(gradients, variables, strict=True))
+    own = {index: each for index, (each, variable) in pairs if each is not None and is_overwritten(variable)}
+    if own and replica_count() > 1:
+        largest = largest_over_replicas([tf.convert_to_tensor(each) for each in own.values()])
+        for index, value in zip(own, largest, strict=True):
+            results[index] = storage_of(variables[index]).scatter(value)
+    return results
+
+
 def reduce_divided_gradients(
     gradients: Gradients, variables: Sequence[keras.Variable], scale: Scalar | None = None
 ) -> list[GradientTensor | None]:
     """Scales and sums the gradients of divided variables, and leaves the others as they are."""
     storages = [storage_of(variable) for variable in variables]
-    indices = [index for index, each in enumerate(storages) if each.divided and gradients[index] is not None]
+    indices = [
+        index
+        for index, each in enumerate(storages)
+        if each.divided and gradients[index] is not None and not is_overwritten(variables[index])
+    ]
     scaled = [gradients[index] if scale is None else scale_gradient(gradients[index], scale) for index in indices]
     return _replace_by_sums(gradients, scaled, storages, indices)
 
@@ -208,7 +225,8 @@ def reduce_replicated_gradients(
 ) -> tuple[list[GradientTensor | None], list[tf.Tensor]]:
     """Sums the gradients of replicated variables, and other tensors, and leaves other gradients as they are."""
     storages = [*map(storage_of, variables), *(Whole(None) for _ in others)]
-    indices = [index for index, each in enumerate(storages) if not each.divided]
+    owners = [*variables, *(None for _ in others)]
+    indices = [index for index, each in enumerate(storages) if not (each.divided or is_overwritten(owners[index]))]
     tensors = [*gradients, *others]
     sums = _replace_by_sums(tensors, [tensors[index] for index in indices], storages, indices)
     return sums[: len(gradients)], sums[len(gradients) :]

@@ -1318,6 +1318,20 @@ _CUSTOM_STEPS = [
         "distribution/test_held_optimizers.py::test_they_are_found_whatever_holds_them",
     ),
     _fault(
+        "replicas don't take each other's float8 scales",
+        "engine/step/apply.py",
+        "gradients = reduce_overwritten(gradients, variables)",
+        "pass",
+        "distribution/test_float8.py::test_replicas_take_their_largest",
+    ),
+    _fault(
+        "float8 scales are weighted as gradients are",
+        "storage/row_gradients.py",
+        "return [gradient if is_overwritten(variable) else",
+        "return [gradient if False else",
+        "distribution/test_float8.py::test_with_windows_and_slices_they_take_the_largest_of_all",
+    ),
+    _fault(
         "what users divide by the replicas is not undone",
         "compat/collectives.py",
         "_CLAIMED: Any = property(lambda strategy: 1 if _claims.open else _COUNT.fget(strategy))",

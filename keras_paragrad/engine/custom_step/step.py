@@ -26,7 +26,7 @@ from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.building import build_layers_by_step
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.step.stages import BatchSlices
-from keras_paragrad.storage.row_gradients import scale_gradient
+from keras_paragrad.storage.row_gradients import scale_gradients
 from keras_paragrad.storage.storage import any_divided
 from keras_paragrad.storage.updating import check_optimizer_of_shards, install_storages
 
@@ -204,7 +204,7 @@ def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:
     def capture(optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]) -> None:
         factor = tf.constant(1.0 if next(calls, False) else 1 / replica_count())
         with released():
-            optimizer.apply([scale_gradient(gradient, factor) for gradient in gradients], variables)
+            optimizer.apply(scale_gradients(gradients, variables, factor), variables)
 
     with as_one_replica(), capturing_applies(capture) as released:
         return run_custom_train_step(model, data, summed=bool(sums) and all(sums))
@@ -243,7 +243,7 @@ class _BatchWeights:
             # Keras divides the loss by the number of replicas.
             factor = tf.constant(1.0 / replica_count())
             normalizer = Normalizer(self.divisor(weighting, self.batch))
-        scaled = [scale_gradient(gradient, factor) for gradient in gradients]
+        scaled = scale_gradients(gradients, call.variables, factor)
         apply_gradient(call.optimizer, call.variables, scaled, normalizer, whole=True)
 
 

@@ -39,7 +39,7 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.interception import capturing_applies
-from keras_paragrad.storage.row_gradients import scale_gradient, sum_gradients
+from keras_paragrad.storage.row_gradients import scale_gradient, scale_gradients, sum_gradients
 from keras_paragrad.storage.sharding import all_gather
 
 _log = logging.getLogger("keras_paragrad")
@@ -94,7 +94,7 @@ class WholeStep:
 
         def apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]) -> None:
             call = next_call(self.model, calls, optimizer)
-            mean = [scale_gradient(gradient, 1 / replica_count()) for gradient in gradients]
+            mean = scale_gradients(gradients, call.variables, 1 / replica_count())
             with released():
                 apply_gradient(call.optimizer, call.variables, mean, whole=True)
 

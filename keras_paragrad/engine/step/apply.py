@@ -34,6 +34,7 @@ from keras_paragrad.storage.storage import (
     any_divided,
     reduce_divided_gradients,
     reduce_gradients,
+    reduce_overwritten,
 )
 from keras_paragrad.storage.updating import refresh, squared_norms, updating
 
@@ -93,6 +94,7 @@ def apply_gradient(
         # As in Keras: the step still updates metrics and non-trainable state.
         warn_once(optimizer, "The model does not have any trainable weights.")
         return None
+    gradients = reduce_overwritten(gradients, variables)
     accumulator = find_accumulator(optimizer)
     divided = [pair for pair in zip(gradients, variables, strict=True) if any_divided(pair[1:])]
     say_rows_are_summed(optimizer, [gradient for gradient, _ in divided], [variable for _, variable in divided])

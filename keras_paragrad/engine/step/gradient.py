@@ -24,7 +24,7 @@ from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.storage.gathering import watch_gathered
 from keras_paragrad.storage.regathering import regather_in_backward
-from keras_paragrad.storage.row_gradients import scale_gradient
+from keras_paragrad.storage.row_gradients import scale_gradients
 
 Data = TypeVar("Data")
 Result = TypeVar("Result")
@@ -144,7 +144,7 @@ def forward_backward_in_function(context: StepContext, data: Batch) -> ForwardBa
     if by_xla and weight is not None and weigh_replica:
         factor = weigh_replica(weight)
         _time_wait(gradients, factor)
-        gradients = [scale_gradient(gradient, factor) for gradient in gradients]
+        gradients = scale_gradients(gradients, context.model.trainable_weights, factor)
     return ForwardBackwardResult(gradients, loss, y_pred, weight, sums)
 
 
@@ -291,13 +291,13 @@ def track_batch(model: keras.Model, loss: tf.Tensor, batch: LossArguments) -> St
     return model.compute_metrics(**batch)
 
 
-def scale_by_replica(gradient: Gradient, weigh_replica: WeighReplica) -> Gradient:
-    """A gradient times this replica's weight."""
+def scale_by_replica(model: keras.Model, gradient: Gradient, weigh_replica: WeighReplica) -> Gradient:
+    """A model's gradient times this replica's weight."""
     if gradient.weight is None:
         return gradient
     factor = weigh_replica(gradient.weight)
     _time_wait(gradient.gradients, factor)
-    return gradient._replace(gradients=[scale_gradient(each, factor) for each in gradient.gradients])
+    return gradient._replace(gradients=scale_gradients(gradient.gradients, model.trainable_weights, factor))
 
 
 def _time_wait(tensors: Gradients, factor: tf.Tensor | None) -> None:

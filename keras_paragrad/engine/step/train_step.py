@@ -263,7 +263,7 @@ class TrainStep(NamedTuple):
             return gradient_of(self._context_of(context, split if self._accumulator else None), data)
         check_no_row_states(self.model, "slices are", "give batches that are one slice")
         gradient = split(self._context_of(context._replace(weigh_replica=None), split), data)
-        return scale_by_replica(gradient, context.weigh_replica) if context.weigh_replica else gradient
+        return scale_by_replica(self.model, gradient, context.weigh_replica) if context.weigh_replica else gradient
 
     @property
     def _is_uniform(self) -> bool:
