@@ -8,6 +8,7 @@ All take the argument's `name` and `value`. `optional` allows `None`, which is r
 write instead, for the message: a value, or code where functions and instances are expected.
 """
 
+import difflib
 import inspect
 import math
 import operator
@@ -47,6 +48,19 @@ def refusal(name: str, value: object, expected: str, example: str | None = None)
     """
     advice = f" Write {name}={example}." if example else ""
     return ValueError(f"`{name}` is {quote(value)}, and must be {expected}.{advice}")
+
+
+def did_you_mean(name: object, known: Sequence[str]) -> str:
+    """A question about the closest of the known names, to append to a message; empty if none is close.
+
+    Example:
+
+    >>> from keras_paragrad.arguments import did_you_mean
+    >>> did_you_mean("dence", ["dense", "embedding"])
+    " Did you mean 'dense'?"
+    """
+    close = difflib.get_close_matches(str(name)[:100], known, 1)
+    return f" Did you mean {quote(close[0])}?" if close else ""
 
 
 def check_integer(

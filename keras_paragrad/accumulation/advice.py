@@ -1,5 +1,6 @@
 """Checks an accumulating optimizer's arguments and its model, with errors that suggest code."""
 
+import difflib
 import warnings
 
 import keras
@@ -50,7 +51,10 @@ def check_inner_optimizer(inner_optimizer: keras.optimizers.Optimizer | str | Co
 
 def _optimizer_refusal(value: object) -> ValueError:
     expected = "a Keras optimizer: its name, its config or an instance"
-    return refusal("inner_optimizer", value, expected, "keras.optimizers.Adam(1e-3)")
+    kinds = (each for each in vars(keras.optimizers).values() if isinstance(each, type))
+    names = [kind.__name__.lower() for kind in kinds if issubclass(kind, keras.optimizers.Optimizer)]
+    close = difflib.get_close_matches(value.lower(), names, 1) if isinstance(value, str) else []
+    return refusal("inner_optimizer", value, expected, repr(close[0]) if close else "keras.optimizers.Adam(1e-3)")
 
 
 def missing_accumulation_message(model: keras.Model) -> str:

@@ -8,10 +8,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.arguments import LARGEST, check_integer, quote, refusal
+from keras_paragrad.arguments import LARGEST, check_integer, did_you_mean, quote, refusal
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.inputs.layer_outputs import LayerOutput, outputs_exchanged
-from keras_paragrad.inputs.names import Spelling, did_you_mean, distinct_names, places_of, spellings
+from keras_paragrad.inputs.names import Spelling, distinct_names, places_of, spellings
 from keras_paragrad.inputs.selection import InputLeaf, Selection, embedding_hint
 
 # The argument `output`: a name or number, labels, or a function of the outputs.

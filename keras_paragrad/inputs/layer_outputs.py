@@ -91,7 +91,7 @@ def _check_calls(source: LayerOutput, calls: int) -> None:
         )
 
 
-def _check_output(source: LayerOutput, outputs: Structure, rows: int | None, graph: tf.Graph) -> tf.Tensor:
+def _check_output(source: LayerOutput, outputs: Any, rows: int | None, graph: tf.Graph) -> tf.Tensor:
     """A layer's output, `(rows, ...)`, of real numbers."""
     if keras.tree.is_nested(outputs):
         raise ValueError(

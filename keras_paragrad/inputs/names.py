@@ -1,12 +1,10 @@
 """Finds inputs, outputs and layers by name or path; a name that two have is refused, with what tells them apart."""
 
-import difflib
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import keras
 
-from keras_paragrad.arguments import quote
 from keras_paragrad.compat.layers import children
 
 Path = tuple[str | int, ...]
@@ -77,9 +75,3 @@ def layers_named(name: str, known: Sequence[tuple[str, keras.layers.Layer]]) -> 
     """The layers with a path, or else those whose paths end with a name."""
     exact = [each for each in known if each[0] == name]
     return exact or [each for each in known if f"/{each[0]}".endswith(f"/{name}")]
-
-
-def did_you_mean(name: object, known: Sequence[str]) -> str:
-    """A question about the closest of the names, to append to a message; empty if none is close."""
-    close = difflib.get_close_matches(str(name), known, 1)
-    return f" Did you mean {quote(close[0])}?" if close else ""

@@ -6,12 +6,11 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 import numpy as np
 
-from keras_paragrad.arguments import check_integer, quote, refusal
+from keras_paragrad.arguments import check_integer, did_you_mean, quote, refusal
 from keras_paragrad.engine.step.segments import calls_of, functional_of
 from keras_paragrad.inputs.layer_outputs import LayerOutput
 from keras_paragrad.inputs.names import (
     Spelling,
-    did_you_mean,
     distinct_names,
     layers_by_path,
     layers_named,

@@ -20,7 +20,14 @@ from keras_paragrad.compat.layers import (
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.per_example.calls import Call, WeightReads
-from keras_paragrad.per_example.units import Unit, call_signature, check_training, layers_with_variable, units_of
+from keras_paragrad.per_example.units import (
+    Unit,
+    call_signature,
+    check_training,
+    layer_and_sublayers,
+    layers_with_variable,
+    units_of,
+)
 
 # A batch size that no other axis is likely to have: an output with another first axis is not a batch of examples.
 _PROBE_BATCH = 1009
@@ -69,9 +76,19 @@ class Capture:
         """A weight of a unit whose outputs are not a batch of `size` examples, or `None`."""
         for calls in self.calls.values():
             for call in calls:
-                if any(output.shape[0] != size for output in call.outputs):
+                if any(_rows(output) != size for output in call.outputs):
                     return call.layer.trainable_variables[0]
         return None
+
+    @property
+    def has_unknown_rows(self) -> bool:
+        """Whether the outputs of a unit have an unknown number of rows."""
+        return any(
+            output.shape.rank is None or output.shape[:1] == [None]
+            for calls in self.calls.values()
+            for call in calls
+            for output in call.outputs
+        )
 
     def batched(self, unit: Unit, size: int) -> list[list[bool]]:
         """For each call of a unit, which of the flattened arguments have `size` rows."""
@@ -180,15 +197,19 @@ def _probe_units(
     """Returns the units, and whether the call on placeholders succeeded."""
     indivisible: set[int] = set()
     size = _PROBE_BATCH
+    # Each turn adds another layer to those, or is the last one with this size, of which there are two.
     while True:
         units = units_of(layer, indivisible)
         capture, succeeded = _call_on_placeholders(layer, units, arguments, keywords, size)
         variable = capture.weight_without_batch(size) if succeeded else capture.offending_weight
         holders = [] if variable is None else layers_with_variable(layer, variable)
-        holders = [holder for holder in holders if not any(holder is unit.layer for unit in units)]
+        known = indivisible.union(id(unit.layer) for unit in units)
+        holders = [holder for holder in holders if id(holder) not in known]
         if holders:
             indivisible.add(id(holders[0]))
         elif succeeded:
+            if capture.has_unknown_rows:
+                raise _unknown_rows_refusal(layer, arguments, keywords, size)
             return [Unit(unit.layer, unit.rule, capture.batched(unit, size)) for unit in units], True
         elif variable is None and size == _PROBE_BATCH and _batch_size(arguments, keywords):
             # The model may only accept one batch size.
@@ -223,6 +244,53 @@ def _call_on_placeholders(
         # The real call will raise the same error, unless the batch size caused it.
         return captures[0], False
     return captures[0], True
+
+
+def _unknown_rows_refusal(
+    layer: keras.layers.Layer, arguments: tuple[Structure, ...], keywords: dict[str, Any], size: int
+) -> ValueError:
+    """The error for a layer whose outputs have an unknown number of rows; names the first sublayer with such ones."""
+    found: list[str] = []
+    around: list[str] = []
+
+    def recording(inner: keras.layers.Layer, call: Callable[..., Structure]) -> Callable[..., Structure]:
+        @functools.wraps(call)
+        def record(*values: Any, **options: Any) -> Structure:
+            if given := _unknown_rows((values, options)):
+                by = f"Within {around[-1]!r}" if around else "Before a layer"
+                found.append(f"{by}, the input of {inner.name!r} has shape {given[0].shape}")
+            around.append(inner.name)
+            try:
+                outputs = call(*values, **options)
+            finally:
+                around.pop()
+            if unknown := _unknown_rows(outputs):
+                found.append(f"The output of {inner.name!r} has shape {unknown[0].shape}")
+            return outputs
+
+        return record
+
+    with contextlib.ExitStack() as stack:
+        for inner in {id(each): each for each in layer_and_sublayers(layer)}.values():
+            method = call_method(inner)
+            stack.enter_context(attributes(inner, **{method: recording(inner, getattr(inner, method))}))
+        _call_on_placeholders(layer, units_of(layer), arguments, keywords, size)
+    what = found[0] if found else f"The output of {layer.name!r} has an unknown shape"
+    return ValueError(
+        f"{what} for {size} examples, so which rows belong to which example isn't known. State it where it is lost: "
+        "outputs = tf.ensure_shape(outputs, [inputs.shape[0], ...]), if there is one row for each example. What "
+        "prepares data, such as TextVectorization, can go into the dataset: dataset.map(lambda x, y: (layer(x), y))."
+    )
+
+
+def _unknown_rows(nested: Structure) -> list[Any]:
+    """The tensors whose number of rows is unknown."""
+    tensors = [each for each in keras.tree.flatten(nested) if tf.is_tensor(each)]
+    return [each for each in tensors if each.shape.rank is None or (each.shape.rank and each.shape[0] is None)]
+
+
+def _rows(tensor: tf.Tensor) -> int | None:
+    return tensor.shape[0] if tensor.shape.rank else None
 
 
 def _batch_size(arguments: tuple[Structure, ...], keywords: dict[str, Any]) -> int | None:

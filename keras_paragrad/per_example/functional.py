@@ -23,6 +23,12 @@ from keras_paragrad.per_example.units import check_separable_layer, check_separa
 LossArgument: TypeAlias = (
     str | keras.losses.Loss | Callable[[Any, Any], Any] | Sequence["LossArgument | None"] | Mapping[str, Any]
 )
+# What to write for text, by argument.
+_ENCODED = {
+    "x": "keras.layers.StringLookup(vocabulary=[...])(texts)",
+    "y": "np.unique(labels, return_inverse=True)[1]",
+    "sample_weight": "np.asarray(weights, 'float32')",
+}
 # Keras picks one by the shapes of the targets and predictions.
 _PICKED = ("crossentropy", "ce")
 
@@ -54,8 +60,9 @@ def _compute_in_batches(
     training = check_flag("training", training)
     jit_compile = check_flag("jit_compile", jit_compile)
     if tf.executing_eagerly():
-        x = _check_rows("x", x)
-        build_by_calling(model, x)
+        x = _check_rows("x", x, text=_may_take_text(model))
+        # Keras knows no dtype of NumPy's for text.
+        build_by_calling(model, keras.tree.map_structure(lambda leaf: tf.constant(leaf) if _is_text(leaf) else leaf, x))
     if not model.trainable_variables:
         raise ValueError(
             f"{model.name!r} has no trainable weights: set trainable=True on its layers. Within a tf.function, build "
@@ -152,8 +159,15 @@ def _check_loss(loss: object) -> None:
             raise refusal("loss", each, "a Keras loss, its name, or a function of targets and predictions", "'mse'")
 
 
-def _check_rows(name: str, nested: FitData, *, optional: bool = False) -> Any:
-    """Converts every leaf of an argument to an array of at least one row; an `optional` leaf may be `None`."""
+def _check_rows(name: str, nested: FitData, *, optional: bool = False, text: bool = False) -> Any:
+    """Converts every leaf of an argument to an array of at least one row.
+
+    Args:
+        name: The argument.
+        nested: Its value.
+        optional: Whether leaves may be `None`.
+        text: Whether leaves may be text.
+    """
 
     def check(leaf: object) -> np.ndarray | None:
         if leaf is None and optional:
@@ -162,11 +176,28 @@ def _check_rows(name: str, nested: FitData, *, optional: bool = False) -> Any:
             rows = keras.ops.convert_to_numpy(leaf)
         except Exception:  # the backend's error for a value that is not an array
             rows = np.empty(0, object)
+        if _is_text(rows):
+            if text and rows.ndim and len(rows):
+                return rows
+            raise refusal(name, leaf, "arrays of numbers; this is text, which has to be encoded", _ENCODED[name])
         if not rows.ndim or not len(rows) or rows.dtype == object:
             raise refusal(name, leaf, "arrays of shape (rows, ...), nested as the model takes them")
         return rows
 
     return keras.tree.map_structure(check, nested)
+
+
+def _is_text(rows: object) -> bool:
+    """Whether an array is of strings, or of objects that are."""
+    if not isinstance(rows, np.ndarray) or rows.dtype.kind not in "USTO":
+        return False
+    return rows.dtype.kind != "O" or (rows.size > 0 and all(isinstance(each, (str, bytes)) for each in rows.flat))
+
+
+def _may_take_text(model: keras.Model) -> bool:
+    """Whether a model has inputs of text, or doesn't say what it takes."""
+    inputs = getattr(model, "inputs", None)
+    return not inputs or any(each.dtype == "string" for each in inputs)
 
 
 def per_example_gradients(

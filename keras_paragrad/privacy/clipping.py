@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_number, refusal
+from keras_paragrad.arguments import check_number, did_you_mean, refusal
 from keras_paragrad.compat.layers import may_be_differentiated
 from keras_paragrad.compat.model import added_losses
 from keras_paragrad.compat.types import Config, GradientTensor, Structure
@@ -146,7 +146,8 @@ def check_clip(clip: object) -> ClipNorm:
         expected = (
             'a positive number, "per_layer", a dictionary from regular expressions of layer names, or AdaptiveClip'
         )
-        raise refusal("clip_norm", clip, expected, "1.0")
+        misspelt = isinstance(clip, str) and did_you_mean(clip, [PER_LAYER])
+        raise refusal("clip_norm", clip, expected, repr(PER_LAYER) if misspelt else "1.0")
     return float(check_number("clip_norm", clip, above=0, example=1.0))
 
 
@@ -192,16 +193,25 @@ def _bounds(model: keras.Model, clip: Mapping[str, float] | str) -> list[tuple[k
     matching = [next((each for each in clip if re.search(each, name)), None) for name in names]
     for name, pattern in zip(names, matching, strict=True):
         if pattern is None:
+            meant = _misspelt([pattern for pattern in clip if pattern not in matching], names)
             raise ValueError(
-                f"clip_norm has no bound for the layer {name!r}, and each layer with weights needs one. Add "
+                f"clip_norm has no bound for the layer {name!r}, and each layer with weights needs one.{meant} Add "
                 "'.*': 1.0 to it, last, for the layers that nothing else matches."
             )
     if unused := [pattern for pattern in clip if pattern not in matching]:
         raise ValueError(
-            f"The regular expressions {unused} in clip_norm match no layer that those before them don't. The layers "
-            f"with trainable weights are {', '.join(names)}."
+            f"The regular expressions {unused} in clip_norm match no layer that those before them don't."
+            f"{_misspelt(unused, names)} The layers with trainable weights are {', '.join(names)}."
         )
     return [(layer, clip[pattern]) for layer, pattern in zip(layers, matching, strict=True) if pattern is not None]
+
+
+def _misspelt(patterns: Sequence[str], names: Sequence[str]) -> str:
+    """For patterns that match no layer at all, the layers that may be meant."""
+    unmatched = [pattern for pattern in patterns if not any(re.search(pattern, name) for name in names)]
+    parts = [*names, *(part for name in names for part in name.split("/"))]
+    found = [(pattern, did_you_mean(pattern, parts)) for pattern in unmatched]
+    return "".join(f" {pattern!r} matches no layer.{meant}" for pattern, meant in found if meant)
 
 
 def _groups(

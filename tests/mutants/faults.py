@@ -430,7 +430,7 @@ _PER_EXAMPLE = [
     ),
     _fault(
         "quantized layers are not recorded, and fall back to a loop",
-        "per_example/capture.py",
+        "compat/layers.py",
         'return "call" if getattr(layer, "quantization_mode", None) is None else "quantized_call"',
         'return "call"',
         "per_example/test_low_rank.py::test_the_frozen_weight_is_quantized",
@@ -452,6 +452,20 @@ _PER_EXAMPLE = [
 ]
 
 _INPUTS = [
+    _fault(
+        "every call of a layer is replaced by the output of one",
+        "inputs/layer_outputs.py",
+        "if source.layer is layer and source.call in (None, number):",
+        "if source.layer is layer:",
+        "inputs/test_layers.py::test_a_call_of_several_and_a_layer_within_a_layer",
+    ),
+    _fault(
+        "targets by name are taken in their own order",
+        "compat/losses.py",
+        "values = [y.get(name) for name in names]",
+        "values = [*y.values(), *[None] * len(names)][: len(names)]",
+        "per_example/test_matching.py::test_each_loss_gets_the_arguments_that_keras_gives_it",
+    ),
     _fault(
         "every row is differentiated with respect to the first row's label",
         "inputs/function.py",

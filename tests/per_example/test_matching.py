@@ -108,3 +108,13 @@ def test_one_hot_targets_of_a_sparse_loss_are_refused():
     says = r"targets of shape \(5, 3\) and .*\(5, 3\). For one-hot targets write loss='categorical_crossentropy'"
     with pytest.raises(ValueError, match=says):
         per_example_norms(model, X, np.eye(3)[[0, 1, 2, 0, 1]], "sparse_categorical_crossentropy")
+
+
+@pytest.mark.parametrize("kind", [str, bytes, object])
+def test_text_is_refused(kind):
+    texts = np.array(["a", "b", "a", "b", "b"]).astype(kind)
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    with pytest.raises(ValueError, match=r"`y` is .*must be arrays of numbers; this is text.*Write y=np.unique"):
+        per_example_norms(model, X, texts, "mse")
+    with pytest.raises(ValueError, match=r"`x` is .*must be arrays of numbers; this is text.*Write x=keras.layers"):
+        per_example_gradients(model, texts, D, "mse")

@@ -31,6 +31,7 @@ def fitted(private, loss=None, optimizer="sgd", data=None, **fit):
     [
         ({"clip_norm": 0}, "`clip_norm` is 0, and must be a finite number above 0"),
         ({"clip_norm": "per layer"}, "`clip_norm` is 'per layer', and must be a positive number"),
+        ({"clip_norm": "per-layer"}, "Write clip_norm='per_layer'"),
         ({"clip_norm": {"(": 1.0}}, "regular expressions .*unterminated subpattern"),
         ({"delta": 0}, "`delta` is 0"),
         ({"expected_batch_size": 1.5}, "`expected_batch_size` is 1.5"),
@@ -60,6 +61,8 @@ def test_adaptive_clip():
     ("clip_norm", "message"),
     [
         ({"hidden": 1.0}, "clip_norm has no bound for the layer '.*out'"),
+        ({"hiden": 1.0, ".*": 1.0}, r"\['hiden'\] in clip_norm match no layer .* Did you mean 'hidden'\? The layers"),
+        ({"hidden": 1.0, "otu": 1.0}, "no bound for .*'otu' matches no layer. Did you mean 'out'"),
         ({".*": 1.0, "hidden": 1.0}, r"The regular expressions \['hidden'\] in clip_norm match no layer"),
     ],
 )
