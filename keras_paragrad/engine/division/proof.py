@@ -236,8 +236,8 @@ class _DividedLoss(_DividedPass):
             tape.watch(real)
             marked = keras.tree.pack_sequence_as(y_pred, [with_mask(*each) for each in zip(leaves, masks, strict=True)])
             loss, divisor = self.loss({"x": x, "y": y, "y_pred": marked, "sample_weight": sample_weight})
-        gradients = tape.gradient(loss, real, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return [tf.cast(each, "float32") for each in gradients], divisor
+        gradients: Any = tape.gradient(loss, real, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return [tf.cast(tf.convert_to_tensor(each), "float32") for each in gradients], divisor
 
     def add(self, total: list[np.ndarray], gradient: list[np.ndarray], share: float, start: int, stop: int) -> None:
         """Puts the weighted gradient of a part's outputs in its rows."""
