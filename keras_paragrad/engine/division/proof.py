@@ -36,8 +36,9 @@ from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 # The largest relative error of a gradient that is no finding, in single and in half precision. Faults are off by 1e-4
 # and more.
 _TOLERANCE, _TOLERANCE_OF_HALF_PRECISION = 1e-4, 3e-2
-# A finding is this many times what another order of the rows, or another seed, changes.
+# A finding is this many times what another order of the rows, another seed, or other last digits change.
 _TIMES_NOISE = 10
+_LAST_DIGITS = 1e-6
 # The most bytes that the tensors of a whole batch may take together. A larger batch is proved by its outputs.
 MOST_BYTES = 2**28
 
@@ -152,10 +153,13 @@ class _DividedPass:
         for sums, part in zip(total, gradient, strict=True):
             sums += share * part
 
-    def run(self, rows: Batch, first: int, *, reseeded: bool = False) -> tuple[list[np.ndarray], float]:
-        """The gradient of some rows, and what their loss is divided by: 0 for a sum."""
+    def run(self, rows: Batch, first: int, *, changed: bool = False) -> tuple[list[np.ndarray], float]:
+        """The gradient of some rows, and what their loss is divided by: 0 for a sum.
+
+        If `changed`, with other seeds and weights that differ in their last digits.
+        """
         function = self._function_of(first)
-        (gradients, divisor), _ = function(rows, function.reseed() if reseeded else None)
+        (gradients, divisor), _ = function(rows, change_last_digits(function.reseed()) if changed else None)
         return [np.asarray(each, "float64") for each in gradients], float(divisor)
 
     def graph(self, rows: Batch) -> tf.Graph:
@@ -190,8 +194,8 @@ class _DividedPass:
         return total, tf.zeros([]) if weight.summed else tf.cast(weight.value, "float32")
 
     def _changed(self, rows: Batch) -> Iterator[list[np.ndarray]]:
-        """The gradient of the whole with another seed, and of its rows in another order."""
-        yield self.run(rows, 0, reseeded=True)[0]
+        """The gradient of the whole after changes that make no difference but by rounding and randomness."""
+        yield self.run(rows, 0, changed=True)[0]
         if not self.draws:
             yield self.reordered(rows)
 
@@ -244,6 +248,12 @@ class _DividedLoss(_DividedPass):
         for sums, part in zip(total, gradient, strict=True):
             sums[start:stop] = share * part
 
+    def run(self, rows: Batch, first: int, *, changed: bool = False) -> tuple[list[np.ndarray], float]:
+        if changed:
+            data, (y_pred, masks) = rows
+            rows = data, (change_last_digits(y_pred), masks)
+        return super().run(rows, first, changed=changed)
+
     def reordered(self, rows: Batch) -> list[np.ndarray]:
         """The gradient of the outputs, computed in another order."""
         return [each[::-1] for each in super().reordered(rows)]
@@ -277,6 +287,15 @@ def compare_gradients(
 
 def _norm(tensors: list[np.ndarray]) -> float:
     return float(np.sqrt(sum(np.sum(np.square(each)) for each in tensors)))
+
+
+def change_last_digits(nested: Any) -> Any:
+    """Nested tensors whose real numbers differ in the last digits of float32."""
+
+    def change(each: Any) -> Any:
+        return each * tf.cast(1 + _LAST_DIGITS, each.dtype) if each is not None and each.dtype.is_floating else each
+
+    return keras.tree.map_structure(change, nested)
 
 
 def reverse_rows(nested: Structure) -> Structure:

@@ -7,7 +7,14 @@ from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.custom_step.weighting import TrialStep
 from keras_paragrad.engine.division.cut import RowCut
-from keras_paragrad.engine.division.proof import MOST_BYTES, Difference, bytes_of, compare_gradients, reverse_rows
+from keras_paragrad.engine.division.proof import (
+    MOST_BYTES,
+    Difference,
+    bytes_of,
+    change_last_digits,
+    compare_gradients,
+    reverse_rows,
+)
 from keras_paragrad.engine.losses.weightings import Weighting, step_arguments
 from keras_paragrad.engine.probes.trial import row_count, run_trial, take_rows
 from keras_paragrad.storage.storage import any_divided
@@ -38,8 +45,11 @@ def find_difference_of_step(
             trial = TrialStep(model, step.calls, step.analysis.states, {}, len(cut.rows))
         rows = cut.take(data)
         whole = trial(rows, 0)
-        # Rows in another order would draw other random numbers.
-        reordered = [] if trial.draws else [trial(reverse_rows(rows), 0)]
+        again = [_change_inputs(rows)]
+        if not trial.draws:
+            # Rows in another order would draw other random numbers.
+            again.append(reverse_rows(rows))
+        repeated = [trial(each, 0) for each in again]
         of_parts = [(take_rows(rows, *each), trial(take_rows(rows, *each), each[0])) for each in cut.bounds]
         for index, weighting in enumerate(step.weightings):
             shares = [_share(weighting, part, rows) for part, _ in of_parts]
@@ -48,7 +58,7 @@ def find_difference_of_step(
                 for share, (_, gradients) in zip(shares, of_parts, strict=True)
             ]
             total = [np.sum(each, axis=0) for each in zip(*weighted, strict=True)]
-            changed = [each[index] for each in reordered]
+            changed = [each[index] for each in repeated]
             error = compare_gradients(whole[index], total, changed, half_precision=trial.half_precision)
             if error:
                 return index, Difference(error, len(cut.rows), len(cut.bounds))
@@ -56,6 +66,10 @@ def find_difference_of_step(
 
     cut = RowCut.of_parts(row_count(data), size, parts)
     return run_trial(find, cut, otherwise=None, question="whether parts of the first batch give its gradients")
+
+
+def _change_inputs(rows: Batch) -> Batch:
+    return (change_last_digits(rows[0]), *rows[1:]) if isinstance(rows, tuple) else change_last_digits(rows)
 
 
 def _share(weighting: Weighting, part: Batch, whole: Batch) -> float:

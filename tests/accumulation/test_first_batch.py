@@ -1,0 +1,191 @@
+"""What made-up rows don't show is proved on the rows of the first update, before it."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+from oracles import largest_difference
+
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
+from keras_paragrad.engine.division import first_batch, proof, step_proof
+
+ROWS, SIZE = 16, 4
+TOLERANCE = 1e-6
+X = np.random.default_rng(0).normal(size=(2 * ROWS, 6)).astype("float32")
+Y = X.sum(1, keepdims=True)
+MARKER = -999.0
+HOLES = np.random.default_rng(1).random((2 * ROWS, 1)) < 0.4
+
+
+def hardest(y, p):
+    """The mean of the ten hardest rows."""
+    values = ops.mean(ops.square(y - p), -1)
+    return ops.mean(ops.sort(values)[::-1][: ops.minimum(10, ops.shape(values)[0])])
+
+
+def of_labels(y, p):
+    """The mean over the labels that aren't missing."""
+    present = ops.cast(ops.not_equal(y, MARKER), "float32")
+    return ops.sum(present * ops.square(y - p)) / ops.maximum(ops.sum(present), 1.0)
+
+
+def by_row(y, p):
+    return ops.mean(ops.square(y - p), -1)
+
+
+class OfItsOwn(keras.Model):
+    """Its own `train_step` minimizes `minimized`."""
+
+    minimized = staticmethod(hardest)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = ops.mean(self.minimized(y, self(x, training=True)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+class CentersLarge(layers.Layer):
+    """Subtracts the mean of the rows where one is large."""
+
+    def call(self, x):
+        return ops.where(ops.max(ops.abs(x)) > 50, x - ops.mean(x, axis=0), x)
+
+
+def model_of(loss, *more, kind=keras.Model, accumulates=False, **arguments):
+    keras.utils.set_random_seed(0)
+    x = keras.Input((6,))
+    y = x
+    for layer in (*more, layers.Dense(8, activation="tanh", name="hidden"), layers.Dense(1, name="output")):
+        y = layer(y)
+    model, sgd = kind(x, y), keras.optimizers.SGD(0.05, momentum=0.9)
+    model.compile(AccumulatingOptimizer(sgd, ROWS // SIZE) if accumulates else sgd, loss=loss, **arguments)
+    return model
+
+
+def trained(model, size=ROWS, x=X, y=Y, callbacks=(), fit=None):
+    (fit or model.fit)(x, y, batch_size=size, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return model
+
+
+def in_windows(loss, *more, prove=True, x=X, y=Y, **arguments):
+    model = model_of(loss, *more, accumulates=True, **arguments)
+    return trained(model, SIZE, x, y, [ExactAccumulation(prove=prove)])
+
+
+def in_slices(loss, *more, prove=True, weighting="auto", x=X, y=Y, **arguments):
+    model = model_of(loss, *more, **arguments)
+    with microbatch(model, SIZE, prove=prove, weighting=weighting):
+        return trained(model, x=x, y=y)
+
+
+def on_replicas(loss, *more, prove=True, x=X, y=Y, **arguments):
+    dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], prove=prove)
+    with dist.scope():
+        model = model_of(loss, *more, **arguments)
+    return trained(model, x=x, y=y, fit=lambda *data, **how: dist.fit(model, *data, **how))
+
+
+@pytest.mark.slow(12)
+@pytest.mark.parametrize("fit", [in_slices, on_replicas])
+@pytest.mark.parametrize(("loss", "y"), [(hardest, Y), (of_labels, np.where(HOLES, MARKER, Y).astype("float32"))])
+def test_a_loss_of_more_rows_than_a_part_has_is_computed_on_whole_batches(fit, loss, y):
+    assert largest_difference(fit(loss, y=y), trained(model_of(loss), y=y)) < TOLERANCE
+
+
+def test_in_windows_it_is_refused_before_anything_changes():
+    model = model_of(hardest, accumulates=True)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match=r"4 parts are \d\.\de-01 off the gradient of the whole: its loss divides by"):
+        trained(model, SIZE, callbacks=[ExactAccumulation()])
+    assert int(model.optimizer.iterations.numpy()) == 0
+    for one, other in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow(8)
+def test_where_a_whole_batch_does_not_fit_its_outputs_prove_it(monkeypatch):
+    monkeypatch.setattr(proof, "bytes_of", lambda graph: proof.MOST_BYTES)
+    with pytest.raises(ValueError, match="off the gradient of the whole"):
+        in_windows(hardest)
+    in_windows(by_row, layers.Dropout(0.3))
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize("fit", [in_windows, in_slices, on_replicas])
+def test_a_train_step_is_refused(fit):
+    with pytest.raises(ValueError, match="in update 1 of 1 in the train_step of OfItsOwn, by .*: its loss divides by"):
+        fit(None, layers.Dropout(0.3), kind=OfItsOwn)
+
+
+def test_a_large_train_step_is_proved_on_one_part(monkeypatch):
+    class ByRow(OfItsOwn):
+        minimized = staticmethod(by_row)
+
+    monkeypatch.setattr(step_proof, "bytes_of", lambda graph: proof.MOST_BYTES)
+    in_slices(None, kind=ByRow)
+
+
+@pytest.mark.parametrize("fit", [in_windows, in_slices])
+def test_without_a_proof_it_is_trained(fit):
+    assert largest_difference(fit(hardest, prove=False), trained(model_of(hardest))) > 1e-3
+
+
+def test_what_is_stated_is_warned_of_by_how_much_it_is_off():
+    with pytest.warns(UserWarning, match=r"are \d\.\de-01 off the gradient of the whole, with weighting='examples'"):
+        in_slices(hardest, weighting="examples")
+
+
+def test_a_layer_that_mixes_large_rows_is_named():
+    with pytest.raises(ValueError, match="the output of 'centers_large' for one example depends on the others"):
+        in_slices("mse", CentersLarge(), x=100 * X)
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize(
+    ("more", "arguments"),
+    [
+        ([layers.Dropout(0.5), layers.GaussianNoise(0.2)], {}),
+        ([layers.Dense(8, activation="relu", dtype="mixed_bfloat16")], {}),
+        ([layers.Lambda(lambda x: 1e4 * x - 1e4 * x + x)], {}),
+        ([layers.Dense(8, kernel_regularizer="l2")], {"loss_weights": [0.3]}),
+    ],
+    ids=["random", "half precision", "rounding", "regularized"],
+)
+def test_what_divides_is_not_refused(more, arguments):
+    in_windows(by_row, *more, **arguments)
+
+
+def test_a_gradient_that_is_not_finite_proves_nothing():
+    # As without a division, the weights are NaN then.
+    in_slices(by_row, y=np.where(HOLES, np.nan, Y))
+
+
+def test_what_is_known_is_not_computed(monkeypatch):
+    def fail(*arguments):
+        raise AssertionError("it was computed")
+
+    monkeypatch.setattr(first_batch, "find_difference", fail)
+    in_slices("mse", layers.LayerNormalization(), layers.Dropout(0.1))
+    with pytest.raises(AssertionError, match="it was computed"):
+        in_slices(by_row)
+
+
+KNOWN = [
+    *(keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError(), keras.losses.Huber(), keras.losses.LogCosh()),
+    *(keras.losses.MeanSquaredLogarithmicError(), keras.losses.Poisson(), keras.losses.Hinge()),
+    *(keras.losses.BinaryCrossentropy(from_logits=True), keras.losses.KLDivergence(), keras.losses.CosineSimilarity()),
+]
+
+
+@pytest.mark.slow(20)
+@pytest.mark.parametrize("loss", KNOWN, ids=lambda loss: loss.name)
+def test_what_is_known_is_proved_when_it_is_computed(loss, monkeypatch):
+    monkeypatch.setattr(first_batch, "is_known_to_divide", lambda model: False)
+    seen = []
+    find = first_batch.find_difference
+    monkeypatch.setattr(first_batch, "find_difference", lambda *args: seen.append(find(*args)))
+    in_slices(loss, layers.LayerNormalization(), layers.Dense(8, "sigmoid"), y=(Y > 0).astype("float32"))
+    assert seen == [None]
