@@ -4,6 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -133,7 +134,13 @@ def _broadcast_from_chief(strategy: tf.distribute.Strategy, value: tf.Tensor) ->
         context: Any = tf.distribute.get_replica_context()
         return context.all_reduce(tf.distribute.ReduceOp.SUM, tf.identity(contribution))
 
-    return first_replica_values(strategy, strategy.run(broadcast))
+    def run() -> tf.Tensor:
+        with strategy.scope():
+            return first_replica_values(strategy, strategy.run(broadcast))
+
+    # Losses are built as on a replica, and from there none can be asked: this thread is on none.
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(run).result()
 
 
 def _update(

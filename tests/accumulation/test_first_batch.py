@@ -105,6 +105,28 @@ def test_in_windows_it_is_refused_before_anything_changes():
         np.testing.assert_array_equal(one, other)
 
 
+def missing(marker, rows):
+    y = Y.copy()
+    y[rows] = marker
+    return y
+
+
+def test_every_batch_of_the_first_window_is_seen():
+    with pytest.raises(ValueError, match="off the gradient of the whole"):
+        in_windows(of_labels, y=missing(MARKER, slice(13, 16)))
+
+
+@pytest.mark.parametrize("marker", [np.nan, 255.0])
+def test_the_usual_markers_are_tried_where_the_first_window_has_none(marker):
+    def loss(y, p):
+        present = ops.logical_not(ops.isnan(y)) if np.isnan(marker) else ops.not_equal(y, marker)
+        errors = ops.where(present, ops.square(ops.where(present, y, p) - p), 0.0)
+        return ops.sum(errors) / ops.maximum(ops.sum(ops.cast(present, "float32")), 1.0)
+
+    with pytest.raises(ValueError, match=r"On 8 made-up rows.* 'examples' is .* off"):
+        in_windows(loss, y=missing(marker, slice(20, 24)))
+
+
 @pytest.mark.slow(8)
 def test_where_a_whole_batch_does_not_fit_its_outputs_prove_it(monkeypatch):
     monkeypatch.setattr(proof, "bytes_of", lambda graph: proof.MOST_BYTES)
@@ -139,7 +161,7 @@ def test_what_is_stated_is_warned_of_by_how_much_it_is_off():
 
 
 def test_a_layer_that_mixes_large_rows_is_named():
-    with pytest.raises(ValueError, match="the output of 'centers_large' for one example depends on the others"):
+    with pytest.raises(ValueError, match="The output of 'centers_large' for one example depends on the others"):
         in_slices("mse", CentersLarge(), x=100 * X)
 
 

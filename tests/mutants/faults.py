@@ -1176,6 +1176,45 @@ _PRIVACY = [
     ),
 ]
 
+_FIRST_BATCH = "accumulation/test_first_batch.py"
+_PROOF = [
+    _fault(
+        "no difference on the first batch is a finding",
+        "engine/division/proof.py",
+        "_TIMES_NOISE = 10",
+        "_TIMES_NOISE = 1e9",
+        f"{_FIRST_BATCH}::test_in_windows_it_is_refused_before_anything_changes",
+    ),
+    _fault(
+        "rounding on the first batch is a finding",
+        "engine/division/proof.py",
+        "return 0.0 if error <= _TIMES_NOISE * noise else error",
+        "return error",
+        f"{_FIRST_BATCH}::test_what_is_known_is_proved_when_it_is_computed",
+    ),
+    _fault(
+        "the last batch of a window alone is proved",
+        "engine/division/first_batch.py",
+        "[*self._window, rows][:MOST_PARTS]",
+        "[rows]",
+        f"{_FIRST_BATCH}::test_every_batch_of_the_first_window_is_seen",
+    ),
+    _fault(
+        "a part is proved, and not the whole batch",
+        "engine/division/cut.py",
+        "size * min(parts, MOST_PARTS)",
+        "size",
+        f"{_FIRST_BATCH}::test_a_train_step_is_refused",
+    ),
+    _fault(
+        "made-up labels have no marker for missing ones",
+        "engine/probes/weighting_trial.py",
+        "_IGNORED = (-100, -1, 255, math.nan)",
+        "_IGNORED = (-100, -1)",
+        f"{_FIRST_BATCH}::test_the_usual_markers_are_tried_where_the_first_window_has_none",
+    ),
+]
+
 _CUSTOM_STEPS = [
     _fault(
         "a gradient that reads updated weights is computed in the phase of the update",
@@ -1370,6 +1409,7 @@ _CUSTOM_STEPS = [
 
 FAULTS = [
     *_ACCUMULATION,
+    *_PROOF,
     *_CUSTOM_STEPS,
     *_STEP,
     *_LOSSES,

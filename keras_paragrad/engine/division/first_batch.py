@@ -96,9 +96,6 @@ def _prove(
     difference = find_difference(model, data, size, parts, normalize)
     if difference is None:
         return None
-    if layer := find_layer_that_mixes(model, data, size):
-        reason = f"the output of {layer!r} for one example depends on the others"
-        return functools.partial(_refuse, f"{difference}: {reason}. {normalize.refusals.anyway}")
     if normalize.weighting != "auto":
         try:
             normalize.check_stated(model, step_arguments(data))
@@ -107,6 +104,9 @@ def _prove(
             return None
         stated = f"{difference}, with weighting={normalize.weighting!r} as stated."
         return functools.partial(warn_once, model, stated)
+    if layer := find_layer_that_mixes(model, data, size):
+        mixes = f"The output of {layer!r} for one example depends on the others. {difference}."
+        return functools.partial(_refuse, f"{mixes} {normalize.refusals.anyway}")
     if not whole_losses or normalize.divider.on_whole_batches is None:
         return functools.partial(_refuse, normalize.refusals.of_difference(str(difference)))
     log_once(model, f"{difference}, so the loss of {model.name!r} is computed on the outputs of whole batches.")
