@@ -1,7 +1,7 @@
 """Which rows of a first batch stand for a whole batch, and how they are cut into parts."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.compat.workers import local_replica_values
+from keras_paragrad.engine.probes.trial import row_count
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.stages import Stages
 
@@ -40,21 +41,29 @@ class RowCut(NamedTuple):
 
     @classmethod
     def of_part(cls, size: int) -> "RowCut":
-        """One part, cut into two of different sizes."""
-        first = min(size // 2 + 1, size - 1)
-        return cls(np.arange(size), [(0, first), (first, size)])
+        """Half of one part, which leaves room for copies, cut into two of different sizes."""
+        count = max(size // 2, 2)
+        first = min(count // 2 + 1, count - 1)
+        return cls(np.arange(count), [(0, first), (first, count)])
 
     def take(self, nested: Structure) -> Structure:
         """The rows of the whole, of nested tensors."""
+        if row_count(nested) == len(self.rows) == self.rows[-1] + 1:
+            # As they are: a copy may not fit.
+            return nested
         return keras.tree.map_structure(lambda each: None if each is None else tf.gather(each, self.rows), nested)
 
 
 def join_rows(batches: Sequence[Batch]) -> Batch:
-    """The rows of several batches as one."""
-    first, *others = batches
-    if not others:
-        return first
-    return keras.tree.map_structure(lambda *each: None if each[0] is None else tf.concat(each, 0), *batches)
+    """The rows of several batches as one, of those that have the shapes of the first: others are padded otherwise."""
+
+    def shapes(batch: Batch) -> list[Any]:
+        return [None if each is None else tuple(each.shape[1:]) for each in keras.tree.flatten(batch)]
+
+    alike = [each for each in batches if shapes(each) == shapes(batches[0])]
+    if len(alike) == 1:
+        return alike[0]
+    return keras.tree.map_structure(lambda *each: None if each[0] is None else tf.concat(each, 0), *alike)
 
 
 def local_rows(batch: Batch) -> Batch:
@@ -63,7 +72,7 @@ def local_rows(batch: Batch) -> Batch:
     parts = [each for values in leaves for each in values if each is not None]
     if not all(isinstance(each, tf.Tensor) and each.shape.rank and each.dtype != tf.string for each in parts):
         return None
-    joined = [None if values[0] is None else tf.concat(values, 0) for values in leaves]
+    joined = [tf.concat(values, 0) if len(values) > 1 and values[0] is not None else values[0] for values in leaves]
     return keras.tree.pack_sequence_as(batch, joined)
 
 

@@ -39,8 +39,9 @@ _TOLERANCE, _TOLERANCE_OF_HALF_PRECISION = 1e-4, 3e-2
 # A finding is this many times what another order of the rows, another seed, or other last digits change.
 _TIMES_NOISE = 10
 _LAST_DIGITS = 1e-6
-# The most bytes that the tensors of a whole batch may take together. A larger batch is proved by its outputs.
-MOST_BYTES = 2**28
+# The most bytes that the tensors of a whole batch may take together, beside a step. A larger batch is proved by its
+# outputs, if they take no more than this or than the tensors of one part.
+MOST_BYTES = 2**24
 
 
 class Difference(NamedTuple):
@@ -91,13 +92,15 @@ def find_difference(
     def find(cut: RowCut) -> Difference | None:
         try:
             division = _DividedPass(model, normalize, len(cut.rows))
-            if bytes_of(division.graph(take_rows(data, 0, size))) * len(cut.bounds) <= MOST_BYTES:
+            part = bytes_of(division.graph(take_rows(data, 0, size)))
+            if part * len(cut.bounds) <= MOST_BYTES:
                 return division.compare(data, cut)
             difference = None
             if size > 1:
-                difference = _DividedPass(model, normalize, size).compare(data, RowCut.of_part(size))
+                half = RowCut.of_part(size)
+                difference = _DividedPass(model, normalize, len(half.rows)).compare(data, half)
             if difference is None:
-                difference = _DividedLoss(model, normalize, len(cut.rows), size).compare(data, cut)
+                difference = _DividedLoss(model, normalize, len(cut.rows), max(part, MOST_BYTES)).compare(data, cut)
         except IndivisibleError:
             # The step that is traced next is refused, or takes whole losses.
             return None
@@ -135,6 +138,8 @@ class _DividedPass:
     def compare(self, data: Batch, cut: RowCut) -> Difference | None:
         """The difference of the parts from the whole, unless noise explains it."""
         rows = self.prepare(cut.take(data), cut)
+        if rows is None:
+            return None
         whole, divisor = self.run(rows, 0)
         total = [np.zeros_like(each) for each in whole]
         for start, stop in cut.bounds:
@@ -144,8 +149,8 @@ class _DividedPass:
         error = compare_gradients(whole, total, self._changed(rows), half_precision=self.half_precision)
         return Difference(error, len(cut.rows), len(cut.bounds)) if error else None
 
-    def prepare(self, rows: Batch, cut: RowCut) -> Batch:
-        """What the gradient is computed from."""
+    def prepare(self, rows: Batch, cut: RowCut) -> Batch | None:
+        """What the gradient is computed from, if it can be."""
         return rows
 
     def add(self, total: list[np.ndarray], gradient: list[np.ndarray], share: float, start: int, stop: int) -> None:
@@ -207,18 +212,17 @@ class _DividedPass:
 class _DividedLoss(_DividedPass):
     """Computes the gradient of the outputs alone: a whole batch's outputs fit where its activations don't."""
 
-    def __init__(self, model: keras.Model, normalize: LossNormalization, total: int, size: int):
+    def __init__(self, model: keras.Model, normalize: LossNormalization, total: int, most_bytes: int):
         super().__init__(model, normalize, total)
-        self.size = size
+        self.most_bytes = most_bytes
 
-    def prepare(self, rows: Batch, cut: RowCut) -> Batch:
-        """The rows with their outputs, in as many as fit."""
-        forward = PureFunction(self.model, self._forward)
-        count, kept = len(cut.rows), []
-        for start in range(0, count, self.size):
-            kept.append(forward(take_rows(rows, start, start + self.size))[0])
-            if sum(_bytes(each) for each in kept) > MOST_BYTES:
-                raise Inconclusive("the outputs of a whole batch are very large")
+    def prepare(self, rows: Batch, cut: RowCut) -> Batch | None:
+        """The rows with their outputs; `None` if these are too large."""
+        forward, kept = PureFunction(self.model, self._forward), []
+        for bounds in cut.bounds:
+            kept.append(forward(take_rows(rows, *bounds))[0])
+            if sum(map(_bytes, kept)) > self.most_bytes:
+                return None
         outputs = keras.tree.map_structure(lambda *parts: None if parts[0] is None else tf.concat(parts, 0), *kept)
         return rows, outputs
 
