@@ -108,14 +108,14 @@ class LossMatching(CompileLoss):
 
     def _refusal(self, y: Structure, y_pred: Structure, sample_weight: Structure, error: Exception) -> ValueError:
         names = f", with the names {self.output_names}" if self.output_names else ""
-        parts = {"losses": self._stated, "targets": y}
-        parts |= {"sample weights": sample_weight} if keras.tree.is_nested(sample_weight) else {}
+        parts = {"`loss`": self._stated, "`y`": y}
+        parts |= {"`sample_weight`": sample_weight} if keras.tree.is_nested(sample_weight) else {}
         nested = ", ".join(f"{name} {_nesting(part)}" for name, part in parts.items())
-        said = str(error.args[0] if error.args else error).strip().rstrip(".")
+        said = f" {error.args[0]}.".replace("..", ".") if isinstance(error, (KeyError, ValueError)) else ""
         return ValueError(
             f"The model's outputs are nested as {_nesting(y_pred)}{names}, and these don't fit them: {nested}. Nest "
             "each as the outputs are, or write a dictionary from the names of the outputs, with None for an output "
-            f"without a loss. {said}."
+            f"without a loss.{said}"
         )
 
 

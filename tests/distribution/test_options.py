@@ -23,6 +23,7 @@ def test_nothing_has_to_be_said():
         "warmup_steps": 0,
         "exact": True,
         "weighting": "auto",
+        "prove": True,
         "shard_policy": "auto",
         "pack_bytes": None,
         "startup_timeout": 60.0,

@@ -79,7 +79,7 @@ REASONS = (
     Reason(
         "asks the optimizer for sparse gradients, and slices are added up in a dense tensor",
         "False is not true",
-        ("limits/accumulation.md", "`microbatch` accumulates them in a dense tensor"),
+        ("limits/accumulation.md", "They are summed in a dense tensor"),
         {"microbatch": ("test_fit_sparse_scipy_graph", "test_fit_sparse_tf_graph")},
     ),
     Reason(

@@ -90,11 +90,11 @@ def test_the_same_losses_by_position_and_by_name_are_two():
     ("loss", "y", "weight", "says"),
     [
         (NAMES, {"d": D, "x": C}, None, r"\['x'\] are not among the outputs \['d', 'c'\]"),
-        ({"d": "mse"}, {"d": D, "c": C}, None, r"nested as \[\*, \*\], with the names \['d', 'c'\].*losses {'d': \*}"),
-        (["mse", "mae", "mae"], [D, C], None, r"losses \[\*, \*, \*\]"),
-        (["mse", "mae"], D, None, r"targets \*"),
+        ({"d": "mse"}, {"d": D, "c": C}, None, r"nested as \[\*, \*\], with the names \['d', 'c'\].*`loss` {'d': \*}"),
+        (["mse", "mae", "mae"], [D, C], None, r"`loss` \[\*, \*, \*\]"),
+        (["mse", "mae"], D, None, r"`y` \*"),
         (["mse", "mae"], [D, None], None, "The output 1 has a loss and no target"),
-        (NAMES, [D, C], {"d": W, "y": V}, r"sample weights {'d': \*, 'y': \*}"),
+        (NAMES, [D, C], {"d": W, "y": V}, r"`sample_weight` {'d': \*, 'y': \*}"),
         ([None, None], [D, C], None, "No output has a loss"),
     ],
 )

@@ -252,7 +252,7 @@ class _DividedLoss(_DividedPass):
         for sums, part in zip(total, gradient, strict=True):
             sums[start:stop] = share * part
 
-    def run(self, rows: Batch, first: int, *, changed: bool = False) -> tuple[list[np.ndarray], float]:
+    def run(self, rows: Any, first: int, *, changed: bool = False) -> tuple[list[np.ndarray], float]:
         if changed:
             data, (y_pred, masks) = rows
             rows = data, (change_last_digits(y_pred), masks)
