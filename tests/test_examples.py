@@ -86,20 +86,34 @@ def check(printed, folder, takes):
 
 
 # Some train in processes of their own, which import TensorFlow anew.
-SLOW = {"digits": 40, "gpt_hybrid": 40, "larger_than_a_device": 40}
+SLOW = {"digits": 400, "gpt_hybrid": 40, "larger_than_a_device": 40}
+
+
+# What the tests set, and what changes how convolutions round on some processors: by more than this example allows.
+ROUNDING = ("TF_ENABLE_ONEDNN_OPTS", "XLA_FLAGS")
+AS_USERS_HAVE_IT = ("digits",)
 
 
 @pytest.mark.not_fast
 @pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.mark.slow(SLOW.get(each, 15))) for each in NAMES])
 def test_the_short_form_runs(name, tmp_path):
     printed = tmp_path / "printed.txt"
-    arguments = (str(EXAMPLES / f"{name}.py"), ["--short"], str(tmp_path))
-    process = own_process.start(forked_scripts.run_script, arguments, {}, printed)
-    process.join(600)
-    process.kill()
-    process.join()
+    if name in AS_USERS_HAVE_IT:
+        environment = {key: value for key, value in os.environ.items() if key not in ROUNDING}
+        environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        command = [sys.executable, EXAMPLES / f"{name}.py", "--short"]
+        with printed.open("w") as output:
+            status = subprocess.run(command, cwd=tmp_path, env=environment, stdout=output, stderr=output, timeout=600)
+        exitcode = status.returncode
+    else:
+        arguments = (str(EXAMPLES / f"{name}.py"), ["--short"], str(tmp_path))
+        process = own_process.start(forked_scripts.run_script, arguments, {}, printed)
+        process.join(600)
+        process.kill()
+        process.join()
+        exitcode = process.exitcode
     said = printed.read_text()
-    assert process.exitcode == 0, said
+    assert exitcode == 0, said
     assert re.search(SHORTER[name], said), said
     check(said, tmp_path, "half a minute, as it is short")
 
