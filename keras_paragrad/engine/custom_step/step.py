@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -45,7 +44,6 @@ class CustomStep:
 
     def __init__(self, model: keras.Model, data: Batch, normalize: LossNormalization):
         self.model = model
-        self.signature = step_signature(data, normalize)
         build_layers_by_step(model, data)
         self.analysis: StepAnalysis = analyze_step(model, data)
         self.weightings = find_weightings(model, self.analysis, data, _stated(normalize), normalize.divider)
@@ -59,16 +57,6 @@ class CustomStep:
     def calls(self) -> list[ApplyCall]:
         """The step's calls of optimizers."""
         return self.analysis.calls
-
-    @classmethod
-    def of(cls, analyzed: list[Any], model: keras.Model, data: Batch, normalize: LossNormalization) -> "CustomStep":
-        """The analyzed step for such data, or a new one, which is appended."""
-        signature = step_signature(data, normalize)
-        step = next((each for each in analyzed if isinstance(each, cls) and each.signature == signature), None)
-        if step is None:
-            step = cls(model, data, normalize)
-            analyzed.append(step)
-        return step
 
     def run_in_slices(self, slices: BatchSlices, batch: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the step on the slices of a batch or replica batch, and returns its logs."""

@@ -31,7 +31,7 @@ from keras_paragrad.engine.custom_step.analysis import ApplyCall
 from keras_paragrad.engine.custom_step.call_trial import find_divided_calls
 from keras_paragrad.engine.custom_step.divided_calls import differentiates, has_rows, intercepting, rows_of_leaf
 from keras_paragrad.engine.custom_step.run import changed_order, next_call
-from keras_paragrad.engine.custom_step.step import CustomStep, prepare_optimizers, step_signature
+from keras_paragrad.engine.custom_step.step import CustomStep, prepare_optimizers
 from keras_paragrad.engine.custom_step.step_graph import StepGraph
 from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
@@ -61,7 +61,7 @@ class WholeStep:
     """
 
     def __init__(self, model: keras.Model, data: Batch, normalize: LossNormalization):
-        self.model, self.signature = model, step_signature(data, normalize)
+        self.model = model
         if not replicas_are_traced_apart():
             raise IndivisibleError("All replicas of a TPU run the same program.")
         trace, whole = _Trace(), keras.tree.map_structure(_of_all_replicas, data)
@@ -103,20 +103,14 @@ class WholeStep:
             return train_step_of(self.model)(batch)
 
 
-def step_on_replicas(
-    analyzed: list[Any], model: keras.Model, data: Batch, normalize: LossNormalization
-) -> CustomStep | WholeStep:
-    """The analyzed step for such data, or a new one, which is appended.
+def divide_on_replicas(model: keras.Model, data: Batch, normalize: LossNormalization) -> CustomStep | WholeStep:
+    """Analyzes a model's own `train_step`: its rows are divided, or else its calls of layers.
 
     Raises:
         IndivisibleError: Neither rows nor calls can be divided.
     """
-    signature = step_signature(data, normalize)
-    for each in analyzed:
-        if isinstance(each, WholeStep) and each.signature == signature:
-            return each
     try:
-        return CustomStep.of(analyzed, model, data, normalize)
+        return CustomStep(model, data, normalize)
     # Noise for all rows of a batch doesn't fit a part of them.
     except (ValueError, tf.errors.InvalidArgumentError) as refusal:
         if normalize.weighting != "auto":
@@ -127,7 +121,6 @@ def step_on_replicas(
             _log.debug("Nor can its calls be divided: %s", other)
             raise refusal from None
         _log_whole_step(model, step, refusal)
-    analyzed.append(step)
     return step
 
 

@@ -1,7 +1,7 @@
 """What is proved on the first batch, before the first update, and what follows from it."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import keras
 
@@ -9,8 +9,8 @@ from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.custom_step.step import CustomStep
-from keras_paragrad.engine.custom_step.whole_step import WholeStep
 from keras_paragrad.engine.division.cut import MOST_PARTS, join_rows, local_rows, part_size
+from keras_paragrad.engine.division.division import Divisions
 from keras_paragrad.engine.division.proof import find_difference, find_layer_that_mixes, is_known_to_divide
 from keras_paragrad.engine.division.step_proof import find_difference_of_step
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
@@ -32,13 +32,11 @@ class FirstBatchProof:
     Args:
         model: The model, compiled.
         stages: Divide its batches.
-        custom_steps: Returns the analyzed steps of the model's own `train_step`.
+        divisions: How they are divided.
     """
 
-    def __init__(
-        self, model: keras.Model, stages: Stages, custom_steps: Callable[[], Sequence[CustomStep | WholeStep]]
-    ):
-        self.model, self.stages, self._custom_steps = model, stages, custom_steps
+    def __init__(self, model: keras.Model, stages: Stages, divisions: Divisions):
+        self.model, self.stages, self._divisions = model, stages, divisions
         # The batches of the first update so far; `None` once there is nothing to prove.
         self._window: list[Batch] | None = [] if stages.prove else None
 
@@ -66,7 +64,7 @@ class FirstBatchProof:
 
     def _prove_step(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
         """Proves the model's own `train_step`, once it is analyzed."""
-        step = next((each for each in self._custom_steps() if isinstance(each, CustomStep)), None)
+        step = next((each for each in self._divisions.steps.values() if isinstance(each, CustomStep)), None)
         found = step and find_difference_of_step(self.model, step, data, size, parts)
         if step is None or found is None:
             return

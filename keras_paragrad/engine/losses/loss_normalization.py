@@ -37,10 +37,16 @@ class LossNormalization:
         """Refuses a model that can't be divided, whatever its loss divides by.
 
         Raises:
-            ValueError: The model has a custom `train_step`.
+            IndivisibleError: The model has a custom `train_step`.
         """
+        if refusal := self.find_refusal(model):
+            raise IndivisibleError(refusal)
+
+    def find_refusal(self, model: keras.Model) -> str | None:
+        """Why a model can't be divided, whatever its loss divides by, or `None`."""
         if overrides_train_step(model) and not self.divider.divides_steps:
-            raise self.refusals.of_train_step(model)
+            return self.refusals.of_train_step(model)
+        return None
 
     @property
     def refusals(self) -> Refusals:

@@ -27,9 +27,9 @@ class Refusals(NamedTuple):
         """What to write to train nevertheless, if anything."""
         return f"To train anyway, {self.divider.to_train_anyway}." if self.divider.to_train_anyway else ""
 
-    def of_train_step(self, model: keras.Model) -> IndivisibleError:
+    def of_train_step(self, model: keras.Model) -> str:
         """The error for a custom `train_step`, which the divider doesn't divide."""
-        return IndivisibleError(
+        return (
             f"{type(model).__name__} defines its own train_step, so the normalizer of its loss is unknown, and parts "
             "of a batch with different sizes or weights would bias the gradient. If all parts have the same size and "
             f"weights, {self.divider.for_equal_parts}; otherwise move what train_step does into compute_loss."

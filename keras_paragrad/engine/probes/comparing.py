@@ -24,14 +24,25 @@ _ROWS = 8
 def compares_examples(model: Any, data: Batch, normalize: LossNormalization, *, training: bool = True) -> bool:
     """Whether the loss of a batch is to be computed on all its outputs, as it compares examples.
 
+    Args: as in `compare_examples`.
+
+    Raises:
+        IndivisibleError: A layer mixes examples as well, or the outputs can't be put together.
+    """
+    answer = compare_examples(model, data, normalize, training=training)
+    if isinstance(answer, str):
+        raise IndivisibleError(answer)
+    return answer
+
+
+def compare_examples(model: Any, data: Batch, normalize: LossNormalization, *, training: bool = True) -> bool | str:
+    """Whether the loss of a batch is to be computed on all its outputs, or why that can't be done.
+
     Args:
         model: A built and compiled model, whose losses are built.
         data: A batch, whose shapes and dtypes are used.
         normalize: The loss normalization of the parts of a batch.
         training: Whether the batch is trained on; else it is evaluated.
-
-    Raises:
-        IndivisibleError: A layer mixes examples as well, or the outputs can't be put together.
     """
     if normalize.weighting != "auto" or not normalize.divider.on_whole_batches or overrides_train_step(model):
         return False
@@ -45,10 +56,7 @@ def compares_examples(model: Any, data: Batch, normalize: LossNormalization, *, 
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     arguments = {"x": x, "y": y, "sample_weight": sample_weight}
     key = ("compares", normalize.divider, training, _is_required(model))
-    answer = once_per_compile(key, model, arguments, lambda: _find(model, arguments, normalize.divider, training))
-    if isinstance(answer, str):
-        raise IndivisibleError(answer)
-    return answer
+    return once_per_compile(key, model, arguments, lambda: _find(model, arguments, normalize.divider, training))
 
 
 class _Traced(NamedTuple):

@@ -22,8 +22,7 @@ from keras_paragrad.compat.model import Trainable, fit_frame, optimizers_of, ove
 from keras_paragrad.compat.optimizer import build_optimizer, held_optimizers, innermost_optimizer
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
-from keras_paragrad.engine.custom_step.step import CustomStep
-from keras_paragrad.engine.custom_step.whole_step import WholeStep
+from keras_paragrad.engine.division.division import Divisions
 from keras_paragrad.engine.division.first_batch import FirstBatchProof
 from keras_paragrad.engine.losses.sums import LossWindow
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
@@ -74,8 +73,7 @@ class StepBuilder:
         self._of_callbacks: dict[Fillers, tuple[str, ...]] = {}
         self._trainable: Trainable | None = None
         self._reads: Callable[[], EpochIterator | None] = lambda: None
-        # The analyzed steps of a model's own `train_step`. Compiled functions use their variables.
-        self._custom_steps: list[CustomStep | WholeStep] = []
+        self._divisions = Divisions(model)
 
     @classmethod
     def of(cls, model: keras.Model) -> "StepBuilder":
@@ -88,8 +86,7 @@ class StepBuilder:
     @property
     def called_optimizers(self) -> list[keras.optimizers.Optimizer]:
         """The optimizers that the model's own `train_step` calls, as far as steps were analyzed."""
-        calls = [call for step in self._custom_steps for call in step.calls]
-        return list({id(call.optimizer): call.optimizer for call in calls}.values())
+        return list({id(call.optimizer): call.optimizer for call in self._divisions.calls}.values())
 
     def fill(self, **stages: Any) -> None:
         """Fills stages by name, or empties them with `None`. With all empty, Keras builds the train function again."""
@@ -125,7 +122,7 @@ class StepBuilder:
     def retrace(self) -> None:
         """Drops compiled steps, after a change to what layers do when they are called."""
         self._built.clear()
-        self._custom_steps = []
+        self._divisions = Divisions(self.model)
         self.model.train_function = None
 
     def begin_fit(self, fillers: Fillers) -> None:
@@ -201,7 +198,8 @@ class StepBuilder:
             return
         if self._of_callbacks and fit_frame(inspect.currentframe(), self.model) is None:
             self._drop_leftovers()
-        self._built_for, self._built, self.loss_window, self._custom_steps = configuration, {}, None, []
+        self._built_for, self._built, self.loss_window = configuration, {}, None
+        self._divisions = Divisions(self.model)
         optimizer = self.model.optimizer
         if self.stages.take:
             # A callback may have called `compile`.
@@ -242,13 +240,25 @@ class StepBuilder:
         return optimizers_of(self.model) if overrides_train_step(self.model) else [self.model.optimizer]
 
     def _compiled(self, apply: Apply | PlanAhead | None, telemetry: Telemetry | None = None) -> TrainFunction:
-        guard = IndivisibleBatchGuard(self.model, self.stages.split)
-        steps = self._steps(telemetry, guard)
+        divisions, stages = self._divisions, self.stages
+        guard = IndivisibleBatchGuard(self.model, stages.split, lambda: divisions.undivided)
+        steps = self._steps(telemetry)
         replicas = self.model.distribute_strategy.num_replicas_in_sync
         whole = not self.stages.by_xla_alone(self.model, replicas)
-        proof = FirstBatchProof(self.model, self.stages, lambda: self._custom_steps)
-        taking = self.stages.take, self._skipped, guard, self._on_resumed, self._build_variables, proof
-        return compile_steps(self.model, steps, apply, *taking, by_xla=whole, mesh=self.stages.mesh)
+        return compile_steps(
+            self.model,
+            steps,
+            apply,
+            stages.take,
+            self._skipped,
+            guard,
+            self._on_resumed,
+            self._build_variables,
+            functools.partial(divisions.find, stages),
+            FirstBatchProof(self.model, stages, divisions),
+            by_xla=whole,
+            mesh=stages.mesh,
+        )
 
     def _picked(self, telemetry: Telemetry) -> TrainFunction:
         ahead = PlanAhead(self.stages.apply) if self.stages.apply else None
@@ -320,11 +330,11 @@ class StepBuilder:
 
     def one_step(self, data: Batch) -> StepLogs:
         """Runs a step that ends with an update, and returns its logs; for tracing."""
-        return self._step(data, True, None, IndivisibleBatchGuard(self.model, self.stages.split))
+        return self._step(data, True, None)
 
-    def _steps(self, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> list[Step]:
+    def _steps(self, telemetry: Telemetry | None) -> list[Step]:
         choices = (False, True) if self.stages.apply else (False,)
-        return [functools.partial(self._step, update=update, telemetry=telemetry, guard=guard) for update in choices]
+        return [functools.partial(self._step, update=update, telemetry=telemetry) for update in choices]
 
     def _refuse_unmeasured(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Refuses to update by an optimizer whose updates telemetry doesn't see."""
@@ -341,9 +351,8 @@ class StepBuilder:
                 "every gradient, and one of them accumulates gradients. Write microbatch(model, size) in its place."
             )
 
-    def _step(self, data: Batch, update: bool, telemetry: Telemetry | None, guard: IndivisibleBatchGuard) -> StepLogs:
+    def _step(self, data: Batch, update: bool, telemetry: Telemetry | None) -> StepLogs:
         """Runs a step on one replica, with all fillers in effect."""
-        step = TrainStep(self.model, self.stages, self._window_of(data), update, guard, self._custom_steps)
         replica_batch = ReplicaBatch.of(data)
         place = self.stages.place() if self.stages.place else contextlib.nullcontext()
         self._trainable = self._trainable or Trainable.of(self.model)
@@ -354,10 +363,12 @@ class StepBuilder:
             observing_gradients(self.model, self.stages.observe, replica_batch.rows),
             watching_updates(self._watched(), telemetry),
         ):
+            division = self._divisions.of(self.stages, replica_batch.filled(data))
+            step = TrainStep(self.model, self.stages, self._window_of(data), update, division)
             if overrides_train_step(self.model):
                 only = noticing_applies(self._refuse_unmeasured) if self.stages.telemetry else contextlib.nullcontext()
                 with only:
-                    logs = step.run_custom(data, replica_batch)
+                    logs = step.run_own(data, replica_batch)
                 forget_gathers()
             else:
                 logs = step(data, replica_batch)

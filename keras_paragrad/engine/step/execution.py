@@ -112,6 +112,12 @@ def _without_optional(spec: Specs) -> Specs:
     return None if isinstance(spec, tf.OptionalSpec) else spec
 
 
+def _replica_specs(iterator: Any) -> Specs:
+    """The specs of a replica's batch."""
+    specs = keras.tree.map_structure(_without_optional, iterator.element_spec)
+    return keras.tree.map_structure(lambda spec: getattr(spec, "_value_specs", (spec,))[0], specs)
+
+
 def _is_ragged(spec: Specs) -> bool:
     return any(isinstance(part, tf.RaggedTensorSpec) for part in getattr(spec, "_value_specs", (spec,)))
 
@@ -129,6 +135,7 @@ def compile_steps(
     guard: IndivisibleBatchGuard | None = None,
     on_resumed: Callable[[Batch], None] = lambda batch: None,
     build: Callable[[BatchIterator], None] = lambda iterator: None,
+    divide: Callable[[Any, Specs], None] = lambda iterator, specs: None,
     proof: FirstBatchProof | None = None,
     *,
     by_xla: bool = True,
@@ -146,6 +153,7 @@ def compile_steps(
         skipped: Maps a number of batches to how many of them to skip.
         on_resumed: Called with the last skipped batch, before the first step.
         build: Called with the iterator before each call; makes the variables that the steps need.
+        divide: Called with the iterator, and the specs of its batches on a replica; finds how these are divided.
         proof: Sees the batches of the first update before their steps.
     """
     compiled = [CompiledStep(model, step, take, guard, by_xla, mesh) for step in steps]
@@ -178,6 +186,8 @@ def compile_steps(
         execute = run if of_tensors else by_host
         if of_tensors and in_graph and not model.run_eagerly:
             build(iterator)
+        if of_tensors and not model.run_eagerly:
+            divide(iterator, _replica_specs(iterator))
         try:
             logs = (by_host if proof and proof.pending else execute)(iterator, updates)
         except tf.errors.InvalidArgumentError as error:

@@ -19,7 +19,7 @@ from keras_paragrad.compat.types import Batch, LossArguments, Step, StepLogs
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.comparing import compares_examples
+from keras_paragrad.engine.probes.comparing import compare_examples
 from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of
 from keras_paragrad.engine.tracing.untouched import untouched
 
@@ -48,9 +48,7 @@ class DeferredRefusal:
 
     def check(self, model: keras.Model) -> None:
         """Warns of what shows without a batch."""
-        try:
-            self.normalize.check(model)
-        except IndivisibleError as refusal:
+        if refusal := self.normalize.find_refusal(model):
             self.say(model, refusal)
 
     def look(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> None:
@@ -64,18 +62,19 @@ class DeferredRefusal:
             warnings.simplefilter("ignore")
             try:
                 self.normalize.check(model)
-                if compares_examples(
-                    model, (arguments["x"], arguments["y"], arguments["sample_weight"]), self.normalize
-                ):
-                    return
-                self.normalize(model, arguments, terms)
+                data = tuple(arguments[name] for name in ("x", "y", "sample_weight"))
+                compares = compare_examples(model, data, self.normalize)
+                if isinstance(compares, str):
+                    self.say(model, compares)
+                elif not compares:
+                    self.normalize(model, arguments, terms)
             except IndivisibleError as refusal:
-                self.say(model, refusal)
+                self.say(model, str(refusal))
             except Exception:
                 # A loss that only runs eagerly, for one: a warning must not end the training.
                 return
 
-    def say(self, model: keras.Model, refusal: IndivisibleError) -> None:
+    def say(self, model: keras.Model, refusal: str) -> None:
         """Logs the refusal, unless it was logged for this model before."""
         state = state_of(model)
         if self.where not in state.logged:
@@ -122,31 +121,17 @@ def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable
 
 
 class IndivisibleBatchGuard:
-    """Limits the size of batches to one slice, once a traced step has turned out to be indivisible.
+    """Limits the size of batches to one slice, where slices can't be combined.
 
     Args:
         model: The model.
         split: The *split* stage, or `None`.
+        refusal: Returns why slices can't be combined, if batches are found to be left whole for that.
     """
 
-    def __init__(self, model: keras.Model, split: Any):
+    def __init__(self, model: keras.Model, split: Any, refusal: Callable[[], str | None]):
         self.model: keras.Model = model
-        self.split = split
-        self._refusal: str | None = None
-
-    def leave_whole(self, data: Batch, refusal: IndivisibleError) -> None:
-        """Leaves the batch that is being traced in one piece.
-
-        Raises:
-            IndivisibleError: Batches of these shapes are larger than a slice.
-        """
-        cuts = self.split.cuts(data)
-        message = f"{self.split.undivided} {refusal}"
-        if cuts:
-            raise IndivisibleError(message) from None
-        if cuts is None:
-            self._refusal = message
-        self.split.deferred_refusal.say(self.model, refusal)
+        self.split, self._refusal = split, refusal
 
     def watch(self, step: Step) -> Callable[[Any], Any]:
         """Makes a compiled step check its batches; outside of the step, as XLA drops assertions."""
@@ -160,14 +145,9 @@ class IndivisibleBatchGuard:
             self.model.distribute_strategy.run(check, args=(data,))
 
         def watched(data: Batch) -> StepLogs:
-            checked = self._refusal
-            if checked:
+            if self._refusal():
                 check_all(data)
-            result = step(data)
-            # The call above may have traced the step, and found it indivisible.
-            if self._refusal and not checked:
-                check_all(data)
-            return result
+            return step(data)
 
         return watched if self.split else step
 
@@ -177,5 +157,6 @@ class IndivisibleBatchGuard:
         Raises:
             IndivisibleError: A batch was larger than a slice.
         """
-        if self._refusal and _TOO_LARGE in error.message:
-            raise IndivisibleError(self._refusal) from None
+        refusal = self._refusal()
+        if refusal and _TOO_LARGE in error.message:
+            raise IndivisibleError(f"{self.split.undivided} {refusal}") from None

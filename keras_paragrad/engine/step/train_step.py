@@ -11,21 +11,19 @@ from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import all_layers, check_no_row_states
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
-from keras_paragrad.engine.custom_step.analysis import analyze_step
-from keras_paragrad.engine.custom_step.step import CustomStep, run_inexact_step
+from keras_paragrad.engine.custom_step.step import run_inexact_step
 from keras_paragrad.engine.custom_step.weighting import warn_of_uniform_step
-from keras_paragrad.engine.custom_step.whole_step import WholeStep, step_on_replicas
-from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS
+from keras_paragrad.engine.custom_step.whole_step import WholeStep
+from keras_paragrad.engine.division.division import Division
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result
 from keras_paragrad.engine.losses.loss_normalization import scale_by_replicas, warn_of_uniform
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
-from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.trial import call_model
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
-from keras_paragrad.engine.step.building import build_by_calling, build_losses, build_optimizers_outside_of_graphs
+from keras_paragrad.engine.step.building import build_optimizers_outside_of_graphs
 from keras_paragrad.engine.step.gradient import (
     Gradient,
     ReplicaWeight,
@@ -34,7 +32,7 @@ from keras_paragrad.engine.step.gradient import (
     scale_by_replica,
     track_loss,
 )
-from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard, explaining_rows
+from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.step.whole_loss import gradient_of_replica
 from keras_paragrad.engine.telemetry.watch import observe_before_all_reduce
@@ -49,45 +47,34 @@ class TrainStep(NamedTuple):
         stages: The fillers of its stages.
         window: The losses of the micro-batches since the last update, if the *apply* stage is filled.
         update: Whether the step ends with an update, if the *apply* stage is filled.
-        guard: Limits the batches of an indivisible step, if the *split* stage is filled.
-        custom_steps: The analyzed steps of the model's own `train_step`; new ones are appended.
+        division: How the batch is divided.
     """
 
     model: keras.Model
     stages: Stages
     window: LossWindow | None
     update: bool
-    guard: IndivisibleBatchGuard
-    custom_steps: list[CustomStep | WholeStep]
+    division: Division
 
-    def run_custom(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
+    def run_own(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the model's own `train_step`, and returns its logs."""
-        split = self.stages.split
-        if split:
-            try:
-                split.normalize.check(self.model)
-            except IndivisibleError as refusal:
-                self.guard.leave_whole(data, refusal)
-            else:
-                if split.cuts(data) is not False:
-                    self._check_slices_of_custom_step()
-                    batch = replica_batch.filled(data)
-                    slices = split.slices(batch)
-                    with explaining_rows(self.model, data, replica_count(), self._analyze):
-                        step = CustomStep.of(self.custom_steps, self.model, slices.last, split.normalize)
-                    return step.run_in_slices(slices, batch, replica_batch)
-        take = self.stages.take
-        if self.stages.apply and self.stages.combine:
-            step = CustomStep.of(self.custom_steps, self.model, data, self.stages.combine)
-            with self._accumulating():
-                logs = step.run_micro_batch(data, replica_batch, self.end if self.update else None)
-            if not self.update:
-                self.end()
-            return logs
-        if take and take.normalize and replica_count() > 1:
-            with explaining_rows(self.model, data, replica_count(), self._analyze):
-                step = step_on_replicas(self.custom_steps, self.model, data, take.normalize)
+        step, split = self.division.step, self.stages.split
+        if step is None:
+            return self._run_undivided(data)
+        if isinstance(step, WholeStep) or not (self.division.cut or self.stages.apply):
             return step.run_on_replica(data, replica_batch)
+        if split and self.division.cut:
+            batch = replica_batch.filled(data)
+            return step.run_in_slices(split.slices(batch), batch, replica_batch)
+        with self._accumulating():
+            logs = step.run_micro_batch(data, replica_batch, self.end if self.update else None)
+        if not self.update:
+            self.end()
+        return logs
+
+    def _run_undivided(self, data: Batch) -> StepLogs:
+        """Runs the model's own `train_step` as it is, on one device or inexactly on several."""
+        several = self.stages.take and replica_count() > 1
         if self.stages.chain and replica_count() > 1 and not self._accumulator:
             raise ValueError(
                 f"{type(self.model).__name__} defines its own train_step, which applies each replica's gradients "
@@ -97,24 +84,9 @@ class TrainStep(NamedTuple):
         if self._is_uniform:
             warn_of_uniform_step(self.model, data)
         with self._accumulating(), build_optimizers_outside_of_graphs(self.model):
-            several = take and replica_count() > 1
             logs = run_inexact_step(self.model, data) if several else self.model.train_step(data)
         self.end()
         return logs
-
-    def _check_slices_of_custom_step(self) -> None:
-        """Refuses slices with what they don't go with."""
-        name = type(self.model).__name__
-        if self.stages.apply:
-            raise IndivisibleError(
-                f"{name} defines its own train_step, which either microbatch divides or AccumulatingOptimizer. Leave "
-                "ExactAccumulation and AccumulatingOptimizer out, and give fit() the batch_size of an update."
-            )
-        if self.stages.mesh:
-            raise IndivisibleError(
-                f"{name} defines its own train_step, which microbatch can't divide on a mesh. Move what it does into "
-                "compute_loss, or train on replicas: DistributedFit('mirrored')."
-            )
 
     def end(self) -> None:
         """Ends a micro-batch, with an update or without."""
@@ -193,21 +165,11 @@ class TrainStep(NamedTuple):
         # TensorFlow can't all-gather weights within XLA, or in a loop over slices.
         gather_first = (self._by_xla and not self._by_layer) or self.stages.split
         with gather_before_pass(self.model) if gather_first else compile_by_layer(self._by_layer):
-            if self._compares_examples(data):
+            if self.division.whole_loss:
                 return self._of_whole_loss(context, data)
-            if self.stages.split:
-                try:
-                    with explaining_rows(self.model, data, 1, self._trace):
-                        return self._in_slices(self.stages.split, context, data)
-                except IndivisibleError as refusal:
-                    self.guard.leave_whole(data, refusal)
             explained = explaining_rows(self.model, data, replica_count(), self._trace)
-            with explained if replica_count() > 1 else contextlib.nullcontext():
-                return gradient_of(self._context_of(context), data)
-
-    def _analyze(self, data: Batch) -> None:
-        """Traces the model's own `train_step`."""
-        analyze_step(self.model, data)
+            with explained if replica_count() > 1 or self.division.cut else contextlib.nullcontext():
+                return self._of_parts(context, data)
 
     def _trace(self, data: Batch) -> None:
         """Traces the forward pass and the loss."""
@@ -215,54 +177,28 @@ class TrainStep(NamedTuple):
         y_pred = call_model(self.model, (x,), training=True)
         self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
 
-    def _compares_examples(self, data: Batch) -> bool:
-        """Whether the loss is computed on the outputs of the whole batch, and not on those of parts of it."""
-        stages, model, replicas = self.stages, self.model, replica_count()
-        cuts = stages.split is not None and stages.split.cuts(data) is not False
-        divides = stages.split if cuts else stages.take if replicas > 1 else None
-        normalize = None if divides is None else divides.normalize
-        if normalize is None or stages.combine or not normalize.divider.on_whole_batches:
-            return False
-        # A model without compiled losses may not be built yet, and trials need it.
-        build_by_calling(model, keras.utils.unpack_x_y_sample_weight(data)[0])
-        build_losses(model, data)
-        try:
-            compares = compares_examples(model, data, normalize)
-        except IndivisibleError as refusal:
-            if not cuts or replicas > 1:
-                raise
-            self.guard.leave_whole(data, refusal)
-            return False
-        if compares and self._accumulator and not (stages.apply and stages.apply.deferred_refusal):
-            raise IndivisibleError(
-                "The loss compares examples, so the micro-batches of a window can't be combined into the whole batch. "
-                f"{INSTEAD_OF_WINDOWS}"
-            )
-        if compares and stages.observe and replicas > 1:
-            raise IndivisibleError(
-                f"{type(stages.observe).__name__} compares the gradients of replicas, and the loss compares the "
-                "examples of all replicas, so none has a gradient of its own. Train without that callback."
-            )
-        return compares
-
     def _of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch whose loss compares examples."""
         split = self.stages.split
         by_xla = self._by_xla and not self._by_layer
         context = context._replace(weigh_replica=None, by_xla=by_xla, sums=replica_count() > 1)
-        if split is None or split.cuts(data) is False:
+        if split is None or not self.division.cut:
             return gradient_of_replica(context, data)
         check_no_row_states(self.model, "slices are", "give batches that are one slice")
         return split.of_whole_loss(context, data)
 
-    def _in_slices(self, split: Split, context: StepContext, data: Batch) -> Gradient:
-        """The gradient of a batch, summed over its slices."""
-        split.normalize.check(self.model)
-        if split.cuts(data) is False:
+    def _of_parts(self, context: StepContext, data: Batch) -> Gradient:
+        """The gradient of a batch, summed over its slices if it is cut."""
+        split = self.stages.split
+        if split is None or not self.division.cut:
             # A batch of one slice needs a weight only if it is accumulated with others.
-            return gradient_of(self._context_of(context, split if self._accumulator else None), data)
+            weighed = split if self._accumulator and not self.division.undivided else None
+            return gradient_of(self._context_of(context, weighed), data)
         check_no_row_states(self.model, "slices are", "give batches that are one slice")
-        gradient = split(self._context_of(context._replace(weigh_replica=None), split), data)
+        try:
+            gradient = split(self._context_of(context._replace(weigh_replica=None), split), data)
+        except IndivisibleError as refusal:
+            raise IndivisibleError(f"{split.undivided} {refusal}") from None
         return scale_by_replica(self.model, gradient, context.weigh_replica) if context.weigh_replica else gradient
 
     @property

@@ -1,0 +1,188 @@
+"""How a batch is divided: a value, found for each signature of batches before a step is traced for them."""
+
+import functools
+import weakref
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.compat.collectives import as_on_replica, replica_count
+from keras_paragrad.compat.model import overrides_train_step
+from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.types import Batch, Specs
+from keras_paragrad.engine.custom_step.analysis import ApplyCall, analyze_step
+from keras_paragrad.engine.custom_step.step import CustomStep, step_signature
+from keras_paragrad.engine.custom_step.whole_step import WholeStep, divide_on_replicas
+from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS
+from keras_paragrad.engine.division.slices import find_refusal_of_slices
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.probes.comparing import compare_examples
+from keras_paragrad.engine.step.building import build_by_calling, build_losses
+from keras_paragrad.engine.step.indivisible import explaining_rows
+from keras_paragrad.engine.step.stages import Split, Stages
+
+
+class Division(NamedTuple):
+    """How a batch is divided.
+
+    Attributes:
+        cut: Whether the batch is cut into slices.
+        whole_loss: Whether the loss is computed on the outputs of the whole batch.
+        step: The analyzed `train_step` of the model's own that parts of the batch run, if they do.
+        undivided: Why batches can't be cut, if they can't be: one of more rows than a slice has is refused.
+    """
+
+    cut: bool = False
+    whole_loss: bool = False
+    step: CustomStep | WholeStep | None = None
+    undivided: str | None = None
+
+
+class Divisions:
+    """Finds the divisions of a model's batches, until the model is compiled again.
+
+    Args:
+        model: A compiled model.
+
+    Attributes:
+        steps: The analyzed steps of the model's own `train_step`, by signature. Compiled functions use their variables.
+        undivided: Why batches are left whole whose number of rows isn't known before they come, if they are.
+    """
+
+    def __init__(self, model: keras.Model):
+        self.model = model
+        self.steps: dict[tuple[object, ...], CustomStep | WholeStep] = {}
+        self.undivided: str | None = None
+        self._found_for: tuple[Stages | None, weakref.ref[Any] | None] = None, None
+
+    @property
+    def calls(self) -> list[ApplyCall]:
+        """The calls of optimizers in the analyzed steps."""
+        return [call for step in self.steps.values() for call in step.calls]
+
+    def find(self, stages: Stages, iterator: Any, specs: Specs) -> None:
+        """Finds the division of an iterator's batches before a step is traced for them.
+
+        Args:
+            stages: Divide the batches.
+            iterator: Yields them.
+            specs: The `tf.TypeSpec` of a replica's batch.
+
+        Raises:
+            IndivisibleError: They can't be divided.
+        """
+        found_for, before = self._found_for
+        if found_for is stages and before is not None and before() is iterator:
+            return
+
+        def divide(data: Batch) -> None:
+            self.of(stages, data)
+
+        with as_on_replica(self.model.distribute_strategy):
+            # In a graph that never runs, as the step's.
+            tf.function(divide, autograph=False).get_concrete_function(specs)
+        self._found_for = stages, weakref.ref(iterator)
+
+    def of(self, stages: Stages, data: Batch) -> Division:
+        """The division of a batch, or of a replica's part of it.
+
+        Raises:
+            IndivisibleError: It can't be divided.
+        """
+        division = self._of_own_step(stages, data) if overrides_train_step(self.model) else self._of(stages, data)
+        if division.undivided and stages.split:
+            if stages.split.cuts(data) is None:
+                self.undivided = division.undivided
+            stages.split.deferred_refusal.say(self.model, division.undivided)
+        return division
+
+    def _of_own_step(self, stages: Stages, data: Batch) -> Division:
+        """The division of a batch of a model with its own `train_step`."""
+        split, take = stages.split, stages.take
+        undivided = split.normalize.find_refusal(self.model) if split else None
+        if split and undivided and split.cuts(data):
+            raise _too_large(split, undivided)
+        if split and not undivided and split.cuts(data) is not False:
+            _check_slices(self.model, stages)
+            return Division(cut=True, step=self._step(split.slices(data).last, split.normalize, data))
+        if stages.apply and stages.combine:
+            return Division(step=self._step(data, stages.combine, None), undivided=undivided)
+        if take and take.normalize and replica_count() > 1:
+            return Division(step=self._step(data, take.normalize, data, replicas=True), undivided=undivided)
+        return Division(undivided=undivided)
+
+    def _step(
+        self, part: Batch, normalize: LossNormalization, explained: Batch, *, replicas: bool = False
+    ) -> CustomStep | WholeStep:
+        """The analyzed step for parts of a batch; explains errors that the whole batch, if given, doesn't give."""
+        signature = step_signature(part, normalize)
+        if signature not in self.steps:
+            model, divide = self.model, divide_on_replicas if replicas else CustomStep
+            trace = functools.partial(analyze_step, model)
+            explaining = explaining_rows(model, explained, replica_count(), trace) if explained else nullcontext()
+            with explaining:
+                self.steps[signature] = divide(model, part, normalize)
+        return self.steps[signature]
+
+    def _of(self, stages: Stages, data: Batch) -> Division:
+        """The division of a batch of a model with Keras's `train_step`."""
+        split, replicas = stages.split, replica_count()
+        cuts = False if split is None else split.cuts(data)
+        divides = split if cuts is not False else stages.take if replicas > 1 else None
+        undivided = None
+        if divides and divides.normalize and not stages.combine and divides.normalize.divider.on_whole_batches:
+            compares = self._compares_examples(stages, data, divides.normalize)
+            if compares is True:
+                return Division(cut=cuts is not False, whole_loss=True)
+            if compares and (cuts is False or replicas > 1):
+                raise IndivisibleError(compares)
+            undivided = compares or None
+        # A slice needs a weight, and a batch of one slice only if it is accumulated with others.
+        if split and not undivided and cuts is not True and (cuts is None or find_accumulator(self.model.optimizer)):
+            undivided = find_refusal_of_slices(self.model, split, data)
+        if split and undivided and cuts:
+            raise _too_large(split, undivided)
+        return Division(cut=cuts is not False and not undivided, undivided=undivided)
+
+    def _compares_examples(self, stages: Stages, data: Batch, normalize: LossNormalization) -> bool | str:
+        """Whether the loss is computed on the outputs of the whole batch; why it can't be, if it would have to be."""
+        model = self.model
+        # A model without compiled losses may not be built yet, and trials need it.
+        build_by_calling(model, keras.utils.unpack_x_y_sample_weight(data)[0])
+        build_losses(model, data)
+        compares = compare_examples(model, data, normalize)
+        if compares is not True:
+            return compares
+        if find_accumulator(model.optimizer) and not (stages.apply and stages.apply.deferred_refusal):
+            raise IndivisibleError(
+                "The loss compares examples, so the micro-batches of a window can't be combined into the whole batch. "
+                f"{INSTEAD_OF_WINDOWS}"
+            )
+        if stages.observe and replica_count() > 1:
+            raise IndivisibleError(
+                f"{type(stages.observe).__name__} compares the gradients of replicas, and the loss compares the "
+                "examples of all replicas, so none has a gradient of its own. Train without that callback."
+            )
+        return True
+
+
+def _too_large(split: Split, refusal: str) -> IndivisibleError:
+    return IndivisibleError(f"{split.undivided} {refusal}")
+
+
+def _check_slices(model: keras.Model, stages: Stages) -> None:
+    """Refuses slices of a model's own `train_step` with what they don't go with."""
+    name = type(model).__name__
+    if stages.apply:
+        raise IndivisibleError(
+            f"{name} defines its own train_step, which either microbatch divides or AccumulatingOptimizer. Leave "
+            "ExactAccumulation and AccumulatingOptimizer out, and give fit() the batch_size of an update."
+        )
+    if stages.mesh:
+        raise IndivisibleError(
+            f"{name} defines its own train_step, which microbatch can't divide on a mesh. Move what it does into "
+            "compute_loss, or train on replicas: DistributedFit('mirrored')."
+        )

@@ -1,0 +1,64 @@
+"""Whether slices of a model's batches can be combined, for batches of which it isn't known whether they are cut."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+from tensorflow.python.framework.func_graph import FuncGraph
+
+from keras_paragrad.compat.collectives import as_one_replica
+from keras_paragrad.compat.layers import WeightScope
+from keras_paragrad.compat.types import Batch
+from keras_paragrad.engine.division.proof import is_known_to_divide
+from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.losses.terms import MEANS, recorded_terms
+from keras_paragrad.engine.losses.weightings import step_arguments
+from keras_paragrad.engine.probes.independence import once_per_compile
+from keras_paragrad.engine.probes.trial import call_model
+from keras_paragrad.engine.step.building import build_losses
+from keras_paragrad.engine.step.indivisible import explaining_rows
+from keras_paragrad.engine.step.stages import Split
+from keras_paragrad.engine.tracing.untouched import untouched
+
+
+def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str | None:
+    """Why slices of a batch can't be combined, from a trace of one that never runs; `None` if they can be.
+
+    Args:
+        model: A compiled model with Keras's `train_step`.
+        split: Cuts batches.
+        data: A batch, whose shapes and dtypes are used.
+    """
+
+    def trace(data: Batch) -> None:
+        arguments = step_arguments(data)
+        with as_one_replica(), recorded_terms(model, untracked=True) as terms:
+            arguments["y_pred"] = call_model(model, (arguments["x"],), training=True)
+            model._compute_loss(**arguments, training=True)
+            split.normalize(model, arguments, terms)
+
+    def placeholder(tensor: Any) -> Any:
+        # Micro-batches of a pipeline have any number of rows.
+        rows = split.size if split.size > 1 else None
+        return None if tensor is None else tf.compat.v1.placeholder(tensor.dtype, [rows, *tensor.shape[1:]])
+
+    def find() -> str | None:
+        build_losses(model, data)
+        losses = model._compile_loss._flat_losses if model._compile_loss else ()
+        if len(losses) == 1 and losses[0].loss.reduction in MEANS and is_known_to_divide(model):
+            return None
+        try:
+            with (
+                explaining_rows(model, data, 1, trace),
+                FuncGraph("slice").as_default(),
+                untouched(model, WeightScope()),
+            ):
+                trace(tf.nest.map_structure(placeholder, data))
+        except IndivisibleError as refusal:
+            return str(refusal)
+        except Exception:
+            # The step that is traced next fails as well, and says more.
+            return None
+        return None
+
+    return once_per_compile(("slices", split.normalize), model, step_arguments(data), find)
