@@ -129,7 +129,8 @@ class GradientCache:
     def _call(self, run: Callable[[_Inputs], _Outputs], inputs: _Inputs, *, in_loop: bool) -> _Outputs:
         """Runs a slice, in a function of its own if XLA compiles it or if that is faster in a loop."""
         if self.context.by_xla or (in_loop and is_slower_in_loop(self.model)):
-            return call_in_function(run, inputs, by_xla=self.context.by_xla)
+            outputs, _ = call_in_function(lambda inputs: (run(inputs), None), inputs, by_xla=self.context.by_xla)
+            return outputs
         return run(inputs)
 
 

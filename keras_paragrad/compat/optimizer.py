@@ -17,6 +17,8 @@ from keras_paragrad.compat.collectives import strategy_name
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Config
 
+# Keras's sum of gradients over the replicas, a method of optimizers.
+REDUCTION = "_all_reduce_sum_gradients"
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
@@ -123,6 +125,30 @@ def say_rows_are_summed(
             "or clips them. Keras on one device squares and clips each lookup of a row by itself, so where a batch "
             "looks a row up more than once, it takes another step. With dense gradients the steps are the same.",
         )
+
+
+class UnreducedOptimizers:
+    """Optimizers that apply gradients as they are, until `restore`: they are the sums over the replicas already."""
+
+    def __init__(self) -> None:
+        self._before: dict[int, tuple[keras.optimizers.Optimizer, dict[str, Any]]] = {}
+
+    def add(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Has an optimizer apply gradients as they are."""
+        own = vars(optimizer)
+        self._before.setdefault(id(optimizer), (optimizer, {name: own[name] for name in own.keys() & {REDUCTION}}))
+        own[REDUCTION] = list
+
+    def restore(self) -> None:
+        """Restores all of them."""
+        for optimizer, before in self._before.values():
+            del vars(optimizer)[REDUCTION]
+            vars(optimizer).update(before)
+
+
+def reduces_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether an optimizer sums gradients over the replicas, and is not among `UnreducedOptimizers`."""
+    return vars(optimizer).get(REDUCTION) is not list
 
 
 def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:

@@ -2,7 +2,8 @@
 
 import contextlib
 import inspect
-from collections.abc import Generator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Sequence
 from os import PathLike, fspath
 from typing import Any
 
@@ -31,6 +32,7 @@ from keras_paragrad.distribution.plan import Explanation, Plan, make_plan, summa
 from keras_paragrad.distribution.training import check_fit_arguments, check_overridden_fit, train
 from keras_paragrad.distribution.workers import all_or_none
 from keras_paragrad.engine.replicas.prepared import warn_if_unprepared
+from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.exports import passing_options_to, with_arguments_of
 from keras_paragrad.memory.estimate import Estimate
 from keras_paragrad.plain_text import InNotebooks
@@ -115,6 +117,7 @@ class DistributedFit(InNotebooks):
         # Shown by `explain` below the plan.
         self._estimate: Estimate | None = None
         self._table: Any = None
+        self._model: Callable[[], keras.Model | None] = lambda: None
         self._create_as_planned()
         warn_if_unprepared(self.strategy)
 
@@ -158,9 +161,12 @@ class DistributedFit(InNotebooks):
     def explain(self) -> Explanation:
         """The plan as a table, for `print` and rich: each decision, its reason, and how to override it.
 
-        After `fit` or `prepare`, also the stages of a pipeline and the layout on a mesh.
+        After `fit` or `prepare`, also the stages of a pipeline and the layout on a mesh; after `fit`, also how a batch
+        was divided, what a part of it weighs, and how that was found.
         """
-        return Explanation(self.plan, self.hardware, self._estimate or self._table)
+        model = self._model()
+        division = StepBuilder.of(model).describe_division() if model is not None else None
+        return Explanation(self.plan, self.hardware, self._estimate or self._table, division)
 
     def estimate(self, model: keras.Model, batch_size: int = 32, *, length: int | None = None) -> Estimate:
         """The memory that `fit` takes on each device, from the traced step; for `print`.
@@ -203,7 +209,7 @@ class DistributedFit(InNotebooks):
             decision, self._estimate = choose_shard(model, batch_size, batch_spec, self._run)
             self.plan = self.plan.with_decision(decision)
         preparation = self._parallelism.prepare(model, self._run)
-        self._table = preparation.table
+        self._table, self._model = preparation.table, weakref.ref(model)
         return preparation
 
     def _check_consistent(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:

@@ -115,6 +115,7 @@ class Explanation(Printable):
         hardware: The hardware it was made for.
         estimate: The memory of a step, with `shard="auto"`; or a table of what each device holds, such as the stages of
             a pipeline.
+        division: How a batch is divided, what a part of it weighs, and how that was found.
 
     Example:
 
@@ -127,10 +128,17 @@ class Explanation(Printable):
     Found: 1 CPU in this process; no cluster
     """
 
-    def __init__(self, plan: Plan, hardware: Hardware, estimate: ConsoleRenderable | None = None):
+    def __init__(
+        self,
+        plan: Plan,
+        hardware: Hardware,
+        estimate: ConsoleRenderable | None = None,
+        division: str | None = None,
+    ):
         self.plan = plan
         self.hardware = hardware
         self.estimate = estimate
+        self.division = division
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         for line in summary_lines(self.plan, self.hardware):
@@ -144,6 +152,8 @@ class Explanation(Printable):
                 why.append(f"\n{decision.evidence}", "dim")
             table.add_row(Text(decision.name), value, why, Text(decision.override))
         yield table
+        if self.division:
+            yield Text(f"Division of a batch: {self.division}", overflow="fold")
         if self.estimate is not None:
             yield self.estimate
 

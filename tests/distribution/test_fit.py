@@ -323,3 +323,26 @@ def test_what_needs_no_training():
         the_scope_sets_the_precision_and_sets_it_back,
     ):
         check()
+
+
+def test_the_division_of_a_batch_is_explained_after_fit():
+    """What a part weighs, and how that was found; nothing before, as there was no batch."""
+    x = np.ones((8, 4), "float32")
+
+    def explained(loss, **options):
+        dist = DistributedFit("mirrored", **options)
+        with dist.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile("sgd", loss)
+        assert dist.explain().division is None
+        dist.fit(model, x, x[:, :1], batch_size=8, verbose=0)
+        return dist.explain().division
+
+    def spread(y, y_pred):
+        return keras.ops.mean(keras.ops.square(y - y_pred - 1)) * keras.ops.std(y_pred + x[0, 0])
+
+    assert explained("mse") == "A part weighs the number of elements, as the compiled losses and their reductions say."
+    assert "losses are sums" in explained(keras.losses.MeanSquaredError(reduction="sum"))
+    assert "weighting='examples' says, as stated" in explained("mse", weighting="examples")
+    assert "by a trial on made-up rows" in explained(lambda y, y_pred: keras.ops.mean(keras.ops.square(y - y_pred)))
+    assert "computed on the outputs of the whole batch" in explained(spread)

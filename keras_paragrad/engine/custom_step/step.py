@@ -49,7 +49,7 @@ class CustomStep:
         self.weightings = find_weightings(model, self.analysis, data, _stated(normalize), normalize.divider)
         # Whether the step reports sums over the rows.
         self.summed = all(each.divisor is None for each in self.weightings)
-        _log_weightings(model, self.analysis, self.weightings)
+        log_once(model, self.describe())
         prepare_optimizers(self.analysis.calls)
         self.versions = WeightVersions(self.analysis)
 
@@ -57,6 +57,13 @@ class CustomStep:
     def calls(self) -> list[ApplyCall]:
         """The step's calls of optimizers."""
         return self.analysis.calls
+
+    def describe(self) -> str:
+        """How the step is divided."""
+        pairs = zip(self.calls, self.weightings, strict=True)
+        listed = "; ".join(f"{call.optimizer.name}: {each.name}, phase {call.phase + 1}" for call, each in pairs)
+        name = type(self.model).__name__
+        return f"The train_step of {name} is divided. Parts of a batch are weighted by: {listed}."
 
     def run_in_slices(self, slices: BatchSlices, batch: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the step on the slices of a batch or replica batch, and returns its logs."""
@@ -264,10 +271,3 @@ def _stated(normalize: LossNormalization) -> Weighting | None:
             "function of (x, y, y_pred, sample_weight), where y_pred is None."
         )
     return weighting_of(normalize.weighting)
-
-
-def _log_weightings(model: keras.Model, analysis: StepAnalysis, weightings: list[Weighting]) -> None:
-    """Logs once how a step is divided."""
-    pairs = zip(analysis.calls, weightings, strict=True)
-    listed = "; ".join(f"{call.optimizer.name}: {weighting.name}, phase {call.phase + 1}" for call, weighting in pairs)
-    log_once(model, f"The train_step of {type(model).__name__} is divided. Parts of a batch are weighted by: {listed}.")

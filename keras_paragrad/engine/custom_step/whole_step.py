@@ -25,7 +25,7 @@ from keras_paragrad.compat.collectives import (
 from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.model import train_step_of
 from keras_paragrad.compat.optimizer import find_accumulator
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs, Structure
 from keras_paragrad.engine.custom_step.analysis import ApplyCall
 from keras_paragrad.engine.custom_step.call_trial import find_divided_calls
@@ -78,6 +78,13 @@ class WholeStep:
             raise graph.refusal("calls no layer whose rows are independent")
         prepare_optimizers(self.calls)
 
+    def describe(self) -> str:
+        """How the step is divided."""
+        return (
+            f"Rows can't be divided in the train_step of {type(self.model).__name__}. Each replica runs it on all "
+            f"rows, and {sum(self.divides)} of {len(self.divides)} calls of layers on its share of them."
+        )
+
     def run_on_replica(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the step on the batch of all replicas, and returns its logs."""
         batch = keras.tree.map_structure(lambda each: None if each is None else _gather_rows(each), data)
@@ -120,20 +127,9 @@ def divide_on_replicas(model: keras.Model, data: Batch, normalize: LossNormaliza
         except (ValueError, tf.errors.InvalidArgumentError) as other:
             _log.debug("Nor can its calls be divided: %s", other)
             raise refusal from None
-        _log_whole_step(model, step, refusal)
+        _log.debug("%s", refusal)
+        log_once(model, step.describe())
     return step
-
-
-def _log_whole_step(model: keras.Model, step: WholeStep, refusal: Exception) -> None:
-    message = (
-        f"Rows can't be divided in the train_step of {type(model).__name__}. Each replica runs it on all rows, and "
-        f"{sum(step.divides)} of {len(step.divides)} calls of layers on its share of them."
-    )
-    _log.debug("%s", refusal)
-    state = state_of(model)
-    if message not in state.logged:
-        state.logged |= {message}
-        _log.info("%s", message)
 
 
 class _Trace:

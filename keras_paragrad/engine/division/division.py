@@ -2,13 +2,14 @@
 
 import functools
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import as_on_replica, replica_count
+from keras_paragrad.compat.collectives import as_on_replica, as_one_replica, replica_count
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import Batch, Specs
@@ -19,10 +20,16 @@ from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS
 from keras_paragrad.engine.division.slices import find_refusal_of_slices
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.losses.terms import recorded_terms
+from keras_paragrad.engine.losses.weightings import step_arguments
 from keras_paragrad.engine.probes.comparing import compare_examples
+from keras_paragrad.engine.probes.trial import call_model
 from keras_paragrad.engine.step.building import build_by_calling, build_losses
 from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.stages import Split, Stages
+from keras_paragrad.engine.tracing.untouched import never_run, untouched
+
+Result = TypeVar("Result")
 
 
 class Division(NamedTuple):
@@ -56,6 +63,8 @@ class Divisions:
         self.model = model
         self.steps: dict[tuple[object, ...], CustomStep | WholeStep] = {}
         self.undivided: str | None = None
+        # The specs of a replica's batch, and for what they were found.
+        self._specs: Specs = None
         self._found_for: tuple[Stages | None, weakref.ref[Any] | None] = None, None
 
     @property
@@ -78,13 +87,46 @@ class Divisions:
         if found_for is stages and before is not None and before() is iterator:
             return
 
-        def divide(data: Batch) -> None:
-            self.of(stages, data)
+        self._specs, self._found_for = specs, (stages, weakref.ref(iterator))
+        self._trace(lambda data: self.of(stages, data))
+
+    def describe(self, stages: Stages) -> str | None:
+        """How the last batches were divided, what a part weighs, and how that was found; `None` before there were any.
+
+        A clause for each, for `explain`.
+        """
+        if self._specs is None:
+            return None
+        with untouched(self.model, never_run()):
+            return self._trace(lambda data: self._describe(stages, data))
+
+    def _trace(self, function: Callable[[Batch], Result]) -> Result:
+        """Calls a function as on a replica, in a graph that never runs, with a batch of the last specs."""
+        results: list[Result] = []
+
+        def call(data: Batch) -> None:
+            results.append(function(data))
 
         with as_on_replica(self.model.distribute_strategy):
-            # In a graph that never runs, as the step's.
-            tf.function(divide, autograph=False).get_concrete_function(specs)
-        self._found_for = stages, weakref.ref(iterator)
+            tf.function(call, autograph=False).get_concrete_function(self._specs)
+        return results[-1]
+
+    def _describe(self, stages: Stages, data: Batch) -> str:
+        division, model = self.of(stages, data), self.model
+        if division.undivided:
+            return f"Batches are left whole: {division.undivided}"
+        if division.whole_loss:
+            return "The loss compares rows, so it is computed on the outputs of the whole batch."
+        if division.step:
+            return division.step.describe()
+        normalize = stages.normalization(of_slices=division.cut)
+        if normalize is None or overrides_train_step(model):
+            return "Nothing is divided, or all parts count the same."
+        arguments = step_arguments(data)
+        with as_one_replica(), recorded_terms(model, untracked=True) as terms:
+            arguments["y_pred"] = call_model(model, (arguments["x"],), training=True)
+            model._compute_loss(**arguments, training=True)
+        return normalize.describe(model, arguments, terms)
 
     def of(self, stages: Stages, data: Batch) -> Division:
         """The division of a batch, or of a replica's part of it.

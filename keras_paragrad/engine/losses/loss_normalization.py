@@ -109,6 +109,19 @@ class LossNormalization:
     ) -> bool:
         return self.refusals.check_rows(model, arguments, terms, stated=self.weighting != "auto", training=training)
 
+    def describe(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> str:
+        """What a part of a batch weighs, and how that was found; a sentence for `explain`."""
+        if self.weighting != "auto":
+            return f"A part weighs what weighting={weighting_of(self.weighting).argument} says, as stated."
+        reason = _why_unknown(model, terms)
+        if reason is None:
+            summed = bool(summed_by_keras(model)) or _normalizer_of_terms(model, terms).summed
+            kinds = dict.fromkeys(_KINDS[gradient_divisor_of(term)[0][0]] for term in terms)
+            weighs = "Parts are added: the losses are sums" if summed else f"A part weighs {', '.join(kinds)}"
+            return f"{weighs}, as the compiled losses and their reductions say."
+        argument = self._find(model, arguments, reason).argument
+        return f"A part weighs what weighting={argument} says, by a trial on made-up rows. {reason}"
+
     def _stated(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
         """The normalizer as the user states it or as added losses determine it; `None` if another rule has to."""
         stated = weighting_of(self.weighting)

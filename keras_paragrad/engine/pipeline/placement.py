@@ -9,11 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.optimizer import held_optimizers, updating_optimizers
+from keras_paragrad.compat.optimizer import UnreducedOptimizers, held_optimizers, updating_optimizers
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.storage.model_variables import rename_keys, replace_value, variables_of
 
-_REDUCE = "_all_reduce_sum_gradients"
 # The operations within these are placed one by one.
 _CALLS = {
     *("Case", "If", "While", "PartitionedCall", "StatefulPartitionedCall"),
@@ -32,15 +31,14 @@ def placing_by_inputs(model: keras.Model) -> Generator[None]:
         yield
         return
     # Keras's sum over replicas, of which there is one, would pass all gradients through one device.
-    optimizers = [inner.__dict__ for inner in updating_optimizers(model.optimizer) if _REDUCE not in inner.__dict__]
-    for each in optimizers:
-        each[_REDUCE] = list
+    unreduced = UnreducedOptimizers()
+    for inner in updating_optimizers(model.optimizer):
+        unreduced.add(inner)
     try:
         with tf.compat.v1.get_default_graph().device(_device_function()):
             yield
     finally:
-        for each in optimizers:
-            del each[_REDUCE]
+        unreduced.restore()
 
 
 def _device_function() -> Callable[[tf.Operation], str]:

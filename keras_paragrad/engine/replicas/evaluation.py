@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -12,7 +12,7 @@ from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.losses.logs import all_reduced_results, metrics_result, run_custom_test_step, update_metrics
-from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
+from keras_paragrad.engine.losses.sums import LossForm, LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.independence import check_metrics
@@ -24,8 +24,6 @@ from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.engine.step.whole_loss import evaluate_whole
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
-
-Result = TypeVar("Result")
 
 
 def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
@@ -70,7 +68,8 @@ def build_predict_function(model: keras.Model, take: Take) -> Callable[[list[Bat
         if overrides_predict_step(model):
             return model.predict_step(data)
         replica_batch = ReplicaBatch.of(data)
-        return replica_batch.drop_filler(_compiled_alone(_predict, take)(model, replica_batch.filled(data)))
+        outputs, _ = _compiled_alone(_predict, take)(model, replica_batch.filled(data))
+        return replica_batch.drop_filler(outputs)
 
     def predict_batch(batch: Batch) -> Structure:
         outputs = strategy.run(model._autoconvert_optionals(step), args=(batch,))
@@ -104,14 +103,16 @@ def _gather(strategy: tf.distribute.Strategy, output: Any) -> tf.Tensor:
     return tf.concat(parts, 0)
 
 
-def _compiled_alone(
-    function: Callable[[keras.Model, Batch], Result], take: Take
-) -> Callable[[keras.Model, Batch], Result]:
+# Maps a model and data to nested tensors, and to what else is known once it is traced.
+ModelFunction = Callable[[keras.Model, Batch], tuple[Any, Any]]
+
+
+def _compiled_alone(function: ModelFunction, take: Take) -> ModelFunction:
     """A function of a model and data that XLA compiles on each replica, if the stage asks for it."""
     if not take.by_xla or replica_count() == 1:
         return function
 
-    def compiled(model: keras.Model, data: Batch) -> Result:
+    def compiled(model: keras.Model, data: Batch) -> tuple[Any, Any]:
         if compiles_each_layer(model):
             with compile_by_layer():
                 return function(model, data)
@@ -123,15 +124,13 @@ def _compiled_alone(
 
 def _evaluate(model: keras.Model, data: Batch, take: Take) -> tuple[Structure, LossSums]:
     """The predictions for a replica batch, and the sums of its losses."""
-    forms = []
 
-    def evaluate(model: keras.Model, data: Batch) -> tuple[Structure, tf.Tensor]:
+    def evaluate(model: keras.Model, data: Batch) -> tuple[tuple[Structure, tf.Tensor], LossForm]:
         y_pred, sums = _compute_losses(model, data, take)
-        forms.append(sums.form)
-        return y_pred, sums.vector
+        return (y_pred, sums.vector), sums.form
 
-    y_pred, vector = _compiled_alone(evaluate, take)(model, data)
-    return y_pred, LossSums(vector, forms[-1])
+    (y_pred, vector), form = _compiled_alone(evaluate, take)(model, data)
+    return y_pred, LossSums(vector, form)
 
 
 def _compute_losses(
@@ -148,8 +147,8 @@ def _compute_losses(
     return y_pred, loss_sums(model, loss, terms, rows_of(x), weight, divided=divided)
 
 
-def _predict(model: keras.Model, data: Batch) -> Structure:
-    return _infer(model, keras.utils.unpack_x_y_sample_weight(data)[0])
+def _predict(model: keras.Model, data: Batch) -> tuple[Structure, None]:
+    return _infer(model, keras.utils.unpack_x_y_sample_weight(data)[0]), None
 
 
 def _infer(model: keras.Model, x: Structure) -> Structure:

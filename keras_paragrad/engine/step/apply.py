@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -17,6 +17,7 @@ from keras_paragrad.compat.collectives import (
 )
 from keras_paragrad.compat.optimizer import (
     Accumulating,
+    UnreducedOptimizers,
     build_optimizer,
     find_accumulator,
     held_optimizers,
@@ -37,8 +38,6 @@ from keras_paragrad.storage.storage import (
     reduce_overwritten,
 )
 from keras_paragrad.storage.updating import refresh, squared_norms, updating
-
-_REDUCE = "_all_reduce_sum_gradients"
 
 
 class Contribution(NamedTuple):
@@ -178,23 +177,18 @@ def apply_everywhere(
         norms: The results of `squared_norms`, grouped by replica.
     """
     by_replica: dict[int, Sequence[tf.Tensor | None]] = {}
-
-    reduced: dict[int, tuple[keras.optimizers.Optimizer, Any]] = {}
-
-    def leave_reduced(inner: keras.optimizers.Optimizer) -> None:
-        """Has an optimizer take gradients as the sums that they are, whatever holds it."""
-        reduced.setdefault(id(inner), (inner, inner.__dict__.get(_REDUCE)))
-        inner.__dict__[_REDUCE] = list
+    unreduced = UnreducedOptimizers()
 
     def apply(gradients: Gradients, norms: Sequence[tf.Tensor | None]):
         by_replica[replica_index()] = norms
-        with noticing_applies(leave_reduced):
+        # Whatever holds the optimizer that is called.
+        with noticing_applies(unreduced.add):
             optimizer.apply(gradients, variables)
 
     frequencies = [(inner, inner.ema_overwrite_frequency) for inner in updating_optimizers(optimizer)]
     counts = [_update_count(inner) if inner.use_ema and frequency else None for inner, frequency in frequencies]
     for inner, _ in frequencies:
-        leave_reduced(inner)
+        unreduced.add(inner)
         # Keras would overwrite weights in a branch on each replica, where a strategy can't update variables.
         inner.ema_overwrite_frequency = None
     try:
@@ -203,11 +197,7 @@ def apply_everywhere(
     finally:
         for inner, frequency in frequencies:
             inner.ema_overwrite_frequency = frequency
-        for inner, replaced in reduced.values():
-            if replaced is None:
-                del inner.__dict__[_REDUCE]
-            else:
-                inner.__dict__[_REDUCE] = replaced
+        unreduced.restore()
     # Copies of shards are from before the update, and constraints read the averages.
     with updating(optimizer, variables, by_replica):
         for (inner, frequency), earlier in zip(frequencies, counts, strict=True):

@@ -88,6 +88,10 @@ class StepBuilder:
         """The optimizers that the model's own `train_step` calls, as far as steps were analyzed."""
         return list({id(call.optimizer): call.optimizer for call in self._divisions.calls}.values())
 
+    def describe_division(self) -> str | None:
+        """How batches were divided, what a part weighs, and how that was found; `None` before `fit` has seen data."""
+        return self._divisions.describe(self.stages)
+
     def fill(self, **stages: Any) -> None:
         """Fills stages by name, or empties them with `None`. With all empty, Keras builds the train function again."""
         if self.model.compiled:

@@ -28,6 +28,7 @@ from keras_paragrad.storage.row_gradients import scale_gradients
 
 Data = TypeVar("Data")
 Result = TypeVar("Result")
+Form = TypeVar("Form")
 # Maps a model, the arguments of its `compute_loss` and the recorded loss terms to the weight.
 Normalize = Callable[[keras.Model, LossArguments, list[LossTerm]], Normalizer]
 # Takes the arguments of a `Normalize`.
@@ -128,17 +129,16 @@ def forward_backward_in_function(context: StepContext, data: Batch) -> ForwardBa
     In a loop without XLA, max-pooling has to be in a function: in a graph with a cycle, oneDNN replaces TensorFlow's
     kernels in no fixed order, and in some processes misses the one of the gradient, which then takes ten times as long.
     """
-    traced, by_xla, weigh_replica = [], context.by_xla, context.weigh_replica
+    by_xla, weigh_replica = context.by_xla, context.weigh_replica
 
-    def parts(data: Batch):
+    def compute(data: Batch) -> tuple[Any, tuple[Normalizer | None, LossSums | None]]:
         result = forward_backward(context._replace(weigh_replica=None) if by_xla else context, data)
-        traced.append(result)
         value = None if result.weight is None else result.weight.value
-        return result.gradients, result.loss, result.y_pred, value, result.sums.vector if result.sums else None
+        vector = result.sums.vector if result.sums else None
+        return (result.gradients, result.loss, result.y_pred, value, vector), (result.weight, result.sums)
 
-    gradients, loss, y_pred, value, vector = call_in_function(parts, data, by_xla=by_xla)
-    # Take everything but the tensors from the trace.
-    weight, sums = traced[-1].weight, traced[-1].sums
+    (gradients, loss, y_pred, value, vector), (weight, sums) = call_in_function(compute, data, by_xla=by_xla)
+    # All but the tensors, which are of the function's graph.
     weight = weight and weight._replace(value=value)
     sums = sums and sums._replace(vector=vector)
     if by_xla and weight is not None and weigh_replica:
@@ -148,20 +148,29 @@ def forward_backward_in_function(context: StepContext, data: Batch) -> ForwardBa
     return ForwardBackwardResult(gradients, loss, y_pred, weight, sums)
 
 
-def call_in_function(function: Callable[[Data], Result], data: Data, *, by_xla: bool = True) -> Result:
-    """Calls a function on one replica without inlining it; its outputs keep their masks."""
+def call_in_function(
+    function: Callable[[Data], tuple[Result, Form]], data: Data, *, by_xla: bool = True
+) -> tuple[Result, Form]:
+    """Calls a function on one replica without inlining it; its tensors keep their masks.
 
+    Args:
+        function: Maps data to nested tensors, and to what else is known once it is traced.
+        data: Nested tensors.
+        by_xla: Whether XLA compiles the function.
+    """
     attributes = None if by_xla else {NO_INLINE: True}
+    traced: list[Form] = []
 
     # Traced on each replica: a shared function would run on the first one's device.
     @tf.function(jit_compile=by_xla, autograph=False, experimental_attributes=attributes)
     def call(data: Data):
-        outputs = function(data)
+        outputs, form = function(data)
+        traced.append(form)
         return outputs, [mask_of(output) for output in keras.tree.flatten(outputs)]
 
     outputs, masks = call(data)
     marked = [with_mask(*pair) for pair in zip(keras.tree.flatten(outputs), masks, strict=True)]
-    return keras.tree.pack_sequence_as(outputs, marked)
+    return keras.tree.pack_sequence_as(outputs, marked), traced[-1]
 
 
 def replica_weight_of(model: keras.Model) -> tf.Tensor:

@@ -250,17 +250,11 @@ def gradient_of_replica(context: StepContext, data: Batch) -> Gradient:
     """The gradient of a replica batch whose loss compares examples with those of other replicas."""
     model = context.model
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-    forms: list[OutputForm] = []
-
-    def run(x: Structure) -> list[tf.Tensor]:
-        tensors, form = forward(model, x)
-        forms.append(form)
-        return tensors
-
+    run = functools.partial(forward, model)
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
         # The forward pass alone: XLA can't compile the collectives of the loss.
-        tensors = call_in_function(run, x) if context.by_xla else run(x)
-    whole = whole_loss(context, data, tensors, forms[-1])
+        tensors, form = call_in_function(run, x) if context.by_xla else run(x)
+    whole = whole_loss(context, data, tensors, form)
     weights = [source(variable) for variable in model.trainable_weights]
     gradients = context.replica_batch.gradients(_gradients(tape, tensors, weights, whole.cotangents))
     return gradient_of_batch(context, data, list(map(add_gradients, gradients, whole.gradients)), whole)

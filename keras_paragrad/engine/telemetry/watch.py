@@ -11,9 +11,11 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.optimizer import (
+    REDUCTION,
     accumulation_steps,
     find_accumulator,
     innermost_optimizer,
+    reduces_gradients,
     updating_optimizers,
 )
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
@@ -21,7 +23,6 @@ from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar
 from keras_paragrad.storage.row_gradients import scale_gradient
 from keras_paragrad.storage.storage import gather_gradients
 
-_REDUCE = "_all_reduce_sum_gradients"
 _ADDITIONS = ("AssignAddVariableOp", "AssignSubVariableOp")
 # In other dtypes, what is added differs from the rounded change of the weight.
 _PRECISE_DTYPES = ("float32", "float64")
@@ -83,7 +84,7 @@ class Observation(MethodPatch):
     def patch_all(self) -> None:
         # Keras sums the gradients of replicas within `apply`.
         if replica_count() > 1 and not self.before_optimizer:
-            self.replace(self.optimizer, _REDUCE, self._sum)
+            self.replace(self.optimizer, REDUCTION, self._sum)
 
     def observe_gradient(self, gradients: Gradients) -> None:
         """Passes on the gradients of this replica's batch."""
@@ -276,7 +277,7 @@ class UpdateWatch(MethodPatch):
             gathered = gather_gradients([*record.unclipped, *gradients], [*variables, *variables])
             both = [_dense(gradient, variables[index % len(variables)]) for index, gradient in enumerate(gathered)]
             # Otherwise, the optimizer gets gradients that are all-reduced already.
-            if replica_count() > 1 and optimizer.__dict__.get(_REDUCE) is not list:
+            if replica_count() > 1 and reduces_gradients(optimizer):
                 both = sum_over_replicas(both)
             for index, position in enumerate(positions):
                 record.gradients[position], record.clipped[position] = both[index], both[index + len(positions)]
