@@ -163,8 +163,9 @@ class Divisions:
         signature = step_signature(part, normalize)
         if signature not in self.steps:
             model, divide = self.model, divide_on_replicas if replicas else CustomStep
-            trace = functools.partial(analyze_step, model)
-            explaining = explaining_rows(model, explained, replica_count(), trace) if explained else nullcontext()
+            explaining = nullcontext()
+            if explained is not None:
+                explaining = explaining_rows(model, explained, replica_count(), functools.partial(analyze_step, model))
             with explaining:
                 self.steps[signature] = divide(model, part, normalize)
         return self.steps[signature]
