@@ -27,6 +27,7 @@ from keras_paragrad.engine.probes.trial import (
     call_model,
     row_count,
     run_trial,
+    static_row_count,
     take_rows,
     uses_half_precision,
     watch_weights,
@@ -174,14 +175,14 @@ class _DividedPass:
     def _function_of(self, first: int) -> PureFunction:
         key = first if self.draws else 0
         if key not in self._functions:
-            self._functions[key] = PureFunction(self.model, functools.partial(self.compute, first))
+            self._functions[key] = PureFunction(self.model, functools.partial(self.compute, first), any_rows=True)
         return self._functions[key]
 
     def compute(self, first: int, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Traces the gradient."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with (
-            random_numbers_by_row(first, row_count(x), self.total) as numbers,
+            random_numbers_by_row(first, static_row_count(x), self.total) as numbers,
             watch_weights(self.model) as gradients_of,
         ):
             y_pred = call_model(self.model, (x,), training=True)

@@ -91,7 +91,9 @@ def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_tra
     # Batches of different sizes are multiplied with different rounding.
     part = RowPair(first, take_rows(first, 1, _ROWS), slice(1, _ROWS), slice(None), 0.05 if half_precision else 1e-3)
     for training in (True, False) if may_train else (False,):
-        compute = PureFunction(model, lambda rows, training=training: _tensors(call_model(model, rows, training)))
+        compute = PureFunction(
+            model, lambda rows, training=training: _tensors(call_model(model, rows, training)), any_rows=True
+        )
         # With the same seeds, so that dropout drops the same elements.
         (before, state), (after, _) = compute(first), compute(second)
         check_finite(before, "the outputs")

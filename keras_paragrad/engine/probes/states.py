@@ -20,8 +20,8 @@ from keras_paragrad.engine.probes.trial import (
     call_model,
     change_rows,
     is_seed,
-    row_count,
     run_trial,
+    static_row_count,
     synthetic_rows,
     take_rows,
 )
@@ -92,7 +92,7 @@ def split_dependent_layers(model: keras.Model, x: Any, *, on_replicas: bool, in_
     def find(size: int):
         if computes_rows_independently(model):
             return []
-        compute = PureFunction(model, lambda x: _train_on_part(model, x))
+        compute = PureFunction(model, lambda x: _train_on_part(model, x), any_rows=True)
         found: list[str] = []
         for index, (low, high) in enumerate(RANGES):
             try:
@@ -255,7 +255,7 @@ def _train(model: keras.layers.Layer, inputs: tuple[Structure, ...]) -> list[tf.
 
 def _train_on_part(model: keras.layers.Layer, x: Structure) -> list[tf.Tensor]:
     """What `_train` returns, with the random numbers that the whole batch draws for the same rows."""
-    rows = row_count(x)
+    rows = static_row_count(x)
     with random_numbers_by_row(_UNEVEN if rows == _ROWS - _UNEVEN else 0, rows, _ROWS):
         return _train(model, (x,))
 

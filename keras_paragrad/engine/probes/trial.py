@@ -155,6 +155,11 @@ def row_count(batch: Structure) -> int:
     return int(next(tensor for tensor in keras.tree.flatten(batch) if tensor is not None).shape[0])
 
 
+def static_row_count(batch: Structure) -> int | None:
+    """The number of rows of a batch, if it is known while a graph is traced."""
+    return next(tensor for tensor in keras.tree.flatten(batch) if tensor is not None).shape[0]
+
+
 def is_trial() -> bool:
     """Whether this thread runs a trial, in which there are no other replicas."""
     return getattr(_thread, "is_trial", False)
@@ -169,16 +174,17 @@ class PureFunction:
     Args:
         model: A built layer or model.
         compute: Maps data to nested tensors. Traced, as in `fit`.
+        any_rows: Whether to trace it once for any number of rows, unless it needs to know the number.
 
     Attributes:
         variables: All variables of the model.
         start: Their current values.
     """
 
-    def __init__(self, model: keras.layers.Layer, compute: Callable[[Any], Any]):
+    def __init__(self, model: keras.layers.Layer, compute: Callable[[Any], Any], *, any_rows: bool = False):
         if not model.built:
             raise Inconclusive("the model is not built")
-        self.model, self.compute = model, compute
+        self.model, self.compute, self._any_rows = model, compute, any_rows
         self.variables = all_variables(model)
         self.start = [value_of(variable) for variable in self.variables]
         # In a graph of its own, so that the `tf.function`s of the model are traced for the trial alone.
@@ -191,10 +197,29 @@ class PureFunction:
             UnknownState: The model uses a table, or a variable unknown to Keras, and might change it.
         """
         state = self.start if state is None else state
+        if self._any_rows:
+            self._trace_for_any_rows(data, state)
+            self._any_rows = False
         concrete = self._function.get_concrete_function(data, state)
         if any(tensor.dtype == tf.resource for tensor in concrete.captured_inputs):
             raise UnknownState(assigned_resources(concrete.graph))
         return self._function(data, state)
+
+    def _trace_for_any_rows(self, data: Batch, state: State) -> None:
+        rows = row_count(data)
+
+        def spec(tensor: tf.Tensor | None) -> tf.TensorSpec | None:
+            if tensor is None:
+                return None
+            shape = tensor.shape.as_list()
+            return tf.TensorSpec([None, *shape[1:]] if shape[:1] == [rows] else shape, tensor.dtype)
+
+        try:
+            self._function.get_concrete_function(keras.tree.map_structure(spec, data), state)
+        except Exception:
+            # It is traced for each number of rows.
+            _log.debug("A trial was not traced for any number of rows.", exc_info=True)
+            self._function = tf.function(self._compute, autograph=False)
 
     def graph(self, data: Batch) -> tf.Graph:
         """The graph that is traced for such data."""

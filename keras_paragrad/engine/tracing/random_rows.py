@@ -43,13 +43,15 @@ _DRAWS: list[tuple[Any, str, Callable[..., Any]]] = [
 
 
 class Rows:
-    """The rows of a part, and how often random numbers were drawn for them."""
+    """The rows of a part, and how often random numbers were drawn for them: never, if their number is unknown."""
 
-    def __init__(self, first: int, count: int, total: int):
+    def __init__(self, first: int, count: int | None, total: int):
         self.first, self.count, self.total, self.draws = first, count, total, 0
 
     def draw(self, make: Callable[..., Any], shape: Any, arguments: dict[str, Any]) -> Any:
         """Draws the numbers for the rows; of another number of rows, other numbers for each part."""
+        if self.count is None:
+            raise ValueError("random numbers are drawn for rows whose number isn't known while the graph is traced")
         sizes = tf.get_static_value(tf.convert_to_tensor(shape))
         if sizes is None:
             return None
@@ -76,7 +78,7 @@ _PATCH = ProcessPatch[Rows](
 )
 
 
-def random_numbers_by_row(first: int, count: int, total: int) -> contextlib.AbstractContextManager[Rows]:
+def random_numbers_by_row(first: int, count: int | None, total: int) -> contextlib.AbstractContextManager[Rows]:
     """Context in which, on this thread, tensors of `count` rows get the random numbers of rows from `first` on."""
     return _PATCH.open(Rows(first, count, total))
 
