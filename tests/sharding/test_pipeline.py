@@ -387,7 +387,7 @@ def test_batch_normalization_is_warned_of():
     normalized = keras.layers.BatchNormalization(name="statistics")(keras.layers.Dense(4, name="a")(inputs))
     model = keras.Model(inputs, keras.layers.Dense(1)(normalized))
     model.compile("sgd", "mse")
-    with pytest.warns(UserWarning, match="statistics normalize with the statistics of each micro-batch"):
+    with pytest.warns(UserWarning, match="1 BatchNormalization layer normalizes with the statistics of each"):
         prepared(model)
 
 

@@ -169,18 +169,19 @@ class PureFunction:
     Args:
         model: A built layer or model.
         compute: Maps data to nested tensors. Traced, as in `fit`.
+        as_trained: Whether batch normalization uses the statistics of its batch, and weights stay as they are.
 
     Attributes:
         variables: All variables of the model.
         start: Their current values.
     """
 
-    def __init__(self, model: keras.layers.Layer, compute: Callable[[Any], Any]):
+    def __init__(self, model: keras.layers.Layer, compute: Callable[[Any], Any], *, as_trained: bool = False):
         if not model.built:
             raise Inconclusive("the model is not built")
-        self.model, self.compute = model, compute
+        self.model, self.compute, self.as_trained = model, compute, as_trained
         self.variables = all_variables(model)
-        self.start = [value_of(variable) for variable in self.variables]
+        self.start = [value_of(variable, replace_tiny=not as_trained) for variable in self.variables]
         # In a graph of its own, so that the `tf.function`s of the model are traced for the trial alone.
         self._function = tf.function(self._compute, autograph=False)
 
@@ -214,7 +215,8 @@ class PureFunction:
         """Runs the computation with given values of the variables; returns its results and their new values."""
         mapping = list(zip(self.variables, state, strict=True))
         with untouched(self.model, _KnownVariablesScope(mapping, collect_losses=True)) as scope:
-            normalize_by_moving_statistics(self.model)
+            if not self.as_trained:
+                normalize_by_moving_statistics(self.model)
             results = self.compute(data)
             after = [scope.get_current_value(variable) for variable in self.variables]
             # Variables among the results have their values only in this scope.
@@ -260,8 +262,8 @@ def _call_for_inference(call: Callable[..., Structure], *arguments: Any, **keywo
     return call(*arguments, **{**keywords, "training": False})
 
 
-def value_of(variable: keras.Variable) -> tf.Tensor:
-    """A variable's value on the first local replica; random values in place of weights near zero.
+def value_of(variable: keras.Variable, *, replace_tiny: bool = True) -> tf.Tensor:
+    """A variable's value on the first local replica; if `replace_tiny`, random in place of weights near zero.
 
     Of a variable in shards it is the whole, and random where workers would have to gather it.
     """
@@ -281,7 +283,11 @@ def value_of(variable: keras.Variable) -> tf.Tensor:
         if np.prod(variable.shape) > _MOST:
             raise Inconclusive(f"{variable.path} is in shards, and large")
         return _draw_weight(variable, value.dtype)
-    if not variable.trainable or value.shape.num_elements() > _SMALL_VARIABLE or not value.dtype.is_floating:
+    if (
+        not (replace_tiny and variable.trainable)
+        or value.shape.num_elements() > _SMALL_VARIABLE
+        or not value.dtype.is_floating
+    ):
         return value
     tiny = tf.reduce_max(tf.abs(value)) < _TINY if value.shape.num_elements() else False
     return _draw_weight(variable, value.dtype) if tiny else value
