@@ -298,6 +298,27 @@ def normalized(_: None) -> float:
     return apart(fitted(DistributedFit(mesh={"batch": 2, "model": 2}, layout="auto").fit), fitted())
 
 
+def unfrozen(optimizer: str) -> float:
+    """How far a model ends from one device whose frozen layer trains from the first step on."""
+    configure()
+    x, y = np.linspace(-1, 1, 64, dtype="float32").reshape(16, 4), np.ones((16, 1), "float32")
+
+    def trained(dist: DistributedFit | None) -> list[np.ndarray]:
+        keras.utils.set_random_seed(0)
+        with dist.scope() if dist else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(1)])
+            model.compile(optimizer, "mse")
+        model.layers[0].trainable = False
+        if dist:
+            dist.prepare(model)
+        model.layers[0].trainable = True
+        for _ in range(2):
+            model.train_on_batch(x, y)
+        return model.get_weights()
+
+    return apart(trained(DistributedFit(mesh={"batch": 2, "model": 2}, layout="auto")), trained(None))
+
+
 def saved(directory: str) -> dict[str, float]:
     """How far files, a backup and what is undone are from what is on the mesh."""
     configure()

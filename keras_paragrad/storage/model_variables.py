@@ -6,7 +6,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.compat.check import check_objects
-from keras_paragrad.compat.model import optimizers_of
+from keras_paragrad.compat.model import all_layers, optimizers_of
 from keras_paragrad.compat.optimizer import held_optimizers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Array
@@ -89,6 +89,12 @@ def build_optimizer(model: keras.Model) -> None:
     if model.optimizer is not None and not model.optimizer.built:
         with model.distribute_strategy.scope():
             model.optimizer.build(model.trainable_variables)
+
+
+def build_optimizer_ahead(model: keras.Model) -> None:
+    """Builds the optimizer before the first step, unless layers are frozen, which may train by then."""
+    if all(layer.trainable for layer in (model, *all_layers(model))):
+        build_optimizer(model)
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:

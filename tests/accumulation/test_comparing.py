@@ -268,7 +268,7 @@ REFUSED = {
 
 
 @pytest.mark.few(2)
-@pytest.mark.filterwarnings("ignore:norm normalize with the statistics:UserWarning")
+@pytest.mark.filterwarnings("ignore:1 BatchNormalization layer normalizes with the statistics:UserWarning")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused(name):
     layer, loss, says = REFUSED[name]

@@ -211,3 +211,71 @@ def test_what_is_known_is_proved_when_it_is_computed(loss, monkeypatch):
     monkeypatch.setattr(first_batch, "find_difference", lambda *args: seen.append(find(*args)))
     in_slices(loss, layers.LayerNormalization(), layers.Dense(8, "sigmoid"), y=(Y > 0).astype("float32"))
     assert seen == [None]
+
+
+def batch_gradient(model, rows):
+    """The gradient of some rows in training, flat."""
+    with tf.GradientTape() as tape:
+        loss = ops.mean(ops.square(Y[rows] - model(X[rows], training=True)))
+    gradients = tape.gradient(loss, [each.value for each in model.trainable_variables])
+    return np.concatenate([np.ravel(each) for each in gradients])
+
+
+def said_of(caught):
+    return [str(each.message) for each in caught if issubclass(each.category, UserWarning)]
+
+
+@pytest.mark.filterwarnings("always")
+@pytest.mark.parametrize("fit", [in_windows, in_slices, on_replicas])
+def test_batch_statistics_are_warned_of_by_how_much_they_differ(fit):
+    parts = 2 if fit is on_replicas else ROWS // SIZE
+    model = model_of("mse", layers.BatchNormalization(), layers.BatchNormalization())
+    whole = batch_gradient(model, slice(ROWS))
+    size = ROWS // parts
+    mean = np.mean([batch_gradient(model, slice(start, start + size)) for start in range(0, ROWS, size)], axis=0)
+    error = np.linalg.norm(whole - mean) / np.linalg.norm(whole)
+    with pytest.warns(UserWarning) as caught:
+        fit("mse", layers.BatchNormalization(), layers.BatchNormalization())
+    first, second = said_of(caught)
+    assert "2 BatchNormalization layers" in first and "\n" not in first
+    assert f"On {ROWS} rows of the first batch" in second
+    assert f"of {parts} parts are {error:.1e} off the gradient of the whole" in second
+    with pytest.warns(UserWarning) as caught:
+        fit("mse", layers.BatchNormalization(), prove=False)
+    assert len(said_of(caught)) == 1
+
+
+@pytest.mark.filterwarnings("always")
+def test_where_whole_batches_do_not_fit_statistics_are_compared_on_one_part(monkeypatch):
+    monkeypatch.setattr(proof, "bytes_of", lambda graph: proof.MOST_BYTES)
+    with pytest.warns(UserWarning, match=f"On {SIZE} rows of the first batch, the weighted gradients of 2 parts are"):
+        in_slices("mse", layers.BatchNormalization())
+
+
+WEIGHTED = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+
+
+def uniformly(**data):
+    model = model_of(WEIGHTED)
+    model.compile(AccumulatingOptimizer("sgd", ROWS // SIZE, weighting="uniform"), WEIGHTED)
+    model.fit(X, Y, batch_size=SIZE, shuffle=False, verbose=0, callbacks=[ExactAccumulation()], **data)
+
+
+def as_keras_distributes(loss=WEIGHTED, **data):
+    dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], exact=False)
+    with dist.scope():
+        model = model_of(loss)
+    dist.fit(model, X, Y, batch_size=ROWS, shuffle=False, verbose=0, **data)
+
+
+@pytest.mark.parametrize(("fit", "says"), [(uniformly, "weighting='uniform'"), (as_keras_distributes, "exact=False")])
+def test_parts_that_count_alike_are_warned_of_by_how_much_they_are_off(fit, says):
+    fit()
+    with pytest.warns(UserWarning) as caught:
+        fit(sample_weight=np.linspace(0.1, 2, 2 * ROWS).astype("float32"))
+    assert sum(f"off the gradient of the whole, with {says}, which counts" in each for each in said_of(caught)) == 1
+
+
+def test_sums_are_right_where_parts_count_alike():
+    as_keras_distributes(keras.losses.MeanSquaredError(reduction="sum"))
+    as_keras_distributes(lambda y, p: ops.sum(ops.square(y - p)))

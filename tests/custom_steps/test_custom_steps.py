@@ -528,7 +528,7 @@ def test_windows_refuse_updates_that_follow_each_other():
 
 
 @pytest.mark.own_process
-@pytest.mark.filterwarnings("ignore:batch_normalization normalize")
+@pytest.mark.filterwarnings("ignore:1 BatchNormalization layer normalizes")
 def test_layers_that_normalize_by_all_replicas_are_refused_in_slices():
     class Normalized(models.Captions):
         def __init__(self):

@@ -113,7 +113,7 @@ def test_synchronized_batch_normalization():
 
 
 @pytest.mark.own_process
-@pytest.mark.filterwarnings("ignore:norm normalize each replica's part:UserWarning")
+@pytest.mark.filterwarnings("ignore:1 BatchNormalization layer normalizes:UserWarning")
 def test_batch_normalization_of_each_replica_is_refused():
     dist = DistributedFit("mirrored", ["CPU:0", "CPU:1"])
     with dist.scope():

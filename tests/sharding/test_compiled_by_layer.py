@@ -19,7 +19,7 @@ CASES = [
     # Keras makes the global seed's variable within the step, where no replica can.
     if name != "the global seed"
 ]
-STATISTICS = "ignore:.*normalize each replica's part"
+STATISTICS = "ignore:.*BatchNormalization (layers? normalizes? each replica's|normalizes each) part"
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 
 

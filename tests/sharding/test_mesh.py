@@ -106,6 +106,12 @@ def test_files_and_backups_hold_what_those_of_one_device_do(tmp_path):
     assert max(found.values()) <= CLOSE
 
 
+@pytest.mark.slow(10)
+def test_a_layer_that_was_frozen_when_it_was_prepared_trains():
+    (found,) = own_process.call(meshed_training.unfrozen, "adam", [{}], 90)
+    assert found <= CLOSE
+
+
 # What is written in the middle of a window is read on one device: in `make test`, two workers read it on a mesh.
 WAYS = ["(4, 1)", "(2, 2)", "(1, 4)", "one device", "replicas", "shards"]
 PAIRS = [(before, after) for before in WAYS for after in WAYS if before != after]

@@ -382,12 +382,33 @@ def test_a_model_is_restored():
     model.fit(keras.ops.zeros((4, 4)), keras.ops.zeros((4, 4)), verbose=0)
 
 
+def test_a_layer_that_was_frozen_when_it_was_prepared_trains():
+    x = np.linspace(-1, 1, 64, dtype="float32").reshape(16, 4)
+
+    def trained(pipelined):
+        keras.utils.set_random_seed(0)
+        model = model_of("a", "b")
+        model.compile(keras.optimizers.Adam(0.01), "mse")
+        model.layers[1].trainable = False
+        if pipelined:
+            prepared(model)
+        model.layers[1].trainable = True
+        for _ in range(2):
+            model.train_on_batch(x, x)
+        return model
+
+    pipelined, alone = trained(True), trained(False)
+    assert [each.value.device[-5:] for each in pipelined.optimizer.variables[2:]] == ["CPU:0"] * 4 + ["CPU:1"] * 4
+    for one, other in zip(pipelined.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
 def test_batch_normalization_is_warned_of():
     inputs = keras.Input((4,))
     normalized = keras.layers.BatchNormalization(name="statistics")(keras.layers.Dense(4, name="a")(inputs))
     model = keras.Model(inputs, keras.layers.Dense(1)(normalized))
     model.compile("sgd", "mse")
-    with pytest.warns(UserWarning, match="statistics normalize with the statistics of each micro-batch"):
+    with pytest.warns(UserWarning, match="1 BatchNormalization layer normalizes with the statistics of each"):
         prepared(model)
 
 

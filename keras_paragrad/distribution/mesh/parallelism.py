@@ -38,7 +38,7 @@ from keras_paragrad.engine.mesh.running import ModelOnMesh, row_count, take_off_
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.plain_text import Printable, counted
 from keras_paragrad.storage.dtensor import Axes, bytes_by_device, make_mesh, span_workers, turn_combine_pass_off
-from keras_paragrad.storage.model_variables import build_optimizer
+from keras_paragrad.storage.model_variables import build_optimizer_ahead
 
 
 class Divided(NamedTuple):
@@ -144,12 +144,12 @@ class MeshPreparation(Preparation):
         self._compared: Any = None
 
     def renew(self) -> None:
-        """Builds the optimizer, and puts the model on the mesh."""
+        """Builds the optimizer if nothing is frozen, and puts the model on the mesh."""
         check_mesh_model(self.model)
         _, jit, workers = self.settings
         if jit is not None:
             self.set_jit_compile(jit)
-        build_optimizer(self.model)
+        build_optimizer_ahead(self.model)
         if workers is not None:
             set_worker_strategy(self.model, workers)
             methods = ("fit", "evaluate", "predict")

@@ -1,7 +1,8 @@
 """Moves a model's stages to their devices, and runs batches through them in micro-batches."""
 
+import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple
 
 import keras
@@ -36,7 +37,7 @@ from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.segments import Part, RunPart, functional_of, run_in_stages
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.plain_text import Printable
-from keras_paragrad.storage.model_variables import build_optimizer
+from keras_paragrad.storage.model_variables import build_optimizer, build_optimizer_ahead
 
 DIVIDER = Divider(
     configured_by="DistributedFit",
@@ -122,7 +123,7 @@ class PipelinePreparation(Preparation):
         placed = functools.partial(_place, columns, model, jit)
         wraps = [(part, functools.partial(placed, index, names)) for index, (names, part) in enumerate(self._stages)]
         self._undo_stages = run_in_stages(functional_of(model), wraps)
-        StepBuilder.of(model).fill(split=split, place=functools.partial(placing_by_inputs, model))
+        StepBuilder.of(model).fill(split=split, place=self._placing)
 
     def renew(self) -> None:
         """Moves variables and the optimizer's slots to the stages' devices."""
@@ -133,8 +134,16 @@ class PipelinePreparation(Preparation):
             # Layers may have got more variables since, for example by `enable_lora`.
             self._homes.setdefault(id(variable), (variable, device_of_variable(variable)))
         move_with_slots(homes, self.model.optimizer)
-        build_optimizer(self.model)
+        build_optimizer_ahead(self.model)
         self._retrace()
+
+    @contextlib.contextmanager
+    def _placing(self) -> Generator[None]:
+        """Context of a step, whose optimizer is built."""
+        with tf.init_scope():
+            build_optimizer(self.model)
+        with placing_by_inputs(self.model):
+            yield
 
     def stop(self) -> None:
         self._undo_stages()

@@ -10,7 +10,6 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.model import (
-    all_layers,
     check_no_row_states,
     may_choose_xla,
     overrides_predict,
@@ -30,6 +29,7 @@ from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import count_layers, layers_of_batch_statistics
 from keras_paragrad.engine.losses.weightings import DivisorFunction
 from keras_paragrad.engine.replicas.prepared import (
     distributing_datasets_with,
@@ -128,31 +128,27 @@ class ReplicaPreparation(Preparation):
 
     def _warn_of_batch_statistics(self) -> None:
         """Warns of batch normalization that each replica computes by itself."""
-        names = [layer.name for layer in self._batch_normalizations() if not layer.synchronized]
-        if names:
+        layers = [layer for layer in layers_of_batch_statistics(self.model) if not layer.synchronized]
+        if layers:
             warn_once(
                 self.model,
-                f"{', '.join(names)} normalize each replica's part of a batch by its own statistics, so training "
-                "differs from that on the whole batch. Write BatchNormalization(synchronized=True), or set "
+                f"{count_layers(layers, 'normalize')} each replica's part of a batch with its own statistics, so "
+                "training differs from training on whole batches. Write BatchNormalization(synchronized=True), or set "
                 "trainable=False.",
                 stacklevel=4,
             )
 
     def _all_reduces_in_forward_pass(self) -> bool:
         """Whether batch normalization is synchronized, so that XLA can't compile the step."""
-        names = [layer.name for layer in self._batch_normalizations() if layer.synchronized]
-        if names:
+        layers = [layer for layer in layers_of_batch_statistics(self.model) if layer.synchronized]
+        if layers:
             log_once(
                 self.model,
-                f"{', '.join(names)}: statistics are all-reduced in the forward pass, which XLA can't compile, so this "
-                "model is trained without XLA.",
+                f"{count_layers(layers, 'all-reduce')} statistics in the forward pass, which XLA can't compile, so "
+                "this model is trained without XLA.",
                 logging.WARNING,
             )
-        return bool(names)
-
-    def _batch_normalizations(self) -> list[keras.layers.BatchNormalization]:
-        layers = all_layers(self.model)
-        return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
+        return bool(layers)
 
 
 def _with_barrier(method: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

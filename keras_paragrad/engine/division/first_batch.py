@@ -11,17 +11,24 @@ from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.division.cut import MOST_PARTS, join_rows, local_rows, part_size
 from keras_paragrad.engine.division.division import Divisions
-from keras_paragrad.engine.division.proof import find_difference, find_layer_that_mixes, is_known_to_divide
+from keras_paragrad.engine.division.proof import (
+    find_difference,
+    find_layer_that_mixes,
+    is_known_to_divide,
+    measure_batch_statistics,
+)
 from keras_paragrad.engine.division.step_proof import find_difference_of_step
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.weightings import step_arguments
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
+from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
+from keras_paragrad.engine.losses.terms import is_summed
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS, step_arguments
 from keras_paragrad.engine.probes.comparing import require_whole_losses
 from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
 from keras_paragrad.engine.step.stages import Stages
 
 # Called once the step is traced, as what is refused there says more; refuses or warns.
 Conclusion = Callable[[], None]
+_NOT_EXACT = "exact=False"
 
 
 class FirstBatchProof:
@@ -43,15 +50,24 @@ class FirstBatchProof:
     @property
     def pending(self) -> bool:
         """Whether the batches of the first update are still to be seen."""
-        if self._window == [] and losses_built(self.model) and is_known_to_divide(self.model):
+        if self._window == [] and losses_built(self.model) and self._is_known:
             self._window = None
         return self._window is not None
+
+    @property
+    def _is_known(self) -> bool:
+        """Whether nothing can be found: all is Keras's own, weighted by what it divides by, and mixes no rows."""
+        return (
+            is_known_to_divide(self.model)
+            and self.stages.normalization(of_slices=True) is not None
+            and not _parts_have_own_statistics(self.model)
+        )
 
     def __call__(self, batch: Batch, update: bool) -> Conclusion | None:
         """Sees a batch before its step runs; with the first update, returns what follows from a difference, if any."""
         size, parts = part_size(self.model, self.stages, batch)
         normalize, rows = self.stages.normalization(of_slices=True), local_rows(batch)
-        if self._window is None or parts == 1 or normalize is None or rows is None:
+        if self._window is None or parts == 1 or rows is None:
             self._window = None
             return None
         self._window = [*self._window, rows][:MOST_PARTS]
@@ -59,8 +75,16 @@ class FirstBatchProof:
             return None
         window, self._window = join_rows(self._window), None
         if overrides_train_step(self.model):
-            return functools.partial(self._prove_step, window, size, parts, normalize)
-        return _prove(self.model, window, size, parts, normalize, whole_losses=not self.stages.combine)
+            return functools.partial(self._prove_step, window, size, parts, normalize) if normalize else None
+        if normalize is None:
+            return functools.partial(_measure, self.model, window, size, parts, equal=self._equal)
+        conclusion = _prove(self.model, window, size, parts, normalize, whole_losses=not self.stages.combine)
+        return conclusion or functools.partial(_measure, self.model, window, size, parts, normalize)
+
+    @property
+    def _equal(self) -> str:
+        """What counts all parts alike."""
+        return "weighting='uniform'" if self.stages.apply else _NOT_EXACT
 
     def _prove_step(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
         """Proves the model's own `train_step`, once it is analyzed."""
@@ -110,6 +134,45 @@ def _prove(
     log_once(model, f"{difference}, so the loss of {model.name!r} is computed on the outputs of whole batches.")
     require_whole_losses(model)
     return None
+
+
+def _parts_have_own_statistics(model: keras.Model) -> bool:
+    """Whether layers normalize each part of a batch with its own statistics, as was warned of."""
+    layers = layers_of_batch_statistics(model)
+    # What replicas synchronize isn't computed here.
+    replicas = model.distribute_strategy.num_replicas_in_sync > 1
+    return bool(layers) and not (replicas and any(each.synchronized for each in layers))
+
+
+def _measure(
+    model: keras.Model,
+    data: Batch,
+    size: int,
+    parts: int,
+    normalize: LossNormalization | None = None,
+    equal: str | None = None,
+) -> None:
+    """Says by how much what was warned of, or stated, changes the gradient of the first batch.
+
+    Args:
+        model, data, size, parts: As in `find_difference`.
+        normalize: Computes the weight of a part; all weigh alike, if `None`.
+        equal: What the user has written so that they do.
+    """
+    if equal and not (equal == _NOT_EXACT and _sums(model, data)):
+        difference = find_difference(model, data, size, parts, None)
+        if difference is not None:
+            warn_once(model, f"{difference}, with {equal}, which counts all parts alike.")
+    if _parts_have_own_statistics(model):
+        difference = measure_batch_statistics(model, data, size, parts, normalize)
+        if difference is not None:
+            warn_once(model, f"{difference}, as BatchNormalization normalizes each part with its own statistics.")
+
+
+def _sums(model: keras.Model, data: Batch) -> bool:
+    """Whether the loss is a sum, which isn't divided by the number of replicas."""
+    trial = None if is_summed(model) else find_weightings(model, step_arguments(data))
+    return trial is None or trial.fitting == [WEIGHTINGS["sum"]]
 
 
 def _refuse(message: str) -> None:

@@ -78,7 +78,7 @@ def is_known_to_divide(model: keras.Model) -> bool:
 
 
 def find_difference(
-    model: keras.Model, data: Batch, size: int, parts: int, normalize: LossNormalization
+    model: keras.Model, data: Batch, size: int, parts: int, normalize: LossNormalization | None
 ) -> Difference | None:
     """Computes rows of the first batch whole and in parts; `None` if only rounding or randomness sets them apart.
 
@@ -87,7 +87,7 @@ def find_difference(
         data: The first batch.
         size: The rows that one part holds.
         parts: The number of parts of an update.
-        normalize: Computes the weight of a part.
+        normalize: Computes the weight of a part; all weigh alike, if `None`.
     """
 
     def find(cut: RowCut) -> Difference | None:
@@ -126,11 +126,39 @@ def find_layer_that_mixes(model: keras.Model, data: Batch, size: int) -> str | N
     return run_trial(lambda _: find(), 0, otherwise=None, question=None)
 
 
-class _DividedPass:
-    """Computes the gradient of the weights, and what the loss is divided by, of the whole and of its parts."""
+def measure_batch_statistics(
+    model: keras.Model, data: Batch, size: int, parts: int, normalize: LossNormalization | None
+) -> Difference | None:
+    """How far normalizing parts with their own statistics takes their gradient from that of the whole.
 
-    def __init__(self, model: keras.Model, normalize: LossNormalization, total: int):
-        self.model, self.normalize, self.total = model, normalize, total
+    Where a whole batch takes too many bytes, fewer parts do, or the halves of one part.
+    """
+
+    def measure(rows: Batch) -> Difference | None:
+        count, cut = row_count(rows), RowCut.of_parts(row_count(rows), size, parts)
+        division = _DividedPass(model, normalize, len(cut.rows), as_trained=True)
+        fitting = MOST_BYTES // bytes_of(division.graph(take_rows(rows, 0, size)))
+        if fitting < len(cut.bounds):
+            if fitting < 2 and size == 1:
+                return None
+            cut = RowCut.of_parts(count, size, fitting) if fitting > 1 else RowCut.of_parts(count, size // 2, 2)
+            if division.draws:
+                division = _DividedPass(model, normalize, len(cut.rows), as_trained=True)
+        return division.difference(rows, cut)
+
+    return run_trial(measure, data, otherwise=None, question=None)
+
+
+class _DividedPass:
+    """Computes the gradient of the weights, and what the loss is divided by, of the whole and of its parts.
+
+    If `as_trained`, with batch statistics, and with the weights as they are.
+    """
+
+    def __init__(
+        self, model: keras.Model, normalize: LossNormalization | None, total: int, *, as_trained: bool = False
+    ):
+        self.model, self.normalize, self.total, self.as_trained = model, normalize, total, as_trained
         self.half_precision = uses_half_precision(model)
         self.draws = False
         # Parts that draw random numbers draw those for their rows.
@@ -141,14 +169,25 @@ class _DividedPass:
         rows = self.prepare(cut.take(data), cut)
         if rows is None:
             return None
+        whole, total = self.gradients(rows, cut)
+        error = compare_gradients(whole, total, self._changed(rows), half_precision=self.half_precision)
+        return Difference(error, len(cut.rows), len(cut.bounds)) if error else None
+
+    def difference(self, data: Batch, cut: RowCut) -> Difference | None:
+        """The difference of the parts from the whole, rounding and all; `None` if there is no gradient."""
+        whole, total = self.gradients(cut.take(data), cut)
+        error = _relative_error(whole, total)
+        return None if error is None else Difference(error, len(cut.rows), len(cut.bounds))
+
+    def gradients(self, rows: Batch, cut: RowCut) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """The gradient of the whole, and the weighted sum of the parts' gradients."""
         whole, divisor = self.run(rows, 0)
         total = [np.zeros_like(each) for each in whole]
         for start, stop in cut.bounds:
             gradient, part = self.run(take_rows(rows, start, stop), start)
             share = part / divisor if divisor else 1.0
             self.add(total, gradient, share, start, stop)
-        error = compare_gradients(whole, total, self._changed(rows), half_precision=self.half_precision)
-        return Difference(error, len(cut.rows), len(cut.bounds)) if error else None
+        return whole, total
 
     def prepare(self, rows: Batch, cut: RowCut) -> Batch | None:
         """What the gradient is computed from, if it can be."""
@@ -175,7 +214,9 @@ class _DividedPass:
     def _function_of(self, first: int) -> PureFunction:
         key = first if self.draws else 0
         if key not in self._functions:
-            self._functions[key] = PureFunction(self.model, functools.partial(self.compute, first), any_rows=True)
+            self._functions[key] = PureFunction(
+                self.model, functools.partial(self.compute, first), any_rows=True, as_trained=self.as_trained
+            )
         return self._functions[key]
 
     def compute(self, first: int, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -196,6 +237,8 @@ class _DividedPass:
             loss = self.model._compute_loss(**arguments, training=True)
         # Of an unreduced loss, Keras differentiates the sum.
         total = tf.cast(tf.reduce_sum(loss), "float32")
+        if self.normalize is None:
+            return total, tf.constant(float(row_count(arguments["x"])))
         weight = self.normalize.of_computed_loss(self.model, arguments, terms)
         return total, tf.zeros([]) if weight.summed else tf.cast(weight.value, "float32")
 
@@ -213,7 +256,7 @@ class _DividedPass:
 class _DividedLoss(_DividedPass):
     """Computes the gradient of the outputs alone: a whole batch's outputs fit where its activations don't."""
 
-    def __init__(self, model: keras.Model, normalize: LossNormalization, total: int, most_bytes: int):
+    def __init__(self, model: keras.Model, normalize: LossNormalization | None, total: int, most_bytes: int):
         super().__init__(model, normalize, total)
         self.most_bytes = most_bytes
 
@@ -276,18 +319,20 @@ def compare_gradients(
         half_precision: Whether they were computed in half precision.
     """
 
-    def distance(one: list[np.ndarray], other: list[np.ndarray]) -> float:
-        return _norm([first - second for first, second in zip(one, other, strict=True)])
+    error = _relative_error(whole, total)
+    if error is None or error <= (_TOLERANCE_OF_HALF_PRECISION if half_precision else _TOLERANCE):
+        return 0.0
+    noise = max((_relative_error(whole, each) or 0.0 for each in changed), default=0.0)
+    return 0.0 if error <= _TIMES_NOISE * noise else error
 
+
+def _relative_error(whole: list[np.ndarray], other: list[np.ndarray]) -> float | None:
+    """The norm of the difference over the norm of the whole; `None` if that is 0 or not finite."""
     norm = _norm(whole)
     if not np.isfinite(norm) or not norm:
         # Nothing can be learned from it, nor by the model.
-        return 0.0
-    error = distance(whole, total) / norm
-    if error <= (_TOLERANCE_OF_HALF_PRECISION if half_precision else _TOLERANCE):
-        return 0.0
-    noise = max((distance(whole, each) for each in changed), default=0.0) / norm
-    return 0.0 if error <= _TIMES_NOISE * noise else error
+        return None
+    return _norm([first - second for first, second in zip(whole, other, strict=True)]) / norm
 
 
 def _norm(tensors: list[np.ndarray]) -> float:

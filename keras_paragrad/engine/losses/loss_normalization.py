@@ -13,7 +13,7 @@ from keras_paragrad.compat.types import Batch, LossArguments
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, UnknownDivisorError, gradient_divisor_of
 from keras_paragrad.engine.losses.refusals import IndivisibleError, Refusals, problem_of, seen
-from keras_paragrad.engine.losses.terms import LossTerm
+from keras_paragrad.engine.losses.terms import LossTerm, loss_weights_of
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, DivisorFunction, Weighting, step_arguments, weighting_of
 from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.probes.weighting_trial import WeightingTrial, try_weightings
@@ -247,12 +247,12 @@ def scale_by_replicas(
         if trial is not None and trial.fitting == [WEIGHTINGS["sum"]]:
             return loss, WEIGHTINGS["sum"].normalizer(arguments)
         return loss * tf.cast(share, loss.dtype), None
-    flat = model._compile_loss._flat_losses
-    factors = [1.0 if each.loss_weights is None else each.loss_weights for each in flat]
+    factors = loss_weights_of(model)
     scaled = loss * tf.cast(share, loss.dtype)
     for place, term in enumerate(terms):
         if term.is_sum:
-            scaled += tf.cast(term.result * factors[place % len(factors)] * (1 - share), loss.dtype)
+            factor = tf.cast(factors[place % len(factors)], term.result.dtype)
+            scaled += tf.cast(term.result * factor * (1 - share), loss.dtype)
     return scaled, None
 
 

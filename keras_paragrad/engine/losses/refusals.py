@@ -1,5 +1,6 @@
 """What is refused of a model whose parts of a batch can't be combined into the whole, and what is advised instead."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import keras
@@ -118,14 +119,24 @@ def seen(trial: WeightingTrial) -> str:
     )
 
 
-def warn_of_batch_statistics(model: keras.Model) -> None:
-    """Warns of layers that normalize with batch statistics, which differ between a batch and its parts."""
+def layers_of_batch_statistics(model: keras.Model) -> list[keras.layers.BatchNormalization]:
+    """The layers that normalize with batch statistics, which differ between a batch and its parts."""
     layers = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
-    names = [layer.name for layer in layers if layer.trainable]
-    if names:
+    return [layer for layer in layers if layer.trainable]
+
+
+def count_layers(layers: Sequence[keras.layers.BatchNormalization], verb: str) -> str:
+    """These layers by their number, as the subject of a sentence: a model has dozens."""
+    return f"{len(layers)} BatchNormalization layer{'s' * (len(layers) > 1)} {verb}{'s' * (len(layers) == 1)}"
+
+
+def warn_of_batch_statistics(model: keras.Model) -> None:
+    """Warns that parts of a batch are normalized with their own statistics."""
+    if layers := layers_of_batch_statistics(model):
         warn_once(
             model,
-            f"{', '.join(names)} normalize with the statistics of each micro-batch, so training differs from training "
-            "on whole batches. Use GroupNormalization, or set trainable=False on these layers.",
+            f"{count_layers(layers, 'normalize')} with the statistics of each micro-batch, so training differs from "
+            "training on whole batches. keras_paragrad.memory.recompute(model) saves memory on whole batches, and is "
+            "exact. With micro-batches, use GroupNormalization, or set trainable=False on these layers.",
             stacklevel=3,
         )

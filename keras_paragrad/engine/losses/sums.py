@@ -8,22 +8,24 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.model import overrides_compute_loss
+from keras_paragrad.compat.types import Scalar
 from keras_paragrad.compat.variables import SavedVariables
 from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, UnknownDivisorError, divisor_of
-from keras_paragrad.engine.losses.terms import LossTerm
+from keras_paragrad.engine.losses.terms import LossTerm, loss_weights_of
 
 
 class LossForm(NamedTuple):
     """How to read the `LossSums` of a batch; the same for all its parts.
 
     Attributes:
-        factors: The weight of each output's loss in the total, to which the first numerator is added.
+        factors: The weight of each output's loss in the total, to which the first numerator is added: a number, or a
+            variable of the user's, whose value is read where the total is computed.
         called: For each output, whether its loss was computed.
         by_rows: For each output, whether Keras's tracker of its loss counts rows instead of batches.
         proportional: Whether every loss is divided by a fixed multiple of the rows.
     """
 
-    factors: tuple[float, ...]
+    factors: tuple[Scalar, ...]
     called: tuple[bool, ...]
     by_rows: tuple[bool, ...]
     proportional: bool
@@ -72,7 +74,8 @@ def total_losses(vector: tf.Tensor, form: LossForm) -> tuple[tf.Tensor, tf.Tenso
     entries = 1 + len(form.factors)
     numerators, divisors, rows = tf.split(vector, [entries, entries, 1])
     values = tf.where(divisors == 0, numerators, tf.math.divide_no_nan(numerators, divisors))
-    total = values[0] + tf.reduce_sum(values[1:] * tf.constant(form.factors, values.dtype, (entries - 1,)))
+    factors = tf.convert_to_tensor([tf.cast(each, values.dtype) for each in form.factors], values.dtype)
+    total = values[0] + tf.reduce_sum(values[1:] * tf.reshape(factors, (entries - 1,)))
     return tf.concat([[total], values[1:]], 0), rows[0]
 
 
@@ -124,9 +127,8 @@ class _Outputs:
 
     def __init__(self, model: keras.Model, terms: Sequence[LossTerm], unknown: tf.Tensor, divided: bool, dtype: str):
         count = outputs_of(model)
-        flat = model._compile_loss._flat_losses if count else []
         zero = tf.constant(0, dtype)
-        self.factors = [1.0 if each.loss_weights is None else float(each.loss_weights) for each in flat]
+        self.factors = loss_weights_of(model) if count else []
         self.called = [False] * count
         self.by_rows = [bool(model.run_eagerly)] * count
         self.numerators, self.divisors = [zero] * count, [zero] * count
@@ -136,7 +138,7 @@ class _Outputs:
             # A custom `compute_loss` may call the compiled losses several times: their mean is logged.
             index = position % count
             value = _mean(term.result, dtype)
-            self.weighted.append(value * self.factors[index])
+            self.weighted.append(value * tf.cast(self.factors[index], dtype))
             self.called[index] = True
             self.by_rows[index] |= term.result.shape.rank != 0
             scaled, divisor = self._divisor(term, unknown, dtype)

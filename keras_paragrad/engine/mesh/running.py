@@ -20,7 +20,13 @@ from keras_paragrad.engine.step.building import build_from_data
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.storage.dtensor import Axes, Mesh, axis_size, distribute, gather, on_mesh
 from keras_paragrad.storage.mesh_variable import MeshVariable
-from keras_paragrad.storage.model_variables import accumulated_variables, rename_keys, replace_value, training_variables
+from keras_paragrad.storage.model_variables import (
+    accumulated_variables,
+    build_optimizer,
+    rename_keys,
+    replace_value,
+    training_variables,
+)
 
 # The mesh axes that divide a variable's dimensions, and whether steps read it whole.
 Placement = tuple[Axes, bool]
@@ -162,13 +168,19 @@ class ModelOnMesh:
                 f"({type(getattr(stages, name)).__name__}) has not been compared with one device. Leave it out, or "
                 'train with DistributedFit("mirrored", shard="parameters").'
             )
-        return self._wrap(step, lambda data: self.check(data, self))
+
+        def prepare(data: Batch) -> None:
+            build_optimizer(self.model)
+            self.put_variables()
+            self.check(data, self)
+
+        return self._wrap(step, prepare)
 
     def wrap_evaluation_step(self, step: Step) -> Step:
         """Makes a compiled evaluation step run on the mesh, with batches of any size."""
-        return self._wrap(step, lambda data: None)
+        return self._wrap(step, lambda data: self.put_variables())
 
-    def _wrap(self, step: Callable[[Batch], Structure], check: Callable[[Batch], None]) -> Callable[[Batch], Any]:
+    def _wrap(self, step: Callable[[Batch], Structure], prepare: Callable[[Batch], None]) -> Callable[[Batch], Any]:
         """Moves batches to the mesh for a step, and its logs back; prepares the model with the first batch."""
         ready = False
 
@@ -178,8 +190,7 @@ class ModelOnMesh:
                 # A step can't create variables on the mesh, such as those of metrics.
                 build_from_data(self.model, data_batch=data)
                 StepBuilder.of(self.model).make_loss_window()
-                self.put_variables()
-                check(data)
+                prepare(data)
                 ready = True
             batch = self.batch(data)
             with on_mesh(self.mesh), explaining_errors(self.model):

@@ -17,6 +17,7 @@ import tensorflow as tf
 from keras_paragrad.compat.model import all_layers, all_variables
 from keras_paragrad.compat.types import Array, Batch, Structure
 from keras_paragrad.compat.workers import local_replica_values
+from keras_paragrad.engine.losses.terms import loss_weights_of
 from keras_paragrad.engine.step.operations import assigned_resources
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.storage.sharded import sharded_value
@@ -175,18 +176,27 @@ class PureFunction:
         model: A built layer or model.
         compute: Maps data to nested tensors. Traced, as in `fit`.
         any_rows: Whether to trace it once for any number of rows, unless it needs to know the number.
+        as_trained: Whether batch normalization uses the statistics of its batch, and weights stay as they are.
 
     Attributes:
         variables: All variables of the model.
         start: Their current values.
     """
 
-    def __init__(self, model: keras.layers.Layer, compute: Callable[[Any], Any], *, any_rows: bool = False):
+    def __init__(
+        self,
+        model: keras.layers.Layer,
+        compute: Callable[[Any], Any],
+        *,
+        any_rows: bool = False,
+        as_trained: bool = False,
+    ):
         if not model.built:
             raise Inconclusive("the model is not built")
-        self.model, self.compute, self._any_rows = model, compute, any_rows
+        self.model, self.compute, self._any_rows, self.as_trained = model, compute, any_rows, as_trained
         self.variables = all_variables(model)
-        self.start = [value_of(variable) for variable in self.variables]
+        self.start = [value_of(variable, replace_tiny=not as_trained) for variable in self.variables]
+        self.loss_weights = _values_of_loss_weights(model, replace_tiny=not as_trained)
         # In a graph of its own, so that the `tf.function`s of the model are traced for the trial alone.
         self._function = tf.function(self._compute, autograph=False)
 
@@ -239,7 +249,12 @@ class PureFunction:
         """Runs the computation with given values of the variables; returns its results and their new values."""
         mapping = list(zip(self.variables, state, strict=True))
         with untouched(self.model, _KnownVariablesScope(mapping, collect_losses=True)) as scope:
-            normalize_by_moving_statistics(self.model)
+            if not self.as_trained:
+                normalize_by_moving_statistics(self.model)
+            if self.loss_weights:
+                compiled = self.model._compile_loss
+                pairs = zip(compiled._flat_losses, self.loss_weights, strict=True)
+                compiled._flat_losses = [each._replace(loss_weights=weight) for each, weight in pairs]
             results = self.compute(data)
             after = [scope.get_current_value(variable) for variable in self.variables]
             # Variables among the results have their values only in this scope.
@@ -285,8 +300,8 @@ def _call_for_inference(call: Callable[..., Structure], *arguments: Any, **keywo
     return call(*arguments, **{**keywords, "training": False})
 
 
-def value_of(variable: keras.Variable) -> tf.Tensor:
-    """A variable's value on the first local replica; random values in place of weights near zero.
+def value_of(variable: keras.Variable, *, replace_tiny: bool = True) -> tf.Tensor:
+    """A variable's value on the first local replica; if `replace_tiny`, random in place of weights near zero.
 
     Of a variable in shards it is the whole, and random where workers would have to gather it.
     """
@@ -306,10 +321,26 @@ def value_of(variable: keras.Variable) -> tf.Tensor:
         if np.prod(variable.shape) > _MOST:
             raise Inconclusive(f"{variable.path} is in shards, and large")
         return _draw_weight(variable, value.dtype)
-    if not variable.trainable or value.shape.num_elements() > _SMALL_VARIABLE or not value.dtype.is_floating:
+    if (
+        not (replace_tiny and variable.trainable)
+        or value.shape.num_elements() > _SMALL_VARIABLE
+        or not value.dtype.is_floating
+    ):
         return value
     tiny = tf.reduce_max(tf.abs(value)) < _TINY if value.shape.num_elements() else False
     return _draw_weight(variable, value.dtype) if tiny else value
+
+
+def _values_of_loss_weights(model: keras.layers.Layer, *, replace_tiny: bool) -> list[float]:
+    """The weights of the compiled losses, if some are variables; if `replace_tiny`, 1 in place of those near 0."""
+    if not getattr(model, "_compile_loss", None) or not model._compile_loss._flat_losses:
+        return []
+    weights = loss_weights_of(model)
+    if not any(isinstance(each, (keras.Variable, tf.Variable)) for each in weights):
+        return []
+    local = [local_replica_values(each.value if isinstance(each, keras.Variable) else each)[0] for each in weights]
+    values = [float(tf.convert_to_tensor(each)) for each in local]
+    return [1.0 if replace_tiny and abs(each) < _TINY else each for each in values]
 
 
 def _draw_weight(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:

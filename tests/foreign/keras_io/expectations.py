@@ -55,7 +55,7 @@ LOSS = "defines its own compute_loss"
 TRIAL = "The weighted gradients of the parts don't sum to that of the whole"
 WINDOWS, PHASES = "are not there at the same time", "micro-batches can't be accumulated one after the other"
 STATE = "which gives another state than one update with the whole batch"
-BATCHES = "normalize with the statistics of each micro-batch"
+BATCHES = "with the statistics of each micro-batch"
 
 
 def refused(says: str, ways: tuple[str, ...] = PARTS) -> dict[str, Outcome]:
