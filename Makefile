@@ -25,7 +25,7 @@ CONSTRAINTS := $(or $(constraints-$(RELEASES)),$(error RELEASES is pinned, oldes
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
 
-.PHONY: demo browser docs lint release-check test-fast test test-all soak durations gpu mutants bench bench-peers exactness census clean FORCE
+.PHONY: demo browser docs lint release-check test-fast test test-all soak durations gpu mutants fuzz bench bench-peers exactness census clean FORCE
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -95,6 +95,14 @@ SEED ?=
 
 soak: .venv/.wheel
 	PYTHONPATH=tests $(BIN)/python -P tests/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+# Random trainings under random components, beside plain Keras on one device: `make fuzz MINUTES=60 SEED=4`. One case again:
+# `make fuzz CASE=17`, or the settings that a finding ends with.
+CASE ?=
+
+fuzz: export CASE := $(CASE)
+fuzz: .venv/.wheel
+	PYTHONPATH=tests $(BIN)/python -P tests/fuzz/run.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 # The documentation as a site, which needs no server and no network. The first time it runs the tutorials, a minute each.
 docs: .venv/.wheel

@@ -17,6 +17,7 @@ from keras_paragrad.storage.sharded import sharded_value
 KINDS = {
     "autoencoder": (models.Autoencoder,),
     "sum": (models.SummedAutoencoder,),
+    "counted sum": (models.CountedSum,),
     "gan": (models.Gan,),
     "wgan": (models.Gan, 2, 10.0, 0.3),
     "diffusion": (models.Diffusion,),
@@ -144,6 +145,17 @@ def test_slices_on_replicas(name):
     """Also with a last batch of one row, of which a replica gets none."""
     expected = fitted(compiled(*KINDS[name], jit_compile=False), 31)
     compare(on_replicas(name, 3, 31), expected)
+
+
+@pytest.mark.slow(30)
+@pytest.mark.own_process
+def test_sums_that_a_mean_counts_by_rows():
+    expected = fitted(compiled(models.CountedSum, jit_compile=False))
+    ours = compiled(models.CountedSum, jit_compile=False)
+    with microbatch(ours, 4):
+        compare(fitted(ours), expected)
+    compare(on_replicas("counted sum"), expected)
+    compare(on_replicas("counted sum", 3), expected)
 
 
 def clipping(**clip):

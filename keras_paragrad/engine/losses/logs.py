@@ -215,6 +215,11 @@ def _as_scalar(value: Scalar) -> tf.Tensor:
     return tf.zeros((), value.dtype) if value.shape == (0,) else value
 
 
+def _sum_of_batch(part: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
+    """What a part's sum is for a whole batch, whose mean over the parts by rows is the batch's sum."""
+    return tf.math.divide_no_nan(part, tf.cast(share, part.dtype))
+
+
 class _ReducingMetrics(MethodPatch):
     """Makes a model's metrics return results over all replicas."""
 
@@ -246,13 +251,17 @@ class _ReducingMetrics(MethodPatch):
     ) -> None:
         """Updates a `Mean` with values per example as before, and with a scalar reduced over the replicas."""
         values = _as_scalar(values)
-        if values.shape.rank != 0 or sample_weight is not None or is_trial():
+        if values.shape.rank != 0 or is_trial():
             update(values, sample_weight=sample_weight)
             return
-        # A scalar for the whole batch, which counts once.
         reducer = self.reducers[replica_index()]
         what = f"the update of {metric.name!r}"
-        update(reducer.reduce(values, what), sample_weight=reducer.weight(what)[0])
+        if sample_weight is None:
+            # A scalar for the whole batch, which counts once.
+            values, sample_weight = reducer.reduce(values, what), reducer.weight(what)[0]
+        elif reducer.summed:
+            values = _sum_of_batch(values, reducer.weight(what)[0])
+        update(values, sample_weight=sample_weight)
 
 
 @contextlib.contextmanager
@@ -281,11 +290,10 @@ class _WeightedMeans(MethodPatch):
 
     def _update_mean(self, update: Callable[..., None], values: Scalar, sample_weight: tf.Tensor | None = None) -> None:
         values = tf.convert_to_tensor(values)
-        if values.shape.rank == 0 and sample_weight is None:
-            sample_weight = self.shares[replica_index()]
-            if self.summed:
-                values = tf.math.divide_no_nan(values, tf.cast(sample_weight, values.dtype))
-        update(values, sample_weight=sample_weight)
+        share = self.shares[replica_index()]
+        if values.shape.rank == 0 and self.summed:
+            values = _sum_of_batch(values, share)
+        update(values, sample_weight=share if values.shape.rank == 0 and sample_weight is None else sample_weight)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,164 @@
+"""What becomes of a case: the same as plain Keras, refused, by design, or a finding."""
+
+import logging
+import os
+import re
+import time
+import traceback
+import warnings
+from typing import Any
+
+# TensorFlow is set up by the process that runs a case, before these are used.
+import keras
+import numpy as np
+import tensorflow as tf
+from fuzz.cases import Case, read, settled
+from fuzz.rules import applying
+from fuzz.trainings import DEVICES, OurTraining, Trained, Training
+
+# Of how far a training has moved the weights, and of what it shows. Float32 rounds the sums of a batch and of its parts
+# differently: plain Keras with the rows of each batch in another order is as far off.
+TOLERANCE = 5e-5
+_FRAME = re.compile(r'^\s*File "([^"]+)", line', re.MULTILINE)
+
+
+def outcome(text: str) -> dict[str, Any]:
+    """Runs a case in this process, which does nothing else.
+
+    Returns:
+        Its `kind`; what it is `about`, in a line; all that was `said`; the largest `error`; and the `seconds` it took.
+    """
+    _set_up()
+    case, began = read(text), time.monotonic()
+    found = _judged(case)
+    return {**found, "seconds": time.monotonic() - began}
+
+
+def _set_up() -> None:
+    devices = [tf.config.LogicalDeviceConfiguration()] * len(DEVICES)
+    tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
+    # So that who raised an error can be told.
+    keras.config.disable_traceback_filtering()
+    tf.debugging.disable_traceback_filtering()
+
+
+def _judged(case: Case) -> dict[str, Any]:
+    rules = applying(case)
+    said: list[str] = []
+    logger, handler = logging.getLogger("keras_paragrad"), _Kept(said)
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = OurTraining(case).run()
+        said += [str(each.message) for each in caught]
+    except Exception as error:
+        return _of_error(case, error)
+    finally:
+        logger.removeHandler(handler)
+    try:
+        expected = _expected(case)
+    except Exception as error:
+        return _verdict("KERAS FAILS", said="".join(traceback.format_exception(error)), about=_first_line(error))
+    skipped = {name for rule in rules for name in rule.without}
+    unsaid = [rule.warned for rule in rules if rule.warned and not any(rule.warned in each for each in said)]
+    if unsaid:
+        return _verdict("DIFFERS", about=f"no warning says {unsaid[0]!r}")
+    parts = errors(found, expected, watched=case["watch"] != "nothing")
+    wrong = {name: error for name, error in parts.items() if name.split()[0] not in skipped}
+    worst = max(wrong, key=lambda name: wrong[name])
+    if wrong[worst] > TOLERANCE or not np.isfinite(wrong[worst]):
+        numbers = ", ".join(f"{name} {error:.1e}" for name, error in wrong.items())
+        return _verdict("DIFFERS", about=f"{worst} by {wrong[worst]:.1e}", said=numbers, error=wrong[worst])
+    about = "; ".join(f"{rule.page}: {rule.says}" for rule in rules)
+    return _verdict("by design" if rules else "same", about=about, error=wrong[worst])
+
+
+def _expected(case: Case) -> Trained:
+    rules = applying(case)
+    plain = settled({**case, **{name: value for rule in rules for name, value in rule.reference.items()}})
+    # Keras counts otherwise in compiled steps: updates of data of unknown length, and rows in the loss of one output.
+    compiled = plain["data"] == "unknown length" or plain["model"] == "two outputs"
+    return Training(plain, compiled, any(rule.summed for rule in rules)).run()
+
+
+def errors(found: Trained, expected: Trained, watched: bool = False) -> dict[str, float]:
+    """How far each part of what a training shows is off, as a share of what it should be."""
+    moved = _distance(expected.weights, expected.start)
+    shown = {name: (found.history.get(name, []), each) for name, each in expected.history.items()}
+    if not watched:
+        # Callbacks of ours show more.
+        shown |= {name: (each, []) for name, each in found.history.items() if name not in shown}
+    names = expected.evaluate.keys() == found.evaluate.keys()
+    evaluated = [_relative([found.evaluate[name]], [each]) for name, each in expected.evaluate.items()] if names else []
+    return {
+        "start": _distance(found.start, expected.start),
+        "updates": float(found.updates != expected.updates),
+        "weights": _distance(found.weights, expected.weights) / max(moved, 1e-2),
+        **{f"history of {name}": _relative(*each) for name, each in shown.items()},
+        "evaluate": max(evaluated, default=float("inf")),
+        "predict": _relative(found.predict, expected.predict),
+    }
+
+
+def _distance(one: list[np.ndarray], other: list[np.ndarray]) -> float:
+    if [each.shape for each in one] != [each.shape for each in other]:
+        return float("inf")
+    return float(np.sqrt(sum(np.square(a - b, dtype="float64").sum() for a, b in zip(one, other, strict=True))))
+
+
+def _relative(found: Any, expected: Any) -> float:
+    found, expected = np.asarray(found, "float64"), np.asarray(expected, "float64")
+    if found.shape != expected.shape:
+        return float("inf")
+    return float((np.abs(found - expected) / np.maximum(1.0, np.abs(expected))).max(initial=0.0))
+
+
+def _of_error(case: Case, error: Exception) -> dict[str, Any]:
+    """A refusal is raised by the package; what plain Keras raises too is no case."""
+    said = "".join(traceback.format_exception(error))
+    frames = _FRAME.findall(said)
+    ours = (
+        bool(frames) and "/keras_paragrad/" in frames[-1] and isinstance(error, (ValueError, RuntimeError, TypeError))
+    )
+    if ours:
+        return _verdict("refused", about=_first_line(error), said=said)
+    try:
+        Training(settled(case), compiled=True).run()
+    except Exception as plain:
+        return _verdict("KERAS FAILS", about=_first_line(plain), said=said)
+    return _verdict("FAILS", about=f"{type(error).__name__}: {_first_line(error)}", said=said)
+
+
+def _verdict(kind: str, about: str = "", said: str = "", error: float = 0.0) -> dict[str, Any]:
+    return {"kind": kind, "about": about, "said": said, "error": error}
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # Of an error in a traced function, the story comes before what it says.
+    last = [line for line in lines if not line.startswith(("File ", "in user code", "raise", "*", "Traceback"))]
+    return ((last[-1] if lines and lines[0].startswith("in user code") else lines[0]) if last else "")[:300]
+
+
+class _Kept(logging.Handler):
+    def __init__(self, said: list[str]):
+        super().__init__(logging.INFO)
+        self.said = said
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said.append(record.getMessage())
+
+
+def outside(text: str, seconds: float) -> dict[str, Any]:
+    """The outcome of a case that is run in a process of its own, for so many seconds at most."""
+    import own_process
+
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "TF_ENABLE_ONEDNN_OPTS": "1"}
+    environment |= {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")}
+    environment |= {"DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION": "0"}
+    try:
+        return own_process.call(outcome, text, [environment], seconds)[0]
+    except RuntimeError as error:
+        kind = "NO END" if "not done in time" in str(error) else "CRASH"
+        return {**_verdict(kind, about=str(error)), "seconds": seconds}
