@@ -8,11 +8,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_paragrad.compat.compiled_call import can_compile_by_layer, compiled_call, is_compiled_by_layer
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.private import get_stateless_scope, in_stateless_scope, in_symbolic_scope
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.storage.creation import may_be_in_shards

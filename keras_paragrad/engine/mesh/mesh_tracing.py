@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import distribution_lib
 
 from keras_paragrad.compat.layers import attributes
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.private import distribution_lib
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.mesh.equivalents import substituted_operations
 from keras_paragrad.engine.mesh.pinning import pinning_between_layers

@@ -9,11 +9,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import reduce_per_replica
-from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
 from keras_paragrad.compat.collectives import first_replica_values
 from keras_paragrad.compat.model import begins_epoch
+from keras_paragrad.compat.private import NO_INLINE, reduce_per_replica
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.division.first_batch import Conclusion, FirstBatchProof
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
