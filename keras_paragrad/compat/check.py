@@ -19,7 +19,7 @@ import tensorflow as tf
 from keras_paragrad.compat.names import NAMES, Hook
 
 # What `make compat` finds nothing missing in.
-KNOWN_TO_WORK = "keras 3.15 with tensorflow 2.21"
+KNOWN_TO_WORK = "keras 3.10 with tensorflow 2.19, 3.12 with 2.20, and 3.15 with 2.21"
 # The folders that may use private names.
 _SEAM = ("compat", "engine", "storage")
 _SAMPLE = "keras_paragrad_sample"
@@ -62,7 +62,7 @@ def refuse(hooks: Iterable[Hook]) -> NoReturn:
 
 def problem(hook: Hook) -> str | None:
     """What a hook lacks: the name itself, or a parameter of it; `None` if nothing."""
-    return _PROBLEMS[hook.found](hook)
+    return None if hook.optional else _PROBLEMS[hook.found](hook)
 
 
 def forget() -> None:

@@ -248,3 +248,9 @@ def trust_equal_steps(distributed: tf.distribute.DistributedDataset) -> None:
     """Lets an iterator skip asking all replicas before each batch whether one of them has data left."""
     if hasattr(distributed, "_enable_get_next_as_optional"):
         distributed._enable_get_next_as_optional = False
+
+
+def without_optionals(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A step that gets `None` for empty optionals, as Keras's does; older releases pass batches as they are."""
+    convert = getattr(model, "_autoconvert_optionals", None)
+    return step if convert is None else convert(step)

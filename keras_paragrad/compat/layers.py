@@ -23,6 +23,10 @@ from keras_paragrad.compat.private import (
 from keras_paragrad.compat.types import Structure
 
 T = TypeVar("T")
+# None before Keras 3.12.
+REVERSIBLE_EMBEDDINGS: tuple[Any, ...] = tuple(
+    getattr(keras.layers, name) for name in ("ReversibleEmbedding",) if hasattr(keras.layers, name)
+)
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:

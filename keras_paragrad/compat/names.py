@@ -16,12 +16,14 @@ class Hook(NamedTuple):
         found: Where: `"by name"` in modules, classes and `__slots__`; `"assigned"` by a method of the class, where
             making an instance would take devices, files, collectives or time; or `"on instances"`, of a small model and
             other sample objects.
+        optional: Whether the package asks for it, and takes releases without it.
     """
 
     module: str
     path: str
     parameters: tuple[str, ...] = ()
     found: str = "by name"
+    optional: bool = False
 
 
 def _assigned(module: str, path: str) -> Hook:
@@ -84,7 +86,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
     ),
     # Steps of our own, in place of Keras's.
     "steps": (
-        Hook("keras", "Model._autoconvert_optionals", ("step_func",)),
+        Hook("keras", "Model._autoconvert_optionals", ("step_func",), optional=True),
         Hook("keras", "Model._maybe_symbolic_build", ("iterator", "data_batch")),
         Hook("keras", "Model._symbolic_build", ("data_batch",)),
         Hook("keras", "Optimizer._all_reduce_sum_gradients", ("grads_and_vars",)),
@@ -113,7 +115,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("keras.src.utils.tracking", "no_automatic_dependency_tracking"),
         Hook("tensorflow", "__internal__.tracking.AutoTrackable"),
         Hook("tensorflow.python.trackable.base", "Trackable._update_uid"),
-        _assigned("keras.optimizers", "MultiOptimizer._inner_optimizers"),
+        Hook("keras.optimizers", "MultiOptimizer._inner_optimizers", found="assigned", optional=True),
         _on_instances("keras", "Optimizer._distribution_strategy"),
         _on_instances("keras", "Optimizer._iterations"),
         _on_instances("keras", "Optimizer._trainable_variables_indices"),

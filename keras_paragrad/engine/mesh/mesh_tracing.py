@@ -76,8 +76,10 @@ def _distribution_set(distribution: keras.distribution.ModelParallel) -> Generat
 
 
 def install_distribute_tensor() -> None:
-    """Adds the function that lays outputs out, which Keras calls and lacks on TensorFlow."""
-    vars(distribution_lib).setdefault("distribute_tensor", _distribute_tensor)
+    """Adds what Keras calls and lacks on TensorFlow: laying outputs out, and before Keras 3.15 counting processes."""
+    lacking = {"distribute_tensor": _distribute_tensor, "num_processes": lambda: 1, "process_id": lambda: 0}
+    for name, function in lacking.items():
+        vars(distribution_lib).setdefault(name, function)
 
 
 def _distribute_tensor(tensors: Structure, layout: Layout) -> Structure:

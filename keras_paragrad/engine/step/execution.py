@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import first_replica_values
+from keras_paragrad.compat.data import without_optionals
 from keras_paragrad.compat.model import begins_epoch
 from keras_paragrad.compat.private import NO_INLINE, reduce_per_replica
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
@@ -63,7 +64,7 @@ class CompiledStep:
                 autograph=False,
                 experimental_attributes={NO_INLINE: True},
             )
-        compiled = model._autoconvert_optionals(guard.watch(one_step) if guard else one_step)
+        compiled = without_optionals(model, guard.watch(one_step) if guard else one_step)
         self._run = mesh.wrap(compiled) if mesh else compiled
         self._function: Any = one_step
         # TensorFlow can't pass a mesh's batches to a function.
