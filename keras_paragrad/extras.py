@@ -15,6 +15,10 @@ EXTRAS = {
 }
 
 
+# What brings a package as well: its release, in the words of pip.
+ALSO_BRINGS = {"xprof": "tensorboard-plugin-profile>=2.20.7"}
+
+
 class MissingExtraError(ModuleNotFoundError):
     """A feature needs packages that are not installed. The message gives the command that installs them."""
 
@@ -42,10 +46,12 @@ def explain_missing(feature: str, packages: Iterable[str], instead: str | None =
     "The report needs jinja2, which is not installed. Run pip install 'keras_paragrad[profile]'."
     """
     *others, last = packages
-    extras = ",".join(sorted({EXTRAS[package.partition(" ")[0]] for package in (*others, last)}))
+    missing = [package.partition(" ")[0] for package in (*others, last)]
+    extras = ",".join(sorted({EXTRAS[package] for package in missing}))
+    also = "".join(f" {ALSO_BRINGS[each]} brings {each} as well." for each in missing if each in ALSO_BRINGS)
     names = f"{', '.join(others)} and {last}, which are" if others else f"{last}, which is"
     advice = f", or {instead}" if instead else ""
-    return f"{feature} needs {names} not installed. Run pip install 'keras_paragrad[{extras}]'{advice}."
+    return f"{feature} needs {names} not installed. Run pip install 'keras_paragrad[{extras}]'{advice}.{also}"
 
 
 def require(feature: str, *packages: str, instead: str | None = None) -> None:

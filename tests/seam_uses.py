@@ -8,12 +8,15 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import tensorflow as tf
+
 import keras_paragrad
 
 PACKAGE = Path(keras_paragrad.__file__).parent
 SEAM = ("compat", "engine", "storage")
 _NAMED_TUPLE = {"_replace", "_asdict", "_fields"}
 _OURS = "_keras_paragrad"
+_PUBLIC = {("tensorflow.experimental", "dtensor")}
 _PRIVATE = re.compile(r"_[A-Za-z]\w*")
 
 
@@ -25,7 +28,14 @@ def private_imports(source: str) -> set[tuple[str, str]]:
             found |= {(node.module or "", alias.name) for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {(alias.name, "") for alias in node.names}
-    return {(module, name) for module, name in found if module.startswith(("keras.src", "tensorflow."))}
+    private = {(module, name) for module, name in found if module.startswith(("keras.src", "tensorflow."))}
+    return private - _PUBLIC
+
+
+def imports_of_ours(source: str) -> set[str]:
+    """What is taken from `compat.private`."""
+    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+    return {alias.name for node in imports if node.module == "keras_paragrad.compat.private" for alias in node.names}
 
 
 def private_attributes(source: str, module: str | None = None) -> set[str]:
@@ -55,7 +65,7 @@ def _named_by(node: ast.AST, inside: type | None) -> Iterator[str]:
         on_self = isinstance(owner, ast.Name) and last in ("self", "cls")
         if (
             node.attr == "__internal__"
-            or last == "extended"
+            or (last == "extended" and not hasattr(tf.compat.v1.distribute.StrategyExtended, node.attr))
             or (_is_private(node.attr) and not (on_self and inside and node.attr not in _foreign_names(inside)))
         ):
             yield node.attr

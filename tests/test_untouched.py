@@ -162,3 +162,11 @@ def sliced():
 def test_each_part_of_a_batch_is_counted_once(train):
     made = train()
     assert [float(each) for each in (made.get_layer("counting").number, made.loss.number)] == [4.0, 4.0]
+
+
+def test_keras_state_is_restored_after_its_session_was_cleared():
+    keras.utils.clear_session()
+    keras.layers.Dense(1)
+    with untouched(None, keras.StatelessScope()):
+        keras.layers.Dense(1)
+    assert keras.layers.Dense(1).name == "dense_1"

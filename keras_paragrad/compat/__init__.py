@@ -1,9 +1,10 @@
-"""The seam: the only package that uses private names of Keras and TensorFlow.
+"""The seam: the only package that says where private names of Keras and TensorFlow are.
 
-Importing it checks that every private hook exists, so that an unsupported release of Keras or TensorFlow gives one
-clear error instead of a traceback in the middle of training.
+Importing it looks at Keras's backend alone. A component looks for the private names that it uses when it is made, so
+that an unsupported release of Keras or TensorFlow gives one clear error instead of a traceback in the middle of
+training, and components that don't use what is missing work.
 """
 
-from keras_paragrad.compat.check import check_hooks
+from keras_paragrad.compat.check import check_backend
 
-check_hooks()
+check_backend()

@@ -7,70 +7,83 @@ import inspect
 import re
 import threading
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.names import ASSIGNED, HOOKS, OF_OBJECTS, Hook
+from keras_paragrad.compat.names import NAMES, Hook
 
-KNOWN_TO_WORK = "keras 3.15 with tensorflow 2.21"
+# What `make compat` finds nothing missing in.
+KNOWN_TO_WORK = "keras 3.10 with tensorflow 2.19, 3.12 with 2.20, and 3.15 with 2.21"
 # The folders that may use private names.
 _SEAM = ("compat", "engine", "storage")
 _SAMPLE = "keras_paragrad_sample"
 _THREAD = threading.local()
+# The parts whose names were found.
+_FOUND: set[str] = set()
 
 
-def check_hooks(hooks: Iterable[Hook] = HOOKS, assigned: Iterable[Hook] = ASSIGNED) -> None:
-    """Raises one `ImportError` naming every name of a module or class that the installed Keras and TensorFlow lack.
-
-    Args:
-        hooks: Names in modules and classes.
-        assigned: Attributes that a method of the class assigns.
-
-    Raises:
-        ImportError: A name is missing or takes other parameters, or Keras runs on another backend.
-    """
+def check_backend() -> None:
+    """Raises an `ImportError` where Keras runs on another backend."""
     if keras.backend.backend() != "tensorflow":
         raise ImportError(
             f"keras_paragrad requires Keras's TensorFlow backend, and this Keras runs on {keras.backend.backend()!r}. "
             "Set KERAS_BACKEND=tensorflow in the environment before the first `import keras`."
         )
-    _raise([*map(_problem, hooks), *map(_problem_of_code, assigned)])
 
 
-def check_objects() -> None:
-    """Raises one `ImportError` naming every attribute that instances lack; checks once per process.
+def look_for(*parts: str) -> None:
+    """Looks for the private names of some parts of the package, once per process; call it where a component is made.
+
+    Args:
+        parts: Keys of `names.NAMES`.
 
     Raises:
-        ImportError: An attribute is missing, or a small model can't be made.
+        ImportError: A name is missing or takes other parameters, or a small model can't be made to look for attributes
+            of instances. The message names all that are missing.
     """
-    # Not at import: it takes some 20 ms, and loading a model doesn't need it.
-    # Compiling the sample model may call a patched method that checks again.
-    if not getattr(_THREAD, "is_sampling", False):
-        check_samples()
+    # Compiling the sample model may call a patched method that looks again.
+    if getattr(_THREAD, "is_sampling", False):
+        return
+    if missing := [hook for part in parts if part not in _FOUND for hook in NAMES[part] if problem(hook)]:
+        refuse(missing)
+    _FOUND.update(parts)
+
+
+def refuse(hooks: Iterable[Hook]) -> NoReturn:
+    """Raises the `ImportError` of names that the installed Keras and TensorFlow lack."""
+    _raise([problem(hook) or _missing(hook) for hook in hooks])
+
+
+def problem(hook: Hook) -> str | None:
+    """What a hook lacks: the name itself, or a parameter of it; `None` if nothing."""
+    return None if hook.optional else _PROBLEMS[hook.found](hook)
+
+
+def forget() -> None:
+    """Makes `look_for` look again."""
+    _FOUND.clear()
+    samples.cache_clear()
 
 
 @functools.cache
-def check_samples() -> None:
-    """Checks the attributes of sample objects; `check_objects` without its guard against recursion."""
+def samples() -> list[object]:
+    """One instance of each class whose instances' attributes are looked for; it takes some 20 ms to make them."""
     try:
         # In another thread: Keras keeps its name counters, seeds, dtype policy and scopes by thread.
         with ThreadPoolExecutor(max_workers=1) as executor:
-            samples = executor.submit(_make_samples).result()
+            return executor.submit(_make_samples).result()
     except Exception as error:
         _raise([f"a small model can't be made ({type(error).__name__}: {error})"], error)
-    else:
-        _raise([_problem_of_object(hook, samples) for hook in OF_OBJECTS])
 
 
 def _make_samples() -> list[object]:
-    """One instance of each class in `OF_OBJECTS`."""
-    # At import, a missing name would raise before `check_hooks` can explain it.
+    # At import, a missing name would raise before `look_for` can explain it.
     from keras.src.trainers.compile_utils import CompileLoss
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
     from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
@@ -103,17 +116,16 @@ def _make_samples() -> list[object]:
         ]
 
 
-def _raise(problems: Iterable[str | None], cause: Exception | None = None) -> None:
-    missing = [problem for problem in problems if problem]
-    if missing:
-        raise ImportError(
-            f"keras_paragrad cannot work with the installed keras {keras.__version__} and tensorflow "
-            f"{tf.__version__}: {'; '.join(missing)}. Known to work: {KNOWN_TO_WORK}. "
-            "Install those, or a keras_paragrad that knows these versions."
-        ) from cause
+def _raise(problems: Iterable[str], cause: Exception | None = None) -> NoReturn:
+    raise ImportError(
+        f"keras_paragrad cannot work with the installed keras {keras.__version__} and tensorflow "
+        f"{tf.__version__}: {'; '.join(problems)}. Known to work: {KNOWN_TO_WORK}. "
+        "Install those, or a keras_paragrad that knows these versions."
+    ) from cause
 
 
-def _lookup(hook: Hook, path: str) -> Any:
+def lookup(hook: Hook, path: str) -> Any:
+    """What is at a dotted path in a hook's module."""
     value: Any = importlib.import_module(hook.module)
     for name in path.split(".") if path else ():
         value = getattr(value, name)
@@ -144,10 +156,10 @@ def _users(hook: Hook) -> str:
     return ", ".join(users(hook))
 
 
-def _problem(hook: Hook) -> str | None:
+def _problem_by_name(hook: Hook) -> str | None:
     """What a hook lacks: the name itself, or a parameter of it; `None` if nothing."""
     try:
-        value = _lookup(hook, hook.path)
+        value = lookup(hook, hook.path)
     except (ImportError, AttributeError):
         return _missing(hook)
     parameters = inspect.signature(value).parameters if hook.parameters else {}
@@ -161,7 +173,7 @@ def _problem_of_code(hook: Hook) -> str | None:
     """What is missing of a hook that a class's methods assign; `None` if nothing."""
     owner, _, attribute = hook.path.rpartition(".")
     try:
-        cls = _lookup(hook, owner)
+        cls = lookup(hook, owner)
     except (ImportError, AttributeError):
         return _missing(hook)
     return None if _assigns(cls, attribute) else _missing(hook)
@@ -179,12 +191,19 @@ def _assigns(owner: type, attribute: str) -> bool:
     )
 
 
-def _problem_of_object(hook: Hook, samples: Iterable[object]) -> str | None:
+def _problem_of_object(hook: Hook) -> str | None:
     """What is missing of a hook that only instances have, such as an attribute set in `__init__`; else `None`."""
     owner, _, attribute = hook.path.rpartition(".")
     try:
-        cls = _lookup(hook, owner)
+        cls = lookup(hook, owner)
     except (ImportError, AttributeError):
         return _missing(hook)
     # Another class's instance may have an attribute of that name.
-    return None if any(isinstance(each, cls) and hasattr(each, attribute) for each in samples) else _missing(hook)
+    return None if any(isinstance(each, cls) and hasattr(each, attribute) for each in samples()) else _missing(hook)
+
+
+_PROBLEMS: dict[str, Callable[[Hook], str | None]] = {
+    "by name": _problem_by_name,
+    "assigned": _problem_of_code,
+    "on instances": _problem_of_object,
+}

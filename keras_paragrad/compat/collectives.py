@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute.distribute_lib import StrategyBase
 
+from keras_paragrad.compat.operations import StrategyBase
 from keras_paragrad.compat.types import GradientTensor
 from keras_paragrad.compat.wait_clock import WaitClock
 

@@ -7,21 +7,21 @@ from typing import Any, Protocol, TypeAlias
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common.global_state import get_global_attribute
-from keras.src.trainers.data_adapters import get_data_adapter
-from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from keras.src.trainers.data_adapters.array_slicing import (
+
+from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.global_state import get_global_attribute
+from keras_paragrad.compat.private import (
+    ArrayDataAdapter,
+    DataAdapter,
+    GeneratorDataAdapter,
+    PyDatasetAdapter,
     TensorflowSparseWrapper,
+    auto_shard_dataset,
     convert_to_sliceable,
+    get_data_adapter,
     slice_tensorflow_sparse_wrapper,
     train_validation_split,
 )
-from keras.src.trainers.data_adapters.data_adapter import DataAdapter
-from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-from tensorflow.python.distribute.input_ops import auto_shard_dataset
-
-from keras_paragrad.compat.check import check_objects
 from keras_paragrad.compat.types import Batch, Dataset, FitData, Structure
 
 # What Keras reads the data of `fit` with.
@@ -60,7 +60,7 @@ class CustomAdapter(DataAdapter):
 
 def adapter_of(x: FitData, y: FitData, sample_weight: FitData, **options: Any) -> DataAdapter:
     """The `DataAdapter` that Keras reads the data with."""
-    check_objects()
+    look_for("data")
     return get_data_adapter(x, y, sample_weight, **options)
 
 
@@ -248,3 +248,9 @@ def trust_equal_steps(distributed: tf.distribute.DistributedDataset) -> None:
     """Lets an iterator skip asking all replicas before each batch whether one of them has data left."""
     if hasattr(distributed, "_enable_get_next_as_optional"):
         distributed._enable_get_next_as_optional = False
+
+
+def without_optionals(model: keras.Model, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A step that gets `None` for empty optionals, as Keras's does; older releases pass batches as they are."""
+    convert = getattr(model, "_autoconvert_optionals", None)
+    return step if convert is None else convert(step)

@@ -7,9 +7,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_paragrad.compat.layers import attributes
+from keras_paragrad.compat.private import in_symbolic_scope
 from keras_paragrad.compat.state import MethodPatch, patched, state_of
 from keras_paragrad.compat.types import Structure
 

@@ -7,17 +7,26 @@ from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
-from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-from keras.src.backend.common.variables import AutocastScope, get_autocast_scope
-from tensorflow.python.eager.record import could_possibly_record
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
+from keras_paragrad.compat.global_state import get_global_attribute, set_global_attribute
+from keras_paragrad.compat.private import (
+    AutocastScope,
+    GraphOrParentsInXlaContext,
+    could_possibly_record,
+    get_autocast_scope,
+    get_keras_mask,
+    get_stateless_scope,
+    in_stateless_scope,
+    in_symbolic_scope,
+    set_keras_mask,
+)
 from keras_paragrad.compat.types import Structure
 
 T = TypeVar("T")
+# None before Keras 3.12.
+REVERSIBLE_EMBEDDINGS: tuple[Any, ...] = tuple(
+    getattr(keras.layers, name) for name in ("ReversibleEmbedding",) if hasattr(keras.layers, name)
+)
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:

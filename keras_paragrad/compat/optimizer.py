@@ -10,10 +10,10 @@ from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
-from keras.src.utils.tracking import DotNotTrackScope, no_automatic_dependency_tracking
 
-from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.collectives import strategy_name
+from keras_paragrad.compat.private import DotNotTrackScope, no_automatic_dependency_tracking
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Config
 
@@ -198,7 +198,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
     """
 
     def __init__(self, inner_optimizer: keras.optimizers.Optimizer, name: str | None = None):
-        check_objects()
+        look_for("models", "steps", "accumulation")
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
         self.loss_is_scaled_outside = False

@@ -4,7 +4,7 @@ import bisect
 from collections.abc import Sequence
 from pathlib import Path
 
-from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
+from keras_paragrad.compat.private import XSpace
 
 _PICOSECONDS_PER_NANOSECOND = 1000
 

@@ -7,11 +7,9 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.saving.keras_saveable import KerasSaveable
-from tensorflow.python.framework.func_graph import FuncGraph
-from tensorflow.python.ops.resource_variable_ops import UninitializedVariable
 
 from keras_paragrad.compat.optimizer import held_optimizers, nested_optimizers
+from keras_paragrad.compat.private import FuncGraph, KerasSaveable, UninitializedVariable
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import DType
 

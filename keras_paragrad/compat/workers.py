@@ -6,9 +6,8 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
-from tensorflow.python.eager.context import context
 
+from keras_paragrad.compat.private import CollectiveAllReduceExtended, context
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import TensorVariable
 

@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
+from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.data import split_for_validation
 from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs
@@ -113,6 +114,9 @@ class DistributedFit(InNotebooks):
         self.hardware: Hardware = detect()
         self.plan: Plan = make_plan(self.hardware, self.options)
         self._parallelism = parallelism_of(self.options, self.hardware)
+        look_for("models", "steps", "data", *self._parallelism.parts)
+        if self.plan.shard.value != "none":
+            look_for("shards", "memory")
         self._strategies = self._parallelism.strategy(self.plan, self.hardware, self.options)
         # Shown by `explain` below the plan.
         self._estimate: Estimate | None = None

@@ -165,6 +165,9 @@ class Parallelism(Planner):
     ('OnTheLast', ('GPU:3',), 1)
     """
 
+    # The parts of `compat.names.NAMES` that it uses, with those of every parallelism.
+    parts: ClassVar[tuple[str, ...]] = ()
+
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
         """Creates the planned strategies, and waits for the other workers, if any.
 

@@ -8,9 +8,9 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.dtensor.python import api
 from tensorflow.experimental import dtensor  # pyright: ignore[reportMissingModuleSource]
 
+from keras_paragrad.compat.private import api
 from keras_paragrad.compat.types import Array
 
 # With this pass, the all-reduces of a step on a mesh that divides the batch give wrong sums, without an error.

@@ -8,11 +8,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.stateless_scope import get_stateless_scope, in_stateless_scope
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_paragrad.compat.compiled_call import can_compile_by_layer, compiled_call, is_compiled_by_layer
+from keras_paragrad.compat.layers import REVERSIBLE_EMBEDDINGS
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.private import get_stateless_scope, in_stateless_scope, in_symbolic_scope
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.storage.creation import may_be_in_shards
@@ -183,7 +183,7 @@ def _graph() -> tf.Graph | None:
 
 def _looks_up_rows(layer: keras.layers.Layer, missing: Sequence[ShardedVariable], keywords: dict[str, Any]) -> bool:
     """Whether a call reads only the rows of one matrix that its input names."""
-    calls = (keras.layers.Embedding.call, keras.layers.ReversibleEmbedding.call)
+    calls = [each.call for each in (keras.layers.Embedding, *REVERSIBLE_EMBEDDINGS)]
     plain = type(layer).call in calls and not layer.lora_enabled and layer.quantization_mode is None
     return plain and len(missing) == 1 and missing[0].partition.rows is not None and not keywords.get("reverse")
 

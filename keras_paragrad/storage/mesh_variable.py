@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
+from keras_paragrad.compat.private import BaseResourceVariable, in_symbolic_scope
 from keras_paragrad.compat.types import Array, GradientTensor, Scalar, TensorVariable
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.storage.dtensor import (

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import keras
 import numpy as np
 
-from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.model import all_layers, optimizers_of
 from keras_paragrad.compat.optimizer import held_optimizers
 from keras_paragrad.compat.state import state_of
@@ -99,7 +99,7 @@ def build_optimizer_ahead(model: keras.Model) -> None:
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     """Sets the epoch at which the running `fit` and later ones begin; `None` resets it."""
-    check_objects()
+    look_for("backups")
     model._initial_epoch = epoch
 
 

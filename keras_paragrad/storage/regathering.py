@@ -1,14 +1,14 @@
 """Frees gathered weights after the forward pass: the backward pass reads weights that are gathered again."""
 
 import contextlib
+import functools
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
+from keras_paragrad.compat.private import CollectiveReplicaLauncher, ResourceVariable
 from keras_paragrad.compat.types import DType, TensorVariable
 
 # Operations whose output shares the weight's buffer, or is as large as the weight and computed from it alone.
@@ -16,7 +16,7 @@ _VIEWS = ("Cast", "ExpandDims", "Identity", "IdentityN", "Reshape", "Squeeze", "
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 # Operations that run at once, and keep no input.
 _SHAPE_OPERATIONS = ("Rank", "Shape", "ShapeN", "Size")
-_GET_TOKEN, _SECOND_TOKEN = CollectiveReplicaLauncher._get_ordering_token, "_keras_paragrad_token"
+_SECOND_TOKEN = "_keras_paragrad_token"
 
 
 class _Gathered(threading.local):
@@ -188,11 +188,18 @@ def _is_collective(operation: tf.Operation) -> bool:
 @contextlib.contextmanager
 def _separate_collective_order() -> Generator[None]:
     """Context in which collectives don't wait for those that were traced outside of it."""
+    original = _get_token()
     CollectiveReplicaLauncher._get_ordering_token = _second_token
     try:
         yield
     finally:
-        CollectiveReplicaLauncher._get_ordering_token = _GET_TOKEN
+        CollectiveReplicaLauncher._get_ordering_token = original
+
+
+@functools.cache
+def _get_token() -> Callable[..., tf.Tensor]:
+    """TensorFlow's own, which contexts of several replicas restore."""
+    return CollectiveReplicaLauncher._get_ordering_token
 
 
 def _second_token(launcher: Any) -> tf.Tensor:

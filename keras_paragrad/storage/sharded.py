@@ -7,13 +7,15 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
-from keras.src.backend.common.variables import get_autocast_scope
-from tensorflow.python.distribute.distribute_lib import get_update_replica_id
-from tensorflow.python.distribute.values import DistributedVariable
-from tensorflow.python.distribute.values_util import get_current_replica_id_as_int
 
 from keras_paragrad.compat.collectives import replica_index
+from keras_paragrad.compat.private import (
+    DistributedVariable,
+    get_autocast_scope,
+    get_current_replica_id_as_int,
+    get_update_replica_id,
+    in_symbolic_scope,
+)
 from keras_paragrad.compat.types import DType, GradientTensor, Scalar, TensorVariable
 from keras_paragrad.compat.workers import ReplicaPlacement, barrier, replica_placement
 from keras_paragrad.storage.reading import READING, AssignmentRecorder, assigning_whole

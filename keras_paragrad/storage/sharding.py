@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.distribute.values import PerReplica
 
 from keras_paragrad.compat.collectives import replica_count, replica_index, replicas_are_local, sum_over_replicas
+from keras_paragrad.compat.private import PerReplica
 from keras_paragrad.compat.types import Array, GradientTensor, Structure
 
 # Bytes from which a variable is sharded: below, a gather costs more than the shards save.

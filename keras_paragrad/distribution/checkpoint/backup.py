@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_flag, check_integer
+from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
@@ -96,6 +97,7 @@ class Backup(keras.callbacks.Callback):
         callbacks: Sequence[keras.callbacks.Callback] = (),
         delete_when_done: bool = True,
     ):
+        look_for("models", "steps", "backups")
         super().__init__()
         self.files = BackupFiles(directory, keep)
         self.every = check_integer("every", every, also=("epoch",), example=500)

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator
 import keras
 
 from keras_paragrad.arguments import quote
+from keras_paragrad.compat.layers import REVERSIBLE_EMBEDDINGS
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.distribution.mesh.mesh import Mesh
 from keras_paragrad.engine.mesh.mesh_tracing import layout_keys
 from keras_paragrad.storage.dtensor import Axes
 
-_DIVIDED = (keras.layers.Dense, keras.layers.Embedding, keras.layers.ReversibleEmbedding)
+_DIVIDED = (keras.layers.Dense, keras.layers.Embedding, *REVERSIBLE_EMBEDDINGS)
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 # The dimension of attention weights that counts heads, by the end of the weight's path.
 _HEADS = {f"{name}/{kind}": place for name in ("query", "key", "value") for kind, place in (("kernel", 1), ("bias", 0))}
@@ -171,7 +172,7 @@ def _divisions(model: keras.Model, size: int) -> Iterator[tuple[keras.Variable, 
         elif layer.trainable_variables and not isinstance(layer, (keras.layers.Activation, keras.layers.Dropout)):
             column = None
     for layer in all_layers(model):
-        embeds = isinstance(layer, (keras.layers.Embedding, keras.layers.ReversibleEmbedding))
+        embeds = isinstance(layer, (keras.layers.Embedding, *REVERSIBLE_EMBEDDINGS))
         for variable in layer.trainable_variables if not isinstance(layer, keras.Model) else ():
             yield from _last_divisible(variable, size, 0 if embeds else _LEAST_ELEMENTS)
     # Including weights that belong to no layer.

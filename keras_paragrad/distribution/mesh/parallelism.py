@@ -217,6 +217,7 @@ class MeshParallel(Parallelism):
     """One replica, whose variables and batches are divided over several devices."""
 
     precedence = 20
+    parts = ("memory", "meshes")
     accepts = DISTRIBUTIONS
 
     @classmethod

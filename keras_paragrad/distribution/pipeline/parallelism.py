@@ -32,6 +32,7 @@ class PipelineParallel(Parallelism):
     """
 
     precedence = 10
+    parts = ("segments", "memory", "pipelines")
     accepts = (Pipeline,)
 
     def __init__(self, pipeline: Pipeline):

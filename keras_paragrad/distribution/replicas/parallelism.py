@@ -213,6 +213,7 @@ class DataParallel(Parallelism):
     """One replica or several; the default."""
 
     precedence = 100
+    parts = ("replicas",)
 
     @classmethod
     def asked(cls, options: Options, hardware: Hardware | None) -> "DataParallel":

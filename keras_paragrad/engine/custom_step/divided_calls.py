@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.framework import random_seed
 
 from keras_paragrad.compat.layers import mask_of, with_mask
+from keras_paragrad.compat.private import random_seed
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Structure
 

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.layers import WeightScope
 from keras_paragrad.compat.model import all_layers, all_variables, step_metrics, train_step_of
+from keras_paragrad.compat.private import FuncGraph
 from keras_paragrad.compat.types import Batch, Gradients
 from keras_paragrad.engine.custom_step.divided_calls import Handler, intercepting
 from keras_paragrad.engine.losses.refusals import IndivisibleError

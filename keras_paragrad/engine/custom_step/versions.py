@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.global_state import get_global_attribute, set_global_attribute
 
+from keras_paragrad.compat.global_state import get_global_attribute, set_global_attribute
 from keras_paragrad.compat.layers import WeightScope
 from keras_paragrad.compat.model import all_variables
 from keras_paragrad.engine.custom_step.analysis import StepAnalysis

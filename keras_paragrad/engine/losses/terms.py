@@ -8,11 +8,15 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask
-from keras.src.losses.loss import apply_mask, reduce_weighted_values, squeeze_or_expand_to_same_rank
 
-from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.collectives import replica_index
+from keras_paragrad.compat.private import (
+    apply_mask,
+    get_keras_mask,
+    reduce_weighted_values,
+    squeeze_or_expand_to_same_rank,
+)
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Array, Scalar, Structure
 from keras_paragrad.engine.tracing.untouched import untouched, without_assignments
@@ -156,7 +160,7 @@ def recorded_terms(
         by_example: Whether masked means get the gradient of the mean of the examples' masked means, and keep their
             values.
     """
-    check_objects()
+    look_for("models")
     terms: list[LossTerm] = []
     compiled = model._compile_loss
     if compiled is None:

@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask
 
+from keras_paragrad.compat.private import get_keras_mask
 from keras_paragrad.compat.types import Batch, LossArguments, Scalar, Structure
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.replicas.replica_batch import rows_of

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import array_ops, gen_array_ops, gen_manip_ops, gen_nn_ops
 
+from keras_paragrad.compat.operations import array_ops, gen_array_ops, gen_manip_ops, gen_nn_ops
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Array
 from keras_paragrad.engine.mesh.pinning import pin_on_mesh

@@ -7,10 +7,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import distribution_lib
 
 from keras_paragrad.compat.layers import attributes
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.private import distribution_lib
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.mesh.equivalents import substituted_operations
 from keras_paragrad.engine.mesh.pinning import pinning_between_layers
@@ -76,8 +76,10 @@ def _distribution_set(distribution: keras.distribution.ModelParallel) -> Generat
 
 
 def install_distribute_tensor() -> None:
-    """Adds the function that lays outputs out, which Keras calls and lacks on TensorFlow."""
-    vars(distribution_lib).setdefault("distribute_tensor", _distribute_tensor)
+    """Adds what Keras calls and lacks on TensorFlow: laying outputs out, and before Keras 3.15 counting processes."""
+    lacking = {"distribute_tensor": _distribute_tensor, "num_processes": lambda: 1, "process_id": lambda: 0}
+    for name, function in lacking.items():
+        vars(distribution_lib).setdefault(name, function)
 
 
 def _distribute_tensor(tensors: Structure, layout: Layout) -> Structure:

@@ -8,10 +8,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.symbolic_scope import in_symbolic_scope
 
 from keras_paragrad.compat.layers import attributes, children, copy_mask
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.private import in_symbolic_scope
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.storage.dtensor import computing_on_mesh, relayout
 

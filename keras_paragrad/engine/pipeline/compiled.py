@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from tensorflow.tsl.profiler.protobuf.xplane_pb2 import XSpace
 
 from keras_paragrad.compat.layers import (
     ReadScope,
@@ -18,6 +17,7 @@ from keras_paragrad.compat.layers import (
     with_mask,
 )
 from keras_paragrad.compat.model import added_losses_of
+from keras_paragrad.compat.private import XSpace
 from keras_paragrad.engine.step.segments import OperationFn, Part, Tensors
 
 _COMPILED = "_keras_paragrad_compiled_parts"

@@ -6,7 +6,6 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.eager.record import record_operation_backprop_only, stop_recording
 
 from keras_paragrad.compat.layers import (
     ReadScope,
@@ -17,6 +16,7 @@ from keras_paragrad.compat.layers import (
     may_be_differentiated,
     pack_dense_parts,
 )
+from keras_paragrad.compat.private import record_operation_backprop_only, stop_recording
 from keras_paragrad.compat.types import TensorVariable
 from keras_paragrad.engine.step.segments import OperationFn, Part, Tensors
 

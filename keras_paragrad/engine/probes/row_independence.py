@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.ops.numpy import Add, Divide, Multiply, Subtract
 
-from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.layers import attributes
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.private import Add, Divide, Multiply, Subtract
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.losses.terms import bound_arguments
 from keras_paragrad.engine.probes.trial import (
@@ -47,7 +47,7 @@ def find_mixing_layer(model: keras.layers.Layer, *arguments: Any, training: bool
     random in training, compares those of inference. `None` also if the model can't be called on synthetic rows.
     """
 
-    check_objects()
+    look_for("models")
 
     def find(size: int) -> str | None:
         if computes_rows_independently(model):

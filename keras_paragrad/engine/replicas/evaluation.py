@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_one_replica, replica_count
 from keras_paragrad.compat.compiled_call import compile_by_layer
+from keras_paragrad.compat.data import without_optionals
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.losses.logs import all_reduced_results, metrics_result, run_custom_test_step, update_metrics
@@ -72,7 +73,7 @@ def build_predict_function(model: keras.Model, take: Take) -> Callable[[list[Bat
         return replica_batch.drop_filler(outputs)
 
     def predict_batch(batch: Batch) -> Structure:
-        outputs = strategy.run(model._autoconvert_optionals(step), args=(batch,))
+        outputs = strategy.run(without_optionals(model, step), args=(batch,))
         if strategy.num_replicas_in_sync == 1:
             return outputs
         return keras.tree.map_structure(lambda output: _gather(strategy, output), outputs)

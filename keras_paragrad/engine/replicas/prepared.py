@@ -12,11 +12,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.trainers.data_adapters.py_dataset_adapter import OrderedEnqueuer, PyDatasetAdapter
 
 from keras_paragrad.compat.data import Adapter, EpochIterator
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.private import OrderedEnqueuer, PyDatasetAdapter
 from keras_paragrad.compat.state import replace_methods, restore_methods, state_of
 from keras_paragrad.compat.types import Batch, Dataset
 from keras_paragrad.engine.replicas.evaluation import build_predict_function, build_test_function

@@ -9,8 +9,8 @@ from typing import Any, Protocol, TypeVar
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.check import check_objects
-from keras_paragrad.compat.data import EpochIterator
+from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.data import EpochIterator, without_optionals
 from keras_paragrad.compat.optimizer import updating_optimizers
 from keras_paragrad.compat.state import replace_methods, restore_methods
 from keras_paragrad.compat.types import Batch, BatchIterator, Scalar, Step, StepLogs, Structure, TrainFunction
@@ -120,7 +120,7 @@ class ParameterServerModel:
     """
 
     def __init__(self, model: keras.Model, sender: StepSender, check: Callable[[], None]):
-        check_objects()
+        look_for("models", "steps")
         self._model: keras.Model = model
         self._sender = sender
         self._check = check
@@ -211,7 +211,7 @@ class ParameterServerModel:
         return run_with_cause
 
     def _as_tensors(self, batch: Batch) -> Batch:
-        batch = self._model._autoconvert_optionals(lambda data: data)(batch)
+        batch = without_optionals(self._model, lambda data: data)(batch)
         return keras.tree.map_structure(lambda leaf: None if leaf is None else _as_tensor(leaf), batch)
 
     def _get_metrics_result(self) -> StepLogs:

@@ -8,11 +8,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend import compute_output_spec
-from keras.src.backend.common.symbolic_scope import SymbolicScope
-from keras.src.backend.common.variables import Variable
-from keras.src.utils.python_utils import is_default
-from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad.compat.collectives import as_on_replica, replica_count, replicas_are_local
 from keras_paragrad.compat.data import EpochIterator, first_batch, loses_prefetched_batches
@@ -24,7 +19,9 @@ from keras_paragrad.compat.model import (
     overrides_train_step,
     train_step_of,
 )
+from keras_paragrad.compat.operations import Variable
 from keras_paragrad.compat.optimizer import held_optimizers
+from keras_paragrad.compat.private import FuncGraph, SymbolicScope, compute_output_spec, is_default
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Specs
 from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows

@@ -9,11 +9,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import reduce_per_replica
-from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
 from keras_paragrad.compat.collectives import first_replica_values
+from keras_paragrad.compat.data import without_optionals
 from keras_paragrad.compat.model import begins_epoch
+from keras_paragrad.compat.private import NO_INLINE, reduce_per_replica
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.division.first_batch import Conclusion, FirstBatchProof
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
@@ -64,7 +64,7 @@ class CompiledStep:
                 autograph=False,
                 experimental_attributes={NO_INLINE: True},
             )
-        compiled = model._autoconvert_optionals(guard.watch(one_step) if guard else one_step)
+        compiled = without_optionals(model, guard.watch(one_step) if guard else one_step)
         self._run = mesh.wrap(compiled) if mesh else compiled
         self._function: Any = one_step
         # TensorFlow can't pass a mesh's batches to a function.

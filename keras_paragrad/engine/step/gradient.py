@@ -7,12 +7,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
-from keras.src.losses.loss import unscale_loss_for_distribution
-from tensorflow.python.eager.polymorphic_function.attributes import NO_INLINE
 
 from keras_paragrad.compat.collectives import as_one_replica, replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.private import NO_INLINE, unscale_loss_for_distribution
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Gradients, LossArguments, StepLogs, Structure
 from keras_paragrad.compat.wait_clock import WaitClock

@@ -11,9 +11,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad.compat.layers import WeightScope
+from keras_paragrad.compat.private import FuncGraph
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Step, StepLogs
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.optimizers.base_optimizer import BaseOptimizer
 
+from keras_paragrad.compat.operations import BaseOptimizer
 from keras_paragrad.compat.optimizer import accumulation_steps, say_rows_are_summed
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.state import patch_of, replace_methods, restore_methods, state_of

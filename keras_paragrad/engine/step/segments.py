@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 import keras
 import tensorflow as tf
-from keras.src.models.functional import Functional
 
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.private import Functional
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.step.recompute import Recomputed, is_recomputed
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad.compat.collectives import as_one_replica, replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.layers import has_gradient, mask_of, with_mask
 from keras_paragrad.compat.model import added_losses_by_layer, overrides_compute_loss, replace_added_losses
+from keras_paragrad.compat.private import FuncGraph
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, LossArguments, Structure, TensorVariable
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import update_metrics

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.check import check_objects
+from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, StepLogs, TrainFunction
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.step.stages import Apply
@@ -80,7 +80,7 @@ _DEPTH = 8
 
 def examples_seen(model: keras.Model) -> float | None:
     """The number of this worker's examples in the model's mean loss of this epoch; `None` without a loss tracker."""
-    check_objects()
+    look_for("models")
     tracker = getattr(model, "_loss_tracker", None)
     if tracker is None:
         return None
@@ -89,7 +89,6 @@ def examples_seen(model: keras.Model) -> float | None:
 
 def compiled_functions(function: object) -> list[Any]:
     """Finds the `tf.function`s that a train function calls, through its closures."""
-    check_objects()
     functions: dict[int, Any] = {}
     seen: set[int] = set()
     level = [function]

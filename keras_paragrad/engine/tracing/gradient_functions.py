@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import tensorflow as tf
-from tensorflow.python.framework.ops import gradient_registry
 
+from keras_paragrad.compat.private import gradient_registry
 from keras_paragrad.compat.types import Structure
 
 Result = TypeVar("Result")

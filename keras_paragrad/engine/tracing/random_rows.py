@@ -7,8 +7,8 @@ from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.ops import gen_random_ops, gen_stateless_random_ops_v2
 
+from keras_paragrad.compat.operations import gen_random_ops, gen_stateless_random_ops_v2
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 
 

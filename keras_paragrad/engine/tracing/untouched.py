@@ -13,9 +13,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common.global_state import GLOBAL_STATE_TRACKER
-from keras.src.backend.common.stateless_scope import in_stateless_scope
 
+from keras_paragrad.compat.global_state import state_of_thread
+from keras_paragrad.compat.private import in_stateless_scope
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
@@ -55,7 +55,7 @@ def untouched(
     state = state_of(model)
     # What probes have found meanwhile stays true.
     results = state.independence[1:] if state.independence else ()
-    restorers = [*_restorers([model], (*but, *results)), *_restorers([vars(GLOBAL_STATE_TRACKER)], but)]
+    restorers = [*_restorers([model], (*but, *results)), *_restorers([state_of_thread()], but)]
     generators = random.getstate(), np.random.get_state()
     try:
         with assignments as scope:

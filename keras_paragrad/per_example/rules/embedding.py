@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_paragrad.compat.layers import REVERSIBLE_EMBEDDINGS
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.rule import Factors, Pick, Rule, RuleCase, register_rule
 from keras_paragrad.per_example.rules.linear import Product
@@ -198,7 +199,7 @@ def _factor_gradients(calls: Sequence[Call]) -> tuple[TableGradients, Product]:
     return table, Product(tf.expand_dims(scale * tf.gather(a, indices), 1), tf.expand_dims(cotangents, 1))
 
 
-@register_rule(keras.layers.ReversibleEmbedding)
+@register_rule(*REVERSIBLE_EMBEDDINGS)
 class ReversibleEmbeddingRule(Rule):
     """Lookups add rows E to the gradient; scoring h adds sum_s d_s h_s', with cotangents d over the words.
 

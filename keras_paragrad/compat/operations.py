@@ -1,0 +1,33 @@
+"""Modules and classes of Keras and TensorFlow that are found through what is public in them."""
+
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def home_of(function: Callable[..., Any]) -> ModuleType:
+    """The module that defines a function, whatever it is decorated with."""
+    return sys.modules[inspect.unwrap(function).__module__]
+
+
+def owner_of(name: str, kind: type) -> Any:
+    """The base of a class that defines one of its attributes."""
+    return next(base for base in kind.__mro__ if name in vars(base))
+
+
+# The modules that TensorFlow's own functions, and gradients of operations, call operations in.
+array_ops = home_of(tf.space_to_batch)
+gen_array_ops = home_of(tf.raw_ops.StridedSlice)
+gen_manip_ops = home_of(tf.raw_ops.Roll)
+gen_nn_ops = home_of(tf.raw_ops.AvgPoolGrad)
+gen_random_ops = home_of(tf.raw_ops.RandomUniform)
+gen_stateless_random_ops_v2 = home_of(tf.raw_ops.StatelessRandomNormalV2)
+# The classes whose methods all strategies, optimizers and variables inherit.
+StrategyBase = owner_of("num_replicas_in_sync", tf.distribute.Strategy)
+BaseOptimizer = owner_of("apply", keras.optimizers.Optimizer)
+Variable = owner_of("assign", keras.Variable)

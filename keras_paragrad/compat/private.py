@@ -1,0 +1,57 @@
+"""The private modules, classes and functions of Keras and TensorFlow: the one place that says where they are.
+
+`from keras_paragrad.compat.private import CompileLoss` finds it where `names.py` says. A name that the installed
+releases lack becomes a stand-in, so that only what needs it fails, with the error of `check.look_for`.
+"""
+
+import importlib
+from typing import Any, NoReturn
+
+from keras_paragrad.compat.check import lookup, refuse
+from keras_paragrad.compat.names import HOOKS, Hook
+
+
+class StandIn(type):
+    """The class of classes in place of names that are missing."""
+
+    hook: Hook
+
+    def __call__(cls, *arguments: Any, **keywords: Any) -> NoReturn:
+        refuse([cls.hook])
+
+    def __getattr__(cls, name: str) -> NoReturn:
+        # Python and tools ask each class for these.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        refuse([cls.hook])
+
+
+def stand_in_for(hook: Hook) -> StandIn:
+    """A class that refuses to be called, and has no attributes."""
+    return StandIn(hook.path.partition(".")[0], (), {"hook": hook})
+
+
+def _hooks_by_name() -> dict[str, Hook]:
+    """By what is imported, a module, class or function, a name of it that is looked for."""
+    modules: dict[str, Hook] = {}
+    names: dict[str, Hook] = {}
+    for hook in HOOKS:
+        if hook.module.startswith(("keras.src", "tensorflow.")):
+            modules.setdefault(hook.module.rpartition(".")[2], Hook(hook.module, ""))
+            names.setdefault(hook.path.partition(".")[0], hook)
+    return {**modules, **names}
+
+
+_HOOKS = _hooks_by_name()
+
+
+def __getattr__(name: str) -> Any:
+    hook = _HOOKS.get(name)
+    if hook is None:
+        raise AttributeError(f"keras_paragrad/compat/names.py doesn't say where {name!r} is")
+    try:
+        if not hook.path:
+            return importlib.import_module(hook.module)
+        return lookup(hook, name)
+    except (ImportError, AttributeError):
+        return stand_in_for(hook)
