@@ -111,8 +111,8 @@ class LossNormalization:
 
     def describe(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> str:
         """What a part of a batch weighs, and how that was found; a sentence for `explain`."""
-        if self.weighting != "auto":
-            return f"A part weighs what weighting={weighting_of(self.weighting).argument} says, as stated."
+        if (stated := weighting_of(self.weighting)) is not None:
+            return f"A part weighs what weighting={stated.argument} says, as stated."
         reason = _why_unknown(model, terms)
         if reason is None:
             summed = bool(summed_by_keras(model)) or _normalizer_of_terms(model, terms).summed

@@ -338,7 +338,8 @@ def _values_of_loss_weights(model: keras.layers.Layer, *, replace_tiny: bool) ->
     weights = loss_weights_of(model)
     if not any(isinstance(each, (keras.Variable, tf.Variable)) for each in weights):
         return []
-    local = [local_replica_values(each.value if isinstance(each, keras.Variable) else each)[0] for each in weights]
+    raw: list[Any] = [each.value if isinstance(each, keras.Variable) else each for each in weights]
+    local = [local_replica_values(each)[0] for each in raw]
     values = [float(tf.convert_to_tensor(each)) for each in local]
     return [1.0 if replace_tiny and abs(each) < _TINY else each for each in values]
 
