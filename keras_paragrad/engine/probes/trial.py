@@ -335,10 +335,10 @@ def _values_of_loss_weights(model: keras.layers.Layer, *, replace_tiny: bool) ->
     """The weights of the compiled losses, if some are variables; if `replace_tiny`, 1 in place of those near 0."""
     if not getattr(model, "_compile_loss", None) or not model._compile_loss._flat_losses:
         return []
-    weights = loss_weights_of(model)
+    weights: list[Any] = list(loss_weights_of(model))
     if not any(isinstance(each, (keras.Variable, tf.Variable)) for each in weights):
         return []
-    raw: list[Any] = [each.value if isinstance(each, keras.Variable) else each for each in weights]
+    raw = [each.value if isinstance(each, keras.Variable) else each for each in weights]
     local = [local_replica_values(each)[0] for each in raw]
     values = [float(tf.convert_to_tensor(each)) for each in local]
     return [1.0 if replace_tiny and abs(each) < _TINY else each for each in values]
