@@ -75,7 +75,6 @@ def main(folder: Path) -> dict:
         "other rows": read(strategy, tf.data.Dataset.range(20).shuffle(20, seed=worker).batch(8)),
         "other types": read(strategy, ROWS.astype("float32" if worker else "int32"), batch_size=8),
         "one fails": read(strategy, ROWS, batch_size=8, shuffle="rows" if worker else False),
-        "too small": read(strategy, ROWS, batch_size=1),
         "normalization": normalization(strategy, features, "data"),
         "normalization of shards": normalization(strategy, own, "already_sharded"),
     }

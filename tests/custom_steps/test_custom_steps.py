@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras import ops
 from step_models import compiled, data_of
 
-from keras_paragrad import AccumulatingOptimizer, Backup, DistributedFit, ExactAccumulation, microbatch
+from keras_paragrad import AccumulatingOptimizer, Backup, DistributedFit, ExactAccumulation, microbatch, recompute
 from keras_paragrad.storage.sharded import sharded_value
 
 KINDS = {
@@ -537,6 +537,48 @@ def test_windows_refuse_updates_that_follow_each_other():
     model = compiled(models.Captions, optimizer=accumulating, jit_compile=False)
     with pytest.raises(ValueError, match=r"updates weights 3 times.*microbatch\(model, size\)"):
         fitted(model, 4, callbacks=[ExactAccumulation()])
+
+
+class SharpnessAware(keras.Model):
+    """Climbs, takes the gradient there, and steps back."""
+
+    def train_step(self, data):
+        x, y = data
+        weights = self.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        steps = [0.05 * each for each in tape.gradient(loss, weights)]
+        for weight, step in zip(weights, steps, strict=True):
+            weight.assign_add(step)
+        with tf.GradientTape() as tape:
+            above = self.compute_loss(x=x, y=y, y_pred=self(x, training=True))
+        gradients = tape.gradient(above, weights)
+        for weight, step in zip(weights, steps, strict=True):
+            weight.assign_sub(step)
+        self.optimizer.apply(gradients, weights)
+        return {"loss": loss}
+
+
+def test_sharpness_aware_minimization_is_refused_with_what_takes_it():
+    def trained(again):
+        keras.utils.set_random_seed(0)
+        inputs = keras.Input((4,))
+        model = SharpnessAware(inputs, keras.layers.Dense(1)(keras.layers.Dense(8, "tanh")(inputs)))
+        model.compile("sgd", "mse")
+        if again:
+            recompute(model, every=1)
+        return model
+
+    def fit(model):
+        x = np.linspace(-1, 1, 32, dtype="float32").reshape(8, 4)
+        model.fit(x, x[:, :1], batch_size=8, verbose=0)
+        return model.get_weights()
+
+    model = trained(again=False)
+    with microbatch(model, 4), pytest.raises(ValueError, match=r"a value that depends on the rows.*recompute\(model\)"):
+        fit(model)
+    for one, other in zip(fit(trained(again=True)), fit(trained(again=False)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
 
 
 @pytest.mark.own_process

@@ -1,5 +1,6 @@
 """Shard policies, which divide data among workers, and the shards of a global batch for each replica."""
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -117,8 +118,8 @@ def count_rows(batch: Batch) -> tf.Tensor:
         return tf.identity(counts[0])
 
 
-def check_batches(spec: Specs, replicas: int) -> None:
-    """Refuses elements that can't be batches, and batches that are too small for the replicas."""
+def check_batches(spec: Specs, replicas: int, rows: int | None = None) -> None:
+    """Refuses elements that can't be batches; warns if `rows`, or their own, are too few for the replicas."""
     leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(getattr(leaf, "shape", None), tf.TensorShape)]
     if not leaves:
         raise ValueError(f"The elements of the data contain no tensors: {spec}. Pass batches such as (x, y).")
@@ -128,15 +129,13 @@ def check_batches(spec: Specs, replicas: int) -> None:
                 f"The data has an element {leaf}, which is a scalar and not a batch. Batch the dataset first: "
                 "dataset.batch(64)."
             )
-        check_size(leaf.shape[0] if leaf.shape.rank else None, replicas)
-
-
-def check_size(rows: int | None, replicas: int) -> None:
-    """Refuses a batch size that leaves a replica without a row in every step."""
-    if rows is not None and rows < replicas:
-        raise ValueError(
-            f"A batch has {counted(rows, 'row')} for {replicas} replicas, so some replicas would never get one. Use "
-            f"batches of at least {replicas} rows, or fewer devices. (A tf.data.Dataset has to be batched.)"
+    sizes = [rows, *(leaf.shape[0] for leaf in leaves if leaf.shape.rank)]
+    least = next((size for size in sizes if size is not None), replicas)
+    if least < replicas:
+        warnings.warn(
+            f"A batch has {counted(least, 'row')} for {replicas} replicas, so some replicas never get one. Use batches "
+            f"of at least {replicas} rows, or fewer devices. (A tf.data.Dataset has to be batched.)",
+            stacklevel=2,
         )
 
 

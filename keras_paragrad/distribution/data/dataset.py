@@ -12,7 +12,7 @@ from keras_paragrad.compat.types import Dataset, FitData
 from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
 from keras_paragrad.distribution.data.agreement import Tally, common_steps
 from keras_paragrad.distribution.data.arguments import DataOptions
-from keras_paragrad.distribution.data.batch_sharding import check_batches, check_size, choose_policy
+from keras_paragrad.distribution.data.batch_sharding import check_batches, choose_policy
 from keras_paragrad.distribution.data.distributed import DistributedData, Feed, WorkerShards
 from keras_paragrad.distribution.data.sources import (
     ArraySource,
@@ -142,14 +142,13 @@ def open_source(
     )
     replicas = placement.local if policy == "already_sharded" else placement.replicas
     if reads_arrays(adapter):
-        check_size(adapter.batch_size, placement.replicas)
         source = ArraySource(
             adapter, request.shuffle, seed, _rows_of_this_worker(adapter.batch_size, policy, placement)
         )
     else:
         size = None if request.batch == "global" else _rows_of_stream(adapter.get_tf_dataset(), request) * replicas
         source = StreamSource(adapter, size, reordered)
-    check_batches(source.batches(0).element_spec, replicas)
+    check_batches(source.batches(0).element_spec, replicas, adapter.batch_size if reads_arrays(adapter) else None)
     return source
 
 

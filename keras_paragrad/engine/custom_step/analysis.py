@@ -176,9 +176,16 @@ class _PhaseAnalysis:
         for key in self.step.weights & self.step.assigned_at.keys():
             sources = self.step.sources([self.step.values[key]])
             if sources.by_slice:
+                updated = any(id(variable) == key for each in self.step.applies for variable in each.updated)
+                advice = (
+                    "keras_paragrad.memory.recompute(model) saves memory on whole batches, and DistributedFit trains "
+                    "such a step on several devices"
+                    if updated
+                    else "Set trainable=False on it, as no optimizer updates it"
+                )
                 raise self.step.refusal(
-                    f"assigns {self.step.variables[key].path}, which is trainable, a value that depends on the rows. "
-                    "Set trainable=False on it if no optimizer updates it"
+                    f"assigns {self.step.variables[key].path}, which is trainable, a value that depends on the rows",
+                    f", so its batches can't be divided. {advice}",
                 )
             changes = self.changes.setdefault(key, [])
             for position in self.step.assigned_at[key]:

@@ -18,7 +18,7 @@ from keras_paragrad.compat.private import (
     squeeze_or_expand_to_same_rank,
 )
 from keras_paragrad.compat.state import state_of
-from keras_paragrad.compat.types import Array, Scalar, Structure
+from keras_paragrad.compat.types import Array, Structure
 from keras_paragrad.engine.tracing.untouched import untouched, without_assignments
 
 MEANS = ("sum_over_batch_size", "mean")
@@ -112,7 +112,7 @@ def is_summed(model: keras.Model) -> bool:
     return bool(flat) and all(loss.loss is None or loss.loss.reduction == "sum" for loss in flat)
 
 
-def loss_weights_of(model: keras.Model) -> list[Scalar]:
+def loss_weights_of(model: keras.Model) -> list[Any]:
     """The weight of each compiled loss, once they are built: a number, or a variable that training may change."""
     flat = model._compile_loss._flat_losses
     return [1.0 if each.loss_weights is None else each.loss_weights for each in flat]

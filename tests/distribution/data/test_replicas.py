@@ -71,13 +71,18 @@ def the_replicas_are_known(mirrored):
     assert replica_placement(tf.distribute.OneDeviceStrategy("CPU:0")) == (1, 1, 0)
 
 
-def batches_too_small_for_the_replicas_are_refused(mirrored):
+def batches_too_small_for_the_replicas_are_read(mirrored):
     for make in (
         lambda: distributed_dataset(mirrored, np.arange(8), batch_size=1),
         lambda: distributed_dataset(mirrored, tf.data.Dataset.range(8).batch(1, drop_remainder=True)),
     ):
-        with pytest.raises(ValueError, match="1 row for 2 replicas"):
-            make()
+        with pytest.warns(UserWarning, match="1 row for 2 replicas"):
+            data = make()
+        rows = [part for batch in data for part in mirrored.experimental_local_results(batch)]
+        assert [each.numpy().tolist() for each in rows] == [part for row in range(8) for part in ([row], [])]
+
+
+def data_that_is_distributed_already_is_refused(mirrored):
     with pytest.raises(ValueError, match="already distributed"):
         distributed_dataset(mirrored, mirrored.experimental_distribute_dataset(tf.data.Dataset.range(8).batch(2)))
 
@@ -87,7 +92,8 @@ def test_sizes_places_and_refusals(mirrored):
     batches_for_each_replica_make_a_larger_one(mirrored)
     an_epoch_begun_in_its_middle_leaves_out_the_batches_of_all_replicas(mirrored)
     the_replicas_are_known(mirrored)
-    batches_too_small_for_the_replicas_are_refused(mirrored)
+    batches_too_small_for_the_replicas_are_read(mirrored)
+    data_that_is_distributed_already_is_refused(mirrored)
 
 
 class Batches(keras.utils.PyDataset):

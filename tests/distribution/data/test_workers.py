@@ -79,7 +79,6 @@ def test_shards_of_ones_own_are_read_whole(found):
         ("other sizes", "examples: 1000 on worker 0, 900 on worker 1"),
         ("other rows", r"first batches of data.*ds\.shuffle\(1000, seed=0\)"),
         ("other types", "different nesting, types or shapes of the data"),
-        ("too small", "1 row for 2 replicas"),
     ],
 )
 def test_the_same_error_on_every_worker(found, name, says):
