@@ -1,31 +1,35 @@
 # The first of these that will do is used, unless another is named: `make demo PYTHON=python3.12`.
 PYTHON ?=
-PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.13 python3.12 python3.11)
+PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 python3.11)
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml README.md LICENSE $(shell find keras_paragrad -name __pycache__ -prune -o -print)
 
-# Which releases of Keras and TensorFlow to install: `pinned` in constraints.txt with all that was tested with them; the
-# `oldest` that pyproject.toml allows; the `newest`, with the newest of what they need; or `pre`, pre-releases too.
+# Which releases of Keras and TensorFlow to install: `pinned` in constraints.txt with all that was tested with them; a pair
+# of them, such as `3.10-2.19`, the oldest that pyproject.toml allows; the `newest`, with the newest of what they need; or
+# `pre`, pre-releases too.
 RELEASES ?= pinned
-OLDEST := s/^keras==.*/keras==3.15.0/; s/^tensorflow==.*/tensorflow==2.21.0/
+PAIRS := 3.10-2.19 3.12-2.20 3.15-2.21
 # Newer linters would report what older ones did not.
 LINTERS := ^(pyright|ruff)==
 constraints-pinned := cat constraints.txt
-constraints-oldest := sed '$(OLDEST)' constraints.txt
 constraints-newest := grep -E '$(LINTERS)' constraints.txt
 constraints-pre := $(constraints-newest)
+constraints-pair = { $(constraints-newest); printf 'keras==%s.*\ntensorflow==%s.*\n' $(subst -, ,$(RELEASES)); }
+# KerasHub takes no release of Keras before 3.15.
+EXTRA := $(if $(filter $(RELEASES),$(filter-out 3.15-2.21,$(PAIRS))),test,dev)
 # TensorFlow's are held back by tensorflow-text, which KerasHub does without. Keras's and KerasHub's have names of their own,
 # and share files with the releases, so they are installed again once those are gone.
 PRE_RELEASES := $(PIP) install --pre --upgrade tensorflow && $(PIP) uninstall -y keras keras-hub tensorflow-text \
 	&& $(PIP) install --pre --no-deps --force-reinstall keras-nightly keras-hub-nightly
-CONSTRAINTS := $(or $(constraints-$(RELEASES)),$(error RELEASES is pinned, oldest, newest or pre, not $(RELEASES)))
+CONSTRAINTS := $(or $(constraints-$(if $(filter $(RELEASES),$(PAIRS)),pair,$(RELEASES))),$(error \
+	RELEASES is pinned, newest, pre or one of $(PAIRS), not $(RELEASES)))
 
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
-USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 14))
+USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 
-.PHONY: demo browser docs lint release-check test-fast test test-all soak durations gpu mutants fuzz bench bench-peers exactness census clean FORCE
+.PHONY: demo browser docs lint release-check test-fast test test-all soak durations gpu mutants fuzz bench bench-peers exactness compat census clean FORCE
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -140,11 +144,18 @@ CELLS ?= --strength 3
 exactness: .venv/.wheel
 	$(BIN)/python benchmarks/exactness_matrix.py $(CELLS)
 
+# A tiny training of each component on each pair of releases, in environments of their own: `make compat PAIR=3.10-2.19`.
+PAIR ?=
+
+compat: .venv/.wheel
+	$(BIN)/python benchmarks/releases.py $(PAIR)
+	$(BIN)/python benchmarks/tables.py
+
 # What the benchmarks compare with, JAX and PyTorch; without them, `make bench` leaves their rows out.
 bench-peers: .venv-peers/jax/.installed .venv-peers/torch/.installed
 
 clean:
-	rm -rf .venv .venv-peers build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-peers .venv-releases build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/.created:
@@ -155,7 +166,7 @@ clean:
 			exit; \
 		fi; \
 	done; \
-	echo "No Python 3.11, 3.12 or 3.13 with its venv module among: $(PYTHONS)." >&2; \
+	echo "No Python from 3.11 to 3.14 with its venv module among: $(PYTHONS)." >&2; \
 	echo "Install one, or name it: make PYTHON=/path/to/python" >&2; \
 	exit 1
 
@@ -174,7 +185,7 @@ clean:
 
 # Compiled by all cores, which pip leaves to one; what can't be compiled is nothing that is imported.
 .venv/.dev: .venv/.constraints pyproject.toml
-	$(PIP) install --no-compile -c $< '.[dev]'
+	$(PIP) install --no-compile -c $< '.[$(EXTRA)]'
 	-$(BIN)/python -m compileall -qq -j 0 -x '/tests/' "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	$(if $(filter pre,$(RELEASES)),$(PRE_RELEASES))
 	@touch $@

@@ -152,6 +152,26 @@ def processor_times(name: str, what: str) -> str:
 
 
 # By page and by the name of a table there, what writes it.
+def releases() -> str:
+    """By component, the largest difference from one device on whole batches, on each pair of releases."""
+    pairs = saved("releases")
+    columns = [f"{each['keras'].partition('.dev')[0]}, {each['tensorflow']}" for each in pairs.values()]
+    names = dict.fromkeys(name for each in pairs.values() for name in each["cases"])
+    rows = [[name, *(_found(each["cases"].get(name)) for each in pairs.values())] for name in names]
+    return table(["Keras, TensorFlow", *columns], rows)
+
+
+def _found(result: Row | None) -> str:
+    """A difference, or what refuses."""
+    if result is None:
+        return ""
+    return (
+        result["error"].replace("|", "\\|")
+        if "error" in result
+        else f"{result['difference']:.0e}".replace("0e+00", "0")
+    )
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"stock Keras": stock_errors, "costs": costs},
     "docs/index.md": {"stock Keras": stock_errors},
@@ -159,6 +179,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "accumulation": exactness_of_accumulation,
         "distribution": exactness_of_distribution,
     },
+    "docs/benchmarks/releases.md": {"releases": releases},
     "docs/benchmarks/accumulation.md": {
         "dense": functools.partial(as_saved, "accumulation", "Milliseconds a micro-batch of 64"),
         "embedding": functools.partial(as_saved, "accumulation", "Milliseconds a micro-batch of 32"),

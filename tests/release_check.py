@@ -1,7 +1,7 @@
 """Checks a release before it is made: what the distributions hold, and that they work in empty environments.
 
 `make release-check` builds the source distribution, the wheel from it, and reads both. Then, for each Python of 3.11 to
-3.13 that is on the path, it installs the wheel alone and runs README's first example, and installs it with all extras
+3.14 that is on the path, it installs the wheel alone and runs README's first example, and installs it with all extras
 for users and lets pip check that they go together. It prints a line for each, and the exit status is 1 if one fails.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PYTHONS = ("python3.11", "python3.12", "python3.13")
+PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 # For users; the others are for those who work on the package.
 EXTRAS = ("privacy", "profile", "ray", "completions")
 IN_WHEEL = ("keras_paragrad/py.typed", "dist-info/licenses/LICENSE", "dist-info/entry_points.txt")

@@ -20,6 +20,11 @@ _READ_BY_ALL = {keras.callbacks.ModelCheckpoint: "filepath", keras.callbacks.Ten
 # These read only the logs.
 _CHIEF_ONLY = (keras.callbacks.CSVLogger, keras.callbacks.RemoteMonitor)
 
+# Keras 3.12 has no Orbax.
+_OTHER_BACKUPS = tuple(
+    getattr(keras.callbacks, name) for name in ("BackupAndRestore", "OrbaxCheckpoint") if hasattr(keras.callbacks, name)
+)
+
 
 def with_one_writer(callbacks: Sequence[keras.callbacks.Callback], is_chief: bool) -> list[keras.callbacks.Callback]:
     """The callbacks for `fit` on a worker, so that no two workers write the same file.
@@ -67,7 +72,7 @@ def check_callbacks(callbacks: object) -> list[keras.callbacks.Callback]:
 
 def _refuse(callback: keras.callbacks.Callback) -> None:
     """Raises for callbacks that write the same files on every worker."""
-    if isinstance(callback, (keras.callbacks.BackupAndRestore, keras.callbacks.OrbaxCheckpoint)):
+    if isinstance(callback, _OTHER_BACKUPS):
         raise ValueError(
             f"{type(callback).__name__} can't be used by several workers: they would write the same files, or resume "
             "at different steps. Write callbacks=dist.callbacks(directory) instead."
