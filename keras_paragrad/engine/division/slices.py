@@ -4,10 +4,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad.compat.collectives import as_one_replica
 from keras_paragrad.compat.layers import WeightScope
+from keras_paragrad.compat.private import FuncGraph
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.division.proof import is_known_to_divide
 from keras_paragrad.engine.losses.refusals import IndivisibleError
