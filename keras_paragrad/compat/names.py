@@ -179,6 +179,8 @@ NAMES: dict[str, tuple[Hook, ...]] = {
     ),
     # `MirroredStrategy` and other replicas.
     "replicas": (
+        Hook("keras.layers", "BatchNormalization._moments", ("inputs", "mask")),
+        _assigned("keras.layers", "BatchNormalization._reduction_axes"),
         Hook(
             "keras.src.trainers.data_adapters.py_dataset_adapter",
             "OrderedEnqueuer",

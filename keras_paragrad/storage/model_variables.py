@@ -104,11 +104,14 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
 
 
 def variables_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """An optimizer's variables, with its accumulators."""
-    return [
+    """An optimizer's variables, with its accumulators, and those that Keras doesn't track, as Nadam's product."""
+    known = [
         *optimizer.variables,
         *(variable for saved in _saved_variables(optimizer) for variable in saved.variables.values()),
     ]
+    ids = set(map(id, known))
+    attributes = (each for each in vars(optimizer).values() if isinstance(each, keras.Variable))
+    return [*known, *(each for each in attributes if id(each) not in ids)]
 
 
 def accumulated_variables(optimizer: keras.optimizers.Optimizer) -> dict[int, keras.Variable]:

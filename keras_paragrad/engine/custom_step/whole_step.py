@@ -36,6 +36,7 @@ from keras_paragrad.engine.custom_step.step_graph import StepGraph
 from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.replicas.batch_statistics import counting_examples
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.interception import capturing_applies
@@ -192,10 +193,13 @@ class _OnReplica:
         if divides is None:
             raise changed_order(self.model)
         if not divides:
-            return call(*arguments, **keywords)
+            with counting_examples(None):
+                return call(*arguments, **keywords)
         share = _Share([each for each in keras.tree.flatten((arguments, keywords)) if has_rows(each)])
         positional, named = keras.tree.map_structure(share.cut, (arguments, keywords))
-        return keras.tree.map_structure(share.gather, call(*positional, **named))
+        with counting_examples(share.count > 0):
+            outputs = call(*positional, **named)
+        return keras.tree.map_structure(share.gather, outputs)
 
     def gradient(self, compute: Callable[[], Any]) -> Any:
         late = next(self._late, None)

@@ -25,6 +25,7 @@ from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.division.division import Divisions
 from keras_paragrad.engine.division.first_batch import FirstBatchProof
 from keras_paragrad.engine.losses.sums import LossWindow
+from keras_paragrad.engine.replicas.batch_statistics import counting_examples
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.building import (
     build_from_data,
@@ -364,6 +365,7 @@ class StepBuilder:
         with (
             traced,
             place,
+            counting_examples(replica_batch.nonempty),
             observing_gradients(self.model, self.stages.observe, replica_batch.rows),
             watching_updates(self._watched(), telemetry),
         ):

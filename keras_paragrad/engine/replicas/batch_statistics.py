@@ -1,0 +1,73 @@
+"""The statistics of synchronized `BatchNormalization`: those of all replicas' examples, and of nothing else.
+
+Keras counts the row that fills an empty replica batch, and doesn't synchronize statistics of masked inputs.
+"""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
+from keras_paragrad.engine.probes.trial import is_trial
+
+
+class _Rows(NamedTuple):
+    """Whether a replica's rows are examples, and no filler; they are, if `None`."""
+
+    nonempty: tf.Tensor | bool | None
+
+
+def counting_examples(nonempty: tf.Tensor | bool | None) -> contextlib.AbstractContextManager[object]:
+    """Context in which a replica's step is traced, whose rows are examples if `nonempty`, and always if `None`."""
+    return _PATCH.open(_Rows(nonempty))
+
+
+def _moments(
+    rows: _Rows,
+    original: Callable[..., tuple[tf.Tensor, tf.Tensor]],
+    layer: keras.layers.BatchNormalization,
+    inputs: tf.Tensor,
+    mask: tf.Tensor | None,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """The mean and variance of a batch, each `(channels,)`."""
+    by_rows = 0 in layer._reduction_axes
+    if not (layer.synchronized and by_rows) or replica_count() == 1 or is_trial():
+        return original(layer, inputs, mask)
+    if mask is not None:
+        return _masked_moments(layer, inputs, mask, rows.nonempty)
+    if rows.nonempty is not None:
+        # No row at all in place of the filler.
+        inputs = inputs[: tf.where(rows.nonempty, tf.shape(inputs)[0], 0)]
+    return original(layer, inputs, None)
+
+
+def _masked_moments(
+    layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor, nonempty: tf.Tensor | bool | None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Keras's moments of masked inputs, with sums over all replicas."""
+    context, axes = tf.distribute.get_replica_context(), layer._reduction_axes
+    counted = tf.broadcast_to(tf.cast(mask, "bool")[..., None], tf.shape(inputs))
+    if nonempty is not None:
+        counted = tf.logical_and(counted, nonempty)
+
+    def total(values: tf.Tensor) -> tf.Tensor:
+        local = tf.reduce_sum(tf.where(counted, values, tf.zeros_like(values)), axes, keepdims=True)
+        # Unlike a collective of ours, one with a gradient.
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, local)
+
+    count = total(tf.ones_like(inputs)) + keras.backend.epsilon()
+    mean = total(inputs) / count
+    variance = total(tf.square(inputs - mean)) / count
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+
+
+def _replacements() -> list[Replacement]:
+    function: Any = _moments
+    return [Replacement(keras.layers.BatchNormalization, "_moments", function)]
+
+
+_PATCH = ProcessPatch[_Rows](_replacements)
