@@ -210,7 +210,7 @@ def test_a_loss_on_the_outputs_of_the_whole_batch(caplog):
         "Write BatchNormalization(synchronized=True). ",
     )
     for divider, says in ((at_once, synchronize), (whole, "")):
-        with pytest.raises(ValueError, match=re.escape(f"not those of the whole batch. {says}InOne() trains")):
+        with pytest.raises(ValueError, match=re.escape(f"differ from the whole batch's. {says}InOne() trains")):
             asked(divider, keras.layers.BatchNormalization())
     with pytest.raises(ValueError, match="mixes them as well"):
         asked(whole, keras.layers.BatchNormalization(synchronized=True))

@@ -81,7 +81,7 @@ class RowFunction(NamedTuple):
             for other, gradient in zip(others, gradients, strict=True):
                 if gradient is not None:
                     raise ValueError(
-                        f"`wrt` has {source} and {other}, of which the first is computed from the second. Make a call "
+                        f"`wrt` has {source} and {other}, and the first is computed from the second. Make a call "
                         "for each."
                     )
 

@@ -104,7 +104,7 @@ def _check_output(source: LayerOutput, outputs: Any, rows: int | None, graph: tf
         )
     if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not graph:
         raise ValueError(
-            f"The layer {source.name!r} is called in a loop, a branch or a tf.function, out of which its output can't "
+            f"The layer {source.name!r} is called in a loop, a branch or a tf.function, so its output can't "
             "be taken. Name the layer that calls it."
         )
     if not outputs.dtype.is_floating:

@@ -197,7 +197,7 @@ def _probe_units(
     """Returns the units, and whether the call on placeholders succeeded."""
     indivisible: set[int] = set()
     size = _PROBE_BATCH
-    # Each turn adds another layer to those, or is the last one with this size, of which there are two.
+    # Each turn finds another layer, or is the last of the two with this size.
     while True:
         units = units_of(layer, indivisible)
         capture, succeeded = _call_on_placeholders(layer, units, arguments, keywords, size)

@@ -44,7 +44,7 @@ def is_overwritten(variable: Any) -> bool:
 def scale_gradients(
     gradients: Sequence[GradientTensor | None], variables: Sequence[Any], factor: Scalar
 ) -> list[GradientTensor | None]:
-    """The gradients of variables times a scalar; those of float8 scales as they are."""
+    """Multiplies gradients by a scalar; leaves the new values of float8 scales as they are."""
     pairs = zip(gradients, variables, strict=True)
     return [gradient if is_overwritten(variable) else scale_gradient(gradient, factor) for gradient, variable in pairs]
 

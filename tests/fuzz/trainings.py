@@ -150,6 +150,9 @@ class Training:
                 path = Path(folder, "model.weights.h5")
                 model.save_weights(path)
                 model = self._made()
+                if not model.optimizer.built:
+                    # Otherwise Keras leaves its state out, which models on a mesh load.
+                    model.optimizer.build(model.trainable_variables)
                 model.load_weights(path)
         return model
 

@@ -131,7 +131,7 @@ def test_a_call_of_several_and_a_layer_within_a_layer():
         input_gradients(model, x, wrt="shared")
     with pytest.raises(ValueError, match="`wrt` is 'shared:2', and that layer is called 2 times"):
         input_gradients(model, x, wrt="shared:2")
-    with pytest.raises(ValueError, match="'shared', of which the first is computed from the second"):
+    with pytest.raises(ValueError, match="'shared', and the first is computed from the second"):
         input_gradients(model, x, wrt=["shared:0", "shared:1"])
 
 
@@ -144,7 +144,7 @@ def test_inputs_and_layers_together():
     by_table, by_numbers = input_gradients(model, x, wrt=["table", "numbers"])
     check(by_table, watched(model, x, model.get_layer("table"))[0])
     check(by_numbers, input_gradients(model, x, wrt="numbers"))
-    with pytest.raises(ValueError, match="layer 'other' and input 'numbers', of which the first is computed from"):
+    with pytest.raises(ValueError, match="layer 'other' and input 'numbers', and the first is computed from"):
         input_gradients(model, x, wrt=["other", "numbers"])
 
 

@@ -43,6 +43,8 @@ MORE = [
         MeshCase("mlp", (2, 2), "adam", ("accumulate", each))
         for each in ("jit", "ema_overwrite", "loss_scale", "several steps", "global_clipnorm")
     ),
+    # Keras doesn't track a variable of its.
+    MeshCase("mlp", (1, 4), "nadam", ("accumulate",)),
     MeshCase("mlp", (1, 4), "sgd", ("equal",)),
     MeshCase("mlp", (2, 2), "adam", ("equal", "several steps")),
     MeshCase("mlp", (2, 2), "adam", ("equal", "jit")),

@@ -23,7 +23,7 @@ from keras_paragrad.storage.storage import any_divided
 def find_difference_of_step(
     model: keras.Model, step: CustomStep, data: Batch, size: int, parts: int
 ) -> tuple[int, Difference] | None:
-    """The first call of an optimizer whose gradient of parts isn't that of the whole, by its index, and by how much.
+    """Finds the first optimizer call whose parts don't add up to the whole gradient: its index, and the difference.
 
     Args:
         model: A built model with its own `train_step`.

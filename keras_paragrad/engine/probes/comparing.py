@@ -185,6 +185,6 @@ def _mixing_layer(model: Any, x: Structure, divider: Divider, training: bool) ->
     synchronize = "Write BatchNormalization(synchronized=True). " if norms and not divider.in_sequence else ""
     return (
         f"The loss compares examples, and {layer!r} mixes them as well: its output for one example depends on the "
-        f"others in the batch, so the outputs of {divider.parts} are not those of the whole batch. "
+        f"others in the batch, so the outputs of {divider.parts} differ from the whole batch's. "
         f"{synchronize}{divider.whole_batches}"
     )

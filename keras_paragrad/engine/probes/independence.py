@@ -118,7 +118,7 @@ def _find_problems(
     if names:
         inexact.append(
             f"The metrics {', '.join(names)}, which call() or compute_loss() updates, take one number for each of "
-            f"{divider.parts}, so their results differ from those of the whole batch. Update them with one value per "
+            f"{divider.parts}, so their results differ from the whole batch's. Update them with one value per "
             "example."
         )
     if not training:

@@ -266,7 +266,7 @@ def _reset_state(model: keras.Model) -> State:
 
 
 def _state_after_parts(compute: PureFunction, batch: Batch, rows: int, start: State, *, on_replicas: bool) -> State:
-    """The state after two parts of a batch, of which the first has `rows` rows."""
+    """The state after two parts of a batch: the first has `rows` rows."""
     _, one = compute(take_rows(batch, 0, rows), start)
     _, two = compute(take_rows(batch, rows, _ROWS), start if on_replicas else one)
     return [_aggregate(*each) for each in zip(compute.variables, one, two, strict=True)] if on_replicas else two

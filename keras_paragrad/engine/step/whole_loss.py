@@ -213,7 +213,7 @@ def _gather(model: keras.Model, data: Batch, tensors: Sequence[tf.Tensor], rows:
 
 
 def _share_of_sums(model: keras.Model, loss: tf.Tensor, terms: list[LossTerm], rows: _RowGatherer) -> LossSums:
-    """This replica's share of the losses to log: every replica has computed those of the whole batch."""
+    """This replica's share of the losses to log, which every replica has computed for the whole batch."""
     sums = loss_sums(model, loss, terms, rows.total)
     return sums._replace(vector=sums.vector / replica_count())
 
