@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import as_on_replica, as_one_replica, replica_count
+from keras_paragrad.compat.collectives import as_on_replica, replica_count
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import Batch, Specs
@@ -17,13 +17,10 @@ from keras_paragrad.engine.custom_step.analysis import ApplyCall, analyze_step
 from keras_paragrad.engine.custom_step.step import CustomStep, step_signature
 from keras_paragrad.engine.custom_step.whole_step import WholeStep, divide_on_replicas
 from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS
-from keras_paragrad.engine.division.slices import find_refusal_of_slices
+from keras_paragrad.engine.division.slices import find_refusal_of_slices, trace_loss
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.terms import recorded_terms
-from keras_paragrad.engine.losses.weightings import step_arguments
 from keras_paragrad.engine.probes.comparing import compare_examples
-from keras_paragrad.engine.probes.trial import call_model
 from keras_paragrad.engine.step.building import build_by_calling, build_losses
 from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.stages import Split, Stages
@@ -122,11 +119,7 @@ class Divisions:
         normalize = stages.normalization(of_slices=division.cut)
         if normalize is None or overrides_train_step(model):
             return "Nothing is divided, or all parts count the same."
-        arguments = step_arguments(data)
-        with as_one_replica(), recorded_terms(model, untracked=True) as terms:
-            arguments["y_pred"] = call_model(model, (arguments["x"],), training=True)
-            model._compute_loss(**arguments, training=True)
-        return normalize.describe(model, arguments, terms)
+        return normalize.describe(model, *trace_loss(model, data))
 
     def of(self, stages: Stages, data: Batch) -> Division:
         """The division of a batch, or of a replica's part of it.

@@ -45,7 +45,9 @@ class FirstBatchProof:
     def __init__(self, model: keras.Model, stages: Stages, divisions: Divisions):
         self.model, self.stages, self._divisions = model, stages, divisions
         # The batches of the first update so far; `None` once there is nothing to prove.
-        self._window: list[Batch] | None = [] if stages.prove else None
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        divides = stages.split or stages.apply or (stages.take and replicas > 1)
+        self._window: list[Batch] | None = [] if divides and stages.prove else None
 
     @property
     def pending(self) -> bool:

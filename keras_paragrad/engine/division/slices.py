@@ -7,11 +7,12 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_one_replica
 from keras_paragrad.compat.layers import WeightScope
+from keras_paragrad.compat.model import all_variables
 from keras_paragrad.compat.private import FuncGraph
-from keras_paragrad.compat.types import Batch
+from keras_paragrad.compat.types import Batch, LossArguments
 from keras_paragrad.engine.division.proof import is_known_to_divide
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.terms import MEANS, recorded_terms
+from keras_paragrad.engine.losses.terms import MEANS, LossTerm, recorded_terms
 from keras_paragrad.engine.losses.weightings import step_arguments
 from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.probes.trial import call_model
@@ -19,6 +20,21 @@ from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.stages import Split
 from keras_paragrad.engine.tracing.untouched import untouched
+from keras_paragrad.storage.gathering import zeros_in_place_of_shards
+
+
+def trace_loss(model: keras.Model, data: Batch) -> tuple[LossArguments, list[LossTerm]]:
+    """Traces the loss of a batch into a graph that never runs; returns its arguments and terms."""
+    arguments = step_arguments(data)
+    # No other replica traces this, so no weight can be gathered.
+    with (
+        zeros_in_place_of_shards(all_variables(model)),
+        as_one_replica(),
+        recorded_terms(model, untracked=True) as terms,
+    ):
+        arguments["y_pred"] = call_model(model, (arguments["x"],), training=True)
+        model._compute_loss(**arguments, training=True)
+    return arguments, terms
 
 
 def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str | None:
@@ -31,11 +47,7 @@ def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str
     """
 
     def trace(data: Batch) -> None:
-        arguments = step_arguments(data)
-        with as_one_replica(), recorded_terms(model, untracked=True) as terms:
-            arguments["y_pred"] = call_model(model, (arguments["x"],), training=True)
-            model._compute_loss(**arguments, training=True)
-            split.normalize(model, arguments, terms)
+        split.normalize(model, *trace_loss(model, data))
 
     def placeholder(tensor: Any) -> Any:
         # Micro-batches of a pipeline have any number of rows.
