@@ -202,7 +202,7 @@ def test_a_loss_on_the_outputs_of_the_whole_batch(caplog):
     assert not asked(IN_TWO) and not caplog.records
     assert asked(whole)
     assert "is computed on the outputs of whole batches; both parts run twice." in caplog.text
-    with pytest.raises(ValueError, match=r"outputs of the two parts of a batch are .*\. InOne\(\) trains on whole"):
+    with pytest.raises(ValueError, match=r"outputs of the two parts of a batch differ .*\. InOne\(\) trains on whole"):
         asked(whole, Centered())
     # Parts that run at once can share the statistics of a batch.
     at_once, synchronize = (
