@@ -50,7 +50,7 @@ def _masked_moments(
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Keras's moments of masked inputs, with sums over all replicas."""
     context, axes = tf.distribute.get_replica_context(), layer._reduction_axes
-    counted = tf.broadcast_to(tf.cast(mask, "bool")[..., None], tf.shape(inputs))
+    counted = tf.broadcast_to(tf.expand_dims(tf.cast(mask, "bool"), -1), tf.shape(inputs))
     if nonempty is not None:
         counted = tf.logical_and(counted, nonempty)
 
