@@ -135,9 +135,10 @@ class UnreducedOptimizers:
 
     def add(self, optimizer: keras.optimizers.Optimizer) -> None:
         """Has an optimizer apply gradients as they are."""
-        own = vars(optimizer)
-        self._before.setdefault(id(optimizer), (optimizer, {name: own[name] for name in own.keys() & {REDUCTION}}))
-        own[REDUCTION] = list
+        attributes = vars(optimizer)
+        before = {REDUCTION: attributes[REDUCTION]} if REDUCTION in attributes else {}
+        self._before.setdefault(id(optimizer), (optimizer, before))
+        attributes[REDUCTION] = list
 
     def restore(self) -> None:
         """Restores all of them."""

@@ -165,7 +165,7 @@ class Parallelism(Planner):
     ('OnTheLast', ('GPU:3',), 1)
     """
 
-    # The parts of `compat.names.NAMES` that it uses, with those of every parallelism.
+    # The parts of `compat.names.NAMES` that it uses, including the parts that every parallelism uses.
     parts: ClassVar[tuple[str, ...]] = ()
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:

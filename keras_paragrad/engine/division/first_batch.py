@@ -28,7 +28,6 @@ from keras_paragrad.engine.step.stages import Stages
 
 # Called once the step is traced, as what is refused there says more; refuses or warns.
 Conclusion = Callable[[], None]
-_NOT_EXACT = "exact=False"
 
 
 class FirstBatchProof:
@@ -79,14 +78,19 @@ class FirstBatchProof:
         if overrides_train_step(self.model):
             return functools.partial(self._prove_step, window, size, parts, normalize) if normalize else None
         if normalize is None:
-            return functools.partial(_measure, self.model, window, size, parts, equal=self._equal)
+            return functools.partial(self._measure_equal_weights, window, size, parts)
         conclusion = _prove(self.model, window, size, parts, normalize, whole_losses=not self.stages.combine)
-        return conclusion or functools.partial(_measure, self.model, window, size, parts, normalize)
+        return conclusion or functools.partial(_measure_statistics, self.model, window, size, parts, normalize)
 
-    @property
-    def _equal(self) -> str:
-        """What counts all parts alike."""
-        return "weighting='uniform'" if self.stages.apply else _NOT_EXACT
+    def _measure_equal_weights(self, data: Batch, size: int, parts: int) -> None:
+        """Warns of how much the gradient of the first batch changes if all parts count alike, as stated."""
+        stated = "weighting='uniform'" if self.stages.apply else "exact=False"
+        # Replicas add the gradients of sums, and don't average them.
+        if self.stages.apply or not _sums(self.model, data):
+            difference = find_difference(self.model, data, size, parts, None)
+            if difference is not None:
+                warn_once(self.model, f"{difference}, with {stated}, which counts all parts alike.")
+        _measure_statistics(self.model, data, size, parts, None)
 
     def _prove_step(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
         """Proves the model's own `train_step`, once it is analyzed."""
@@ -146,25 +150,10 @@ def _parts_have_own_statistics(model: keras.Model) -> bool:
     return bool(layers) and not (replicas and any(each.synchronized for each in layers))
 
 
-def _measure(
-    model: keras.Model,
-    data: Batch,
-    size: int,
-    parts: int,
-    normalize: LossNormalization | None = None,
-    equal: str | None = None,
+def _measure_statistics(
+    model: keras.Model, data: Batch, size: int, parts: int, normalize: LossNormalization | None
 ) -> None:
-    """Says by how much what was warned of, or stated, changes the gradient of the first batch.
-
-    Args:
-        model, data, size, parts: As in `find_difference`.
-        normalize: Computes the weight of a part; all weigh alike, if `None`.
-        equal: What the user has written so that they do.
-    """
-    if equal and not (equal == _NOT_EXACT and _sums(model, data)):
-        difference = find_difference(model, data, size, parts, None)
-        if difference is not None:
-            warn_once(model, f"{difference}, with {equal}, which counts all parts alike.")
+    """Warns of how much batch statistics of parts change the gradient of the first batch."""
     if _parts_have_own_statistics(model):
         difference = measure_batch_statistics(model, data, size, parts, normalize)
         if difference is not None:

@@ -129,7 +129,7 @@ def find_layer_that_mixes(model: keras.Model, data: Batch, size: int) -> str | N
 def measure_batch_statistics(
     model: keras.Model, data: Batch, size: int, parts: int, normalize: LossNormalization | None
 ) -> Difference | None:
-    """How far normalizing parts with their own statistics takes their gradient from that of the whole.
+    """Measures how much the gradient changes if `BatchNormalization` uses the statistics of each part.
 
     Where a whole batch takes too many bytes, fewer parts do, or the halves of one part.
     """

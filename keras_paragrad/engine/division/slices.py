@@ -1,4 +1,4 @@
-"""Whether slices of a model's batches can be combined, for batches of which it isn't known whether they are cut."""
+"""Finds before the trace whether slices can be combined, where the number of rows in a batch isn't known."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The statistics of synchronized `BatchNormalization`: those of all replicas' examples, and of nothing else.
+"""Computes the statistics of synchronized `BatchNormalization` over the examples of all replicas.
 
 Keras counts the row that fills an empty replica batch, and doesn't synchronize statistics of masked inputs.
 """
