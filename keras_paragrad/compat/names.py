@@ -112,7 +112,6 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("keras", "Optimizer._get_variable_index", ("variable",)),
         Hook("keras.src.saving.keras_saveable", "KerasSaveable._obj_type"),
         Hook("keras.src.utils.tracking", "DotNotTrackScope"),
-        Hook("keras.src.utils.tracking", "no_automatic_dependency_tracking"),
         Hook("tensorflow", "__internal__.tracking.AutoTrackable"),
         Hook("tensorflow.python.trackable.base", "Trackable._update_uid"),
         Hook("keras.optimizers", "MultiOptimizer._inner_optimizers", found="assigned", optional=True),

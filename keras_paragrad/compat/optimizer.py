@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.collectives import strategy_name
-from keras_paragrad.compat.private import DotNotTrackScope, no_automatic_dependency_tracking
+from keras_paragrad.compat.private import DotNotTrackScope
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Config
 
@@ -213,7 +213,6 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         # Keras's saver walks these names; the inner optimizer's state is saved as the wrapper's.
         return [name for name in super().__dir__() if name != "inner_optimizer"]
 
-    @no_automatic_dependency_tracking
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Creates the inner optimizer's state for `variables`, unless it is built already."""
         if self.built:
@@ -228,11 +227,13 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         if self.inner_optimizer.built:
             self.inner_optimizer._check_variables_are_known(variables)
         else:
+            # Tracked: Keras saves those of Nadam's variables alone that are assigned to attributes.
             self.inner_optimizer.build(variables)
-        for index, variable in enumerate(variables):
-            self._trainable_variables_indices[self._var_key(variable)] = index
-        self._trainable_variables = list(variables)
-        self.built = True
+        with DotNotTrackScope():
+            for index, variable in enumerate(variables):
+                self._trainable_variables_indices[self._var_key(variable)] = index
+            self._trainable_variables = list(variables)
+            self.built = True
 
     @property
     def trainable_variables(self) -> list[keras.Variable]:

@@ -54,6 +54,23 @@ class CentersLarge(layers.Layer):
         return ops.where(ops.max(ops.abs(x)) > 50, x - ops.mean(x, axis=0), x)
 
 
+class KeepsLarge(layers.Layer):
+    """Keeps the mean of the last large batch."""
+
+    def build(self, shape):
+        self.kept = self.add_weight(shape=(), trainable=False, initializer="zeros", name="kept")
+
+    def call(self, x):
+        self.kept.assign(ops.where(ops.max(x) > 1e4, ops.mean(x), self.kept))
+        return x
+
+
+def error_of_labels(y, p):
+    """The mean error of a batch, over the labels that aren't missing."""
+    present = ops.cast(ops.not_equal(y, MARKER), "float32")
+    return ops.sum(present * ops.abs(y - p)) / ops.maximum(ops.sum(present), 1.0)
+
+
 def model_of(loss, *more, kind=keras.Model, accumulates=False, **arguments):
     keras.utils.set_random_seed(0)
     x = keras.Input((6,))
@@ -114,6 +131,33 @@ def missing(marker, rows):
 def test_every_batch_of_the_first_window_is_seen():
     with pytest.raises(ValueError, match="off the gradient of the whole"):
         in_windows(of_labels, y=missing(MARKER, slice(13, 16)))
+
+
+SOME_MISSING = missing(MARKER, slice(1, 7))
+
+
+@pytest.mark.filterwarnings("ignore:The results of the metrics")
+def test_metrics_that_replicas_show_otherwise_are_refused():
+    with pytest.raises(ValueError, match=r"error_of_labels is [\d.]+ on 2 parts of the first batch, and [\d.]+ on it"):
+        on_replicas(by_row, y=SOME_MISSING, metrics=[error_of_labels])
+
+
+@pytest.mark.parametrize("fit", [in_windows, in_slices])
+@pytest.mark.filterwarnings("ignore:The results of the metrics")
+def test_metrics_that_parts_show_otherwise_are_warned_of(fit):
+    with pytest.warns(UserWarning, match="error_of_labels is .* on 4 parts"):
+        fit(by_row, y=SOME_MISSING, metrics=[error_of_labels])
+
+
+def test_metrics_of_rows_are_not_warned_of():
+    metrics = [by_row, keras.metrics.R2Score()]
+    assert on_replicas(by_row, layers.Dropout(0.3), y=SOME_MISSING, metrics=metrics).history.history
+
+
+@pytest.mark.parametrize("fit", [in_windows, in_slices, on_replicas])
+def test_states_that_parts_leave_otherwise_are_refused(fit):
+    with pytest.raises(ValueError, match="The state of keeps_large is updated with each"):
+        fit(by_row, KeepsLarge(), x=1e6 * X)
 
 
 @pytest.mark.parametrize("marker", [np.nan, 255.0])

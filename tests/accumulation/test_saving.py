@@ -100,7 +100,7 @@ def test_backup_and_restore(stop_after, tmp_path):
 
 @pytest.mark.covering
 @pytest.mark.parametrize("form", ["weights.h5", "checkpoint"])
-@pytest.mark.parametrize("inner", [keras.optimizers.Adam, lambda: keras.optimizers.SGD(0.1, momentum=0.9)])
+@pytest.mark.parametrize("inner", [keras.optimizers.Adam, keras.optimizers.Nadam])
 @pytest.mark.parametrize("accumulating_first", [False, True])
 def test_the_inner_optimizers_state_goes_both_ways(form, inner, accumulating_first, tmp_path):
     makers = [inner, lambda: AccumulatingOptimizer(inner(), 2)]

@@ -10,7 +10,9 @@ from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.division.cut import MOST_PARTS, join_rows, local_rows, part_size
+from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.division.division import Divisions
+from keras_paragrad.engine.division.metrics_proof import find_metric_differences, metrics_are_known
 from keras_paragrad.engine.division.proof import (
     find_difference,
     find_layer_that_mixes,
@@ -23,6 +25,7 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_ba
 from keras_paragrad.engine.losses.terms import is_summed
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, step_arguments
 from keras_paragrad.engine.probes.comparing import require_whole_losses
+from keras_paragrad.engine.probes.independence import TRAIN_ANYWAY, USE_SUMS, find_layers_dependent_on, states_refusal
 from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
 from keras_paragrad.engine.step.stages import Stages
 
@@ -61,6 +64,7 @@ class FirstBatchProof:
         return (
             is_known_to_divide(self.model)
             and self.stages.normalization(of_slices=True) is not None
+            and metrics_are_known(self.model)
             and not _parts_have_own_statistics(self.model)
         )
 
@@ -80,7 +84,13 @@ class FirstBatchProof:
         if normalize is None:
             return functools.partial(self._measure_equal_weights, window, size, parts)
         conclusion = _prove(self.model, window, size, parts, normalize, whole_losses=not self.stages.combine)
-        return conclusion or functools.partial(_measure_statistics, self.model, window, size, parts, normalize)
+        return conclusion or functools.partial(self._prove_rest, window, size, parts, normalize)
+
+    def _prove_rest(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
+        """Proves states and metrics, once they are built, and measures batch statistics."""
+        _prove_states(self.model, data, size, normalize.divider)
+        _prove_metrics(self.model, data, size, parts)
+        _measure_statistics(self.model, data, size, parts, normalize)
 
     def _measure_equal_weights(self, data: Batch, size: int, parts: int) -> None:
         """Warns of how much the gradient of the first batch changes if all parts count alike, as stated."""
@@ -140,6 +150,30 @@ def _prove(
     log_once(model, f"{difference}, so the loss of {model.name!r} is computed on the outputs of whole batches.")
     require_whole_losses(model)
     return None
+
+
+def _prove_states(model: keras.Model, data: Batch, size: int, divider: Divider) -> None:
+    """Refuses states of layers that parts of the first batch leave elsewhere than the whole does, or warns of them."""
+    x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+    names = find_layers_dependent_on(model, x, 2 * size, divider)
+    if names and divider.takes_weighting:
+        _refuse(states_refusal(names, divider))
+    if names:
+        warn_once(model, states_refusal(names, divider))
+
+
+def _prove_metrics(model: keras.Model, data: Batch, size: int, parts: int) -> None:
+    """Refuses metrics that replicas show otherwise than one device does, and warns of those of other parts."""
+    replicas = model.distribute_strategy.num_replicas_in_sync > 1
+    if metrics_are_known(model):
+        return
+    differences = find_metric_differences(model, data, size, parts, on_replicas=replicas)
+    if not differences:
+        return
+    found = f"{'; '.join(map(str, differences))}. {USE_SUMS}"
+    if replicas:
+        _refuse(f"{found} {TRAIN_ANYWAY}")
+    warn_once(model, found)
 
 
 def _parts_have_own_statistics(model: keras.Model) -> bool:

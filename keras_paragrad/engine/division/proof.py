@@ -262,31 +262,17 @@ class _DividedLoss(_DividedPass):
 
     def prepare(self, rows: Batch, cut: RowCut) -> Batch | None:
         """The rows with their outputs; `None` if these are too large."""
-        forward, kept = PureFunction(self.model, self._forward), []
-        for bounds in cut.bounds:
-            kept.append(forward(take_rows(rows, *bounds))[0])
-            if sum(map(_bytes, kept)) > self.most_bytes:
-                return None
-        outputs = keras.tree.map_structure(lambda *parts: None if parts[0] is None else tf.concat(parts, 0), *kept)
-        return rows, outputs
-
-    def _forward(self, data: Any) -> tuple[Structure, list[tf.Tensor | None]]:
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        y_pred = call_model(self.model, (x,), training=True)
-        leaves = keras.tree.flatten(y_pred)
-        if any(each.shape.rank == 0 or each.shape[0] != row_count(x) for each in leaves):
-            raise Inconclusive("the outputs have no row for each example")
-        return y_pred, [mask_of(each) for each in leaves]
+        outputs = outputs_of_parts(self.model, rows, cut, self.most_bytes)
+        return None if outputs is None else (rows, outputs)
 
     def compute(self, first: int, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Traces the gradient with respect to the outputs."""
-        rows, (y_pred, masks) = data
+        rows, outputs = data
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(rows)
-        leaves = keras.tree.flatten(y_pred)
-        real = [each for each in leaves if each.dtype.is_floating]
+        real = [each for each in keras.tree.flatten(outputs[0]) if each.dtype.is_floating]
         with tf.GradientTape() as tape:
             tape.watch(real)
-            marked = keras.tree.pack_sequence_as(y_pred, [with_mask(*each) for each in zip(leaves, masks, strict=True)])
+            marked = mark_outputs(outputs)
             loss, divisor = self.loss({"x": x, "y": y, "y_pred": marked, "sample_weight": sample_weight})
         gradients: Any = tape.gradient(loss, real, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.cast(tf.convert_to_tensor(each), "float32") for each in gradients], divisor
@@ -305,6 +291,36 @@ class _DividedLoss(_DividedPass):
     def reordered(self, rows: Batch) -> list[np.ndarray]:
         """The gradient of the outputs, computed in another order."""
         return [each[::-1] for each in super().reordered(rows)]
+
+
+def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut, most_bytes: int) -> Structure | None:
+    """The outputs for all rows, computed part by part, and their masks; `None` if they take more bytes than these.
+
+    Raises:
+        Inconclusive: An output has no row for each example.
+    """
+
+    def forward(data: Any) -> tuple[Structure, list[tf.Tensor | None]]:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred = call_model(model, (x,), training=True)
+        leaves = keras.tree.flatten(y_pred)
+        if any(each.shape.rank == 0 or each.shape[0] != row_count(x) for each in leaves):
+            raise Inconclusive("the outputs have no row for each example")
+        return y_pred, [mask_of(each) for each in leaves]
+
+    compute, kept = PureFunction(model, forward), []
+    for bounds in cut.bounds:
+        kept.append(compute(take_rows(rows, *bounds))[0])
+        if sum(map(_bytes, kept)) > most_bytes:
+            return None
+    return keras.tree.map_structure(lambda *parts: None if parts[0] is None else tf.concat(parts, 0), *kept)
+
+
+def mark_outputs(outputs: tuple[Structure, list[tf.Tensor | None]]) -> Structure:
+    """Outputs with their masks, as a model returns them."""
+    y_pred, masks = outputs
+    marked = [with_mask(*each) for each in zip(keras.tree.flatten(y_pred), masks, strict=True)]
+    return keras.tree.pack_sequence_as(y_pred, marked)
 
 
 def compare_gradients(

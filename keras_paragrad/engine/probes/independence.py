@@ -14,12 +14,21 @@ from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.probes.states import (
+    BatchSplit,
+    layers_dependent_on,
     split_dependent_call_metrics,
     split_dependent_layers,
     split_dependent_metrics,
 )
+from keras_paragrad.engine.probes.trial import row_count, run_trial, take_rows
 
 Result = TypeVar("Result")
+# Advice on metrics that depend on how a batch is split.
+USE_SUMS = (
+    "Let each metric accumulate sums over examples, with add_variable(..., aggregation='sum') and assign_add, or use a "
+    "function that returns one value per example."
+)
+TRAIN_ANYWAY = "To train anyway, write DistributedFit(..., exact=False)."
 
 
 class _Problems(NamedTuple):
@@ -134,6 +143,18 @@ def state_problem(model: keras.Model, x: Structure, divider: Divider) -> str | N
     return states_refusal(names, divider) if names else None
 
 
+def find_layers_dependent_on(model: keras.Model, x: Structure, most_rows: int, divider: Divider) -> list[str]:
+    """The layers whose states after these rows depend on how they are split; at most so many are computed at once."""
+    rows = min(row_count(x), most_rows)
+    # Parts of different sizes can be told apart.
+    split = BatchSplit(model.distribute_strategy.num_replicas_in_sync > 1, divider.in_sequence, rows, rows // 2 + 1)
+
+    def find(count: int) -> list[str]:
+        return layers_dependent_on(model, [take_rows(x, 0, count)], split)
+
+    return run_trial(find, rows, otherwise=[], question=None) if rows > 2 else []
+
+
 def states_refusal(names: Sequence[str], divider: Divider) -> str:
     """The error for states that parts of a batch leave elsewhere, or read."""
     return (
@@ -174,9 +195,7 @@ def _metric_problems(model: keras.Model, arguments: LossArguments) -> _Problems:
     wrong, inexact = [], []
     if even:
         wrong.append(
-            f"The results of the metrics {', '.join(even)} differ when a batch is split into parts. Let each metric "
-            "accumulate sums over examples, with add_variable(..., aggregation='sum') and assign_add, or use a "
-            "function that returns one value per example."
+            f"The results of the metrics {', '.join(even)} differ when a batch is split into parts. {USE_SUMS}"
         )
     if uneven:
         inexact.append(
@@ -184,5 +203,5 @@ def _metric_problems(model: keras.Model, arguments: LossArguments) -> _Problems:
             "sizes: they average one number per batch. Use a function that returns one value per example."
         )
     if on_replicas and wrong:
-        return _Problems([f"{wrong[0]} To train anyway, write DistributedFit(..., exact=False)."], inexact)
+        return _Problems([f"{wrong[0]} {TRAIN_ANYWAY}"], inexact)
     return _Problems([], wrong + inexact)

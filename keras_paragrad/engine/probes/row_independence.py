@@ -240,6 +240,13 @@ def has_value_per_example(loss_or_metric: keras.losses.Loss | keras.metrics.Metr
     )
 
 
+def is_kerass_own_metric(metric: object) -> bool:
+    """Whether a metric, as given to `compile`, is one of Keras's that computes a value for each example."""
+    if isinstance(metric, str):
+        return keras.saving.get_registered_object(metric) is None
+    return has_value_per_example(metric) if isinstance(metric, keras.metrics.Metric) else _is_keras(metric)
+
+
 def _is_row_wise(operation: keras.Operation) -> bool:
     """Whether an operation is Keras's and computes each row from the same row of its inputs."""
     module = type(operation).__module__

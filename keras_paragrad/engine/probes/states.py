@@ -1,6 +1,6 @@
 """Whether metrics and states of layers depend on how a batch is split, found by a trial on synthetic rows."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -59,13 +59,16 @@ def split_dependent_metrics(
             return [], []
         targets = synthetic_rows(y, _ROWS, seed=0, size=size, labels=True)
         batch = (targets, *synthetic_rows((y_pred, sample_weight), _ROWS, seed=1, size=size))
-        compute, start = PureFunction(model, results), _reset_state(model)
+        compute, start = PureFunction(model, results), reset_state(model)
         (whole, _), (reseeded, _) = compute(batch, start), compute(batch, compute.reseed(start))
         if not all(_close(whole[name], reseeded[name]) for name in whole):
             raise Inconclusive("a metric is random")
 
         def changed(rows: int):
-            split, _ = compute(None, _state_after_parts(compute, batch, rows, start, on_replicas=on_replicas))
+            parts = [take_rows(batch, 0, rows), take_rows(batch, rows, _ROWS)]
+            split, _ = compute(
+                None, state_after_parts(compute, parts, start, compute.variables if on_replicas else None)
+            )
             return [name for name in whole if not _close(whole[name], split[name])]
 
         even, uneven = changed(_EVEN), changed(_UNEVEN)
@@ -76,7 +79,7 @@ def split_dependent_metrics(
 
 
 def split_dependent_layers(model: keras.Model, x: Any, *, on_replicas: bool, in_sequence: bool) -> list[str]:
-    """Finds the layers of which parts of a batch leave another state than the whole, or read it after other parts.
+    """Finds the layers of which parts of synthetic rows leave another state than the whole, or read it after others.
 
     Ignores batch normalization, seeds, and states that depend on random numbers which aren't those of rows.
 
@@ -86,30 +89,38 @@ def split_dependent_layers(model: keras.Model, x: Any, *, on_replicas: bool, in_
         on_replicas: Whether parts are taken at the same time, and their states aggregated.
         in_sequence: Whether parts are taken one after the other.
     """
-    owners = _state_owners(model)
     split = BatchSplit(on_replicas, in_sequence, _ROWS, _UNEVEN)
 
     def find(size: int):
-        if computes_rows_independently(model):
-            return []
-        compute = PureFunction(model, lambda x: _train_on_part(model, x), any_rows=True)
-        found: list[str] = []
-        for index, (low, high) in enumerate(RANGES):
-            try:
-                batch = synthetic_rows(x, _ROWS, seed=index, size=size, low=low, high=high)
-                variables = split_dependent_states(compute.variables, compute, compute.start, batch, split)
-                found += [owners[id(each)] for each in variables if id(each) in owners]
-            except UnknownState as state:
-                if not state.resources:
-                    raise
-                return _owners_of_resources(model, state.resources)
-            except Exception:
-                # A layer may reject large numbers.
-                if not index:
-                    raise
-        return list(dict.fromkeys(found))
+        batches = (
+            synthetic_rows(x, _ROWS, seed=index, size=size, low=low, high=high)
+            for index, (low, high) in enumerate(RANGES)
+        )
+        return layers_dependent_on(model, batches, split)
 
     return run_trial(find, *SIZES, otherwise=[], question="whether states of layers depend on how a batch is split")
+
+
+def layers_dependent_on(model: keras.Model, batches: Iterable[Batch], split: "BatchSplit") -> list[str]:
+    """The layers whose states after one of these batches depend on how it is split."""
+    if computes_rows_independently(model):
+        return []
+    owners = _state_owners(model)
+    compute = PureFunction(model, lambda x: _train_on_part(model, x, split), any_rows=True)
+    found: list[str] = []
+    for index, batch in enumerate(batches):
+        try:
+            variables = split_dependent_states(compute.variables, compute, compute.start, batch, split)
+            found += [owners[id(each)] for each in variables if id(each) in owners]
+        except UnknownState as state:
+            if not state.resources:
+                raise
+            return _owners_of_resources(model, state.resources)
+        except Exception:
+            # A layer may reject large numbers.
+            if not index:
+                raise
+    return list(dict.fromkeys(found))
 
 
 class BatchSplit(NamedTuple):
@@ -211,9 +222,10 @@ def split_dependent_call_metrics(
             return []
         inputs = synthetic_rows((arguments["x"], arguments["sample_weight"]), _ROWS, seed=1, size=size)
         data = [*inputs, synthetic_rows(arguments["y"], _ROWS, seed=0, size=size, labels=True)]
-        compute, start = PureFunction(model, results), _reset_state(model)
+        compute, start = PureFunction(model, results), reset_state(model)
         (whole, _), (reseeded, _) = compute(data, start), compute(data, compute.reseed(start))
-        split, _ = compute(None, _state_after_parts(compute, data, _UNEVEN, start, on_replicas=on_replicas))
+        parts = [take_rows(data, 0, _UNEVEN), take_rows(data, _UNEVEN, _ROWS)]
+        split, _ = compute(None, state_after_parts(compute, parts, start, compute.variables if on_replicas else None))
         # Those that another seed changes are random, and tell nothing.
         return [
             metric.name
@@ -253,30 +265,38 @@ def _train(model: keras.layers.Layer, inputs: tuple[Structure, ...]) -> list[tf.
     return [each for each in (*keras.tree.flatten(outputs), *added_losses(model)) if tf.is_tensor(each)]
 
 
-def _train_on_part(model: keras.layers.Layer, x: Structure) -> list[tf.Tensor]:
+def _train_on_part(model: keras.layers.Layer, x: Structure, split: BatchSplit) -> list[tf.Tensor]:
     """What `_train` returns, with the random numbers that the whole batch draws for the same rows."""
     rows = static_row_count(x)
-    with random_numbers_by_row(_UNEVEN if rows == _ROWS - _UNEVEN else 0, rows, _ROWS):
+    with random_numbers_by_row(split.first if rows == split.rows - split.first else 0, rows, split.rows):
         return _train(model, (x,))
 
 
-def _reset_state(model: keras.Model) -> State:
+def reset_state(model: keras.Model) -> State:
     """The state of a model whose metrics are reset."""
     return PureFunction(model, lambda _: model.reset_metrics())(None)[1]
 
 
-def _state_after_parts(compute: PureFunction, batch: Batch, rows: int, start: State, *, on_replicas: bool) -> State:
-    """The state after two parts of a batch: the first has `rows` rows."""
-    _, one = compute(take_rows(batch, 0, rows), start)
-    _, two = compute(take_rows(batch, rows, _ROWS), start if on_replicas else one)
-    return [_aggregate(*each) for each in zip(compute.variables, one, two, strict=True)] if on_replicas else two
+def state_after_parts(
+    compute: RunFromState, parts: Sequence[Batch], start: State, variables: Sequence[keras.Variable] | None
+) -> State:
+    """The state after the parts of a batch, one after the other.
+
+    If `variables` are given, their states are aggregated over replicas instead.
+    """
+    if variables is None:
+        for part in parts:
+            start = compute(part, start)[1]
+        return start
+    states = [compute(part, start)[1] for part in parts]
+    return [_aggregate(*each) for each in zip(variables, *states, strict=True)]
 
 
-def _aggregate(variable: keras.Variable, one: tf.Tensor, two: tf.Tensor) -> tf.Tensor:
-    """The value of a variable over two replicas."""
+def _aggregate(variable: keras.Variable, *values: tf.Tensor) -> tf.Tensor:
+    """The value of a variable over replicas."""
     if variable.aggregation == "sum":
-        return one + two
-    return (one + two) / 2 if variable.aggregation == "mean" else one
+        return tf.add_n(values)
+    return tf.add_n(values) / len(values) if variable.aggregation == "mean" else values[0]
 
 
 def _close(one: Any, other: Any) -> bool:

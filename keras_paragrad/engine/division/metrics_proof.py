@@ -1,0 +1,96 @@
+"""The proof on the first batch, for compiled metrics: parts of its rows show what the whole shows."""
+
+from typing import NamedTuple
+
+import keras
+import numpy as np
+
+from keras_paragrad.compat.types import Batch
+from keras_paragrad.engine.division.cut import RowCut
+from keras_paragrad.engine.division.proof import MOST_BYTES, mark_outputs, outputs_of_parts, reverse_rows
+from keras_paragrad.engine.losses.logs import has_metrics
+from keras_paragrad.engine.probes.row_independence import is_kerass_own_metric
+from keras_paragrad.engine.probes.states import reset_state, state_after_parts
+from keras_paragrad.engine.probes.trial import PureFunction, row_count, run_trial, take_rows
+
+# The largest relative difference of a result that is no finding. Rounding moves a threshold's count by one row.
+_TOLERANCE = 1e-3
+
+
+class MetricDifference(NamedTuple):
+    """A metric's result on rows of the first batch.
+
+    Attributes:
+        name: The metric's name.
+        whole: The largest result on the whole.
+        parts: The result on its parts.
+        count: The number of parts.
+    """
+
+    name: str
+    whole: float
+    parts: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.name} is {self.parts:.4g} on {self.count} parts of the first batch, and {self.whole:.4g} on it"
+
+
+def metrics_are_known(model: keras.Model) -> bool:
+    """Whether a compiled model's metrics are all Keras's own, which add up over parts of a batch."""
+    if not has_metrics(model):
+        return True
+    compiled = model._compile_config.config
+    metrics = keras.tree.flatten([compiled.get(name) for name in ("metrics", "weighted_metrics")])
+    own = type(model).compute_metrics is keras.Model.compute_metrics
+    return own and all(each is None or is_kerass_own_metric(each) for each in metrics)
+
+
+def find_metric_differences(
+    model: keras.Model, data: Batch, size: int, parts: int, *, on_replicas: bool
+) -> list[MetricDifference]:
+    """Computes the metrics on rows of the first batch and on parts of them; returns those that differ.
+
+    Args:
+        model: A built and compiled model with Keras's `train_step`, whose metrics are built.
+        data: The first batch.
+        size: The rows that one part holds.
+        parts: The number of parts of an update.
+        on_replicas: Whether the states of the parts are aggregated; else a part follows another.
+    """
+
+    def results(batch: Batch) -> dict[str, object]:
+        if batch is not None:
+            data, outputs = batch
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+            model.compute_metrics(x=x, y=y, y_pred=mark_outputs(outputs), sample_weight=sample_weight)
+        return dict(model.get_metrics_result())
+
+    def find(cut: RowCut) -> list[MetricDifference]:
+        rows = cut.take(data)
+        outputs = outputs_of_parts(model, rows, cut, MOST_BYTES)
+        if outputs is None:
+            return []
+        batch = rows, outputs
+        compute, start = PureFunction(model, results), reset_state(model)
+        whole, reordered = (compute(each, start)[0] for each in (batch, reverse_rows(batch)))
+        divided = [take_rows(batch, *bounds) for bounds in cut.bounds]
+        state = state_after_parts(compute, divided, start, compute.variables if on_replicas else None)
+        split, _ = compute(None, state)
+        # One that depends on the order of rows is random, or numerically unstable.
+        return [
+            MetricDifference(name, *map(_largest, (whole[name], split[name])), len(cut.bounds))
+            for name in whole
+            if _close(whole[name], reordered[name]) and not _close(whole[name], split[name])
+        ]
+
+    cut = RowCut.of_parts(row_count(data), size, parts)
+    return run_trial(find, cut, otherwise=[], question=None)
+
+
+def _close(one: object, other: object) -> bool:
+    return np.allclose(one, other, rtol=_TOLERANCE, atol=1e-6, equal_nan=True)
+
+
+def _largest(result: object) -> float:
+    return float(np.max(np.asarray(result)))
