@@ -134,6 +134,7 @@ SETTINGS = {
     "ema": {"use_ema": True, "ema_momentum": 0.5},
     "ema_overwrite": {"use_ema": True, "ema_momentum": 0.5, "ema_overwrite_frequency": 2},
     "weight_decay": {"weight_decay": 0.1},
+    "scale_factor": {"loss_scale_factor": 64.0},
 }
 
 

@@ -170,3 +170,36 @@ def test_keras_state_is_restored_after_its_session_was_cleared():
     with untouched(None, keras.StatelessScope()):
         keras.layers.Dense(1)
     assert keras.layers.Dense(1).name == "dense_1"
+
+
+class OfTensorFlow(tf.Module):
+    """TensorFlow wraps its lists and dictionaries."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.by_name = [], {}
+
+
+class CallsAModule(keras.layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.module = OfTensorFlow()
+
+    def call(self, x):
+        self.module.calls.append(1)
+        self.module.by_name["last"] = 1
+        return x
+
+
+def test_lists_that_tensorflow_wraps_are_restored():
+    layer = CallsAModule()
+    inputs = keras.Input((SIZE,))
+    model = keras.Model(inputs, layer(inputs))
+    keras.layers.Layer.add_loss(model, tf.constant(1.0))
+    before = len(layer.module.calls)
+    layer.module.by_name.clear()
+    with untouched(model, keras.StatelessScope()):
+        model(X)
+    assert len(model.losses) == 1
+    assert len(layer.module.calls) == before
+    assert not layer.module.by_name

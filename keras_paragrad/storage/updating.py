@@ -87,7 +87,8 @@ def squared_norms(
     clips = any(inner.clipnorm or inner.global_clipnorm for inner in updating_optimizers(optimizer))
     if not clips or not any(each.divided for each in storages):
         return []
-    scale = optimizer.dynamic_scale if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else None
+    scales_itself = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    scale = optimizer.dynamic_scale if scales_itself else optimizer.loss_scale_factor
     squares: list[Any] = [
         None if each is None else storage.square(_unscale(each, scale))
         for each, storage in zip(gradients, storages, strict=True)

@@ -9,6 +9,7 @@ from oracles import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
 from keras_paragrad.engine.division import first_batch, proof, step_proof
+from keras_paragrad.memory import recompute
 
 ROWS, SIZE = 16, 4
 TOLERANCE = 1e-6
@@ -52,6 +53,14 @@ class CentersLarge(layers.Layer):
 
     def call(self, x):
         return ops.where(ops.max(ops.abs(x)) > 50, x - ops.mean(x, axis=0), x)
+
+
+class AddsMean(layers.Layer):
+    """Adds a loss that is a mean."""
+
+    def call(self, x):
+        self.add_loss(0.1 * ops.mean(x**2))
+        return x
 
 
 class KeepsLarge(layers.Layer):
@@ -131,6 +140,29 @@ def missing(marker, rows):
 def test_every_batch_of_the_first_window_is_seen():
     with pytest.raises(ValueError, match="off the gradient of the whole"):
         in_windows(of_labels, y=missing(MARKER, slice(13, 16)))
+
+
+def adding_a_mean():
+    return layers.Dense(6, kernel_initializer=keras.initializers.Orthogonal(seed=0)), AddsMean()
+
+
+def recomputed_in_slices(loss):
+    model = recompute(model_of(loss, *adding_a_mean()), every=1).model
+    with microbatch(model, SIZE):
+        return trained(model)
+
+
+def test_losses_that_recomputed_layers_add_are_shown_and_tried():
+    expected, found = trained(model_of("mse", *adding_a_mean())), recomputed_in_slices("mse")
+    assert largest_difference(found, expected) < TOLERANCE
+    np.testing.assert_allclose(found.history.history["loss"], expected.history.history["loss"], rtol=TOLERANCE)
+    with pytest.raises(ValueError, match="'examples' is .* off, 'sum' is .* off"):
+        recomputed_in_slices(keras.losses.MeanSquaredError(reduction="sum"))
+
+
+def test_an_added_loss_without_a_gradient_is_tried_too():
+    with pytest.raises(ValueError, match="'sum' is .* off"):
+        in_slices(keras.losses.MeanSquaredError(reduction="sum"), AddsMean())
 
 
 SOME_MISSING = missing(MARKER, slice(1, 7))

@@ -366,6 +366,15 @@ def test_models_that_are_refused():
         microbatch(plain, 2)
 
 
+def test_a_summed_loss_with_an_added_mean_is_refused():
+    model = model_of("a", "b")
+    model.get_layer("a").activity_regularizer = keras.regularizers.L2(0.1)
+    model.compile("sgd", keras.losses.MeanSquaredError(reduction="sum"))
+    prepared(model)
+    with pytest.raises(ValueError, match="activity regularizer.* 'examples' is .* off, 'sum' is .* off"):
+        model.fit(keras.ops.ones((8, 4)), keras.ops.zeros((8, 4)), batch_size=8, verbose=0)
+
+
 def test_a_model_is_restored():
     model = model_of("a", "b", "c")
     before = dict(vars(model))

@@ -20,8 +20,8 @@ CLOSE = 2e-6
 SYSTEM_ALLOCATOR = {"TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1"}
 OPTIONS = (
     (),
-    ("clipnorm",),
-    ("global_clipnorm", "accumulate"),
+    ("clipnorm", "scale_factor"),
+    ("global_clipnorm", "accumulate", "scale_factor"),
     ("clipvalue", "slices"),
     ("ema", "jit"),
     ("ema_overwrite", "accumulate"),

@@ -10,7 +10,6 @@ from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.division.cut import MOST_PARTS, join_rows, local_rows, part_size
-from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.division.division import Divisions
 from keras_paragrad.engine.division.metrics_proof import find_metric_differences, metrics_are_known
 from keras_paragrad.engine.division.proof import (
@@ -88,7 +87,7 @@ class FirstBatchProof:
 
     def _prove_rest(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
         """Proves states and metrics, once they are built, and measures batch statistics."""
-        _prove_states(self.model, data, size, normalize.divider)
+        _prove_states(self.model, data, size, normalize)
         _prove_metrics(self.model, data, size, parts)
         _measure_statistics(self.model, data, size, parts, normalize)
 
@@ -152,12 +151,13 @@ def _prove(
     return None
 
 
-def _prove_states(model: keras.Model, data: Batch, size: int, divider: Divider) -> None:
-    """Refuses states of layers that parts of the first batch leave elsewhere than the whole does, or warns of them."""
+def _prove_states(model: keras.Model, data: Batch, size: int, normalize: LossNormalization) -> None:
+    """Refuses states of layers that parts of the first batch leave elsewhere than the whole, or warns, as of others."""
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+    divider = normalize.divider
     names = find_layers_dependent_on(model, x, 2 * size, divider)
-    if names and divider.takes_weighting:
-        _refuse(states_refusal(names, divider))
+    if names and divider.takes_weighting and normalize.weighting == "auto":
+        _refuse(f"{states_refusal(names, divider)} {normalize.refusals.anyway}".rstrip())
     if names:
         warn_once(model, states_refusal(names, divider))
 

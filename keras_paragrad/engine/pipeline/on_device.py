@@ -18,6 +18,7 @@ from keras_paragrad.compat.layers import (
 )
 from keras_paragrad.compat.private import record_operation_backprop_only, stop_recording
 from keras_paragrad.compat.types import TensorVariable
+from keras_paragrad.engine.probes.trial import is_trial
 from keras_paragrad.engine.step.segments import OperationFn, Part, Tensors
 
 # Profiles attribute operations, and XLA's programs, to stages by these names.
@@ -91,7 +92,8 @@ class StageOnDevices:
 
     def __call__(self, inputs: Tensors, operation_fn: OperationFn) -> Tensors:
         """Maps the values of the stage's inputs, by index, to those of its outputs."""
-        differentiated = may_be_differentiated()
+        # In a trial weights are tensors, which the stage's own tape doesn't watch; the trial's does.
+        differentiated = may_be_differentiated() and not is_trial()
         column = self.columns.micro_batch % len(self.devices) if differentiated else 0
         device = self.devices[column]
         scope = _SCOPE.format(stage=self.index, column=column, micro_batch=self.columns.micro_batch)

@@ -147,9 +147,10 @@ class _Trial:
         whole, *of_parts = (self.compute(each)[0] for each in (batch, *parts))
         shares = shares_of([result[2] for result in of_parts], whole[2])
         errors = errors_of(whole[0], [result[0] for result in of_parts], shares, half_precision=self.half_precision)
-        if whole[3]:
+        if whole[4]:
             others = [self.compute(each, self._drawn)[0][3] for each in (batch, *parts)]
-            for added in ([result[3] for result in (whole, *of_parts)], others):
+            values = [result[4] for result in (whole, *of_parts)]
+            for added in ([result[3] for result in (whole, *of_parts)], others, values):
                 with contextlib.suppress(Inconclusive):
                     errors = list(map(max, errors, self._errors_of_added(added, shares)))
         names = [each.name for each in self.candidates]
@@ -167,10 +168,10 @@ class _Trial:
         pairs = zip(self.compute.variables, self.compute.start, strict=True)
         return [draw_kernel(variable, value) for variable, value in pairs]
 
-    def _gradients(self, data: Any) -> tuple[list[tf.Tensor], tf.Tensor, list[tf.Tensor], list[tf.Tensor]]:
-        """The gradient, the loss, what it may be divided by (0 for a sum), and the gradient of what layers add alone.
+    def _gradients(self, data: Any) -> tuple[Any, ...]:
+        """The gradient, the loss, what it may be divided by (0 for a sum), and of what layers add, gradient and value.
 
-        That is often weighted so lightly that its error would pass as rounding, and is not in a training.
+        Both are often weighted so lightly that their errors would pass as rounding, and are not in a training.
         """
         x, y, sample_weight = data
         count = row_count(x)
@@ -186,7 +187,8 @@ class _Trial:
         if not gradients:
             raise Inconclusive("the loss has no gradient")
         divisors = [each.divisor(inputs) if each.divisor else tf.zeros([]) for each in self.candidates]
-        return gradients, loss, divisors, gradients_of(tf.add_n(added)) if added else []
+        total = [tf.add_n(added)] if added else []
+        return gradients, loss, divisors, gradients_of(total[0]) if added else [], total
 
     def _is_random(self, batch: Batch) -> bool:
         whole, reseeded = self.compute(batch)[0], self.compute(batch, self.compute.reseed())[0]

@@ -25,8 +25,19 @@ _LEFT_ALONE = (keras.optimizers.Optimizer, keras.Variable, keras.KerasTensor, tf
 _INSTALLED = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
 _LIBRARIES = {"keras", "keras_paragrad", "numpy", "tensorflow", *sys.stdlib_module_names}
 _ATOMS = (bool, bytes, complex, float, int, str, type(None))
-# The classes and methods that refill containers. Keras's own refuse changes once a layer is built.
+
+
+def _wrapper_of_lists() -> type:
+    """TensorFlow's class of lists that are attributes, as some of a Functional model are."""
+    module: Any = tf.Module()
+    module.attribute = []
+    return type(module.attribute)
+
+
+# The classes and methods that refill containers. Keras's own refuse changes once a layer is built, and TensorFlow's
+# doesn't read the list that it is.
 _CONTAINERS: tuple[tuple[type, str], ...] = (
+    (_wrapper_of_lists(), "extend"),
     *((collections.OrderedDict, "update"), (dict, "update"), (set, "update")),
     *((list, "extend"), (collections.deque, "extend")),
 )
@@ -92,7 +103,9 @@ def _restorers(pending: list[Any], but: tuple[object, ...]) -> list[Callable[[],
     seen: dict[int, object] = {id(each): each for each in but}
     restorers: list[Callable[[], None]] = []
     while pending:
+        # TensorFlow's dictionary is a proxy of another.
         each = pending.pop()
+        each = getattr(each, "__wrapped__", each) if isinstance(each, dict) else each
         if isinstance(each, _ATOMS) or id(each) in seen:
             continue
         seen[id(each)] = each
