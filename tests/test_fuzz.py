@@ -18,6 +18,7 @@ SHORT = {
     '{"devices": "replicas", "transform": "scaled", "rows": 31, "model": "two inputs", "decay": 0.02}': "same",
     '{"watch": "wrap", "steps": 2, "optimizer": "Adam", "model": "embedding"}': "by design",
     '{"slices": 3, "model": "counting"}': "refused",
+    '{"devices": "mesh of columns", "steps": 2, "step": "guide"}': "by design",
 }
 
 

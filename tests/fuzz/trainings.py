@@ -152,7 +152,8 @@ class Training:
                 model = self._made()
                 if not model.optimizer.built:
                     # Otherwise Keras leaves its state out, which models on a mesh load.
-                    model.optimizer.build(model.trainable_variables)
+                    with self.scope():
+                        model.optimizer.build(model.trainable_variables)
                 model.load_weights(path)
         return model
 

@@ -85,7 +85,7 @@ class Divisions:
             return
 
         self._specs, self._found_for = specs, (stages, weakref.ref(iterator))
-        self._trace(lambda data: self.of(stages, data))
+        self._trace(stages, lambda data: self.of(stages, data))
 
     def describe(self, stages: Stages) -> str | None:
         """How the last batches were divided, what a part weighs, and how that was found; `None` before there were any.
@@ -95,14 +95,15 @@ class Divisions:
         if self._specs is None:
             return None
         with untouched(self.model, never_run()):
-            return self._trace(lambda data: self._describe(stages, data))
+            return self._trace(stages, lambda data: self._describe(stages, data))
 
-    def _trace(self, function: Callable[[Batch], Result]) -> Result:
-        """Calls a function as on a replica, in a graph that never runs, with a batch of the last specs."""
+    def _trace(self, stages: Stages, function: Callable[[Batch], Result]) -> Result:
+        """Calls a function as in a step, in a graph that never runs, with a batch of the last specs."""
         results: list[Result] = []
 
         def call(data: Batch) -> None:
-            results.append(function(data))
+            with stages.mesh.as_on_mesh() if stages.mesh else nullcontext():
+                results.append(function(data))
 
         with as_on_replica(self.model.distribute_strategy):
             tf.function(call, autograph=False).get_concrete_function(self._specs)

@@ -1,7 +1,7 @@
 """Runs the steps of a model on a mesh, with batches from the host, and its variables there."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -176,6 +176,12 @@ class ModelOnMesh:
 
         return self._wrap(step, prepare)
 
+    @contextlib.contextmanager
+    def as_on_mesh(self) -> Generator[None]:
+        """Context in which to trace what a step on the mesh computes."""
+        with on_mesh(self.mesh), self.tracing():
+            yield
+
     def wrap_evaluation_step(self, step: Step) -> Step:
         """Makes a compiled evaluation step run on the mesh, with batches of any size."""
         return self._wrap(step, lambda data: self.put_variables())
@@ -259,6 +265,10 @@ class _Evaluation(NamedTuple):
     def wrap(self, step: Step) -> Step:
         """Makes a compiled evaluation step run on the mesh."""
         return self.model.wrap_evaluation_step(step)
+
+    def as_on_mesh(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which to trace what a step on the mesh computes."""
+        return self.model.as_on_mesh()
 
 
 def row_count(data: Batch) -> int:

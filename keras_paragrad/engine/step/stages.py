@@ -190,6 +190,10 @@ class MeshRunner(Protocol):
         """Makes a compiled step run on the mesh, with batches from the host."""
         ...
 
+    def as_on_mesh(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which to trace what a step on the mesh computes."""
+        ...
+
 
 class Stages(NamedTuple):
     """The fillers of a step's stages, in the order in which the step runs them.
