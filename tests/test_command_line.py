@@ -1,6 +1,8 @@
 """The command line: quick where it can be, and of help where words are wrong."""
 
+import contextlib
 import inspect
+import os
 import re
 import shlex
 import shutil
@@ -14,6 +16,7 @@ import keras_paragrad
 from keras_paragrad.cli import explain
 from keras_paragrad.cli.main import main
 from keras_paragrad.cli.parser import Parser
+from keras_paragrad.pages import pages
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,6 +38,9 @@ sys.exit(main())
     [
         "--version",
         "--help",
+        "docs",
+        "docs guides/launch",
+        "docs nowhere",
         "doctor --help",
         "estimate --help",
         "estimate missing.py:build_model",
@@ -50,7 +56,7 @@ def test_answers_without_tensorflow(words):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     imported = re.search(r"IMPORTED (.*)", done.stderr)
     assert imported and set(eval(imported[1])) <= {"rich"}, done.stderr
-    assert done.returncode == (2 if "inf" in words or "missing" in words else 0)
+    assert done.returncode == (2 if {"inf", "nowhere", "missing.py:build_model"} & {*words.split()} else 0)
 
 
 def test_what_imports_the_package_gets_its_components():
@@ -128,7 +134,7 @@ def test_report_refuses_what_is_no_path(words, capsys):
 
 COMPLETED = {
     "la": ["launch"],
-    "": ["completions", "doctor", "estimate", "explain", "launch", "report"],
+    "": ["completions", "docs", "doctor", "estimate", "explain", "launch", "report"],
     "--ver": ["--version"],
     "launch --wo": ["--workers"],
     "launch --workers ": [],
@@ -174,12 +180,14 @@ def test_without_a_command_the_help_is_printed(capsys):
     assert "explain" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["doctor", "estimate", "explain", "launch", "report"])
-def test_help_has_examples_and_a_page_that_exist(command, capsys):
+@pytest.mark.parametrize("command", ["docs", "doctor", "estimate", "explain", "launch", "report"])
+def test_help_has_examples_and_what_shows_its_page(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    examples, _, page = capsys.readouterr().out.partition("examples:\n")[2].partition("explained in ")
-    assert (ROOT / page.strip()).exists()
+    examples, _, shown_by = capsys.readouterr().out.partition("examples:\n")[2].partition("explained by: ")
+    program, *words = shown_by.split()
+    assert program == "keras-paragrad" and main(words) == 0
+    assert capsys.readouterr().out.startswith("# ")
     lines = examples.split("\n  keras-paragrad "[1:])[1:]
     assert lines and all(line.split()[0] == command for line in lines)
 
@@ -220,3 +228,64 @@ def test_explain_refuses_what_contradicts_itself(words, says, capsys):
     assert main(["explain", "--logical-cpus", "4", *words.split()]) == 2
     said = capsys.readouterr().err
     assert said.startswith("keras-paragrad explain: error: ") and says in said
+
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+def test_docs_lists_every_page(capsys):
+    assert main(["docs"]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs").with_suffix("")) for page in PAGES)
+    assert listed["guides/launch"] == "Launching several workers"
+
+
+@pytest.mark.parametrize("word", ["guides/launch", "docs/guides/launch.md", "guides/launch.md"])
+def test_docs_shows_a_page(word, capsys):
+    assert main(["docs", word]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("# Launching several workers\n")
+    assert "(`docs limits/launch`)" in shown and "`examples/cluster/train.py`" in shown
+
+
+def test_links_in_pages_are_what_to_type(capsys):
+    """For every page, each name of another that is shown is one."""
+    named = set()
+    for page in pages():
+        assert main(["docs", page]) == 0
+        shown = re.sub(r"^```.*?^```$", "", capsys.readouterr().out, flags=re.MULTILINE | re.DOTALL)
+        assert shown.startswith("# "), page
+        assert not re.search(r"\]\((?!https?:|#|\)\.$)[\w./]+\.md|<!--", shown), page
+        named |= set(re.findall(r"\(`docs ([^`]+)`\)", shown))
+    assert {"guides/launch", "limits/launch"} <= named <= pages().keys()
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("guides/lanch", "there is no page 'guides/lanch'. Did you mean `guides/launch`?"),
+        ("lanch", "Did you mean `launch`?"),
+        ("zzz", "there is no page 'zzz'. `keras-paragrad docs` lists all."),
+        ("launch", "is several pages: keras-paragrad docs guides/launch, keras-paragrad docs limits/launch"),
+    ],
+)
+def test_docs_refuses_other_names(word, says, capsys):
+    assert main(["docs", word]) == 2
+    found = capsys.readouterr()
+    assert says in found.err and found.out == ""
+
+
+def test_docs_are_formatted_on_a_terminal():
+    ours, theirs = os.openpty()
+    code = "import sys; sys.argv[0] = 'keras-paragrad'; from keras_paragrad.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", code, "docs", "index"]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    shown = b""
+    with subprocess.Popen(command, stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):
+            while data := os.read(ours, 4096):
+                shown += data
+        assert process.wait(60) == 0
+    os.close(ours)
+    assert b"\x1b[1m" in shown and b"# keras_paragrad" not in shown

@@ -3,8 +3,9 @@
 import argparse
 
 from keras_paragrad.cli.parser import add_examples, number
+from keras_paragrad.pages import command_of
 
-_PAGE = "docs/guides/plan.md"
+_PAGE = "guides/plan"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,5 +22,5 @@ def run(arguments: argparse.Namespace) -> int:
     from keras_paragrad.distribution.diagnosis import diagnose
 
     status = diagnose(arguments.seconds)
-    print(f"The plan is explained in {_PAGE}.")
+    print(f"The plan is explained by: {command_of(_PAGE)}")
     return status

@@ -36,7 +36,7 @@ JIT: dict[str, str | bool] = {"auto": "auto", "true": True, "false": False}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `explain`: a machine, and those of `DistributedFit`."""
-    add_examples(parser, _EXAMPLES, "docs/guides/plan.md")
+    add_examples(parser, _EXAMPLES, "guides/plan")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--all", action="store_true", help="print each decision, why, and how to change it")
     shown.add_argument("--json", action="store_true", help="print the plan as JSON")

@@ -28,7 +28,7 @@ launch --workers 2 -m package.train"""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `launch`: its own options, then a script or module with its arguments."""
     parser.usage = _USAGE
-    add_examples(parser, _EXAMPLES, "docs/guides/launch.md")
+    add_examples(parser, _EXAMPLES, "guides/launch")
     some, none = integer(1, _MOST), integer(0, _MOST)
     here = parser.add_argument_group("on this machine")
     here.add_argument("--workers", type=some, metavar="N", help="number of workers")

@@ -5,8 +5,9 @@ import sys
 
 from keras_paragrad.cli.parser import add_examples, complete_paths, refuse
 from keras_paragrad.extras import MissingExtraError
+from keras_paragrad.pages import command_of
 
-_PAGE = "docs/guides/profiling.md"
+_PAGE = "guides/profiling"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,5 +41,5 @@ def run(arguments: argparse.Namespace) -> int:
         return refuse("report", error, 1)
     print(path)
     # Beside the path, which a script may read.
-    print(f"The report is explained in {_PAGE}.", file=sys.stderr)
+    print(f"The report is explained by: {command_of(_PAGE)}", file=sys.stderr)
     return 0
