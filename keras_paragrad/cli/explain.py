@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from keras_paragrad.arguments import LARGEST, quote
 from keras_paragrad.cli.parser import add_examples, integer, number, refuse
+from keras_paragrad.cli.waiting import while_waiting
 from keras_paragrad.distribution.decisions import (
     BATCHES,
     COMMUNICATIONS,
@@ -56,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan; returns 0, or 2 if the arguments are wrong, or contradict the machine."""
+    return while_waiting("explain", lambda _: _explained(arguments))
+
+
+def _explained(arguments: argparse.Namespace) -> int:
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
     from keras_paragrad.distribution.plan import Explanation, make_plan, summary_lines
     from keras_paragrad.plain_text import show
