@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds between SIGTERM and SIGKILL (default: 30)",
     )
+    here.add_argument("--all-epochs", action="store_true", help="show all workers' epoch lines, not the first's alone")
     what = parser.add_argument_group("what to start")
     what.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="a module and its arguments"
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
             return _exec_task(command, _given_cluster(arguments, cluster), arguments.max_restarts)
         _check_alone(arguments.workers, cluster)
         layout = Layout(arguments.workers, arguments.ps, arguments.devices_per_worker, arguments.port_base)
-        return launch(layout, command, arguments.max_restarts, arguments.grace_seconds)
+        return launch(layout, command, arguments.max_restarts, arguments.grace_seconds, arguments.all_epochs)
     except ValueError as error:
         return refuse("launch", error)
 

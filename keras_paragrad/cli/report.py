@@ -39,10 +39,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _written(log_dirs: list[str], output: str | None, say: Say) -> int:
-    from keras_paragrad.profiling.report import write_report
-
     log_dir, *others = log_dirs
     say(f"reading {quote(log_dir)}" if not others else f"reading {len(log_dirs)} folders")
+    from keras_paragrad.profiling.report import write_report
+
     try:
         path = write_report(log_dir, output, others or None)
     except (OSError, ValueError, MissingExtraError) as error:

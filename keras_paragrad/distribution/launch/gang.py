@@ -39,20 +39,33 @@ class Signalled:
 Events = queue.SimpleQueue[Ended | Overdue | Signalled]
 
 
-def launch(layout: Layout, command: Sequence[str], max_restarts: int, grace: float) -> int:
+# What to do after a run that hasn't ended well.
+_RESUMES = (
+    "the same command resumes, from the newest backup, if the script makes backups: "
+    "callbacks=dist.callbacks(directory) in fit"
+)
+
+
+def launch(layout: Layout, command: Sequence[str], max_restarts: int, grace: float, all_epochs: bool = False) -> int:
     """Runs a command as a cluster on this machine."""
     events: Events = queue.SimpleQueue()
-    output = Output(on_closed=lambda: events.put(Signalled(signal.SIGPIPE)))
+    output = Output(lambda: events.put(Signalled(signal.SIGPIPE)), all_epochs)
     restarts = 0
     with _signals_as_events(events):
         while True:
             gang = Gang(layout.tasks(os.environ), command, grace, output, events)
             status = gang.run()
             output.restore()
+            output.say_who_failed_alike()
             if status == 0 or gang.signalled or restarts == max_restarts:
-                return status
+                break
             restarts += 1
             output.say(f"restarting all processes, restart {restarts} of {max_restarts}")
+    if status == 0:
+        output.remove_file()
+    else:
+        output.say(_RESUMES)
+    return status
 
 
 @contextlib.contextmanager

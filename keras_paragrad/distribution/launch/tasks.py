@@ -32,6 +32,12 @@ class Task:
         """Its display name: `worker 0`."""
         return self.job if self.job == "chief" else f"{self.job} {self.index}"
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the worker that reports for all: the chief, or the first."""
+        cluster = json.loads(self.environment["TF_CONFIG"])["cluster"]
+        return (self.job, self.index) == ("chief" if "chief" in cluster else "worker", 0)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -61,8 +67,8 @@ class Layout:
         addresses: dict[str, list[str]] = {}
         for (job, _), port in zip(members, free_ports(len(members), self.first_port), strict=True):
             addresses.setdefault(job, []).append(f"{HOST}:{port}")
-        # Python buffers kilobytes of output to a pipe, and loses them if it is killed.
-        common = {"PYTHONUNBUFFERED": "1", **environment, TOKEN: secrets.token_hex(16)}
+        # Python buffers kilobytes of output to a pipe, and loses them if it is killed. TensorFlow logs each barrier.
+        common = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "1", **environment, TOKEN: secrets.token_hex(16)}
         tasks = []
         for job, index in members:
             config = json.dumps({"cluster": addresses, "task": {"type": job, "index": index}})
