@@ -138,7 +138,7 @@ COMPLETED = {
     "la": ["launch"],
     "": ["completions", "docs", "doctor", "estimate", "explain", "launch", "report"],
     "--ver": ["--version"],
-    "launch --wo": ["--workers"],
+    "launch --wo": ["--workers", "--workers-per-node"],
     "launch --workers ": [],
     "launch --workers 2 tr": ["train.py"],
     "launch --workers 2 train.py tr": ["train.py"],
@@ -213,7 +213,8 @@ def test_explain_prints_lines_and_the_table_on_request(words, says, capsys):
     assert main(["explain", *words.split()]) == 0
     short = capsys.readouterr().out
     assert says in short
-    assert len(short.splitlines()) == 5
+    # A line to type on each machine, and two for all.
+    assert len(short.splitlines()) == (8 if "--workers" in words else 5)
     assert main(["explain", *words.split(), "--all"]) == 0
     assert "To change it" in capsys.readouterr().out
 

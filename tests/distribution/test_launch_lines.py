@@ -80,7 +80,7 @@ def test_a_stream_without_lines_does_not_pile_up(monkeypatch):
 
 KERAS = [
     "Epoch 1/20",
-    "\x1b[1m23/23\x1b[0m \x1b[32m\u2501\u2501\x1b[0m\x1b[37m\x1b[0m \x1b[1m5s\x1b[0m 115ms/step - acc: 0.2484 - val_loss: 2.0346",
+    "\x1b[1m23/23\x1b[0m \x1b[32m\u2501\x1b[0m\x1b[37m\x1b[0m \x1b[1m5s\x1b[0m 11ms/step - acc: 0.2 - val_loss: 2.0",
     "23/23 \u2501\u2501\u2501 0s 900us/step - loss: nan",
     " 1/23 \u2501\u2501\u2501 1:02 2s/step - loss: 2.1813e-05   ",
     "     12/Unknown 3s 115ms/step - mean_squared_error: -1.5",

@@ -138,12 +138,6 @@ class Output:
         """Prints a message of the launcher to standard error."""
         self._write(sys.stderr.fileno(), self._launcher_prefix, [message])
 
-    def say_who_failed_alike(self) -> None:
-        """Names the processes whose tracebacks were not shown, as another's was; forgets all errors."""
-        for sentence in self.errors.in_words():
-            self.say(sentence)
-        self.errors = Errors()
-
     def divert(self) -> str:
         """From now on, writes what processes print to standard error to a file, and returns its path."""
         with self._write_lock:
@@ -153,12 +147,15 @@ class Output:
                 self._diverted = os.open(self._path, os.O_WRONLY | os.O_APPEND)
             return self._path
 
-    def restore(self) -> None:
-        """Ends `divert`."""
+    def end_run(self) -> None:
+        """Ends `divert`, and names the processes whose tracebacks were not shown, as another's was."""
         with self._write_lock:
             if self._diverted is not None:
                 os.close(self._diverted)
                 self._diverted = None
+        for sentence in self.errors.in_words():
+            self.say(sentence)
+        self.errors = Errors()
 
     def remove_file(self) -> None:
         """Removes the file of `divert`, if there is one."""
