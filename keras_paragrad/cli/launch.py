@@ -203,7 +203,7 @@ def _given_cluster(arguments: argparse.Namespace, cluster: "Cluster | None") -> 
 
         raise ValueError(
             f"The environment describes no cluster: it has no {sources_in_words()} variables. Write --workers N for N "
-            "workers on this machine, or start this as a task of a cluster."
+            "workers on this machine, --nodes N for N machines, or start this as a task of a cluster."
         )
     return cluster
 

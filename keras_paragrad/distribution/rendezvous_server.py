@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from keras_paragrad.distribution.cluster import Cluster, cluster_kinds
 from keras_paragrad.distribution.launch.tasks import TOKEN
@@ -133,7 +133,7 @@ class RendezvousServer:
             server.setblocking(False)
             selector.register(server, selectors.EVENT_READ, None)
 
-    def __enter__(self) -> "RendezvousServer":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -241,7 +241,6 @@ def _gather(meeting: Meeting, layout: Layout, wait: _Wait) -> tuple[dict[int, so
     elsewhere = ["another machine:1"] * (meeting.nodes > 1)
     servers = listen_at(meeting.address, elsewhere, wait.until, "Node 0", "--rendezvous")
     signer = meeting.signer()
-    own = _facts(meeting, layout.addresses(meeting.host or host_of(meeting.address)))
     with (
         selectors.DefaultSelector() as selector,
         _NodeServer(selector, servers, signer, meeting.nodes, "node", "has another token") as server,
@@ -249,6 +248,8 @@ def _gather(meeting: Meeting, layout: Layout, wait: _Wait) -> tuple[dict[int, so
         while (missing := _missing(meeting, server)) and wait.goes_on():
             wait.for_whom(f"node 0 waits at {meeting.address} for {missing}")
             server.wait(_LOOK)
+        # Only now, so that the ports are still free when the workers start.
+        own = _facts(meeting, layout.addresses(meeting.host or host_of(meeting.address)))
         facts = {0: own, **{rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}}
         plan = {"missing": missing, "besides": server.in_words()} if missing else _plan(facts)
         server.stop_listening()
