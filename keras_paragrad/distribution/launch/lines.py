@@ -1,4 +1,4 @@
-"""What is shown of processes that do the same: epochs once, and each traceback once."""
+"""Filters the output of processes that do the same: epochs are shown once, and each traceback once."""
 
 import enum
 import re
@@ -20,7 +20,7 @@ _LOG_LINE = re.compile(
 )
 # What differs between processes that fail alike: addresses in memory and of tasks, and numbers of graph functions.
 _OF_PROCESS = re.compile(r"0x[0-9a-f]+|(?<=:)\d{4,5}\b|(?<=task:)\d+|(?<=[Ww]orker )\d+|(?<=_)\d+(?=\])")
-# How those fail that a lost worker leaves behind, and those that are told to end.
+# Exceptions of workers that have lost another one, or were told to end.
 _CONSEQUENCE = re.compile(
     r"WorkerLostError|TrainingInterrupted|KeyboardInterrupt|(?:Unavailable|Aborted|Cancelled|DeadlineExceeded)Error"
 )
@@ -94,7 +94,7 @@ class Tracebacks:
 
     Args:
         label: The process.
-        errors: Those of all processes.
+        errors: The errors of all processes.
         clock: Returns the time in seconds.
     """
 
@@ -111,7 +111,7 @@ class Tracebacks:
         return _PAUSE_MILLISECONDS if self._held else None
 
     def feed(self, lines: Iterable[str]) -> Shown:
-        """Adds lines; returns those that aren't held."""
+        """Adds lines; returns the ones that aren't held."""
         shown: Shown = []
         for line in lines:
             if self._held and not _LOG_LINE.match(line):

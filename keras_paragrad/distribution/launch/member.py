@@ -305,7 +305,7 @@ class Member:
 
 
 def _forward_output(source: IO[bytes], output: Output, prefix: str, epochs: EpochLines | None) -> None:
-    """Forwards lines until the last process that could write any has ended, without those about epochs."""
+    """Forwards lines until the last process that could write any has ended, but for epochs if `epochs` filters them."""
     lines = Lines()
     for data in iter(partial(os.read, source.fileno(), 1 << 16), b""):
         whole = lines.feed(data)

@@ -55,7 +55,7 @@ class Meeting:
         address: `host:port` on the first machine.
         token: The token that signs their messages.
         seconds: How long to wait for the others.
-        host: This machine's address, at which the others reach its workers; by default that of its connection.
+        host: This machine's address, at which the others reach its workers; by default the address of its connection.
     """
 
     nodes: int
@@ -102,7 +102,6 @@ class Nodes:
         self._running = set(connections) if meeting.rank == 0 else set[int]()
         for rank, connection in connections.items():
             connection.settimeout(None)
-            _keep_alive(connection)
             threading.Thread(target=self._listen, args=(rank, connection), daemon=True).start()
 
     @property
@@ -220,6 +219,7 @@ class _NodeServer(RendezvousServer):
 
     def _admit(self, caller: Caller, rank: int) -> None:
         if rank not in self.callers:
+            _keep_alive(caller.connection)
             super()._admit(caller, rank)
             return
         first = self.callers[rank].host
@@ -229,7 +229,7 @@ class _NodeServer(RendezvousServer):
         self._reject(caller, f"has the rank of node {rank}, which has come from {first}")
 
     def release(self) -> dict[int, Caller]:
-        """Those that have come, whose connections stay open."""
+        """Hands over the connections of the machines that have come, which stay open."""
         callers, self.callers = self.callers, {}
         for caller in callers.values():
             self._selector.unregister(caller.connection)
@@ -299,6 +299,7 @@ def _join(meeting: Meeting, layout: Layout, wait: _Wait) -> tuple[dict[int, sock
         connection = None
         try:
             connection = socket.create_connection(here, timeout=5, source_address=source)
+            _keep_alive(connection)
             host = meeting.host or str(connection.getsockname()[0]).partition("%")[0]
             number = secrets.token_hex(8)
             message = {"rank": meeting.rank, "number": number, "facts": _facts(meeting, layout.addresses(host))}
