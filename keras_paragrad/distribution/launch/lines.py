@@ -68,13 +68,13 @@ class Errors:
     """The distinct errors of all processes, by their tracebacks, and who had each."""
 
     def __init__(self):
-        self._lock = threading.Lock()
+        self._seen_lock = threading.Lock()
         self._seen: dict[str, tuple[str, list[str]]] = {}
 
     def note(self, label: str, traceback: list[str]) -> bool:
         """Counts a process's traceback; returns whether it is the first of its kind."""
         key = _OF_PROCESS.sub("#", "\n".join(traceback).strip())
-        with self._lock:
+        with self._seen_lock:
             _, labels = self._seen.setdefault(key, (_exception_of(traceback), []))
             if label not in labels:
                 labels.append(label)

@@ -96,7 +96,7 @@ class Nodes:
         self._signer = meeting.signer(plan["run"])
         self._connections = dict(connections)
         self._on_ended = on_ended
-        self._lock = threading.Lock()
+        self._telling_lock = threading.Lock()
         self._failed = False
         # Who the others hear from through this machine.
         self._running = set(connections) if meeting.rank == 0 else set[int]()
@@ -122,11 +122,11 @@ class Nodes:
 
     def _tell(self, ended: NodeEnded) -> None:
         """Sends an end to all others but the one that it is about; the first failure alone."""
-        with self._lock:
+        with self._telling_lock:
             if self._failed:
                 return
             self._failed = ended.status != 0
-            line = self._signer.sign(ended._asdict())
+            line = self._signer.sign({"node": ended.node, "status": ended.status, "reason": ended.reason})
             for rank, connection in self._connections.items():
                 if rank != ended.node:
                     with contextlib.suppress(OSError):
