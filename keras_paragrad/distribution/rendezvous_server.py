@@ -208,9 +208,9 @@ class RendezvousServer:
             self._reject(caller, self._stranger)
             return
         caller.message = message
-        self._admit(caller, message["rank"])
+        self.admit(caller, message["rank"])
 
-    def _admit(self, caller: Caller, rank: int) -> None:
+    def admit(self, caller: Caller, rank: int) -> None:
         """Counts a worker that has identified itself."""
         before = self.callers.pop(rank, None)
         if before is not None:

@@ -217,10 +217,10 @@ class _Wait:
 class _NodeServer(RendezvousServer):
     """Admits each machine once, since two may have been given one rank."""
 
-    def _admit(self, caller: Caller, rank: int) -> None:
+    def admit(self, caller: Caller, rank: int) -> None:
         if rank not in self.callers:
             _keep_alive(caller.connection)
-            super()._admit(caller, rank)
+            super().admit(caller, rank)
             return
         first = self.callers[rank].host
         refusal = f"Node {rank} has come already, from {first}. Give each machine its own --node-rank, from 0."
