@@ -440,6 +440,7 @@ FAILS = """
 def train():
     raise ValueError(f"no\\nat {hex(id(object()))}, /job:worker/task:{index}, 127.0.0.1:{4000 + index}")
 
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 started()
 wait_for("go")
 """
@@ -465,7 +466,6 @@ def test_a_traceback_for_each_distinct_error(launcher):
     script = (
         FAILS
         + """
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
 class WorkerLostError(RuntimeError): pass
 if index == 0:
     train()
