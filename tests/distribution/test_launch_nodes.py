@@ -333,7 +333,9 @@ def in_namespaces(directory, seconds, **environment):
     starter.write_text(START)
     launch[2:4] = [str(starter)]
     environment = {**os.environ, "LAUNCH": shlex.join(launch), "KERAS_PARAGRAD_TOKEN": TOKEN, **environment}
-    command = ["unshare", "-rn", "bash", "-c", NAMESPACES]
+    # Whatever it has started ends with it.
+    alone = ["--pid", "--fork", "--kill-child", "--mount-proc"]
+    command = ["unshare", "-rn", *alone, "bash", "-c", NAMESPACES]
     return subprocess.run(
         command, cwd=directory, env=environment, capture_output=True, text=True, timeout=seconds, check=False
     )
