@@ -4,7 +4,7 @@ PYTHONS := $(if $(PYTHON),$(PYTHON),python3 python3.14 python3.13 python3.12 pyt
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := pyproject.toml README.md LICENSE $(shell find keras_paragrad -name __pycache__ -prune -o -print)
+SOURCES := pyproject.toml README.md LICENSE $(shell find keras_paragrad -name __pycache__ -prune -o -print) $(shell find docs -name '*.md')
 
 # Which releases of Keras and TensorFlow to install: `pinned` in constraints.txt with all that was tested with them; a pair
 # of them, such as `3.10-2.19`, the oldest that pyproject.toml allows; the `newest`, with the newest of what they need; or

@@ -20,7 +20,12 @@ ROOT = Path(__file__).parents[1]
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 # For users; the others are for those who work on the package.
 EXTRAS = ("privacy", "profile", "ray", "completions")
-IN_WHEEL = ("keras_paragrad/py.typed", "dist-info/licenses/LICENSE", "dist-info/entry_points.txt")
+IN_WHEEL = (
+    "keras_paragrad/py.typed",
+    "keras_paragrad/docs/guides/launch.md",
+    "dist-info/licenses/LICENSE",
+    "dist-info/entry_points.txt",
+)
 IN_SOURCE = (
     "LICENSE",
     "CHANGELOG.md",

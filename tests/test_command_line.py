@@ -1,19 +1,24 @@
 """The command line: quick where it can be, and of help where words are wrong."""
 
+import contextlib
 import inspect
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import keras_paragrad
-from keras_paragrad.cli import explain
+from keras_paragrad.cli import explain, waiting
 from keras_paragrad.cli.main import main
 from keras_paragrad.cli.parser import Parser
+from keras_paragrad.pages import pages
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,6 +40,9 @@ sys.exit(main())
     [
         "--version",
         "--help",
+        "docs",
+        "docs guides/launch",
+        "docs nowhere",
         "doctor --help",
         "estimate --help",
         "estimate missing.py:build_model",
@@ -50,7 +58,7 @@ def test_answers_without_tensorflow(words):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     imported = re.search(r"IMPORTED (.*)", done.stderr)
     assert imported and set(eval(imported[1])) <= {"rich"}, done.stderr
-    assert done.returncode == (2 if "inf" in words or "missing" in words else 0)
+    assert done.returncode == (2 if {"inf", "nowhere", "missing.py:build_model"} & {*words.split()} else 0)
 
 
 def test_what_imports_the_package_gets_its_components():
@@ -128,9 +136,9 @@ def test_report_refuses_what_is_no_path(words, capsys):
 
 COMPLETED = {
     "la": ["launch"],
-    "": ["completions", "doctor", "estimate", "explain", "launch", "report"],
+    "": ["completions", "docs", "doctor", "estimate", "explain", "launch", "report"],
     "--ver": ["--version"],
-    "launch --wo": ["--workers"],
+    "launch --wo": ["--workers", "--workers-per-node"],
     "launch --workers ": [],
     "launch --workers 2 tr": ["train.py"],
     "launch --workers 2 train.py tr": ["train.py"],
@@ -174,12 +182,14 @@ def test_without_a_command_the_help_is_printed(capsys):
     assert "explain" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["doctor", "estimate", "explain", "launch", "report"])
-def test_help_has_examples_and_a_page_that_exist(command, capsys):
+@pytest.mark.parametrize("command", ["docs", "doctor", "estimate", "explain", "launch", "report"])
+def test_help_has_examples_and_what_shows_its_page(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    examples, _, page = capsys.readouterr().out.partition("examples:\n")[2].partition("explained in ")
-    assert (ROOT / page.strip()).exists()
+    examples, _, shown_by = capsys.readouterr().out.partition("examples:\n")[2].partition("explained by: ")
+    program, *words = shown_by.split()
+    assert program == "keras-paragrad" and main(words) == 0
+    assert capsys.readouterr().out.startswith("# ")
     lines = examples.split("\n  keras-paragrad "[1:])[1:]
     assert lines and all(line.split()[0] == command for line in lines)
 
@@ -203,7 +213,8 @@ def test_explain_prints_lines_and_the_table_on_request(words, says, capsys):
     assert main(["explain", *words.split()]) == 0
     short = capsys.readouterr().out
     assert says in short
-    assert len(short.splitlines()) == 5
+    # A line to type on each machine, and two for all.
+    assert len(short.splitlines()) == (8 if "--workers" in words else 5)
     assert main(["explain", *words.split(), "--all"]) == 0
     assert "To change it" in capsys.readouterr().out
 
@@ -220,3 +231,161 @@ def test_explain_refuses_what_contradicts_itself(words, says, capsys):
     assert main(["explain", "--logical-cpus", "4", *words.split()]) == 2
     said = capsys.readouterr().err
     assert said.startswith("keras-paragrad explain: error: ") and says in said
+
+
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+
+
+def test_docs_lists_every_page(capsys):
+    assert main(["docs"]) == 0
+    listed = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs").with_suffix("")) for page in PAGES)
+    assert listed["guides/launch"] == "Launching several workers"
+
+
+@pytest.mark.parametrize("word", ["guides/launch", "docs/guides/launch.md", "guides/launch.md"])
+def test_docs_shows_a_page(word, capsys):
+    assert main(["docs", word]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("# Launching several workers\n")
+    assert "(`docs limits/launch`)" in shown and "`examples/cluster/train.py`" in shown
+
+
+def test_links_in_pages_are_what_to_type(capsys):
+    """For every page, each name of another that is shown is one."""
+    named = set()
+    for page in pages():
+        assert main(["docs", page]) == 0
+        shown = re.sub(r"^```.*?^```$", "", capsys.readouterr().out, flags=re.MULTILINE | re.DOTALL)
+        assert shown.startswith("# "), page
+        assert not re.search(r"\]\((?!https?:|#|\)\.$)[\w./]+\.md|<!--", shown), page
+        named |= set(re.findall(r"\(`docs ([^`]+)`\)", shown))
+    assert {"guides/launch", "limits/launch"} <= named <= pages().keys()
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("guides/lanch", "there is no page 'guides/lanch'. Did you mean `guides/launch`?"),
+        ("lanch", "Did you mean `launch`?"),
+        ("zzz", "there is no page 'zzz'. `keras-paragrad docs` lists all."),
+        ("launch", "is several pages: keras-paragrad docs guides/launch, keras-paragrad docs limits/launch"),
+    ],
+)
+def test_docs_refuses_other_names(word, says, capsys):
+    assert main(["docs", word]) == 2
+    found = capsys.readouterr()
+    assert says in found.err and found.out == ""
+
+
+def test_docs_are_formatted_on_a_terminal():
+    ours, theirs = os.openpty()
+    code = "import sys; sys.argv[0] = 'keras-paragrad'; from keras_paragrad.cli.main import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", code, "docs", "index"]
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100"}
+    shown = b""
+    with subprocess.Popen(command, stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        with contextlib.suppress(OSError):
+            while data := os.read(ours, 4096):
+                shown += data
+        assert process.wait(60) == 0
+    os.close(ours)
+    assert b"\x1b[1m" in shown and b"# keras_paragrad" not in shown
+
+
+NOISY = """
+import os, sys
+sys.argv[0] = "keras-paragrad"
+import keras_paragrad.cli.explain as command
+from keras_paragrad.cli import main, waiting
+
+LINES = [
+    "WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+    "I0000 00:00:1795861465.289764   13944 cudart_stub.cc:31] Could not find cuda drivers on your machine",
+    "To enable the following instructions: AVX2 FMA, in other operations, rebuild TensorFlow",
+    "2024-04-05 06:07:08.901234: E external/local_xla/xla/cuda_fft.cc:479] Unable to register cuFFT factory",
+    "WARNING:tensorflow:From a.py:1: old is deprecated",
+]
+
+def work(say):
+    os.write(2, "".join(f"{line}\\n" for line in LINES).encode())
+    print("the user's own line", file=sys.stderr)
+    say("working")
+    print("answer")
+    END
+
+command.run = lambda _: waiting.while_waiting("explain", work)
+sys.exit(main.main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "level", "status", "shown"),
+    [
+        ("return 0", None, 0, 0),
+        ("return 2", None, 2, 0),
+        ("return 1", None, 1, 5),
+        ("raise ValueError('no')", None, 1, 5),
+        ("return 0", "0", 0, 5),
+        (r"os.write(2, b'F0000 00:00:1.2 its last words\n'); os.abort()", None, -6, 0),
+    ],
+    ids=["well", "wrong words", "failed", "exception", "asked for", "aborted"],
+)
+def test_log_lines_of_tensorflow_are_shown_where_something_failed(end, level, status, shown):
+    environment = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    environment |= {"TF_CPP_MIN_LOG_LEVEL": level} if level else {}
+    command = [sys.executable, "-P", "-c", NOISY.replace("END", end), "explain"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    assert done.returncode == status, done.stderr
+    assert "abort" in end or done.stdout == "answer\n"
+    lines = done.stderr.splitlines()
+    assert lines[0] == "keras-paragrad explain: loading TensorFlow..."
+    assert "keras-paragrad explain: working..." in lines and "the user's own line" in lines
+    assert sum(line.startswith(("WARNING", "I0000", "To enable", "2024")) for line in lines) == shown
+    assert ("F0000 00:00:1.2 its last words" in lines) == ("abort" in end)
+
+
+def test_what_takes_longer_is_said_again(capsys, monkeypatch):
+    monkeypatch.setattr(waiting, "_REPEATED", 0.05)
+
+    def work(say):
+        say("working")
+        time.sleep(1.2)
+        say("done")
+        return 0
+
+    assert waiting.while_waiting("doctor", work) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "keras-paragrad doctor: working..." and lines[-1] == "keras-paragrad doctor: done..."
+    assert "keras-paragrad doctor: working... 1 s" in lines
+    deadline = time.monotonic() + 10
+    while [each for each in threading.enumerate() if each.name == "progress"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("words", ["doctor", "explain", "estimate {here}/model.py:build", "report {here}"])
+def test_the_first_line_comes_before_anything_heavy_is_imported(words, tmp_path):
+    """Within a second, wherever Python starts in one."""
+    (tmp_path / "model.py").touch()
+    code = LISTS.replace(
+        "from keras_paragrad.cli.main",
+        """
+class Stop:
+    def find_spec(self, name, *_):
+        if name in heavy - {"rich"}:
+            os._exit(9)
+
+import os
+sys.meta_path.insert(0, Stop())
+from keras_paragrad.cli.main""",
+    )
+    command = [sys.executable, "-P", "-c", code, *words.format(here=tmp_path).split()]
+    begun = time.monotonic()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stderr.startswith(f"keras-paragrad {words.split()[0]}: "), done.stderr
+    if words.split()[0] in ("doctor", "explain"):
+        assert done.returncode == 9
+    # Of a busy machine; alone it takes 0.2 s.
+    assert time.monotonic() - begun < 10

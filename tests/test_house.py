@@ -12,7 +12,7 @@ import keras_paragrad
 pytestmark = pytest.mark.fast
 
 PACKAGE = Path(keras_paragrad.__file__).parent
-SHARED = {"arguments", "exports", "extras", "flops", "plain_text", "sums"}
+SHARED = {"arguments", "exports", "extras", "flops", "pages", "plain_text", "sums"}
 SEAM = {"compat", "engine", "storage"}
 # What each component imports from others, beside the seam and what all share.
 BELOW = {

@@ -32,6 +32,12 @@ def test_the_wheel_brings_nothing_but_the_package():
     assert {file.parts[0] for file in files if not file.parts[0].endswith(".dist-info")} == {"keras_paragrad"}
 
 
+@pytest.mark.not_fast
+def test_the_pages_come_with_the_package():
+    pages = {file.relative_to("keras_paragrad") for file in DISTRIBUTION.files or () if file.parts[1:2] == ("docs",)}
+    assert {str(page) for page in pages} == {str(page.relative_to(ROOT)) for page in (ROOT / "docs").rglob("*.md")}
+
+
 ROOT = Path(__file__).parents[1]
 # The map is for those who extend the step from inside.
 DOCS = [path for path in (ROOT / "docs").rglob("*.md") if path.name != "architecture.md"]

@@ -14,3 +14,7 @@ def is_command() -> bool:
         module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
         return module == ["keras_paragrad"]
     return PurePath(script[0]).stem in (PROGRAM, f"{PROGRAM}-script")
+
+
+# Later, `sys.argv` has the path of a module.
+STARTED_AS_COMMAND = is_command()

@@ -3,8 +3,10 @@
 import argparse
 
 from keras_paragrad.cli.parser import add_examples, number
+from keras_paragrad.cli.waiting import Say, while_waiting
+from keras_paragrad.pages import command_of
 
-_PAGE = "docs/guides/plan.md"
+_PAGE = "guides/plan"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,8 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the findings; returns 0, or 1 if no plan can be made for this environment, or the collective failed."""
+    status = while_waiting("doctor", lambda say: _diagnosed(arguments.seconds, say))
+    print(f"The plan is explained by: {command_of(_PAGE)}")
+    return status
+
+
+def _diagnosed(seconds: float, say: Say) -> int:
     from keras_paragrad.distribution.diagnosis import diagnose
 
-    status = diagnose(arguments.seconds)
-    print(f"The plan is explained in {_PAGE}.")
-    return status
+    return diagnose(seconds, say)

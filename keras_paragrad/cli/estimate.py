@@ -9,6 +9,7 @@ from typing import Any
 
 from keras_paragrad.arguments import LARGEST, quote
 from keras_paragrad.cli.parser import add_examples, complete_paths, did_you_mean, integer, refuse
+from keras_paragrad.cli.waiting import Say, while_waiting
 from keras_paragrad.distribution.decisions import MOST_DESCRIBED
 
 
@@ -17,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     examples = (
         "estimate train.py:build_model --batch-size 64\nestimate train.py:build_model --batch-size 64 --devices 8"
     )
-    add_examples(parser, examples, "docs/guides/estimate.md")
+    add_examples(parser, examples, "guides/estimate")
     model = parser.add_argument(
         "model", metavar="train.py:build_model", type=_function, help="a file, and its function that returns the model"
     )
@@ -32,6 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the estimate; returns 0, or 2 if there is no such function, or its model can't be traced."""
+    return while_waiting("estimate", lambda say: _estimated(arguments, say))
+
+
+def _estimated(arguments: argparse.Namespace, say: Say) -> int:
     path, name = arguments.model
     namespace = vars(_imported(path))
     if not callable(namespace.get(name)):
@@ -42,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from keras_paragrad.memory.estimate import estimate_memory
     from keras_paragrad.plain_text import show
 
+    say(f"calling {name} of {path}, and tracing its model")
     with without_memory():
         model = namespace[name]()
     try:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from keras_paragrad.arguments import LARGEST, quote
 from keras_paragrad.cli.parser import add_examples, integer, number, refuse
+from keras_paragrad.cli.waiting import while_waiting
 from keras_paragrad.distribution.decisions import (
     BATCHES,
     COMMUNICATIONS,
@@ -36,7 +37,7 @@ JIT: dict[str, str | bool] = {"auto": "auto", "true": True, "false": False}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `explain`: a machine, and those of `DistributedFit`."""
-    add_examples(parser, _EXAMPLES, "docs/guides/plan.md")
+    add_examples(parser, _EXAMPLES, "guides/plan")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--all", action="store_true", help="print each decision, why, and how to change it")
     shown.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -56,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan; returns 0, or 2 if the arguments are wrong, or contradict the machine."""
+    return while_waiting("explain", lambda _: _explained(arguments))
+
+
+def _explained(arguments: argparse.Namespace) -> int:
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
     from keras_paragrad.distribution.plan import Explanation, make_plan, summary_lines
     from keras_paragrad.plain_text import show

@@ -1,34 +1,41 @@
-"""Start a training script as several workers on this machine, or as one task of a Slurm or Kubernetes job."""
+"""Start a training script as several workers, on this machine or several, or as a task of a Slurm or Kubernetes job."""
 
 import argparse
 import os
 import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from keras_paragrad.arguments import quote
 from keras_paragrad.cli.parser import add_examples, complete_paths, integer, number, refuse
 
 if TYPE_CHECKING:
     from keras_paragrad.distribution.cluster import Cluster
+    from keras_paragrad.distribution.launch.nodes import Meeting
 
 # Limit of processes on one machine, and of GPUs for each.
 _MOST = 1024
 # A day, in seconds.
 _LONGEST_GRACE = 24 * 3600
+_TOKEN, _SHORTEST_TOKEN = "KERAS_PARAGRAD_TOKEN", 16
+# Until machines are given up that haven't come, in seconds.
+_STARTUP = 600.0
 _USAGE = """%(prog)s --workers N [options] script.py [arguments]
        %(prog)s --workers N [options] -m module [arguments]
+       %(prog)s --nodes N --node-rank R --rendezvous HOST:PORT [options] script.py [arguments]
        %(prog)s script.py [arguments]          within srun, or in a pod of an Indexed Job"""
 
 _EXAMPLES = """launch --workers 2 train.py --epochs 3
 launch --workers 4 --devices-per-worker 1 --max-restarts 3 train.py
-launch --workers 2 -m package.train"""
+launch --workers 2 -m package.train
+launch --nodes 2 --node-rank 0 --rendezvous 10.0.0.5:29500 train.py"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `launch`: its own options, then a script or module with its arguments."""
     parser.usage = _USAGE
-    add_examples(parser, _EXAMPLES, "docs/guides/launch.md")
+    add_examples(parser, _EXAMPLES, "guides/launch")
     some, none = integer(1, _MOST), integer(0, _MOST)
     here = parser.add_argument_group("on this machine")
     here.add_argument("--workers", type=some, metavar="N", help="number of workers")
@@ -46,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds between SIGTERM and SIGKILL (default: 30)",
     )
+    here.add_argument("--all-epochs", action="store_true", help="show all workers' epoch lines, not the first's alone")
+    _add_nodes(parser.add_argument_group("on several machines, with this command on each, in any order"))
     what = parser.add_argument_group("what to start")
     what.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="a module and its arguments"
@@ -62,13 +71,109 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         command = _command(arguments.script, arguments.module)
         cluster = find_cluster(os.environ)
-        if arguments.workers is None:
+        meeting = _meeting(arguments)
+        if meeting is None and arguments.workers is None:
             return _exec_task(command, _given_cluster(arguments, cluster), arguments.max_restarts)
-        _check_alone(arguments.workers, cluster)
-        layout = Layout(arguments.workers, arguments.ps, arguments.devices_per_worker, arguments.port_base)
-        return launch(layout, command, arguments.max_restarts, arguments.grace_seconds)
+        _check_alone(f"--workers {arguments.workers}" if meeting is None else f"--nodes {arguments.nodes}", cluster)
+        workers = arguments.workers if meeting is None else arguments.workers_per_node or 1
+        layout = Layout(workers, arguments.ps, arguments.devices_per_worker, arguments.port_base)
+        shown = arguments.all_epochs
+        return launch(layout, command, arguments.max_restarts, arguments.grace_seconds, shown, meeting)
     except ValueError as error:
         return refuse("launch", error)
+    except ConnectionError as error:
+        return refuse("launch", error, 1)
+
+
+def _add_nodes(several: Any) -> None:
+    """Declares the options of several machines."""
+    several.add_argument("--nodes", type=integer(1, _MOST), metavar="N", help="number of machines")
+    several.add_argument("--node-rank", type=integer(0, _MOST - 1), metavar="R", help="which this one is, from 0")
+    several.add_argument(
+        "--rendezvous", type=_address, metavar="HOST:PORT", help="where they meet: node 0's address, and a free port"
+    )
+    several.add_argument(
+        "--workers-per-node", type=integer(1, _MOST), metavar="N", help="number of workers on this machine (default: 1)"
+    )
+    token = several.add_argument(
+        "--token-file", metavar="FILE", help=f"a file with the token that they share (default: in {_TOKEN})"
+    )
+    complete_paths(token)
+    several.add_argument(
+        "--node-address", metavar="HOST", help="this machine's address for the others (default: by which it connects)"
+    )
+    several.add_argument(
+        "--startup-timeout",
+        type=number(least=1, most=_LONGEST_GRACE),
+        metavar="S",
+        help=f"seconds to wait for all machines (default: {_STARTUP:g})",
+    )
+
+
+def _meeting(arguments: argparse.Namespace) -> "Meeting | None":
+    """Where the machines meet; `None` without `--nodes`."""
+    several = ("node_rank", "rendezvous", "workers_per_node", "token_file", "node_address", "startup_timeout")
+    given = [f"--{name.replace('_', '-')}" for name in several if getattr(arguments, name) is not None]
+    if arguments.nodes is None:
+        if given:
+            raise ValueError(f"{given[0]} is for several machines. Add --nodes N, or leave {given[0]} out.")
+        return None
+    if arguments.node_rank is None or arguments.rendezvous is None:
+        raise ValueError(
+            "--nodes needs the rank of this machine, from 0, and the address of node 0, where all meet: "
+            f"launch --nodes {arguments.nodes} --node-rank 0 --rendezvous HOST:29500 train.py"
+        )
+    if arguments.node_rank >= arguments.nodes:
+        raise ValueError(f"--node-rank is {arguments.node_rank}, and must be from 0 to {arguments.nodes - 1}.")
+    alone = {"--workers": arguments.workers, "--ps": arguments.ps, "--max-restarts": arguments.max_restarts}
+    instead = {
+        "--workers": "Write --workers-per-node N.",
+        "--max-restarts": "Run the same commands again after a failure.",
+    }
+    for option, value in alone.items():
+        if value:
+            raise ValueError(f"{option} is for one machine. {instead.get(option, 'Leave it out, or --nodes.')}")
+    from keras_paragrad.distribution.launch.nodes import Meeting
+
+    return Meeting(
+        arguments.nodes,
+        arguments.node_rank,
+        arguments.rendezvous,
+        _token(arguments.token_file),
+        arguments.startup_timeout or _STARTUP,
+        arguments.node_address,
+    )
+
+
+def _address(word: str) -> str:
+    """For `add_argument(type=...)`: reads `host:port`."""
+    from keras_paragrad.distribution.cluster import is_address
+
+    if not is_address(word):
+        raise argparse.ArgumentTypeError(
+            f"{quote(word)} is not a host and a port from 1 to 65535, such as 10.0.0.5:29500"
+        )
+    return word
+
+
+def _token(file: str | None) -> str:
+    """The token that the machines share."""
+    if file is None:
+        token, where = os.environ.get(_TOKEN, ""), _TOKEN
+    else:
+        try:
+            token, where = Path(file).read_text(encoding="utf-8"), file
+        except (OSError, ValueError) as error:
+            raise ValueError(f"The token can't be read from {quote(file)}: {error}") from None
+    token = token.strip()
+    if len(token) < _SHORTEST_TOKEN:
+        state = f"has {len(token)} characters" if token else "is empty" if file else "is not set"
+        raise ValueError(
+            f"{where} {state}. The machines sign their messages with a token of at least {_SHORTEST_TOKEN} characters, "
+            "which is the same on all: type `openssl rand -hex 16 > token` once, copy the file to each, and add "
+            "--token-file token."
+        )
+    return token
 
 
 def _command(script: list[str], module: list[str] | None) -> list[str]:
@@ -98,17 +203,17 @@ def _given_cluster(arguments: argparse.Namespace, cluster: "Cluster | None") -> 
 
         raise ValueError(
             f"The environment describes no cluster: it has no {sources_in_words()} variables. Write --workers N for N "
-            "workers on this machine, or start this as a task of a cluster."
+            "workers on this machine, --nodes N for N machines, or start this as a task of a cluster."
         )
     return cluster
 
 
-def _check_alone(workers: int, cluster: "Cluster | None") -> None:
+def _check_alone(option: str, cluster: "Cluster | None") -> None:
     """Checks that this isn't one of several tasks, each of which would start its own cluster."""
     if cluster is not None and sum(map(len, cluster.jobs.values())) > 1:
         raise ValueError(
-            f"This process is {cluster.job} {cluster.index} of a cluster described by {cluster.source}, and --workers "
-            f"{workers} would start another cluster in each of its tasks. Leave --workers out."
+            f"This process is {cluster.job} {cluster.index} of a cluster described by {cluster.source}, and {option} "
+            f"would start another cluster in each of its tasks. Leave {option.partition(' ')[0]} out."
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from keras_paragrad.arguments import check_integer, check_number, quote
 from keras_paragrad.cli import PROGRAM
+from keras_paragrad.pages import command_of
 
 Result = TypeVar("Result")
 
@@ -42,7 +43,7 @@ def add_examples(parser: argparse.ArgumentParser, examples: str, page: str | Non
     """Adds examples to a command's help, and the page of the documentation that explains it."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     lines = [f"  {PROGRAM} {line}" for line in examples.splitlines()]
-    parser.epilog = "\n".join(["examples:", *lines, *([f"\nexplained in {page}"] if page else [])])
+    parser.epilog = "\n".join(["examples:", *lines, *([f"\nexplained by: {command_of(page)}"] if page else [])])
 
 
 def refuse(command: str, error: object, status: int = 2) -> int:

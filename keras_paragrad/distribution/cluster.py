@@ -101,6 +101,12 @@ JOBS = ("chief", "worker", "ps", "evaluator")
 _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^\s:/\[\]]+):([0-9]{1,5})")
 
 
+def is_address(text: str) -> bool:
+    """Whether a text is `host:port`, with a port from 1 to 65535."""
+    match = _ADDRESS.fullmatch(text)
+    return match is not None and 0 < int(match[2]) < 65536
+
+
 @dataclass(frozen=True)
 class Cluster:
     """The addresses of the processes that train together, and which of them this is.
@@ -148,8 +154,7 @@ class Cluster:
         """Refuses addresses without a port, and one given to two tasks."""
         addresses = [address for hosts in self.jobs.values() for address in hosts]
         for address in addresses:
-            match = _ADDRESS.fullmatch(address)
-            if match is None or not 0 < int(match[2]) < 65536:
+            if not is_address(address):
                 self._refuse(
                     f"the malformed address {quote(address)}. Expected a host and a port from 1 to 65535: 'host0:2222'."
                 )

@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,16 +110,17 @@ def main(devices: tuple[str, ...]) -> None:
     print(json.dumps(reduce_known_numbers(devices)))
 
 
-def diagnose(seconds: float) -> int:
-    """Prints versions, hardware, plan and probe; returns the exit status."""
+def diagnose(seconds: float, say: Callable[[str], None]) -> int:
+    """Prints versions, hardware, plan and probe, and says what takes time; returns the exit status."""
     _print_pairs("Versions", _versions())
+    say("looking for devices")
     try:
         hardware = detect()
     except ValueError as error:
         print(f"\nThe cluster description in the environment is malformed: {error}")
         return 1
     _print_pairs("Found", _describe(hardware))
-    return max(_print_plan(hardware), _print_probe(hardware, seconds))
+    return max(_print_plan(hardware), _print_probe(hardware, seconds, say))
 
 
 def _versions() -> list[tuple[str, str]]:
@@ -167,8 +168,10 @@ def _print_plan(hardware: Hardware) -> int:
     return 0
 
 
-def _print_probe(hardware: Hardware, seconds: float) -> int:
-    probe = run_probe(probed_devices(hardware), seconds)
+def _print_probe(hardware: Hardware, seconds: float, say: Callable[[str], None]) -> int:
+    devices = probed_devices(hardware)
+    say(f"trying an all-reduce over {', '.join(devices)}, for at most {seconds:g} s")
+    probe = run_probe(devices, seconds)
     print(f"An all-reduce over {', '.join(probe.devices)} {probe.outcome}.")
     return 0 if probe.works else 1
 

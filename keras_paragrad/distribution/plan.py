@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResul
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.distribution.cluster import ClusterKind, cluster_kinds
+from keras_paragrad.distribution.cluster import Cluster, ClusterKind, cluster_kinds
 from keras_paragrad.distribution.decisions.decision import Decision, deciders
 from keras_paragrad.distribution.decisions.strategy import hardware_in_words
 from keras_paragrad.distribution.hardware import Hardware
@@ -182,11 +182,14 @@ def summary_lines(plan: Plan, hardware: Hardware) -> list[str]:
     Step: compiled by XLA on each replica, float32, each batch divided among the replicas, exact
     To start it: python train.py
     """
+    first, *others = _commands(plan, hardware)
+    start = "To start it: "
     return [
         f"Found: {hardware_in_words(hardware)}",
         _plan_line(plan),
         _step_line(plan),
-        f"To start it: {_command(plan, hardware)}",
+        f"{start}{first}",
+        *(f"{' ' * len(start)}{line}" for line in others),
     ]
 
 
@@ -209,22 +212,35 @@ def _step_line(plan: Plan) -> str:
     return f"Step: {_JIT[plan.jit.value]}, {plan.precision.value}{batch}, {exact}"
 
 
-def _command(plan: Plan, hardware: Hardware) -> str:
-    """The command that starts training."""
+def _commands(plan: Plan, hardware: Hardware) -> list[str]:
+    """The command that starts training, or a line for each machine."""
     cluster = hardware.cluster
     if cluster is None or not plan.launched:
-        return "python train.py"
+        return ["python train.py"]
     if cluster.source == "a description":
-        tasks = sum(map(len, cluster.jobs.values()))
-        command = (
-            f"keras-paragrad launch train.py in each of {tasks} tasks, with a machine for each: those of a Slurm or "
-            "Kubernetes job, or processes with TF_CONFIG"
-        )
-        if hardware.gpus:
-            # Several workers on one machine would each take all of its GPUs.
-            return command
-        workers, servers = len(cluster.jobs["worker"]), len(cluster.jobs.get("ps", ()))
-        servers = f" --ps {servers}" if servers else ""
-        return f"{command}; to try it here, keras-paragrad launch --workers {workers}{servers} train.py"
+        return _commands_of_machines(cluster, has_gpus=bool(hardware.gpus))
     commands = {kind.source: kind.command for kind in cluster_kinds()}
-    return commands.get(cluster.source, ClusterKind.command)
+    return [commands.get(cluster.source, ClusterKind.command)]
+
+
+# More machines than these have one line for all others.
+_MOST_LINES = 4
+
+
+def _commands_of_machines(cluster: Cluster, has_gpus: bool) -> list[str]:
+    """The commands for a described cluster, whose tasks have a machine each."""
+    workers, servers = len(cluster.jobs["worker"]), len(cluster.jobs.get("ps", ()))
+    in_job = "keras-paragrad launch train.py in each task of a Slurm or Kubernetes job"
+    if servers:
+        tasks = sum(map(len, cluster.jobs.values()))
+        lines, notes = [], [f"{in_job} of {tasks} tasks, or with TF_CONFIG"]
+    else:
+        ranks = range(workers) if workers <= _MOST_LINES else (0, 1, "...", workers - 1)
+        command = f"keras-paragrad launch --nodes {workers} --node-rank {{}} --rendezvous HOST:29500 train.py"
+        lines = [each if isinstance(each, str) else command.format(each) for each in ranks]
+        notes = ["each on its machine, with HOST of node 0, and the same KERAS_PARAGRAD_TOKEN on all", f"or {in_job}"]
+    if not has_gpus:
+        # Several workers on one machine would each take all of its GPUs.
+        shown = f" --ps {servers}" if servers else ""
+        notes.append(f"or, to try it here, keras-paragrad launch --workers {workers}{shown} train.py")
+    return [*lines, *(f"{note};" for note in notes[:-1]), notes[-1]]

@@ -1,8 +1,5 @@
 """Rendezvous of a cluster's workers before TensorFlow, which would silently wait an hour for missing ones, starts."""
 
-import contextlib
-import errno
-import ipaddress
 import json
 import logging
 import os
@@ -18,93 +15,11 @@ import tensorflow as tf
 from keras_paragrad.compat.workers import NamedDevicesStrategy, has_joined_a_cluster
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.consistency import versions
+from keras_paragrad.distribution.listening import host_of, listen_at, port_of
 from keras_paragrad.distribution.rendezvous_server import LONGEST, Caller, MessageSigner, RendezvousServer
 
 _log = logging.getLogger("keras_paragrad")
 _PAUSE = 0.2
-
-
-def host_of(address: str) -> str:
-    """The host of `host:port`, without the brackets of an IPv6 address."""
-    return address.rpartition(":")[0].strip("[]")
-
-
-def port_of(address: str) -> int:
-    """The port of `host:port`."""
-    return int(address.rpartition(":")[2])
-
-
-def listen_at(address: str, others: Sequence[str], until: float) -> list[socket.socket]:
-    """Listens on an IPv4 or IPv6 address of this machine, or on all that its name resolves to.
-
-    A name that can't be resolved yet is retried. Listens on all interfaces, and logs that, only if the address isn't
-    one of this machine (as behind NAT), or resolves to 127.0.0.1 although other machines connect.
-
-    Args:
-        address: `host:port`.
-        others: The addresses of the workers that will connect.
-        until: The deadline, by `time.monotonic()`.
-
-    Returns:
-        The sockets, for the caller to close.
-
-    Raises:
-        ConnectionError: Can't listen on the address. The message says why.
-    """
-    host, port = host_of(address), port_of(address)
-    while True:
-        try:
-            hosts = sorted({info[4][0] for info in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)})
-            return _open_sockets(address, list(map(str, hosts)), _is_remote(host, others))
-        except OSError as error:
-            transient = isinstance(error, socket.gaierror) or error.errno == errno.EADDRINUSE
-            if not transient or time.monotonic() > until:
-                raise ConnectionError(
-                    f"The first worker can't listen on {address}: {error}. Free the port, or use an address of this "
-                    "machine in the cluster description."
-                ) from error
-        time.sleep(_PAUSE)
-
-
-def _is_remote(host: str, others: Sequence[str]) -> bool:
-    """Whether workers connect from other machines, on which the name resolves to another address."""
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(host.partition("%")[0])
-        return False
-    return any(host_of(other) != host for other in others)
-
-
-def _open_sockets(address: str, hosts: list[str], is_remote: bool) -> list[socket.socket]:
-    """Listens at the first worker's addresses, or on all interfaces if these are not of this machine."""
-    port = port_of(address)
-    if is_remote and any(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts):
-        return [_listen_on_all_interfaces(address, port, f"here it resolves to {', '.join(hosts)}")]
-    with contextlib.ExitStack() as stack:
-        servers, failure = [], None
-        for host in hosts:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            try:
-                servers.append(stack.enter_context(socket.create_server((host, port), family=family, backlog=128)))
-            except OSError as error:
-                failure = error
-        if not servers and failure is not None:
-            if failure.errno != errno.EADDRNOTAVAIL:
-                raise failure
-            return [_listen_on_all_interfaces(address, port, "it is not an address of this machine")]
-        stack.pop_all()
-        return servers
-
-
-def _listen_on_all_interfaces(address: str, port: int, why: str) -> socket.socket:
-    """Listens on all interfaces, and logs why."""
-    _log.warning(
-        "The first worker listens on port %d of all interfaces, as others can't reach it at %s: %s. Use an address of "
-        "this machine in the cluster description to listen on that one only.",
-        *(port, address, why),
-    )
-    return socket.create_server(("", port), backlog=128)
-
-
 _WARN_AFTER = 5.0
 _LONGEST_DESCRIPTION = 8192
 _LONGEST_REASON = 2000
@@ -155,7 +70,7 @@ def _collect_facts(
 ) -> dict[str, str]:
     """Waits for the others, compares facts, and sends the verdict to all that connected."""
     addresses = _addresses(cluster)
-    servers = listen_at(addresses[0], addresses[1:], until)
+    servers = listen_at(addresses[0], addresses[1:], until, "The first worker", "the cluster description")
     with (
         selectors.DefaultSelector() as selector,
         RendezvousServer(selector, servers, signer, cluster.worker_count) as server,

@@ -10,7 +10,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from keras_paragrad.distribution.cluster import Cluster, cluster_kinds
 from keras_paragrad.distribution.launch.tasks import TOKEN
@@ -103,14 +103,24 @@ class RendezvousServer:
         servers: The listening sockets; closed on exit.
         signer: Authenticates the messages of this run.
         workers: Number of workers, including the first.
+        member: What connects, in messages.
+        stranger: What a connection is whose message isn't signed by one.
 
     Attributes:
         callers: The workers that have connected, by rank.
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, servers: Sequence[socket.socket], signer: MessageSigner, workers: int
+        self,
+        selector: selectors.BaseSelector,
+        servers: Sequence[socket.socket],
+        signer: MessageSigner,
+        workers: int,
+        member: str = "worker",
+        stranger: str = "belongs to another run or has another cluster description",
     ) -> None:
+        self._member = member
+        self._stranger = stranger
         self.callers: dict[int, Caller] = {}
         self._selector = selector
         self._servers = list(servers)
@@ -123,7 +133,7 @@ class RendezvousServer:
             server.setblocking(False)
             selector.register(server, selectors.EVENT_READ, None)
 
-    def __enter__(self) -> "RendezvousServer":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -152,7 +162,7 @@ class RendezvousServer:
         """The rejected callers, to append to an error message; empty if there were none."""
         parts = [f"{why} ({count} times)" if count > 1 else why for why, count in list(self._rejections.items())[:4]]
         parts += [
-            f"worker {rank} connected and disconnected again"
+            f"{self._member} {rank} connected and disconnected again"
             for rank in sorted(set(self._disconnected) - set(self.callers))
         ]
         return f" Also: {'; '.join(parts)}." if parts else ""
@@ -195,21 +205,25 @@ class RendezvousServer:
         rank = message.get("rank") if message else None
         is_worker = isinstance(rank, int) and 0 < rank < self._workers and isinstance(message.get("facts"), dict)  # pyright: ignore
         if not is_worker or message is None:
-            self._reject(caller, "belongs to another run or has another cluster description")
+            self._reject(caller, self._stranger)
             return
-        before = self.callers.pop(message["rank"], None)
+        caller.message = message
+        self.admit(caller, message["rank"])
+
+    def admit(self, caller: Caller, rank: int) -> None:
+        """Counts a worker that has identified itself."""
+        before = self.callers.pop(rank, None)
         if before is not None:
             # The worker was restarted.
             self._close(before)
         self._unidentified.remove(caller)
-        caller.message = message
-        self.callers[message["rank"]] = caller
+        self.callers[rank] = caller
 
     def _reject(self, caller: Caller, why: str) -> None:
         """Closes a connection, and logs why, once for each reason."""
         reason = f"a connection from {caller.host} {why}"
         if reason not in self._rejections and len(self._rejections) < 100:
-            _log.warning("The first worker rejected a connection and keeps waiting: %s.", reason)
+            _log.warning("The first %s rejected a connection and keeps waiting: %s.", self._member, reason)
             self._rejections[reason] = 0
         self._rejections[reason] = self._rejections.get(reason, 0) + 1
         self._unidentified.remove(caller)

@@ -78,8 +78,11 @@ SERVERS = {"cluster": {"chief": ["c:1"], "worker": ["w:1"], "ps": ["p:1"]}, "tas
 def test_the_status(monkeypatch, capsys, tf_config, works, status, says):
     monkeypatch.setenv("TF_CONFIG", tf_config)
     monkeypatch.setattr(diagnosis, "run_probe", lambda devices, seconds: Probe(works, devices, "was tried"))
-    assert diagnosis.diagnose(1.0) == status
+    said = []
+    assert diagnosis.diagnose(1.0, said.append) == status
     assert says in capsys.readouterr().out
+    assert said[0] == "looking for devices"
+    assert tf_config == "{" or said[1:] == ["trying an all-reduce over CPU:0, CPU:1, for at most 1 s"]
 
 
 def test_a_machine_with_gpus_in_words():

@@ -43,6 +43,10 @@ def wait_for(path):
 # Whatever is set where the tests run, a script's output is buffered, as is usual.
 BUFFERED = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 SECONDS = 30
+RESUMES = (
+    "[launch] the same command resumes, from the newest backup, if the script makes backups: "
+    "callbacks=dist.callbacks(directory) in fit"
+)
 
 
 class Launcher:
@@ -211,7 +215,7 @@ time.sleep(60)
     said = [line for line in err if not line.startswith("[worker 1]")]
     stopped = r"stopping worker 0, worker 2: SIGTERM, then SIGKILL after 30 s; what follows is in (\S+)"
     found = re.fullmatch(rf"\[launch\] worker 1 {says} after \d+(?:\.\d)? s; {stopped}", said[0])
-    assert found and len(said) == 1
+    assert found and said[1:] == [RESUMES]
     others = Path(found[1])
     assert sorted(others.read_text().splitlines()) == [f"[worker {each}] Traceback of another" for each in (0, 2)]
     assert not any(map(runs, launcher.pids()))
@@ -331,7 +335,8 @@ time.sleep(1)
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 128 + number
     assert [(launcher.directory / f"got{index}").read_text() for index in range(2)] == ["x", "x"]
-    assert err == f"[launch] received {signal.Signals(number).name}; what still runs after 30 s is killed\n"
+    received = f"[launch] received {signal.Signals(number).name}; what still runs after 30 s is killed"
+    assert err.splitlines() == [received, RESUMES]
     assert len(launcher.starts()) == 2
 
 
@@ -404,3 +409,115 @@ def test_it_starts_without_tensorflow():
     finished = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, timeout=SECONDS)
     assert finished.stdout.splitlines()[-1] == "set()"
     assert "Start a training script" in finished.stdout
+
+
+EPOCHS = """
+for epoch in (1, 2):
+    print(f"Epoch {epoch}/2")
+    for step in (1, 2):
+        bar = "\x1b[32m\u2501\u2501\x1b[0m\x1b[37m\u2501\x1b[0m"
+        print(end=f"\\n\x1b[1m{step}/2\x1b[0m {bar} \x1b[1m0s\x1b[0m 5ms/step - loss: 0.5")
+    print()
+    print(f"2/2 - 0s - 5ms/step - val_loss: 1.2346e-04")
+    print("worker", index, "is done with", epoch)
+"""
+
+
+@pytest.mark.parametrize("option", [(), ("--all-epochs",)], ids=["first", "all"])
+def test_epochs_are_shown_of_the_first_worker(launcher, option):
+    status, out, err = launcher.run(EPOCHS, "--workers", "3", *option)
+    assert (status, err) == (0, [])
+    for index in range(3):
+        lines = [re.sub(r"\x1b\[\d+m", "", line) for line in out if line.startswith(f"[worker {index}]")]
+        own = [f"[worker {index}] worker {index} is done with {epoch}" for epoch in (1, 2)]
+        if index and not option:
+            assert lines == own
+        else:
+            assert len(lines) == 12 and set(own) < set(lines) and f"[worker {index}] Epoch 2/2" in lines
+
+
+FAILS = """
+def train():
+    raise ValueError(f"no\\nat {hex(id(object()))}, /job:worker/task:{index}, 127.0.0.1:{4000 + index}")
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+started()
+wait_for("go")
+"""
+
+
+def test_one_traceback_for_workers_that_fail_alike(launcher):
+    process = launcher.start(FAILS + "try:\n    train()\nfinally:\n    time.sleep(1)", "--workers", "3")
+    launcher.wait_for_starts(3)
+    (launcher.directory / "go").touch()
+    err = process.communicate(timeout=SECONDS)[1].splitlines()
+    assert process.returncode == 1
+    assert sum("Traceback" in line for line in err) == 1
+    assert sum("ValueError: no" in line and line.startswith("[worker") for line in err) == 1
+    assert sum(re.match(r"\[worker \d\] at 0x", line) is not None for line in err) == 1
+    (alike,) = (line for line in err if "same traceback" in line)
+    workers, exception = alike.split(": ", 1)
+    assert sorted(re.findall(r"worker (\d)", workers)) == ["0", "1", "2"] and exception == "ValueError: no"
+    assert err[-1] == RESUMES
+
+
+def test_a_traceback_for_each_distinct_error(launcher):
+    """Of a worker that fails after another has, too, but not of one that another's end has led to."""
+    script = (
+        FAILS
+        + """
+class WorkerLostError(RuntimeError): pass
+if index == 0:
+    train()
+wait_for("failed")
+if index == 1:
+    raise WorkerLostError("lost worker 0")
+raise KeyError("its own")
+"""
+    )
+    process = launcher.start(script, "--workers", "3")
+    launcher.wait_for_starts(3)
+    (launcher.directory / "go").touch()
+    err = [process.stderr.readline().rstrip() for _ in range(7)]
+    while "stopping" not in err[-1]:
+        err.append(process.stderr.readline().rstrip())
+    (launcher.directory / "failed").touch()
+    err += process.communicate(timeout=SECONDS)[1].splitlines()
+    assert "[worker 0] ValueError: no" in err and "[worker 2] KeyError: 'its own'" in err
+    assert not [line for line in err if "WorkerLostError" in line or "same traceback" in line]
+    (path,) = re.findall(r"what follows is in (\S+)", "\n".join(err))
+    assert "[worker 1] WorkerLostError: lost worker 0" in Path(path).read_text().splitlines()
+
+
+def test_a_traceback_that_is_logged_is_shown_while_the_worker_runs(launcher):
+    script = """
+import logging
+try:
+    raise ValueError("caught")
+except ValueError:
+    logging.exception("while it runs")
+print("after", file=sys.stderr)
+wait_for("go")
+"""
+    process = launcher.start(script, "--workers", "1")
+    lines = [process.stderr.readline() for _ in range(6)]
+    assert lines[0] == "[worker 0] ERROR:root:while it runs\n" and lines[-2:] == [
+        "[worker 0] ValueError: caught\n",
+        "[worker 0] after\n",
+    ]
+    (launcher.directory / "go").touch()
+    assert process.wait(SECONDS) == 0
+
+
+def test_no_file_is_left_after_a_run_that_went_well(launcher):
+    script = """
+if index == 1 and not Path("failed").exists():
+    Path("failed").touch()
+    sys.exit(3)
+wait_for("failed")
+time.sleep(0.3)
+"""
+    before = {*launcher.directory.iterdir(), launcher.directory / "failed", launcher.directory / "train.py"}
+    status, _, err = launcher.run(script, "--workers", "2", "--max-restarts", "1")
+    assert status == 0 and "what follows is in" in err[0] and RESUMES not in err
+    assert {*launcher.directory.iterdir()} == before

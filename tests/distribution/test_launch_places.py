@@ -180,9 +180,10 @@ def test_each_worker_sees_its_share_of_the_devices():
     assert visible({}, workers=2, servers=1, devices=1) == ["-1", "0", "1", "-1"]
 
 
-def test_what_is_set_for_buffering_stays():
-    assert [task.environment["PYTHONUNBUFFERED"] for task in Layout(1).tasks({"PYTHONUNBUFFERED": ""})] == [""]
-    assert [task.environment["PYTHONUNBUFFERED"] for task in Layout(1).tasks({})] == ["1"]
+@pytest.mark.parametrize("name", ["PYTHONUNBUFFERED", "TF_CPP_MIN_LOG_LEVEL"])
+def test_what_is_set_for_output_stays(name):
+    assert [task.environment[name] for task in Layout(1).tasks({name: "0"})] == ["0"]
+    assert [task.environment[name] for task in Layout(1).tasks({})] == ["1"]
 
 
 CLUSTER = Path(__file__).parents[2] / "examples" / "cluster"

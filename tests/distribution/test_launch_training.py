@@ -1,6 +1,7 @@
-"""Two launched workers reach each other through TensorFlow."""
+"""Two launched workers reach each other through TensorFlow, on one machine or, by addresses of loopback, on two."""
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -43,3 +44,31 @@ def test_two_workers_add_up(tmp_path):
             process.kill()
     assert process.returncode == 0, err[-3000:]
     assert sorted(out.splitlines()) == ["[worker 0] total 3.0", "[worker 1] total 3.0"]
+
+
+@pytest.mark.long
+def test_two_machines_add_up(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.socket() as free:
+        free.bind(("127.0.0.2", 0))
+        rendezvous = f"127.0.0.2:{free.getsockname()[1]}"
+    command = [sys.executable, "-P", "-m", "keras_paragrad", "launch", "--nodes", "2", "--rendezvous", rendezvous]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "KERAS_PARAGRAD_TOKEN": "0123456789abcdef"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    nodes = [
+        subprocess.Popen(
+            [*command, f"--node-rank={rank}", f"--node-address=127.0.0.{2 + rank}", "train.py"],
+            cwd=tmp_path,
+            env=environment,
+            **pipes,
+        )
+        for rank in (1, 0)
+    ]
+    try:
+        shown = [node.communicate(timeout=150) for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+            node.wait()
+    assert [node.returncode for node in nodes] == [0, 0], [err[-3000:] for _, err in shown]
+    assert [out.splitlines() for out, _ in shown] == [["[worker 1] total 3.0"], ["[worker 0] total 3.0"]]

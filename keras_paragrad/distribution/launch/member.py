@@ -4,6 +4,7 @@ import codecs
 import contextlib
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from keras_paragrad.distribution.launch import guard
+from keras_paragrad.distribution.launch.lines import EpochLines, Errors, Kind, Shown, Tracebacks
 from keras_paragrad.distribution.launch.tasks import Task
 
 # Characters with which a progress bar returns to the start of its line.
@@ -109,9 +111,15 @@ class Output:
 
     Args:
         on_closed: Called when the reader of the output has closed it.
+        all_epochs: Whether to show the lines about epochs of all workers, and not of the first alone.
+
+    Attributes:
+        errors: The distinct errors of all processes.
     """
 
-    def __init__(self, on_closed: Callable[[], None]):
+    def __init__(self, on_closed: Callable[[], None], all_epochs: bool = False):
+        self.errors = Errors()
+        self.all_epochs = all_epochs
         self._on_closed = on_closed
         self._write_lock = threading.Lock()
         self._path: str | None = None
@@ -139,16 +147,31 @@ class Output:
                 self._diverted = os.open(self._path, os.O_WRONLY | os.O_APPEND)
             return self._path
 
-    def restore(self) -> None:
-        """Ends `divert`."""
+    def end_run(self) -> None:
+        """Ends `divert`, and names the processes whose tracebacks were not shown, as another's was."""
         with self._write_lock:
             if self._diverted is not None:
                 os.close(self._diverted)
                 self._diverted = None
+        for sentence in self.errors.in_words():
+            self.say(sentence)
+        self.errors = Errors()
 
-    def write(self, stream: TextIO, prefix: str, lines: Iterable[str]) -> None:
-        """Writes whole lines of a process."""
-        self._write(None if stream is sys.stderr else stream.fileno(), prefix, lines)
+    def remove_file(self) -> None:
+        """Removes the file of `divert`, if there is one."""
+        if self._path is not None:
+            Path(self._path).unlink(missing_ok=True)
+
+    def write(self, prefix: str, lines: Iterable[str]) -> None:
+        """Writes whole lines of a process to standard output."""
+        self._write(sys.stdout.fileno(), prefix, lines)
+
+    def write_errors(self, prefix: str, shown: Shown) -> None:
+        """Writes lines of a process to standard error, or where it is diverted to; tracebacks only once."""
+        for kind, lines in shown:
+            if kind is Kind.REPEATED and self._diverted is None:
+                continue
+            self._write(sys.stderr.fileno() if kind is Kind.ERROR else None, prefix, lines)
 
     def _write(self, target: int | None, prefix: str, lines: Iterable[str]) -> None:
         """Writes lines to a file descriptor; without one, to standard error or where it is diverted to."""
@@ -218,11 +241,14 @@ class Member:
         )
         os.close(writes)
         self._orders = cast(IO[bytes], self._guard.stdin)
+        prefixes = [output.prefix(task.label, number, stream) for stream in (sys.stdout, sys.stderr)]
+        epochs = None if output.all_epochs or task.is_first else EpochLines()
         pumps = [
+            threading.Thread(target=_forward_output, args=(self._guard.stdout, output, prefixes[0], epochs)),
             threading.Thread(
-                target=_forward_output, args=(source, target, output, output.prefix(task.label, number, target))
-            )
-            for source, target in ((self._guard.stdout, sys.stdout), (self._guard.stderr, sys.stderr))
+                target=_forward_errors,
+                args=(self._guard.stderr, output, prefixes[1], Tracebacks(task.label, output.errors)),
+            ),
         ]
         for thread in (*pumps, threading.Thread(target=self._listen, args=(os.fdopen(reads), pumps))):
             thread.daemon = True
@@ -278,10 +304,29 @@ class Member:
             self.status = int(number)
 
 
-def _forward_output(source: IO[bytes], target: TextIO, output: Output, prefix: str) -> None:
-    """Forwards lines until the last process that could write any has ended."""
+def _forward_output(source: IO[bytes], output: Output, prefix: str, epochs: EpochLines | None) -> None:
+    """Forwards lines until the last process that could write any has ended, but for epochs if `epochs` filters them."""
     lines = Lines()
     for data in iter(partial(os.read, source.fileno(), 1 << 16), b""):
-        output.write(target, prefix, lines.feed(data))
-    output.write(target, prefix, lines.close())
+        whole = lines.feed(data)
+        output.write(prefix, epochs.filter(whole) if epochs else whole)
+    whole = lines.close()
+    output.write(prefix, epochs.filter(whole) if epochs else whole)
+    source.close()
+
+
+def _forward_errors(source: IO[bytes], output: Output, prefix: str, tracebacks: Tracebacks) -> None:
+    """Forwards lines until the last process that could write any has ended, and tracebacks once they are whole."""
+    lines = Lines()
+    # Any number of files may be open, which `select.select` wouldn't take.
+    ready = select.poll()
+    ready.register(source, select.POLLIN)
+    while True:
+        if not ready.poll(tracebacks.pause):
+            output.write_errors(prefix, tracebacks.release())
+        elif data := os.read(source.fileno(), 1 << 16):
+            output.write_errors(prefix, tracebacks.feed(lines.feed(data)))
+        else:
+            break
+    output.write_errors(prefix, [*tracebacks.feed(lines.close()), *tracebacks.release()])
     source.close()

@@ -4,7 +4,7 @@ import contextlib
 import json
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 HOST = "127.0.0.1"
@@ -32,10 +32,31 @@ class Task:
         """Its display name: `worker 0`."""
         return self.job if self.job == "chief" else f"{self.job} {self.index}"
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it is the worker that reports for all: the chief, or the first."""
+        cluster = json.loads(self.environment["TF_CONFIG"])["cluster"]
+        return (self.job, self.index) == ("chief" if "chief" in cluster else "worker", 0)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A machine's part of a cluster.
+
+    Attributes:
+        jobs: The addresses of each job's tasks, on all machines.
+        token: The token of this run's processes.
+        first: The index of the machine's first worker.
+    """
+
+    jobs: Mapping[str, Sequence[str]]
+    token: str
+    first: int = 0
+
 
 @dataclass(frozen=True)
 class Layout:
-    """The requested cluster on this machine.
+    """The requested processes on this machine.
 
     Attributes:
         workers: The number of workers.
@@ -54,21 +75,30 @@ class Layout:
     devices: int | None = None
     first_port: int | None = None
 
-    def tasks(self, environment: Mapping[str, str]) -> list[Task]:
-        """The tasks, on currently free ports."""
-        counts = {"chief": min(self.servers, 1), "worker": self.workers, "ps": self.servers}
-        members = [(job, index) for job, count in counts.items() for index in range(count)]
+    def addresses(self, host: str = HOST) -> dict[str, list[str]]:
+        """An address for each task, on currently free ports."""
         addresses: dict[str, list[str]] = {}
-        for (job, _), port in zip(members, free_ports(len(members), self.first_port), strict=True):
-            addresses.setdefault(job, []).append(f"{HOST}:{port}")
-        # Python buffers kilobytes of output to a pipe, and loses them if it is killed.
-        common = {"PYTHONUNBUFFERED": "1", **environment, TOKEN: secrets.token_hex(16)}
+        for (job, _), port in zip(self._members, free_ports(len(self._members), self.first_port, host), strict=True):
+            addresses.setdefault(job, []).append(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        return addresses
+
+    def tasks(self, environment: Mapping[str, str], place: Place | None = None) -> list[Task]:
+        """The tasks, of a cluster on this machine unless this is one of several."""
+        place = place or Place(self.addresses(), secrets.token_hex(16))
+        # Python buffers kilobytes of output to a pipe, and loses them if it is killed. TensorFlow logs each barrier.
+        common = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "1", **environment, TOKEN: place.token}
         tasks = []
-        for job, index in members:
-            config = json.dumps({"cluster": addresses, "task": {"type": job, "index": index}})
+        for job, index in self._members:
+            task = index + place.first if job == "worker" else index
+            config = json.dumps({"cluster": dict(place.jobs), "task": {"type": job, "index": task}})
             visible = self._visible(job, index, environment)
-            tasks.append(Task(job, index, {**common, **visible, "TF_CONFIG": config}))
+            tasks.append(Task(job, task, {**common, **visible, "TF_CONFIG": config}))
         return tasks
+
+    @property
+    def _members(self) -> list[tuple[str, int]]:
+        counts = {"chief": min(self.servers, 1), "worker": self.workers, "ps": self.servers}
+        return [(job, index) for job, count in counts.items() for index in range(count)]
 
     def _visible(self, job: str, index: int, environment: Mapping[str, str]) -> dict[str, str]:
         """The variable of the GPUs visible to a task: a worker's share, or none for other jobs."""
@@ -87,18 +117,28 @@ class Layout:
         return {"CUDA_VISIBLE_DEVICES": ",".join(names[index * self.devices : (index + 1) * self.devices])}
 
 
-def free_ports(count: int, first: int | None = None) -> list[int]:
-    """Distinct free ports of this machine."""
+def free_ports(count: int, first: int | None = None, host: str = HOST) -> list[int]:
+    """Distinct free ports of this machine, at its address, or at all if it isn't known here by that one."""
+    host = host if _is_here(host) else ""
     with contextlib.ExitStack() as stack:
         candidates = [0] * count if first is None else range(first, _PORTS.stop)
         ports: list[int] = []
         for candidate in candidates:
             if len(ports) == count:
                 break
-            probe = stack.enter_context(socket.socket())
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            probe = stack.enter_context(socket.socket(family))
             with contextlib.suppress(OSError):
-                probe.bind((HOST, candidate))
+                probe.bind((host, candidate))
                 ports.append(probe.getsockname()[1])
     if len(ports) < count:
         raise ValueError(f"Found {len(ports)} free ports from {first or 1} up, but {count} are needed.")
     return ports
+
+
+def _is_here(host: str) -> bool:
+    """Whether a socket of this machine can have the address."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return True
+    return False

@@ -390,7 +390,7 @@ def test_the_command(tmp_path, capsys):
     assert main(["report", str(one)]) == 0
     printed = capsys.readouterr()
     assert printed.out.strip() == str(one / "report.html")
-    assert "explained in docs/guides/profiling.md" in printed.err
+    assert "explained by: keras-paragrad docs guides/profiling" in printed.err
     assert main(["report", "--compare", str(one), str(other), "--output", str(tmp_path / "both.html")]) == 0
     assert (tmp_path / "both.html").exists()
     assert main(["report", "--compare", str(one), str(other), str(one)]) == 0

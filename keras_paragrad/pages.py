@@ -1,0 +1,105 @@
+"""The pages of the documentation, which come with the package: `keras-paragrad docs PAGE` shows one."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+from keras_paragrad.arguments import quote
+
+_PACKAGE = Path(__file__).parent
+_FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
+_COMMENT = re.compile(r"^<!-- (.*?) -->\n?", re.MULTILINE)
+_IMAGE = re.compile(r"!\[([^\]]*)\]\([^)]*\)")
+_LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)#\s]+)(?:#[^)]*)?\)")
+_FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
+_TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
+
+
+def command_of(page: str) -> str:
+    """What to type to read a page, for messages.
+
+    Example:
+
+    >>> from keras_paragrad.pages import command_of
+    >>> command_of("guides/plan")
+    'keras-paragrad docs guides/plan'
+    """
+    return f"keras-paragrad docs {page}"
+
+
+def pages() -> dict[str, Path]:
+    """The file of each page, by name: `guides/launch`. In a clone, the pages beside the package."""
+    folder = next((each for each in (_PACKAGE / "docs", _PACKAGE.parent / "docs") if each.is_dir()), None)
+    if folder is None:
+        return {}
+    files = sorted(folder.rglob("*.md"), key=lambda file: (len(file.relative_to(folder).parts), file))
+    return {str(PurePosixPath(file.relative_to(folder).with_suffix(""))): file for file in files}
+
+
+def title_of(file: Path) -> str:
+    """The first heading of a page."""
+    title = _TITLE.search(file.read_text(encoding="utf-8"))
+    return title[1].replace("`", "") if title else file.stem
+
+
+def names_of(word: str, known: Mapping[str, Path]) -> list[str]:
+    """The pages that a word stands for: its name, its path in a clone, or the last part of several names.
+
+    Example:
+
+    >>> from pathlib import Path
+    >>> from keras_paragrad.pages import names_of
+    >>> known = dict.fromkeys(["guides/launch", "guides/plan", "limits/launch"], Path())
+    >>> names_of("docs/guides/launch.md", known), names_of("plan", known), names_of("launch", known)
+    (['guides/launch'], ['guides/plan'], ['guides/launch', 'limits/launch'])
+    """
+    name = word.strip("/").removeprefix("./").removeprefix("docs/").removesuffix(".md")
+    return [name] if name in known else [each for each in known if each.rpartition("/")[2] == name]
+
+
+def read_page(name: str, known: Mapping[str, Path]) -> str:
+    """The Markdown of a page, in which links to other pages are what to type for them.
+
+    Raises:
+        ValueError: There is no such page.
+    """
+    if name not in known:
+        raise ValueError(f"There is no page {quote(name)}.")
+    text = _FRONT_MATTER.sub("", known[name].read_text(encoding="utf-8")).lstrip()
+    # Links and comments in code are code.
+    parts = _FENCE.split(text)
+    return "".join(part if index % 2 else _without_links(part, name, known) for index, part in enumerate(parts))
+
+
+def _without_links(text: str, name: str, known: Mapping[str, Path]) -> str:
+    folder = PurePosixPath(name).parent
+
+    def shown(link: re.Match[str]) -> str:
+        path = _resolved(folder / link[2])
+        page = path.removesuffix(".md")
+        return f"{link[1]} (`docs {page}`)" if page in known else f"{link[1]} (`{path}`)"
+
+    text = _IMAGE.sub(r"[\1]", text)
+    return _LINK.sub(shown, _COMMENT.sub(_instead, text))
+
+
+def _resolved(path: PurePosixPath) -> str:
+    """A path from the folder of the pages, without its `..`; what is outside of them is named from the clone's root."""
+    parts: list[str] = []
+    for part in path.parts:
+        if part == ".." and parts:
+            parts.pop()
+        elif part != "..":
+            parts.append(part)
+    return "/".join(parts)
+
+
+def _instead(comment: re.Match[str]) -> str:
+    """Names where the text is that the site puts in the place of a comment."""
+    kind, _, name = comment[1].partition(": ")
+    if kind == "reference":
+        return f"In Python: `import keras_paragrad; help(keras_paragrad.{name})`.\n"
+    return {
+        "commands": "`keras-paragrad COMMAND --help` has the options.\n",
+        "messages": "The site has them all; an error says what to type instead.\n",
+    }.get(kind, "")
