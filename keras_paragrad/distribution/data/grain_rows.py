@@ -1,5 +1,6 @@
 """Grain's batches on several workers: each reads its rows of a batch alone, where they have random access."""
 
+import importlib
 from typing import Any, NamedTuple
 
 import keras
@@ -90,8 +91,7 @@ class _WorkerRows:
 
 
 def _stacked(rows: list[Any]) -> Batch:
-    import grain
-
+    grain: Any = importlib.import_module("grain")
     return grain.MapDataset.source(rows).batch(len(rows))[0]
 
 
@@ -104,8 +104,7 @@ class GrainRowsSource(StreamSource):
     """
 
     def __init__(self, batches: PlainBatches, placement: ReplicaPlacement):
-        import grain
-
+        grain: Any = importlib.import_module("grain")
         whole = grain.MapDataset.source(_WorkerRows(batches, ReplicaPlacement(1, 1, 0)))
         super().__init__(adapter_of(whole.slice(slice(0, 1)), None, None))
         own = grain.MapDataset.source(_WorkerRows(batches, placement))

@@ -64,7 +64,7 @@ def _compare(compute: PureFunction, batch: Any) -> list[set[str]]:
     )
     if any(part.shape != whole.shape for part in parts) or not np.isfinite(whole).all():
         raise Inconclusive("the step counts other numbers on other rows")
-    (values, weights), (total, weight) = np.moveaxis(parts, -1, 0), whole.T
+    (values, weights), (total, weight) = np.moveaxis(np.stack(parts), -1, 0), whole.T
     adds = {
         NUMBERS: _close(values.sum(0), total),
         WEIGHTS: _close(weights.sum(0), weight),
