@@ -69,6 +69,45 @@ class Tracking(keras.Model):
         return {"own": self.tracker.result(), "loss": loss}
 
 
+class Counted(keras.Model):
+    """Numbers of a whole batch, in trackers that count them by weights of the model's own."""
+
+    def __init__(self, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        names = ("sum", "mean", "weighted", "compiled")
+        self.totals = {name: keras.metrics.Sum(name=f"total_{name}") for name in ("sum", "compiled")}
+        self.trackers = {name: keras.metrics.Mean(name=f"own_{name}") for name in names}
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [*self.trackers.values(), *self.totals.values()]
+
+    def counted(self, y: Any, y_pred: Any, sample_weight: Any) -> dict[str, tuple[Any, Any]]:
+        rows, losses = keras.ops.shape(y)[0], keras.ops.sum(keras.ops.square(y - y_pred), -1)
+        weights = keras.ops.sum(sample_weight)
+        return {
+            "sum": (keras.ops.sum(losses), rows),
+            "mean": (keras.ops.mean(losses), rows),
+            "weighted": (keras.ops.sum(losses * sample_weight) / weights, weights),
+            "compiled": (self.compute_loss(y=y, y_pred=y_pred, sample_weight=sample_weight), rows),
+        }
+
+    def test_step(self, data: Any) -> dict[str, Any]:
+        x, y, sample_weight = data
+        for name, (value, weight) in self.counted(y, self(x, training=False), sample_weight).items():
+            self.trackers[name].update_state(value, sample_weight=weight)
+            if name in self.totals:
+                self.totals[name].update_state(value)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+class CountedOnce(Counted):
+    """The mean of a batch, whose rows don't count."""
+
+    def counted(self, y: Any, y_pred: Any, sample_weight: Any) -> dict[str, tuple[Any, Any]]:
+        return {"mean": (_loss(y, y_pred), 1.0)}
+
+
 class Examples(keras.Model):
     """Metrics that are given every example, and losses that are not compiled."""
 
@@ -118,6 +157,13 @@ CASES = {
     "Loss": (Loss, {"weighting": "examples"}, {}),
     "Loss, not exact": (Loss, {"exact": False}, {}),
     "Tracking": (Tracking, {"weighting": "examples"}, {"metrics": None}),
+    "Counted": (Counted, {}, {"metrics": None}),
+    "Counted, sum": (Counted, {}, {"metrics": None, "loss": keras.losses.MeanSquaredError(reduction="sum")}),
+    "Counted, weighted": (
+        Counted,
+        {},
+        {"metrics": None, "loss": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")},
+    ),
     "Examples": (Examples, {}, {"metrics": None}),
     "PerplexityOfParts": (PerplexityOfParts, {}, {}),
     "WithoutError": (WithoutError, {}, {}),

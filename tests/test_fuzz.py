@@ -16,6 +16,7 @@ SHORT = {
     '{"slices": 5, "fits": "compiled again", "loss": "pairs", "clip": "clipnorm", "model": "shared"}': "same",
     '{"recompute": "segments", "watch": "telemetry", "model": "batch norm", "data": "PyDataset"}': "same",
     '{"devices": "replicas", "transform": "scaled", "rows": 31, "model": "two inputs", "decay": 0.02}': "same",
+    '{"steps": 2, "validation": "split", "batch": 12, "weights": "by row", "loss": "weighted mean"}': "same",
     '{"watch": "wrap", "steps": 2, "optimizer": "Adam", "model": "embedding"}': "by design",
     '{"slices": 3, "model": "counting"}': "refused",
     '{"devices": "mesh of columns", "steps": 2, "step": "guide"}': "by design",

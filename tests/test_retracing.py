@@ -1,5 +1,6 @@
 """Settings that change during training: forced traces, `compile` in a callback, frozen layers, a `fit` that failed."""
 
+import functools
 import logging
 
 import keras
@@ -14,6 +15,7 @@ from keras_paragrad import (
     ExactAccumulation,
     GradientNoiseScale,
     GradientTelemetry,
+    Pipeline,
     Throughput,
     microbatch,
 )
@@ -303,3 +305,84 @@ def test_a_failed_fit_leaves_no_scaled_learning_rate():
     with pytest.raises(KeyboardInterrupt):
         dist.fit(model, X, Y, batch_size=8, verbose=0, callbacks=[Stops(1)])
     assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.05)
+
+
+class Traces:
+    """A model that counts in which of its functions TensorFlow is tracing."""
+
+    def __init__(self, scope, optimizer=lambda: "sgd"):
+        self.losses = self.layers = 0
+        keras.utils.set_random_seed(0)
+        with scope:
+            inputs = keras.Input((6,))
+            hidden = keras.layers.Lambda(self._layer, output_shape=(8,))(keras.layers.Dense(8, "tanh")(inputs))
+            self.model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+            self.model.compile(optimizer(), loss=self._loss, jit_compile=False)
+
+    def _layer(self, inputs):
+        self.layers += 1
+        return inputs * 1.0
+
+    def _loss(self, y, y_pred):
+        self.losses += 1
+        return keras.ops.mean(keras.ops.square(y - y_pred), -1)
+
+    def of(self, call):
+        """The traces of the loss and of the layer in a call."""
+        losses, layers = self.losses, self.layers
+        call()
+        return self.losses - losses, self.layers - layers
+
+    def shown(self, fit, sizes=(16, 7), callbacks=()):
+        """What an evaluation and a prediction trace in a callback, of each epoch and each batch size."""
+        found = []
+
+        def look(epoch, logs):
+            for size in sizes:
+                losses, _ = self.of(functools.partial(self.model.evaluate, X, Y, batch_size=size, verbose=0))
+                _, layers = self.of(functools.partial(self.model.predict, X, batch_size=size, verbose=0))
+                found.append((losses, layers))
+
+        callbacks = [*callbacks, keras.callbacks.LambdaCallback(on_epoch_end=look)]
+        fit(self.model, X, Y, batch_size=16, epochs=2, verbose=0, callbacks=callbacks)
+        return found
+
+
+TWO = {"strategy": "mirrored", "devices": ["CPU:0", "CPU:1"]}
+IN_CALLBACKS = {
+    "replicas": TWO,
+    "pipeline": {"strategy": Pipeline(stages=2, microbatches=2), "devices": [["CPU:0"], ["CPU:1"]]},
+    "mesh": {"mesh": {"batch": 1, "model": 2}, "layout": "auto", "devices": TWO["devices"]},
+    "slices": TWO,
+    "windows": TWO,
+    "shards": {**TWO, "shard": "parameters", "min_shard_bytes": 16},
+}
+
+
+@pytest.mark.own_process(seconds=240)
+@pytest.mark.slow(20)
+@pytest.mark.few(3)
+@pytest.mark.parametrize("way", IN_CALLBACKS)
+def test_evaluation_in_a_callback_is_traced_no_more_often_than_by_keras(way):
+    stock = Traces(tf.distribute.MirroredStrategy(TWO["devices"]).scope())
+    # Keras fails to predict batches of another size after it on replicas.
+    once, again = stock.shown(lambda model, *data, **options: model.fit(*data, **options), sizes=(16,))
+    assert again == (0, 0)
+    dist = DistributedFit(jit=False, **IN_CALLBACKS[way])
+    windows = way == "windows"
+    ours = Traces(dist.scope(), *[lambda: accumulated("sgd")] * windows)
+    if way == "slices":
+        microbatch(ours.model, 4)
+    callbacks = [ExactAccumulation()] * windows
+    first, *later = ours.shown(lambda *data, **options: dist.fit(*data, **options), callbacks=callbacks)
+    # What windows don't find when they train, a trial finds in the first evaluation, by four calls.
+    assert first[0] - 4 * windows <= once[0] and first[1] <= once[1]
+    # DTensor has a function for each size.
+    assert later[0] == ((2, 2) if way == "mesh" else (0, 0))
+    assert later[1:] == [(0, 0)] * 2
+    for call in (
+        functools.partial(dist.fit, ours.model, X, Y, callbacks=callbacks),
+        functools.partial(ours.model.evaluate, X, Y),
+        functools.partial(ours.model.predict, X),
+    ):
+        assert ours.of(functools.partial(call, batch_size=16, verbose=0)) == (0, 0)

@@ -1,6 +1,7 @@
 """Keras's data adapters, and private functions of TensorFlow's datasets."""
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeAlias
 
@@ -135,6 +136,12 @@ def reread(adapter: DataAdapter) -> tuple[Any, dict[str, Any]] | None:
         return adapter, {}
     dataset = adapter.get_tf_dataset()
     return None if isinstance(dataset, tf.distribute.DistributedDataset) else (dataset, {})
+
+
+def is_grain(x: object) -> bool:
+    """Whether data is one of Grain's datasets or its loader."""
+    kinds = (getattr(sys.modules.get("grain"), name, ()) for name in ("MapDataset", "IterDataset", "DataLoader"))
+    return isinstance(x, tuple(kinds))
 
 
 def reads_arrays(adapter: DataAdapter) -> bool:

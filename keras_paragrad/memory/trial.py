@@ -22,6 +22,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import quote
+from keras_paragrad.compat.data import is_grain
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Structure
@@ -229,7 +230,7 @@ def first_rows(x: Any, y: Any, most: int) -> tuple[Structure, Structure, Structu
         ValueError: It is a generator, or has other rows than arrays do.
     """
     whole = False
-    if isinstance(x, tf.data.Dataset):
+    if isinstance(x, tf.data.Dataset) or is_grain(x):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(next(iter(x)))
     elif isinstance(x, keras.utils.PyDataset):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(x[0])

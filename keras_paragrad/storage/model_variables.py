@@ -1,12 +1,14 @@
 """The variables of a model and its optimizer: listed, assigned, and moved to another `tf.Variable`."""
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import keras
 import numpy as np
 
 from keras_paragrad.compat.check import look_for
-from keras_paragrad.compat.model import all_layers, optimizers_of
+from keras_paragrad.compat.model import all_layers, compile_config, optimizers_of
 from keras_paragrad.compat.optimizer import held_optimizers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Array
@@ -118,6 +120,31 @@ def accumulated_variables(optimizer: keras.optimizers.Optimizer) -> dict[int, ke
     """The model's variable for each accumulator of its gradient, by the accumulator's `id`."""
     saved = [each for part in held_optimizers(optimizer) for each in _saved_variables(part)]
     return {accumulator: variable for each in saved for accumulator, variable in each.counterparts.items()}
+
+
+class TracedState:
+    """What a model's compiled functions were traced with: its `compile`, and its variables where they were."""
+
+    def __init__(self):
+        self._configuration: object = None
+        self._variables: list[tuple[Any, Any, bool]] = []
+
+    def update(self, model: keras.Model) -> bool:
+        """Records the model's state; returns whether it has changed."""
+        before, self._variables = self._variables, self._now(model)
+        configuration, self._configuration = self._configuration, compile_config(model)
+        return configuration is not self._configuration or not (
+            len(before) == len(self._variables) and all(map(_is_same, before, self._variables))
+        )
+
+    def _now(self, model: keras.Model) -> list[tuple[Any, Any, bool]]:
+        sections = training_variables(model)
+        variables = (*sections["model"], *sections["optimizer"])
+        return [(weakref.ref(each), weakref.ref(each._value), each.trainable) for each in variables]
+
+
+def _is_same(before: tuple[Any, Any, bool], now: tuple[Any, Any, bool]) -> bool:
+    return before[0]() is now[0]() and before[1]() is now[1]() and before[2] == now[2]
 
 
 def replace_value(variable: keras.Variable, value: Array) -> None:

@@ -2,9 +2,12 @@
 
 import dataclasses
 
+import every_component
 import pytest
 import tensorflow as tf
+from auto_strategies import auto_strategy
 
+from keras_paragrad import DistributedFit
 from keras_paragrad.distribution.options import Options, kind_of_strategy
 
 pytestmark = pytest.mark.fast
@@ -114,6 +117,19 @@ def test_strategies_that_are_handed_over():
     for name, value in own.items():
         with pytest.raises(ValueError, match=f"MirroredStrategy, which was created with its own {name}"):
             Options(strategy=given["mirrored"], **{name: value})
+
+
+@pytest.mark.own_process(seconds=120)
+def test_what_tensorflow_chooses_is_taken():
+    """On several workers, `tests/grain_worker.py` trains with it."""
+    every = tf.distribute.MirroredStrategy([each.name for each in tf.config.list_logical_devices("CPU")])
+    for strategy, kind in ((auto_strategy(), "one_device"), (every, "mirrored")):
+        dist = DistributedFit(strategy=strategy, jit=False)
+        assert dist.plan.strategy.value == kind
+        with dist.scope():
+            model = every_component.network()
+        every_component.train(model, fit=lambda *arguments, fit=dist.fit, **options: fit(*arguments, **options))
+        assert every_component.from_whole(model) < 1e-6
 
 
 @pytest.mark.own_process(seconds=120)

@@ -12,7 +12,7 @@ from keras_paragrad import DistributedFit, microbatch
 
 TWO_REPLICAS = ["CPU:0", "CPU:1"]
 # In `make test`, test_shown_by_workers.py has "Tracking". What else is left out differs from these in its options.
-FEW = ("Guide", "Loss")
+FEW = ("Guide", "Loss", "Counted", "Counted, sum")
 
 
 def on_replicas(**options):
@@ -41,6 +41,18 @@ def test_numbers_of_whole_batches_need_to_be_told_what_they_divide_by():
     dist.prepare(model)
     with pytest.raises(ValueError, match=r"normalizer of the update of 'own' is unknown.*\(..., weighting='examples'"):
         model.evaluate(dist.dataset(*own_steps.data(), batch_size=7), verbose=0)
+
+
+@pytest.mark.own_process
+def test_a_number_that_parts_of_a_batch_do_not_give_is_refused():
+    says = r"CountedOnce gives the update of 'own_mean' a number.*Write sample_weight=keras.ops.shape\(x\)\[0\]"
+    for options in ({}, {"weighting": "examples"}):
+        dist = on_replicas(**options)
+        with dist.scope():
+            model = own_steps.model(own_steps.CountedOnce, run_eagerly=True, metrics=None)
+        dist.prepare(model)
+        with pytest.raises(ValueError, match=says):
+            model.evaluate(dist.dataset(*own_steps.data(), own_steps.data()[0][:, 0], batch_size=7), verbose=0)
 
 
 @pytest.mark.own_process

@@ -172,7 +172,8 @@ class Training:
             options["validation_data"] = columns if columns[2] is not None else columns[:2]
             options["validation_batch_size"] = 4
         elif case["validation"] == "split":
-            options["validation_split"] = 0.3
+            # Micro-batches are smaller, and Keras averages losses of batches by rows, also those divided by weights.
+            options |= {"validation_split": 0.3, "validation_batch_size": case["batch"]}
         found = self.fit(model, **self._data(), **options).history
         for name, values in found.items():
             history.setdefault(name, []).extend(float(value) for value in values)

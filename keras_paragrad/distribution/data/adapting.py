@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.data import shard_files_of_worker
+from keras_paragrad.compat.data import is_grain, shard_files_of_worker
 from keras_paragrad.compat.types import FitData, Structure
 from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
 from keras_paragrad.distribution.data.batch_sharding import choose_policy
@@ -136,7 +136,7 @@ def _check_data(data: FitData) -> None:
 
 def _batches(data: Any) -> Iterator[Structure]:
     """The inputs of each batch; arrays are a single batch."""
-    if isinstance(data, tf.data.Dataset):
+    if isinstance(data, tf.data.Dataset) or is_grain(data):
         yield from (keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in data)
     elif isinstance(data, keras.utils.PyDataset):
         for index in range(data.num_batches):

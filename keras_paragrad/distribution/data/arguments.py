@@ -74,6 +74,11 @@ class DataOptions:
                 "The data is infinite and can't be cached. Cache it before repeating: ds.cache().repeat()."
             )
 
+    @property
+    def shares_rows(self) -> bool:
+        """Whether a worker may read its rows of each batch alone, where data has random access."""
+        return self.shard_policy == "auto" and self.batch == "global"
+
     def cache_file(self, worker: int) -> str:
         """The file that a worker caches its shards in; `""` for memory."""
         return "" if self.cache is True else f"{fspath(self.cache)}-worker{worker}"  # pyright: ignore

@@ -88,7 +88,7 @@ def shard_batches(batches: Dataset, placement: ReplicaPlacement) -> Dataset:
     rows = _rows_of_every_batch(batches)
     if rows is not None and placement.local == placement.replicas:
         # Static bounds need no tf.function, and static shapes tell the step that no replica's shard is empty.
-        bounds = [_bound(rows, index, placement.local) for index in range(placement.local + 1)]
+        bounds = [bound(rows, index, placement.local) for index in range(placement.local + 1)]
         return batches.rebatch(tf.constant(np.diff(bounds), tf.int64))
     return _sharded(batches, range(placement.first, placement.first + placement.local), placement.replicas)
 
@@ -105,7 +105,7 @@ def shard(batch: Batch, index: tf.Tensor | int, shards: int) -> Batch:
     rows = _static_rows(batch) if isinstance(index, int) else None
     if rows is None:
         rows, index = count_rows(batch), tf.cast(index, tf.int64)
-    start, stop = (_bound(rows, number, shards) for number in (index, index + 1))
+    start, stop = (bound(rows, number, shards) for number in (index, index + 1))
     return tf.nest.map_structure(lambda leaf: _slice(leaf, start, stop), batch)
 
 
@@ -173,7 +173,7 @@ def _static_rows(batch: Batch | Specs) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def _bound(rows: Scalar, index: tf.Tensor | int, shards: int) -> Any:
+def bound(rows: Scalar, index: tf.Tensor | int, shards: int) -> Any:
     """The first row of a shard."""
     if isinstance(rows, int):
         return index * (rows // shards) + min(index, rows % shards)

@@ -14,6 +14,7 @@ from keras_paragrad.distribution.data.agreement import Tally, common_steps
 from keras_paragrad.distribution.data.arguments import DataOptions
 from keras_paragrad.distribution.data.batch_sharding import check_batches, choose_policy
 from keras_paragrad.distribution.data.distributed import DistributedData, Feed, WorkerShards
+from keras_paragrad.distribution.data.grain_rows import GrainRowsSource, plain_batches
 from keras_paragrad.distribution.data.sources import (
     ArraySource,
     ReorderedDataset,
@@ -51,8 +52,8 @@ def distributed_dataset(
 
     Args:
         strategy: The strategy whose replicas train.
-        x: What `fit` takes: arrays, nested or not, a batched `tf.data.Dataset`, a `keras.utils.PyDataset` or a
-            generator of batches.
+        x: What `fit` takes: arrays, nested or not, a batched `tf.data.Dataset`, a `keras.utils.PyDataset`, a batched
+            dataset of Grain or a generator of batches.
         y: Targets, if `x` is arrays.
         sample_weight: Weights of the rows, if `x` is arrays.
         batch_size: Rows in a batch of arrays; 32 by default, unless `steps_per_epoch` is set.
@@ -64,7 +65,7 @@ def distributed_dataset(
             each of them gets (`"per_replica"`).
         shard_policy: How workers share the data. `"data"`: all read the same, and take their rows of each batch.
             `"file"`: each reads its own files. `"already_sharded"`: the data of each is its shard. `"auto"`: as in the
-            options of a `tf.data.Dataset`, else `"data"`.
+            options of a `tf.data.Dataset`, else `"data"`; of Grain's random-access batches each reads its rows alone.
         cache: Whether to keep this worker's shards in memory after the first epoch, or the name of a file for them.
         prefetch: Whether to prefetch batches, or how many.
         seed: The shuffling seed; the first worker's is used. By default the seed of
@@ -106,8 +107,8 @@ def distributed_dataset(
     policy, source = all_or_none(strategy, open_data)
     steps = common_steps(strategy, source, policy) if placement.workers > 1 else source.steps
     equal_steps = placement.workers == 1 or (policy == "data" and steps is not None)
-    tally = Tally() if placement.workers > 1 and policy == "data" else None
-    shards = WorkerShards(source, request, policy, placement, tally)
+    tally = Tally() if placement.workers > 1 and policy == "data" and not source.own_rows else None
+    shards = WorkerShards(source, request, "already_sharded" if source.own_rows else policy, placement, tally)
     feed = Feed(strategy, shards, placement.local, source.changes, equal_steps, tally)
     return DistributedData(source, feed, placement, policy, steps, steps_per_epoch is not None, tally)
 
@@ -133,6 +134,9 @@ def open_source(
     x, reordered = data[0], None
     if request.shuffle and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
         x = reordered = ReorderedDataset(x, seed)
+    batches = plain_batches(x) if placement.workers > 1 and request.shares_rows else None
+    if batches is not None:
+        return GrainRowsSource(batches, placement)
     adapter = adapter_of(
         x,
         *data[1:],

@@ -1,12 +1,13 @@
 """Sources of global batches: arrays or batched streams, read in an order that is the same on every worker."""
 
+import sys
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.data import Adapter, ArrayRows, first_batch, random_seed, read_once
+from keras_paragrad.compat.data import Adapter, ArrayRows, first_batch, is_grain, random_seed, read_once
 from keras_paragrad.compat.types import Batch, Dataset, FitData
 from keras_paragrad.distribution.workers import gather
 from keras_paragrad.engine.replicas.prepared import use_enqueuer_per_iterator
@@ -98,6 +99,7 @@ class Source:
         steps: Number of batches per epoch; `None` if it is infinite, or unknown until the data is read.
         rows: Number of rows, if known.
         batch_size: Number of rows per batch, if known.
+        own_rows: Whether batches are this worker's rows alone.
         changes: Whether each epoch needs its own dataset.
     """
 
@@ -106,6 +108,7 @@ class Source:
         self.steps: int | None = adapter.num_batches
         self.rows: int | None = None
         self.batch_size: int | None = None
+        self.own_rows = False
         self.changes = False
 
     def batches(self, epoch: int) -> Dataset:
@@ -205,14 +208,17 @@ def static_rows(batches: Dataset) -> int | None:
 
 
 def is_batched(x: FitData) -> bool:
-    """Whether data comes in batches already: a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator."""
-    return isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__")
+    """Whether data comes in batches already: a dataset of TensorFlow, Keras or Grain, or a generator."""
+    return isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__") or is_grain(x)
 
 
 def is_endless(x: Any) -> bool:
     """Whether data is infinite."""
     if isinstance(x, tf.data.Dataset):
         return int(x.cardinality()) == tf.data.INFINITE_CARDINALITY
+    if is_grain(x):
+        # Repeated for ever, a `MapDataset` has as many elements as a sequence can have; and then they are batched.
+        return hasattr(x, "__len__") and len(x) > sys.maxsize // 2**20
     return isinstance(x, keras.utils.PyDataset) and x.num_batches is None
 
 

@@ -37,7 +37,7 @@ from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.segments import Part, RunPart, functional_of, run_in_stages
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.plain_text import Printable
-from keras_paragrad.storage.model_variables import build_optimizer, build_optimizer_ahead
+from keras_paragrad.storage.model_variables import TracedState, build_optimizer, build_optimizer_ahead
 
 DIVIDER = Divider(
     configured_by="DistributedFit",
@@ -120,6 +120,7 @@ class PipelinePreparation(Preparation):
         self._stages: list[tuple[tuple[str, ...], Part]] = list(zip(devices, parts, strict=True))
         # Each variable and its original device, by the variable's `id`.
         self._homes: dict[int, tuple[keras.Variable, str]] = {}
+        self._traced = TracedState()
         placed = functools.partial(_place, columns, model, jit)
         wraps = [(part, functools.partial(placed, index, names)) for index, (names, part) in enumerate(self._stages)]
         self._undo_stages = run_in_stages(functional_of(model), wraps)
@@ -135,7 +136,8 @@ class PipelinePreparation(Preparation):
             self._homes.setdefault(id(variable), (variable, device_of_variable(variable)))
         move_with_slots(homes, self.model.optimizer)
         build_optimizer_ahead(self.model)
-        self._retrace()
+        if self._traced.update(self.model):
+            self._retrace()
 
     @contextlib.contextmanager
     def _placing(self) -> Generator[None]:

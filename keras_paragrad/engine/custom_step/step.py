@@ -150,7 +150,7 @@ class CustomStep:
         if replica_count() == 1:
             yield lambda logs: logs
             return
-        reducer = LogReducer(self.model, batch, replica_batch, None, (), summed=self.summed)
+        reducer = LogReducer(self.model, batch, replica_batch, None, [], summed=self.summed)
         with as_one_replica(), reducing_metrics(reducer, updates=updates):
             yield reducer.reduce_logs
         reducer.discard_filler()
@@ -183,7 +183,7 @@ class CustomStep:
 
     @contextlib.contextmanager
     def _reducing_results(self, batch: Batch, replica_batch: ReplicaBatch) -> Generator[None]:
-        reducer = LogReducer(self.model, batch, replica_batch, None, (), summed=self.summed)
+        reducer = LogReducer(self.model, batch, replica_batch, None, [], summed=self.summed)
         with reducing_metrics(reducer, updates=False):
             yield
 

@@ -91,7 +91,7 @@ class WholeStep:
         batch = keras.tree.map_structure(lambda each: None if each is None else _gather_rows(each), data)
         # Metrics and logs are those of one replica, as if the others had no rows.
         counted = ReplicaBatch(rows_of(batch), tf.constant(replica_index() == 0))
-        reducer = LogReducer(self.model, batch, counted, None, ())
+        reducer = LogReducer(self.model, batch, counted, None, [])
         with as_one_replica(), reducing_metrics(reducer):
             logs = reducer.reduce_logs(self._run(batch))
         reducer.discard_filler()

@@ -11,6 +11,7 @@ from keras_paragrad.compat.collectives import as_one_replica, replica_index, sum
 from keras_paragrad.compat.model import step_metrics
 from keras_paragrad.compat.state import MethodPatch, patched, state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Scalar, StepLogs, Structure
+from keras_paragrad.engine.losses.counted_scalars import NUMBERS, PRODUCTS, WEIGHTS, note_in_trial, what_adds_up
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.sums import TrackedLosses
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
@@ -100,6 +101,7 @@ def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormali
 
     The states of metrics are summed over the replicas. Scalars per replica, such as a returned loss or the argument of
     a `Mean`, are averaged, weighted by what the compiled losses divide by, or by the `weighting` of `DistributedFit`.
+    A trial tells whether a scalar that a `Mean` is given with a weight is to be summed.
 
     Args:
         model: The model.
@@ -126,7 +128,7 @@ def run_custom_train_step(model: keras.Model, data: Batch, *, summed: bool = Fal
     Numbers are summed, or averaged and weighted by examples.
     """
     replica_batch = ReplicaBatch.of(data)
-    reducer = LogReducer(model, data, replica_batch, None, (), summed=summed)
+    reducer = LogReducer(model, data, replica_batch, None, [], summed=summed)
     with reducing_metrics(reducer):
         return reducer.reduce_logs(model.train_step(data))
 
@@ -140,7 +142,7 @@ class LogReducer:
         data: Batch,
         batch: ReplicaBatch,
         normalize: LossNormalization | None,
-        terms: Sequence[LossTerm],
+        terms: list[LossTerm],
         *,
         summed: bool = False,
     ) -> None:
@@ -151,6 +153,7 @@ class LogReducer:
         self._before = {} if batch.nonempty is None else {id(each): tf.identity(each.value) for each in self.variables}
         self._results: list[tf.Tensor] = []
         self._weight: tuple[tf.Tensor, bool] | None = None
+        self._tried = 0
 
     def weight(self, what: str) -> tuple[tf.Tensor, bool]:
         """The share of the whole batch, and whether the scalars are sums; errors name the scalar `what`."""
@@ -171,9 +174,45 @@ class LogReducer:
         if not scalar.dtype.is_floating:
             scalar = tf.cast(scalar, "float32")
         weight, summed = self.weight(what)
+        return self._sum(scalar if summed else scalar * tf.cast(weight, scalar.dtype))
+
+    def counted(self, scalar: tf.Tensor, what: str) -> tf.Tensor:
+        """A scalar that a `Mean` is given with a weight of its own, for each replica to count.
+
+        Raises:
+            ValueError: Parts of a batch don't give what the whole would.
+        """
+        if self.normalize is None:
+            return _sum_of_batch(scalar, self.weight(what)[0]) if self.summed else scalar
+        adds = self._what_adds_up(what)
+        if adds is None:
+            return self.reduce(scalar, what)
+        if WEIGHTS not in adds:
+            raise self.normalize.refusals.of_counted_scalar(self.model, what)
+        if PRODUCTS in adds:
+            return scalar
+        return self._sum(scalar) if NUMBERS in adds else self.reduce(scalar, what)
+
+    def added(self, scalar: tf.Tensor, what: str) -> tf.Tensor:
+        """A scalar that a `Sum` is given, for each replica to add."""
+        if self.normalize is None or NUMBERS in (self._what_adds_up(what) or ()):
+            return scalar
+        return self.reduce(scalar, what) * tf.cast(self.weight(what)[0], scalar.dtype)
+
+    def _what_adds_up(self, what: str) -> set[str] | None:
+        """What of the next scalar's parts adds up; `None` if that can't be tried."""
+        known = len(self.terms)
+        found = what_adds_up(self.model, self.data)
+        # Those of the trial.
+        del self.terms[known:]
+        self._tried += 1
+        return None if found is None or self._tried > len(found) else found[self._tried - 1]
+
+    def _sum(self, scalar: tf.Tensor) -> tf.Tensor:
+        """The sum over the replicas that have rows."""
         if self.batch.nonempty is not None:
             scalar = tf.where(self.batch.nonempty, scalar, tf.zeros_like(scalar))
-        return sum_over_replicas([scalar if summed else scalar * tf.cast(weight, scalar.dtype)])[0]
+        return sum_over_replicas([scalar])[0]
 
     def state(self, variable: keras.Variable) -> tf.Tensor:
         """A metric's variable on this replica, without the filler of an empty replica batch."""
@@ -236,6 +275,9 @@ class _ReducingMetrics(MethodPatch):
             if self.updates and type(metric).update_state is keras.metrics.Mean.update_state:
                 update = functools.partial(self._update_mean, metric, metric.update_state)
                 self.replace(metric, "update_state", update)
+            elif self.updates and type(metric).update_state is keras.metrics.Sum.update_state:
+                update = functools.partial(self._update_sum, metric, metric.update_state)
+                self.replace(metric, "update_state", update)
 
     def _result(self, metric: keras.metrics.Metric, compute: Callable[[], Structure]) -> Structure:
         # A replica that runs its first slices reduces nothing, while another one runs its last.
@@ -252,6 +294,8 @@ class _ReducingMetrics(MethodPatch):
         """Updates a `Mean` with values per example as before, and with a scalar reduced over the replicas."""
         values = _as_scalar(values)
         if values.shape.rank != 0 or is_trial():
+            if values.shape.rank == 0 and sample_weight is not None:
+                note_in_trial(values, sample_weight)
             update(values, sample_weight=sample_weight)
             return
         reducer = self.reducers[replica_index()]
@@ -259,9 +303,29 @@ class _ReducingMetrics(MethodPatch):
         if sample_weight is None:
             # A scalar for the whole batch, which counts once.
             values, sample_weight = reducer.reduce(values, what), reducer.weight(what)[0]
-        elif reducer.summed:
-            values = _sum_of_batch(values, reducer.weight(what)[0])
+        else:
+            values = reducer.counted(values, what)
         update(values, sample_weight=sample_weight)
+
+    def _update_sum(
+        self,
+        metric: keras.metrics.Metric,
+        update: Callable[..., None],
+        values: Scalar,
+        sample_weight: tf.Tensor | None = None,
+    ) -> None:
+        """Updates a `Sum` with values per example as before, and with a scalar such that the replicas' sum is right."""
+        values = tf.convert_to_tensor(values)
+        if values.shape.rank != 0:
+            update(values, sample_weight=sample_weight)
+            return
+        if sample_weight is not None:
+            values *= tf.reduce_sum(tf.cast(sample_weight, values.dtype))
+        if is_trial():
+            note_in_trial(values, 1.0)
+        else:
+            values = self.reducers[replica_index()].added(values, f"the update of {metric.name!r}")
+        update(values)
 
 
 @contextlib.contextmanager

@@ -45,6 +45,14 @@ class Refusals(NamedTuple):
             f"write {self.divider.configured_by}(..., weighting='examples')."
         )
 
+    def of_counted_scalar(self, model: keras.Model, what: str) -> ValueError:
+        """The error for a scalar of a custom `test_step` whose weights don't add up over parts of a batch."""
+        return ValueError(
+            f"The test_step of {type(model).__name__} gives {what} a number for the whole batch, with a sample_weight "
+            f"that is not the sum of {self.divider.parts}' own. Write sample_weight=keras.ops.shape(x)[0], the number "
+            "of rows, or leave it out to count each batch once."
+        )
+
     def check_rows(
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, stated: bool, training: bool
     ) -> bool:

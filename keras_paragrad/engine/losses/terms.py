@@ -32,6 +32,7 @@ class LossTerm:
         loss: The loss.
         y_true, y_pred, sample_weight: Its arguments.
         result: Its result.
+        computed: The loss of every element, if the call has computed it.
         by_example: Whether its gradient is that of the mean of the examples' masked means.
     """
 
@@ -41,6 +42,7 @@ class LossTerm:
     sample_weight: Array | None
     result: Any = None
     by_example: bool = False
+    computed: tf.Tensor | None = None
 
     @property
     def reduces_itself(self) -> bool:
@@ -55,6 +57,8 @@ class LossTerm:
     @functools.cached_property
     def values(self) -> tf.Tensor:
         """The loss of every element, before the reduction."""
+        if self.computed is not None:
+            return self.computed
 
         def convert(tensor: Array):
             return keras.ops.convert_to_tensor(tensor, dtype=self.loss.dtype)
@@ -132,13 +136,45 @@ class _Recording:
         self.loss, self.listeners = loss, listeners
 
     def __call__(self, y_true: Structure, y_pred: Structure, sample_weight: Array | None = None):
-        result = self.loss(y_true, y_pred, sample_weight)
+        with _noted_values(self.loss) as values:
+            result = self.loss(y_true, y_pred, sample_weight)
         listeners = _listeners_here(self.listeners)
         by_example = any(listener.by_example for listener in listeners)
         term = LossTerm(self.loss, y_true, y_pred, sample_weight, result, by_example)
+        if len(values) == 1 and not term.reduces_itself:
+            # Computed again, the loss would be traced twice.
+            term.computed = tf.convert_to_tensor(values[0])
         for listener in listeners:
             listener.terms.append(term)
         return term.result_with_gradient_by_example()
+
+
+class _NotedCall:
+    """The `call` of a loss, which notes what it returns."""
+
+    def __init__(self, call: Callable[..., Any]):
+        self.call, self.values = call, list[Any]()
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        self.values.append(self.call(*arguments, **keywords))
+        return self.values[-1]
+
+
+@contextlib.contextmanager
+def _noted_values(loss: keras.losses.Loss) -> Generator[list[Any]]:
+    """Context in which a loss appends what its `call` returns to the yielded list."""
+    call: Any = loss.call
+    # Another replica's, whose trace waits for this one.
+    noted = _NotedCall(call.call if isinstance(call, _NotedCall) else call)
+    own = vars(loss).get("call")
+    vars(loss)["call"] = noted
+    try:
+        yield noted.values
+    finally:
+        if own is None or isinstance(own, _NotedCall):
+            vars(loss).pop("call", None)
+        else:
+            vars(loss)["call"] = own
 
 
 def _listeners_here(listeners: list[_Listener]) -> list[_Listener]:

@@ -21,6 +21,7 @@ from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.storage.dtensor import Axes, Mesh, axis_size, distribute, gather, on_mesh
 from keras_paragrad.storage.mesh_variable import MeshVariable
 from keras_paragrad.storage.model_variables import (
+    TracedState,
     accumulated_variables,
     build_optimizer,
     rename_keys,
@@ -132,6 +133,7 @@ class ModelOnMesh:
         self.model: keras.Model = model
         self.mesh, self.batch_axis, self.place, self.tracing = mesh, batch_axis, place, tracing
         self.check = check
+        self._traced = TracedState()
 
     def install(self) -> None:
         """Makes the model train, evaluate and predict on the mesh."""
@@ -141,8 +143,9 @@ class ModelOnMesh:
             make_test_function=make_on_demand(self.model, "test_function", self._test_function),
             make_predict_function=make_on_demand(self.model, "predict_function", self._predict_function),
         )
-        drop_functions(self.model)
         self.put_variables()
+        if self._traced.update(self.model):
+            drop_functions(self.model)
 
     def uninstall(self) -> None:
         """Restores the methods of the model's class."""
