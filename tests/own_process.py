@@ -90,7 +90,8 @@ def call(
     finally:
         for process in processes:
             process.kill()
-            process.join()
+            # The server that forked it doesn't always say that it ended.
+            process.join(30)
 
 
 def collect_rarely() -> None:

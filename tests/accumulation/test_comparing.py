@@ -171,7 +171,7 @@ def test_both_runs_of_a_slice_draw_the_same_numbers(mode, monkeypatch):
             regularizers = sum(whole.losses)
             loss = NtXent()(Y[:12], tf.concat(outputs, 0)) + regularizers
         whole.optimizer.apply(tape.gradient(loss, whole.trainable_weights), whole.trainable_weights)
-    with microbatch(sliced, 5):
+    with microbatch(sliced, 5, prove=False):
         sliced.fit(X[:12], Y[:12], batch_size=12, epochs=2, shuffle=False, verbose=0)
     assert largest_difference(sliced, whole) < TOLERANCE
     for ours, theirs in zip(sliced.non_trainable_variables, whole.non_trainable_variables, strict=True):

@@ -28,6 +28,8 @@ from keras_paragrad.engine.probes.independence import TRAIN_ANYWAY, USE_SUMS, fi
 from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
 from keras_paragrad.engine.step.stages import Stages
 
+# Rows that take no memory to speak of.
+_FEW_ROWS = 16
 # Called once the step is traced, as what is refused there says more; refuses or warns.
 Conclusion = Callable[[], None]
 
@@ -155,7 +157,8 @@ def _prove_states(model: keras.Model, data: Batch, size: int, normalize: LossNor
     """Refuses states of layers that parts of the first batch leave elsewhere than the whole, or warns, as of others."""
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
     divider = normalize.divider
-    names = find_layers_dependent_on(model, x, 2 * size, divider)
+    # Where parts are large, half of one: its copies fit beside the step.
+    names = find_layers_dependent_on(model, x, max(min(2 * size, _FEW_ROWS), size // 2), divider)
     if names and divider.takes_weighting and normalize.weighting == "auto":
         _refuse(f"{states_refusal(names, divider)} {normalize.refusals.anyway}".rstrip())
     if names:
