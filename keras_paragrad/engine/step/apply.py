@@ -222,5 +222,5 @@ def _overwrite_with_average(per_replica: OnReplicas, optimizer: keras.optimizers
             if variable.constraint is not None:
                 variable.assign(variable.constraint(variable))
 
-    optimizer._overwrite_model_variables_with_average_value(variables)
+    optimizer.finalize_variable_values(variables)
     per_replica(constrain)
