@@ -2,13 +2,22 @@
 
 import functools
 
+import own_process
+import parts_on_clusters
 import pytest
 import taken_away
+import tensorflow as tf
 from every_component import CASES
 
+from keras_paragrad import DistributedFit
 from keras_paragrad.compat import check
 from keras_paragrad.compat.check import forget, look_for
 from keras_paragrad.compat.names import HOOKS, NAMES
+from keras_paragrad.distribution import describe
+from keras_paragrad.distribution.mesh.parallelism import MeshParallel
+from keras_paragrad.distribution.parallelism import Strategies
+from keras_paragrad.distribution.replicas.parallelism import DataParallel
+from keras_paragrad.distribution.servers.parallelism import ParameterServers
 
 # What a case may differ by from the oracle.
 TOLERANCE = 1e-6
@@ -73,9 +82,64 @@ def test_its_part_looks_for_each_name(monkeypatch, hook):
             look_for(part)
 
 
+EVERY_FIT = {"models", "steps", "data"}
+# The plans of several processes: the hardware, the options, and the parts that are looked for.
+CLUSTERS = {
+    "workers": (describe(workers=2), {"strategy": "multi_worker"}, EVERY_FIT | {"replicas", "workers"}),
+    "a mesh on workers": (
+        describe(workers=2),
+        {"mesh": {"batch": 2, "model": 1}, "layout": "auto"},
+        EVERY_FIT | {"memory", "meshes", "workers"},
+    ),
+    "parameter servers": (describe(workers=2, ps=1), {"strategy": "parameter_server", "exact": False}, EVERY_FIT),
+}
+
+
+def _plan_for(monkeypatch, hardware, options, strategies):
+    """A `DistributedFit` that finds other hardware, and has `strategies` in place of what connects to the cluster."""
+    monkeypatch.setattr("keras_paragrad.distribution.fit.detect", lambda: hardware)
+    for parallelism in (DataParallel, MeshParallel, ParameterServers):
+        monkeypatch.setattr(parallelism, "strategy", strategies)
+    forget()
+    return DistributedFit(jit=False, **options)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_a_plan_for_several_processes_looks_for_their_parts_before_it_connects(monkeypatch, cluster):
+    hardware, options, parts = CLUSTERS[cluster]
+    found = []
+
+    def connect(*_):
+        found.append(set(check._FOUND))
+        return Strategies.same(tf.distribute.get_strategy())
+
+    _plan_for(monkeypatch, hardware, options, connect)
+    assert found == [parts] == [check._FOUND]
+
+
+@pytest.mark.parametrize("hook", NAMES["workers"], ids=lambda hook: hook.path)
+@pytest.mark.parametrize("cluster", ["workers", "a mesh on workers"])
+def test_without_a_name_of_workers_a_plan_for_them_refuses_before_it_connects(monkeypatch, cluster, hook):
+    hardware, options, _ = CLUSTERS[cluster]
+    _take(monkeypatch, hook)
+    with pytest.raises(ImportError, match=f"{hook.path} is missing .used by .*keras_paragrad.compat.workers"):
+        _plan_for(monkeypatch, hardware, options, lambda *_: pytest.fail("it connects"))
+
+
+def test_workers_train_without_the_names_of_other_parts():
+    for difference, parts in own_process.on_workers(parts_on_clusters.on_a_worker, None, seconds=120):
+        assert difference < TOLERANCE
+        assert set(parts) == CLUSTERS["workers"][2]
+
+
+def test_a_parameter_server_trains_without_the_names_of_other_parts():
+    ((difference, parts),) = own_process.call(parts_on_clusters.with_a_server, None, [{}], seconds=120)
+    assert difference < TOLERANCE
+    assert set(parts) == EVERY_FIT
+
+
 def test_every_part_is_used_by_a_component():
-    # A process of one worker makes no strategy of several.
-    assert frozenset().union(*map(parts_of, CASES)) == NAMES.keys() - {"workers"}
+    assert frozenset().union(*map(parts_of, CASES)) | CLUSTERS["workers"][2] == NAMES.keys()
 
 
 def test_what_is_taken_away_is_missed():

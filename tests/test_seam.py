@@ -27,8 +27,10 @@ from keras_paragrad import (
 )
 from keras_paragrad.compat import private
 from keras_paragrad.compat.check import check_backend, forget, look_for, refuse, users
+from keras_paragrad.compat.layers import call_model, dtype_within
 from keras_paragrad.compat.names import HOOKS, NAMES, Hook
 from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.building import has_build
 
 pytestmark = pytest.mark.fast
 
@@ -147,8 +149,8 @@ def test_every_attribute_of_instances_is_found():
 @pytest.mark.parametrize(
     ("hook", "says"),
     [
-        (Hook("keras.src.nowhere", "_num_samples"), "keras.src.nowhere:_num_samples is missing"),
-        (Hook("keras", "Model._num_samples"), "keras:Model._num_samples is missing"),
+        (Hook("keras.src.nowhere", "_first_batches"), "keras.src.nowhere:_first_batches is missing"),
+        (Hook("keras", "Model._first_batches"), "keras:Model._first_batches is missing"),
         (
             Hook("keras.src.losses.loss", "apply_mask", ("other",)),
             "apply_mask no longer takes other",
@@ -207,7 +209,7 @@ def test_an_attribute_that_code_no_longer_assigns_is_found(monkeypatch):
         (keras.Variable, "__init__", "_value", "metric_states"),
         (keras.Optimizer, "build", "_trainable_variables_indices", "optimizer"),
         (keras.metrics.MeanMetricWrapper, "__init__", "_fn", "probes.row_independence"),
-        (ArrayDataAdapter, "__init__", "_num_samples", "data"),
+        (ArrayDataAdapter, "__init__", "_inputs", "data"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -304,6 +306,63 @@ def test_the_first_use_of_a_component_looks(monkeypatch, component):
     monkeypatch.setattr("keras.src.trainers.compile_utils.CompileLoss", break_down)
     with pytest.raises(ImportError, match="a small model can't be made .AttributeError: gone upstream"):
         use(made)
+
+
+class _WithTraining(keras.layers.Layer):
+    def call(self, x, training="default"):
+        return training
+
+
+class _WithoutTraining(keras.layers.Layer):
+    def call(self, x):
+        return "none"
+
+
+class _WithKeywords(keras.layers.Layer):
+    def call(self, x, **keywords):
+        return keywords.get("training", "none")
+
+
+class _Traced(_WithTraining):
+    call = tf.function(_WithTraining.call)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (_WithTraining, True),
+        (_WithoutTraining, "none"),
+        (_WithKeywords, "none"),
+        pytest.param(_Traced, True, marks=pytest.mark.not_fast),
+    ],
+)
+@pytest.mark.parametrize("is_patched", [False, True])
+def test_a_layer_gets_training_where_keras_passes_it(kind, expected, is_patched):
+    layer = kind(dtype="float32")
+    if is_patched:
+        vars(layer)["call"] = functools.partial(lambda call, *inputs, **keywords: call(*inputs, **keywords), layer.call)
+    assert layer._call_has_training_arg == (expected is True)
+    assert call_model(layer, np.zeros((1, 1)), training=True) == expected
+
+
+def test_layers_have_a_build_where_keras_does_not_call_it_the_default():
+    kinds = [kind for kind in vars(keras.layers).values() if isinstance(kind, type) and hasattr(kind, "build")]
+    layers = [kind.__new__(kind) for kind in kinds if kind in (keras.layers.Dense, keras.layers.ReLU)]
+    assert sorted(map(has_build, layers)) == [False, True]
+    for kind in kinds:
+        assert (kind.build is keras.layers.Layer.build) == hasattr(kind.build, "_is_default")
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_the_dtype_of_a_variable_within_a_layer(dtype, autocast):
+    variable = keras.Variable(np.zeros(2), dtype=dtype, autocast=autocast)
+    casts = autocast and dtype == "float32"
+    for around in (None, "bfloat16"):
+        with private.AutocastScope(around):
+            assert dtype_within(variable, None) == variable._dtype == dtype
+            assert dtype_within(variable, "float16") == ("float16" if casts else dtype)
+            assert variable.dtype == (around if around and casts else dtype)
 
 
 def test_another_backend_is_refused(monkeypatch):

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer, quote, refusal
-from keras_paragrad.compat.optimizer import WrappingOptimizer
+from keras_paragrad.compat.optimizer import WrappingOptimizer, overwrites
 from keras_paragrad.compat.types import GradientTensor, Scalar
 from keras_paragrad.compat.variables import SavedVariables
 from keras_paragrad.engine.step.apply import Contribution
@@ -127,7 +127,7 @@ class GradientWindow(SavedVariables):
         # The indices of sums that gradients have replaced, and were added to, in any trace. Bypass tracking.
         self.__dict__.update(_replaced=set(), _added=set())
         variables = optimizer.trainable_variables
-        self.overwrites = [optimizer.overwrites(variable) for variable in variables]
+        self.overwrites = [overwrites(variable) for variable in variables]
         self.position = self.add("position", dtype="int64")
         self.weight = self.add("weight", local=True, aggregation="sum")
         # So outer optimizers, such as a LossScaleOptimizer, pass its gradient on unchanged.

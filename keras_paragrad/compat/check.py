@@ -137,11 +137,13 @@ def _missing(hook: Hook) -> str:
 
 
 def users(hook: Hook) -> list[str]:
-    """The modules that use a name; for a private one, only those in the folders that may."""
+    """The modules that use a name, of those in the folders that may."""
     package = Path(__file__).parents[1]
     name = hook.path.rpartition(".")[2] or hook.module.rpartition(".")[2]
-    is_private, pattern = name.startswith("_"), re.compile(rf"\b{name}\b")
-    sources = {path: source for path, source in _sources(package).items() if path.parts[0] in _SEAM or not is_private}
+    # Other names are words too, such as `context`: as attributes, or imported.
+    imported = rf"^from keras_paragrad\.compat\.private import (?:\([^)]*|.*)\b{name}\b"
+    pattern = re.compile(rf"\b{name}\b" if name.startswith("_") else rf"\.{name}\b|{imported}", re.MULTILINE)
+    sources = {path: source for path, source in _sources(package).items() if path.parts[0] in _SEAM}
     paths = [path.with_suffix("") for path, source in sources.items() if pattern.search(source)]
     return [".".join((package.name, *path.parts)) for path in paths]
 

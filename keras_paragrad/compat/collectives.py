@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.operations import StrategyBase
+from keras_paragrad.compat.operations import REPLICAS_IN_SYNC, StrategyBase
 from keras_paragrad.compat.types import GradientTensor
 from keras_paragrad.compat.wait_clock import WaitClock
 
@@ -25,7 +25,7 @@ SMALL = 128
 
 def replica_count(strategy: tf.distribute.Strategy | None = None) -> int:
     """The number of replicas of a strategy, or of the current one; 1 without. Also within `as_one_replica`."""
-    return (strategy or tf.distribute.get_strategy()).extended._num_replicas_in_sync
+    return REPLICAS_IN_SYNC.fget(strategy or tf.distribute.get_strategy())
 
 
 class _Claims(threading.local):
@@ -37,7 +37,6 @@ class _Claims(threading.local):
 _claims = _Claims()
 _lock = threading.Lock()
 _contexts = 0
-_COUNT: Any = StrategyBase.num_replicas_in_sync
 
 
 @contextlib.contextmanager
@@ -69,10 +68,10 @@ def _count_contexts(change: int) -> None:
     global _contexts
     with _lock:
         _contexts += change
-        StrategyBase.num_replicas_in_sync = _CLAIMED if _contexts else _COUNT
+        StrategyBase.num_replicas_in_sync = _CLAIMED if _contexts else REPLICAS_IN_SYNC
 
 
-_CLAIMED: Any = property(lambda strategy: 1 if _claims.open else _COUNT.fget(strategy))
+_CLAIMED: Any = property(lambda strategy: 1 if _claims.open else REPLICAS_IN_SYNC.fget(strategy))
 
 
 def strategy_name(strategy: tf.distribute.Strategy) -> str:

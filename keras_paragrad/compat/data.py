@@ -73,7 +73,7 @@ class ArrayRows:
     """
 
     def __init__(self, adapter: DataAdapter):
-        self.count: int = adapter._num_samples
+        self.count = _rows_of(adapter)
         arrays = convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
         self._arrays = tf.data.Dataset.from_tensors(keras.tree.lists_to_tuples(arrays)).repeat()
 
@@ -91,6 +91,12 @@ class ArrayRows:
         # As Keras does: the pipeline optimizer would serialize the arrays.
         options.experimental_optimization.apply_default_optimizations = False
         return without_autotuning(dataset.with_options(options))
+
+
+def _rows_of(adapter: DataAdapter) -> int:
+    """The number of rows of arrays."""
+    # An optional input may be missing.
+    return next(int(leaf.shape[0]) for leaf in keras.tree.flatten(adapter._inputs) if leaf is not None)
 
 
 def without_autotuning(dataset: Dataset) -> Dataset:
@@ -164,7 +170,7 @@ def sample_rows(adapter: DataAdapter, most: int) -> tuple[Batch, int]:
     A dataset that says what it yields isn't read, as its next iterator may shuffle otherwise; its rows are zeros.
     """
     if isinstance(adapter, ArrayDataAdapter):
-        return _first_rows(adapter._inputs, most), min(adapter.batch_size or 1, adapter._num_samples)
+        return _first_rows(adapter._inputs, most), min(adapter.batch_size or 1, _rows_of(adapter))
     peek = getattr(adapter, "first_batch", None)
     if peek or loses_prefetched_batches(adapter):
         batch = peek() if peek else first_batch(adapter)

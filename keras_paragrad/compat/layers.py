@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import inspect
 from collections.abc import Generator, Sequence
 from typing import Any, TypeVar
 
@@ -16,7 +17,6 @@ from keras_paragrad.compat.private import (
     get_autocast_scope,
     get_keras_mask,
     get_stateless_scope,
-    in_stateless_scope,
     in_symbolic_scope,
     set_keras_mask,
 )
@@ -37,6 +37,12 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
 def call_method(layer: keras.layers.Layer) -> str:
     """The name of the method that Keras calls for a layer's outputs."""
     return "call" if getattr(layer, "quantization_mode", None) is None else "quantized_call"
+
+
+def call_model(model: keras.layers.Layer, *inputs: Any, training: bool) -> Any:
+    """Calls a model or layer as `fit` does: with `training` only if its `call` takes that."""
+    takes_training = "training" in inspect.signature(type(model).call).parameters
+    return model(*inputs, training=training) if takes_training else model(*inputs)
 
 
 def outermost_layer() -> keras.layers.Layer | None:
@@ -94,6 +100,12 @@ def full_precision() -> Generator[None]:
     """Context in which weights are read in their own dtype, without autocasting."""
     with AutocastScope(None):
         yield
+
+
+def dtype_within(variable: keras.Variable, dtype: str | None) -> str:
+    """The dtype that a variable is read in by a layer that computes in `dtype`; its own, if `None`."""
+    with AutocastScope(dtype):
+        return variable.dtype
 
 
 class CallState:
@@ -220,11 +232,11 @@ class ReadScope(keras.StatelessScope):
 
 def current_read_scope() -> ReadScope | None:
     """The innermost open scope, if it is a `ReadScope`."""
-    scope = get_stateless_scope() if in_stateless_scope() else None
+    scope = get_stateless_scope()
     return scope if isinstance(scope, ReadScope) else None
 
 
 def in_other_scope() -> bool:
     """Whether layers read from tensors for another reason: Keras, the user, or a recomputation around them."""
     scope = current_read_scope()
-    return in_stateless_scope() and not (scope and scope.once)
+    return get_stateless_scope() is not None and not (scope and scope.once)

@@ -46,7 +46,6 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("keras.src.backend.common.masking", "get_keras_mask", ("x",)),
         Hook("keras.src.backend.common.masking", "set_keras_mask", ("x", "mask")),
         Hook("keras.src.backend.common.stateless_scope", "get_stateless_scope"),
-        Hook("keras.src.backend.common.stateless_scope", "in_stateless_scope"),
         Hook("keras.src.backend.common.symbolic_scope", "in_symbolic_scope"),
         Hook("keras.src.backend.common.variables", "AutocastScope"),
         Hook("keras.src.backend.common.variables", "get_autocast_scope"),
@@ -54,20 +53,12 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("keras.src.losses.loss", "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
         Hook("keras.src.losses.loss", "reduce_weighted_values", ("values", "sample_weight", "reduction", "dtype")),
         Hook("keras.src.losses.loss", "squeeze_or_expand_to_same_rank", ("x1", "x2")),
-        Hook("keras.src.ops.numpy", "Add"),
-        Hook("keras.src.ops.numpy", "Divide"),
-        Hook("keras.src.ops.numpy", "Multiply"),
-        Hook("keras.src.ops.numpy", "Subtract"),
         Hook("keras.src.trainers.compile_utils", "CompileLoss.build", ("y_true", "y_pred")),
-        Hook("keras.src.utils.python_utils", "is_default", ("method",)),
         Hook("tensorflow", "Graph._get_function", ("name",)),
-        Hook("tensorflow.python.distribute.distribute_lib", "StrategyExtendedV2._num_replicas_in_sync"),
         Hook("tensorflow.python.eager.record", "could_possibly_record"),
         Hook("tensorflow.python.framework.func_graph", "FuncGraph", ("name",)),
         Hook("tensorflow.python.framework.ops", "gradient_registry._registry"),
         Hook("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext", ("graph",)),
-        _assigned("keras.layers", "MultiHeadAttention._attention_axes"),
-        _on_instances("keras", "Layer._call_has_training_arg"),
         _on_instances("keras", "Layer._losses"),
         _on_instances("keras", "Layer._metrics"),
         _on_instances("keras", "Layer._non_trainable_variables"),
@@ -92,27 +83,21 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("keras", "Optimizer._all_reduce_sum_gradients", ("grads_and_vars",)),
         Hook("keras", "Optimizer._backend_update_step", ("grads", "trainable_variables", "learning_rate")),
         Hook("keras", "Optimizer._clip_gradients", ("grads",)),
-        Hook("keras", "Optimizer._overwrite_model_variables_with_average_value", ("trainable_variables",)),
-        Hook("keras", "Optimizer._overwrite_variable_with_gradient", ("variable",)),
         Hook("keras", "Optimizer._update_model_variables_moving_average", ("trainable_variables",)),
         Hook("keras", "Optimizer._var_key", ("variable",)),
         Hook("keras.src.backend.common.symbolic_scope", "SymbolicScope"),
         Hook("keras.src.backend.tensorflow.trainer", "reduce_per_replica", ("values", "strategy", "reduction")),
-        Hook("keras.src.losses.loss", "unscale_loss_for_distribution", ("value",)),
         Hook("tensorflow.python.distribute.values", "PerReplicaSpec._value_specs"),
         Hook("tensorflow.python.eager.polymorphic_function.attributes", "NO_INLINE"),
         Hook("tensorflow.python.eager.record", "stop_recording"),
-        Hook("tensorflow.python.framework.random_seed", "get_seed", ("op_seed",)),
         _on_instances("keras", "Model._distribute_strategy"),
         _on_instances("keras", "Optimizer._learning_rate"),
     ),
     # Optimizers that wrap another one.
     "accumulation": (
         Hook("keras", "Optimizer._check_variables_are_known", ("variables",)),
-        Hook("keras", "Optimizer._get_variable_index", ("variable",)),
         Hook("keras.src.saving.keras_saveable", "KerasSaveable._obj_type"),
         Hook("keras.src.utils.tracking", "DotNotTrackScope"),
-        Hook("tensorflow", "__internal__.tracking.AutoTrackable"),
         Hook("tensorflow.python.trackable.base", "Trackable._update_uid"),
         Hook("keras.optimizers", "MultiOptimizer._inner_optimizers", found="assigned", optional=True),
         _on_instances("keras", "Optimizer._distribution_strategy"),
@@ -130,9 +115,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
     "segments": (
         Hook("keras.src.models.functional", "Functional._run_through_graph", ("inputs", "operation_fn", "call_fn")),
         Hook("keras.src.ops.symbolic_arguments", "SymbolicArguments.fill_in", ("tensor_dict",)),
-        _assigned("keras.src.models.functional", "Functional._inputs_struct"),
         _assigned("keras.src.ops.function", "Function._nodes_by_depth"),
-        _assigned("keras.src.ops.function", "Function._outputs_struct"),
         _on_instances("keras", "Sequential._functional"),
     ),
     # Variables without memory, to be counted.
@@ -142,8 +125,6 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("tensorflow.python.ops.resource_variable_ops", "UninitializedVariable"),
         _assigned("keras.optimizers", "Optimizer._accumulated_gradients"),
         _assigned("keras.optimizers", "Optimizer._model_variables_moving_average"),
-        _on_instances("keras", "Variable._dtype"),
-        _on_instances("keras", "Variable._shape"),
     ),
     # What `fit` reads.
     "data": (
@@ -172,19 +153,12 @@ NAMES: dict[str, tuple[Hook, ...]] = {
             "tensorflow.python.distribute.input_lib", "DistributedDatasetsFromFunction._enable_get_next_as_optional"
         ),
         _on_instances("keras.src.trainers.data_adapters.array_data_adapter", "ArrayDataAdapter._inputs"),
-        _on_instances("keras.src.trainers.data_adapters.array_data_adapter", "ArrayDataAdapter._num_samples"),
         _on_instances("keras.src.trainers.data_adapters.array_data_adapter", "ArrayDataAdapter._shuffle"),
         _on_instances("keras.src.trainers.data_adapters.generator_data_adapter", "GeneratorDataAdapter._first_batches"),
     ),
     # `MirroredStrategy` and other replicas.
     "replicas": (
         Hook("keras.layers", "BatchNormalization._moments", ("inputs", "mask")),
-        _assigned("keras.layers", "BatchNormalization._reduction_axes"),
-        Hook(
-            "keras.src.trainers.data_adapters.py_dataset_adapter",
-            "OrderedEnqueuer",
-            ("py_dataset", "workers", "use_multiprocessing", "max_queue_size", "shuffle"),
-        ),
         Hook("keras.src.trainers.data_adapters.py_dataset_adapter", "PyDatasetAdapter._finite_generator"),
         Hook("keras.src.trainers.data_adapters.py_dataset_adapter", "PyDatasetAdapter._infinite_generator"),
         _assigned("keras.src.backend.tensorflow.trainer", "TFEpochIterator._distributed_dataset"),
@@ -223,7 +197,6 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("tensorflow.python.distribute.values", "DistributedVariable._dense_var_to_tensor"),
         Hook("tensorflow.python.distribute.values", "DistributedVariable._export_to_saved_model_graph"),
         Hook("tensorflow.python.distribute.values", "DistributedVariable._get"),
-        Hook("tensorflow.python.distribute.values", "DistributedVariable._primary"),
         Hook(
             "tensorflow.python.distribute.values", "DistributedVariable._update_cross_replica", ("update_fn", "value")
         ),
@@ -234,11 +207,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("tensorflow.python.framework.ops", "Operation._update_input", ("index", "tensor")),
         Hook("tensorflow.python.ops.resource_variable_ops", "ResourceVariable"),
         _assigned("tensorflow.python.distribute.cross_device_utils", "CollectiveReplicaLauncher._device"),
-        _assigned("tensorflow.python.distribute.values", "DistributedValues._values"),
-        _assigned("tensorflow.python.distribute.values", "DistributedVariable._distribute_strategy"),
-        _assigned("tensorflow.python.distribute.values", "DistributedVariable._packed_var"),
         _assigned("tensorflow.python.distribute.values", "DistributedVariable._policy"),
-        _on_instances("keras", "Variable._autocast"),
     ),
     # DTensor.
     "meshes": (
@@ -264,12 +233,10 @@ NAMES: dict[str, tuple[Hook, ...]] = {
     ),
     # What `tf.function` has traced.
     "traced functions": (
-        Hook("tensorflow.core.function.polymorphism.function_cache", "FunctionCache._primary"),
         Hook("tensorflow.python.distribute.input_lib", "DistributedIteratorSpec._element_spec"),
         Hook(
             "tensorflow.python.eager.polymorphic_function.polymorphic_function", "Function._list_all_concrete_functions"
         ),
-        _on_instances("tensorflow.python.eager.polymorphic_function.polymorphic_function", "Function._function_cache"),
     ),
     # The profiler's files.
     "traces": (Hook("tensorflow.tsl.profiler.protobuf.xplane_pb2", "XSpace"),),

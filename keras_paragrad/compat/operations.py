@@ -26,8 +26,13 @@ gen_array_ops = home_of(tf.raw_ops.StridedSlice)
 gen_manip_ops = home_of(tf.raw_ops.Roll)
 gen_nn_ops = home_of(tf.raw_ops.AvgPoolGrad)
 gen_random_ops = home_of(tf.raw_ops.RandomUniform)
+random_seed = home_of(tf.random.set_seed)
 gen_stateless_random_ops_v2 = home_of(tf.raw_ops.StatelessRandomNormalV2)
+# What `tf.Module` tracks its variables by.
+AutoTrackable = owner_of("__setattr__", tf.Module)
 # The classes whose methods all strategies, optimizers and variables inherit.
 StrategyBase = owner_of("num_replicas_in_sync", tf.distribute.Strategy)
+# TensorFlow's property, which `as_one_replica` replaces.
+REPLICAS_IN_SYNC: Any = StrategyBase.num_replicas_in_sync
 BaseOptimizer = owner_of("apply", keras.optimizers.Optimizer)
 Variable = owner_of("assign", keras.Variable)

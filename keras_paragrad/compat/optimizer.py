@@ -152,6 +152,11 @@ def reduces_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     return vars(optimizer).get(REDUCTION) is not list
 
 
+def overwrites(variable: keras.Variable) -> bool:
+    """Whether Keras assigns a variable its gradient, as it does float8 scales."""
+    return getattr(variable, "overwrite_with_gradient", False)
+
+
 def build_optimizer(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
     """Creates an optimizer's state under the names that Keras gives it, unless it is built already."""
     if not optimizer.built:
@@ -243,11 +248,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
     def index_of(self, variable: keras.Variable) -> int:
         """The index of one of the model's variables in `trainable_variables`."""
         self._check_variables_are_known([variable])
-        return self._get_variable_index(variable)
-
-    def overwrites(self, variable: keras.Variable) -> bool:
-        """Whether Keras assigns this variable its gradient, as it does float8 scales."""
-        return self._overwrite_variable_with_gradient(variable)
+        return self._trainable_variables_indices[self._var_key(variable)]
 
     @property
     def variables(self) -> list[keras.Variable]:

@@ -8,13 +8,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.compat.layers import dtype_within
+from keras_paragrad.compat.operations import AutoTrackable
 from keras_paragrad.compat.optimizer import held_optimizers, nested_optimizers
 from keras_paragrad.compat.private import FuncGraph, KerasSaveable, UninitializedVariable
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import DType
 
 
-class SavedVariables(KerasSaveable, tf.__internal__.tracking.AutoTrackable):
+class SavedVariables(KerasSaveable, AutoTrackable):
     """Named variables that are saved with the object that holds them, in Keras's files and in TensorFlow's.
 
     Attributes:
@@ -97,24 +99,25 @@ _SMALL = 2**12
 
 def variable_bytes(variable: keras.Variable) -> int:
     """The bytes of a variable's value, unsharded."""
-    # `dtype` may be autocast.
-    dtype = tf.as_dtype(variable._dtype)
+    dtype = tf.as_dtype(dtype_within(variable, None))
     return int(np.prod(tuple(variable.shape), dtype=np.int64)) * dtype.size
 
 
 def _initialize(_: bool, initialize: Callable[..., None], variable: keras.Variable, value: object) -> None:
     if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
         # A symbolic value, which an optimizer computes from weights in `build`.
-        variable._value = unallocated_variable(value.shape, variable._dtype, variable.trainable, variable.name)
+        dtype = dtype_within(variable, None)
+        variable._value = unallocated_variable(value.shape, dtype, variable.trainable, variable.name)
     else:
         initialize(variable, value)
 
 
 def _initialize_with(_: bool, initialize: Callable[..., None], variable: keras.Variable, initializer: object) -> None:
-    if np.prod(variable._shape, dtype=np.int64) * tf.as_dtype(variable._dtype).size <= _SMALL:
+    if variable_bytes(variable) <= _SMALL:
         initialize(variable, initializer)
     else:
-        variable._value = unallocated_variable(variable._shape, variable._dtype, variable.trainable, variable.name)
+        dtype = dtype_within(variable, None)
+        variable._value = unallocated_variable(variable.shape, dtype, variable.trainable, variable.name)
 
 
 _PATCH = ProcessPatch[bool](

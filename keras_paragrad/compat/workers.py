@@ -7,6 +7,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_paragrad.compat.operations import REPLICAS_IN_SYNC
 from keras_paragrad.compat.private import CollectiveAllReduceExtended, context
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import TensorVariable
@@ -38,8 +39,7 @@ class ReplicaPlacement(NamedTuple):
 
 def replica_placement(strategy: tf.distribute.Strategy) -> ReplicaPlacement:
     """Which of a strategy's replicas are in this process."""
-    # Not `num_replicas_in_sync`, which `as_one_replica` replaces.
-    replicas = strategy.extended._num_replicas_in_sync
+    replicas = REPLICAS_IN_SYNC.fget(strategy)
     if replicas == 1:
         return ReplicaPlacement(1, 1, 0)
     indices = []

@@ -114,7 +114,8 @@ class DistributedFit(InNotebooks):
         self.hardware: Hardware = detect()
         self.plan: Plan = make_plan(self.hardware, self.options)
         self._parallelism = parallelism_of(self.options, self.hardware)
-        look_for("models", "steps", "data", *self._parallelism.parts)
+        launched = self._parallelism.parts_if_launched if self.plan.launched else ()
+        look_for("models", "steps", "data", *self._parallelism.parts, *launched)
         if self.plan.shard.value != "none":
             look_for("shards", "memory")
         self._strategies = self._parallelism.strategy(self.plan, self.hardware, self.options)

@@ -167,6 +167,8 @@ class Parallelism(Planner):
 
     # The parts of `compat.names.NAMES` that it uses, including the parts that every parallelism uses.
     parts: ClassVar[tuple[str, ...]] = ()
+    # And those that it also uses where processes of a cluster have to be started together.
+    parts_if_launched: ClassVar[tuple[str, ...]] = ("workers",)
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
         """Creates the planned strategies, and waits for the other workers, if any.

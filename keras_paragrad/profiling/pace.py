@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -15,7 +15,6 @@ from keras_paragrad.engine.telemetry.train_functions import (
     TracedGraph,
     compiled_functions,
     examples_seen,
-    graphs_of,
     newest_trace,
 )
 
@@ -90,8 +89,7 @@ class Retraces:
     def __init__(self):
         self.count = 0
         self._function: Any = None
-        self._traced: list[int] = []
-        self._graphs: list[Sized] = []
+        self._traced: list[Any] = []
         self._counts: list[int] = []
 
     def watch(self, function: TrainFunction) -> None:
@@ -100,18 +98,17 @@ class Retraces:
             return
         previous = {id(each): count for each, count in zip(self._traced, self._counts, strict=True)}
         self._function, self._traced = function, compiled_functions(function)
-        self._graphs = [graphs_of(each) for each in self._traced]
-        counts = map(len, self._graphs)
+        counts = _traces(self._traced)
         self._counts = [previous.get(id(each), count) for each, count in zip(self._traced, counts, strict=True)]
 
     def traced(self) -> bool:
         """Whether graphs were traced since the last `update`."""
         # This runs in every step.
-        return list(map(len, self._graphs)) != self._counts
+        return _traces(self._traced) != self._counts
 
     def update(self) -> list[TracedGraph]:
         """The graphs retraced since the last call; of nested ones, only the outermost."""
-        previous, self._counts = self._counts, list(map(len, self._graphs))
+        previous, self._counts = self._counts, _traces(self._traced)
         retraced = [
             newest_trace(function)
             for function, before, after in zip(self._traced, previous, self._counts, strict=True)
@@ -119,6 +116,11 @@ class Retraces:
         ]
         self.count += bool(retraced)
         return retraced[:1]
+
+
+def _traces(functions: Sequence[Any]) -> list[int]:
+    """How many graphs were traced for each of some functions."""
+    return [each.experimental_get_tracing_count() for each in functions]
 
 
 class Pace:

@@ -10,9 +10,9 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.compiled_call import can_compile_by_layer, compiled_call, is_compiled_by_layer
-from keras_paragrad.compat.layers import REVERSIBLE_EMBEDDINGS
+from keras_paragrad.compat.layers import REVERSIBLE_EMBEDDINGS, dtype_within
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.compat.private import get_stateless_scope, in_stateless_scope, in_symbolic_scope
+from keras_paragrad.compat.private import get_stateless_scope, in_symbolic_scope
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.storage.creation import may_be_in_shards
@@ -159,9 +159,9 @@ def _call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Struct
 
 def _read_by(layer: keras.layers.Layer) -> list[Any]:
     """The variables that a layer reads: in a stateless scope, what that has in their place."""
-    if not in_stateless_scope():
-        return layer.variables
     scope = get_stateless_scope()
+    if scope is None:
+        return layer.variables
     values = [scope.get_current_value(variable) for variable in layer.variables]
     return [variable if value is None else value for variable, value in zip(layer.variables, values, strict=True)]
 
@@ -172,8 +172,9 @@ def _compute_dtypes(layer: keras.layers.Layer) -> dict[int, str]:
     for each in layer._flatten_layers():
         for variable in each._trainable_variables if each.autocast else ():
             value = sharded_value(variable)
-            if value and variable._autocast and each.compute_dtype != value.dtype.name:
-                dtypes[id(value)] = each.compute_dtype
+            dtype = value and dtype_within(variable, each.compute_dtype)
+            if value and dtype != value.dtype.name:
+                dtypes[id(value)] = dtype
     return dtypes
 
 

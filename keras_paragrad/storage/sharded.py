@@ -50,7 +50,6 @@ class ShardedVariable(DistributedVariable):
         copies: TensorVariable | None = None,
     ):
         super().__init__(strategy, values, aggregation, var_policy=policy)
-        self._packed_var = None
         self.partition = partition
         self.copies = copies
         self.copies_are_current = copies is not None
@@ -65,7 +64,7 @@ class ShardedVariable(DistributedVariable):
     @property
     def shape(self) -> tf.TensorShape:
         """The shape of the whole, or within an update that of the shard."""
-        return self._primary.shape if get_update_replica_id() is not None else tf.TensorShape(self.partition.shape)
+        return self.values[0].shape if get_update_replica_id() is not None else tf.TensorShape(self.partition.shape)
 
     def get_shape(self) -> tf.TensorShape:
         """`shape`."""
@@ -81,7 +80,7 @@ class ShardedVariable(DistributedVariable):
     @property
     def shard(self) -> TensorVariable:
         """This replica's shard, a `tf.Variable`."""
-        return self._values[_local_index()]
+        return self.values[_local_index()]
 
     @property
     def local_copy(self) -> TensorVariable:
@@ -115,17 +114,17 @@ class ShardedVariable(DistributedVariable):
 
     def __getattr__(self, name: str) -> Any:
         # TensorFlow's looks in `_get()`, which gathers.
-        if name.startswith("__") or "_values" not in vars(self):
+        if name.startswith("__") or "partition" not in vars(self):
             raise AttributeError(name)
-        return getattr(self._primary, name)
+        return getattr(self.values[0], name)
 
     def _read(self) -> tf.Tensor:
         update = get_update_replica_id()
         if update is not None:
-            return self._values[update]
+            return self.values[update]
         if in_symbolic_scope():
             return tf.zeros(self.partition.shape, self.dtype)
-        if not _on_replica_of(self._distribute_strategy):
+        if not _on_replica_of(self.distribute_strategy):
             return self._gather_outside()
         if READING.assigned is not None and id(self) in READING.assigned:
             return READING.assigned[id(self)][1]
@@ -165,7 +164,7 @@ class ShardedVariable(DistributedVariable):
     @property
     def has_remote_shards(self) -> bool:
         """Whether the value can't be read without other workers."""
-        return self.copies is None and replica_placement(self._distribute_strategy).workers > 1
+        return self.copies is None and replica_placement(self.distribute_strategy).workers > 1
 
     def read_locally(self) -> tf.Tensor | None:
         """The whole, without a collective; `None` if it `has_remote_shards`."""
@@ -175,24 +174,24 @@ class ShardedVariable(DistributedVariable):
             copies: Any = self.copies
             return tf.convert_to_tensor(copies.values[0])
         with tf.device("CPU:0"):
-            return self.partition.whole(tf.concat([shard.read_value() for shard in self._values], 0))
+            return self.partition.whole(tf.concat([shard.read_value() for shard in self.values], 0))
 
     def _gather_outside(self) -> tf.Tensor:
         """The whole in cross-replica context."""
-        if replica_placement(self._distribute_strategy).workers > 1:
-            with self._distribute_strategy.scope():
-                gathered = self._distribute_strategy.run(lambda: all_gather(self.shard.read_value()))
-            shards = self._distribute_strategy.experimental_local_results(gathered)[0]
+        if replica_placement(self.distribute_strategy).workers > 1:
+            with self.distribute_strategy.scope():
+                gathered = self.distribute_strategy.run(lambda: all_gather(self.shard.read_value()))
+            shards = self.distribute_strategy.experimental_local_results(gathered)[0]
             if tf.executing_eagerly():
                 barrier()
             return self._join(shards)
         with tf.device("CPU:0"):
-            return self._join(tf.concat([shard.read_value() for shard in self._values], 0))
+            return self._join(tf.concat([shard.read_value() for shard in self.values], 0))
 
     def _join(self, shards: tf.Tensor) -> tf.Tensor:
         """The whole from all shards. Its gradient is that of the first shard, which tapes outside of replicas watch."""
 
-        return _linked(self.partition.whole(tf.stop_gradient(shards)), self._primary.read_value())
+        return _linked(self.partition.whole(tf.stop_gradient(shards)), self.values[0].read_value())
 
     def _update_cross_replica(self, update_fn: Callable[..., object], value: Any, **kwargs: Any) -> object:
         if isinstance(value, tf.IndexedSlices):
@@ -200,10 +199,10 @@ class ShardedVariable(DistributedVariable):
             written = tf.Variable(self._gather_outside(), trainable=False)
             update_fn(written, value, **kwargs)
             return self._update_cross_replica(lambda variable, whole: variable.assign(whole), written)
-        first = replica_placement(self._distribute_strategy).first
+        first = replica_placement(self.distribute_strategy).first
         whole = tf.convert_to_tensor(value, dtype=self.dtype)
         updates = []
-        for index, shard in enumerate(self._values):
+        for index, shard in enumerate(self.values):
             with tf.device(shard.device):
                 updates.append(update_fn(shard, self.partition.copy_shard(whole, first + index), **kwargs))
                 if self.copies is not None:
@@ -235,7 +234,7 @@ class ShardedVariable(DistributedVariable):
     def is_gathered(self) -> bool:
         """Whether reading on this replica gathers."""
         replaced = self.copies_are_current or id(self) in {**READING.values, **READING.linked}
-        return not replaced and _on_replica_of(self._distribute_strategy)
+        return not replaced and _on_replica_of(self.distribute_strategy)
 
 
 class Sharded(Whole):

@@ -79,12 +79,22 @@ class Slow(keras.optimizers.Optimizer):
         self.iterations.assign_add(1)
 
 
+class Shrinking(keras.optimizers.SGD):
+    """Halves weights at the end of `fit`, and not where averages replace them."""
+
+    def finalize_variable_values(self, var_list):
+        super().finalize_variable_values(var_list)
+        for variable in var_list:
+            variable.assign(0.5 * variable)
+
+
 def sgd(**options):
     return keras.optimizers.SGD(0.1, momentum=0.9, **options)
 
 
 MADE = {
     "attributes": lambda: Split(sgd(clipnorm=0.5), sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=1)),
+    "none, averaged": lambda: Shrinking(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=1),
     "another object": lambda: Apart(sgd(), sgd(global_clipnorm=0.5)),
     "a closure": lambda: Hidden(sgd(), sgd()),
     "deep, scaled": lambda: keras.optimizers.LossScaleOptimizer(Slow(Split(sgd(), Slow(sgd()))), 8.0),

@@ -35,6 +35,8 @@ class ParameterServers(Parallelism):
     """A chief reads the data, workers take steps, and servers hold the weights."""
 
     precedence = 30
+    # TensorFlow's coordinator connects the processes.
+    parts_if_launched = ()
 
     @classmethod
     def asked(cls, options: Options, hardware: Hardware | None) -> "ParameterServers | None":

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import mask_of, with_mask
-from keras_paragrad.compat.private import random_seed
+from keras_paragrad.compat.operations import random_seed
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Structure
 

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import mask_of, with_mask
+from keras_paragrad.compat.layers import call_model, mask_of, with_mask
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.division.cut import RowCut
@@ -24,7 +24,6 @@ from keras_paragrad.engine.probes.row_independence import (
 from keras_paragrad.engine.probes.trial import (
     Inconclusive,
     PureFunction,
-    call_model,
     row_count,
     run_trial,
     static_row_count,
@@ -226,7 +225,7 @@ class _DividedPass:
             random_numbers_by_row(first, static_row_count(x), self.total) as numbers,
             watch_weights(self.model) as gradients_of,
         ):
-            y_pred = call_model(self.model, (x,), training=True)
+            y_pred = call_model(self.model, x, training=True)
             loss, divisor = self.loss({"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight})
         self.draws = numbers.draws > 0
         return gradients_of(loss), divisor
@@ -302,7 +301,7 @@ def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut, most_bytes: i
 
     def forward(data: Any) -> tuple[Structure, list[tf.Tensor | None]]:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        y_pred = call_model(model, (x,), training=True)
+        y_pred = call_model(model, x, training=True)
         leaves = keras.tree.flatten(y_pred)
         if any(each.shape.rank == 0 or each.shape[0] != row_count(x) for each in leaves):
             raise Inconclusive("the outputs have no row for each example")

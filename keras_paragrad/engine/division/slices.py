@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_one_replica
-from keras_paragrad.compat.layers import WeightScope
+from keras_paragrad.compat.layers import WeightScope, call_model
 from keras_paragrad.compat.model import all_variables
 from keras_paragrad.compat.private import FuncGraph
 from keras_paragrad.compat.types import Batch, LossArguments
@@ -15,7 +15,6 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import MEANS, LossTerm, recorded_terms
 from keras_paragrad.engine.losses.weightings import step_arguments
 from keras_paragrad.engine.probes.independence import once_per_compile
-from keras_paragrad.engine.probes.trial import call_model
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.stages import Split
@@ -32,7 +31,7 @@ def trace_loss(model: keras.Model, data: Batch) -> tuple[LossArguments, list[Los
         as_one_replica(),
         recorded_terms(model, untracked=True) as terms,
     ):
-        arguments["y_pred"] = call_model(model, (arguments["x"],), training=True)
+        arguments["y_pred"] = call_model(model, arguments["x"], training=True)
         model._compute_loss(**arguments, training=True)
     return arguments, terms
 

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import all_variables
 from keras_paragrad.compat.types import Batch, GradientTensor, TensorVariable
 from keras_paragrad.engine.mesh.mesh_tracing import explaining_errors
@@ -91,7 +92,7 @@ def _gradients_on_mesh(
 
 def _loss(model: keras.Model, data: Batch) -> tf.Tensor:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = model(x, training=False) if model._call_has_training_arg else model(x)
+    y_pred = call_model(model, x, training=False)
     return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
 
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import keras
 
 from keras_paragrad.compat.collectives import as_one_replica
+from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import added_losses, all_layers, overrides_compute_loss, overrides_train_step
 from keras_paragrad.compat.state import log_once, state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
@@ -16,7 +17,7 @@ from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.probes.independence import once_per_compile, state_problem
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_value_per_example
-from keras_paragrad.engine.probes.trial import SIZES, PureFunction, call_model, run_trial, synthetic_rows
+from keras_paragrad.engine.probes.trial import SIZES, PureFunction, run_trial, synthetic_rows
 
 _ROWS = 8
 
@@ -139,7 +140,7 @@ def _trace(model: Any, arguments: LossArguments, size: int) -> _Traced:
 
     def compute(data: Any) -> Any:
         (x, sample_weight), y = data
-        y_pred = call_model(model, (x,), training=True)
+        y_pred = call_model(model, x, training=True)
         refusal = _refuse_outputs(y_pred, added_losses(model))
         batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
         with recorded_terms(model, untracked=True) as terms, as_one_replica():

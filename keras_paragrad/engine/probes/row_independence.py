@@ -11,15 +11,13 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.check import look_for
-from keras_paragrad.compat.layers import attributes
+from keras_paragrad.compat.layers import attributes, call_model
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.compat.private import Add, Divide, Multiply, Subtract
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.losses.terms import bound_arguments
 from keras_paragrad.engine.probes.trial import (
     SIZES,
     PureFunction,
-    call_model,
     change_rows,
     check_finite,
     gradients_match,
@@ -92,7 +90,7 @@ def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_tra
     part = RowPair(first, take_rows(first, 1, _ROWS), slice(1, _ROWS), slice(None), 0.05 if half_precision else 1e-3)
     for training in (True, False) if may_train else (False,):
         compute = PureFunction(
-            model, lambda rows, training=training: _tensors(call_model(model, rows, training)), any_rows=True
+            model, lambda rows, training=training: _tensors(call_model(model, *rows, training=training)), any_rows=True
         )
         # With the same seeds, so that dropout drops the same elements.
         (before, state), (after, _) = compute(first), compute(second)
@@ -114,7 +112,7 @@ def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_tra
 
 def find_changed_outputs(model: keras.layers.Layer, pair: RowPair, *, training: bool) -> str | None:
     """The first layer whose outputs for the same rows differ between two batches; `None` if they are random."""
-    compute = PureFunction(model, lambda rows: _tensors(call_model(model, rows, training)))
+    compute = PureFunction(model, lambda rows: _tensors(call_model(model, *rows, training=training)))
     (before, state), (after, _) = compute(pair.first), compute(pair.second)
     if compute.has_drawn(state) or all(map(pair.outputs_match, before, after)):
         return None
@@ -140,7 +138,7 @@ def _mixes_gradients(model: keras.layers.Layer, first: Batch, second: Batch, hal
     def gradient(data: Any) -> list[tf.Tensor]:
         arguments, weights = data
         with watch_weights(model) as gradients_of:
-            target = _weighted_sum(_tensors(call_model(model, arguments, training=True)), weights)
+            target = _weighted_sum(_tensors(call_model(model, *arguments, training=True)), weights)
         return gradients_of(target)
 
     compute = PureFunction(model, gradient)
@@ -186,7 +184,7 @@ def _first_mixing(model: keras.layers.Layer, pair: RowPair, training: bool) -> s
         with contextlib.ExitStack() as stack:
             for operation in operations.values():
                 stack.enter_context(attributes(operation, call=recording(operation, operation.call)))
-            call_model(model, arguments, training)
+            call_model(model, *arguments, training=training)
         names[:] = [name for name, _ in recorded]
         # Tensors within a loop can't be returned from it.
         return [[each for each in tensors if each.graph is graph] for _, tensors in recorded]
@@ -211,7 +209,7 @@ _LAYERS = (
     *(f"preprocessing.{name}" for name in ("normalization", "rescaling")),
 )
 _ROW_WISE_MODULES = ("keras.src.applications.", *(f"keras.src.layers.{name}" for name in _LAYERS))
-_ELEMENTWISE = (Add, Divide, Multiply, Subtract)
+_ELEMENTWISE = {(keras.ops.add.__module__, name) for name in ("Add", "Divide", "Multiply", "Subtract")}
 _MODELS = ("keras.src.models.functional", "keras.src.models.sequential")
 # Losses that compare examples, or reduce over them.
 _MIXING_LOSSES = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
@@ -252,7 +250,7 @@ def _is_row_wise(operation: keras.Operation) -> bool:
     module = type(operation).__module__
     if module in _MODELS:
         return True
-    if type(operation) in _ELEMENTWISE:
+    if (module, type(operation).__name__) in _ELEMENTWISE:
         # Broadcasting aligns the last axes, so all ranks must be equal.
         nodes = operation._inbound_nodes
         return all(
@@ -260,7 +258,7 @@ def _is_row_wise(operation: keras.Operation) -> bool:
         )
     if not module.startswith(_ROW_WISE_MODULES):
         return False
-    axes = (getattr(operation, name, None) for name in ("axis", "_attention_axes"))
+    axes = (getattr(operation, name, None) for name in ("axis", "attention_axes"))
     equation = getattr(operation, "equation", None)
     return (
         all(axis is None or all(each == -1 or each > 0 for each in keras.tree.flatten(axis)) for axis in axes)

@@ -7,6 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import added_losses, all_layers, all_metrics
 from keras_paragrad.compat.state import is_patched
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
@@ -17,7 +18,6 @@ from keras_paragrad.engine.probes.trial import (
     PureFunction,
     State,
     UnknownState,
-    call_model,
     change_rows,
     is_seed,
     run_trial,
@@ -213,7 +213,7 @@ def split_dependent_call_metrics(
     def results(data: Batch):
         if data is not None:
             x, sample_weight, y = data
-            y_pred = call_model(model, (x,), training)
+            y_pred = call_model(model, x, training=training)
             model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         return [keras.tree.flatten(metric.result()) for metric in metrics]
 
@@ -261,7 +261,7 @@ def _owners_of_resources(model: keras.layers.Layer, resources: list[tf.Tensor]) 
 
 
 def _train(model: keras.layers.Layer, inputs: tuple[Structure, ...]) -> list[tf.Tensor]:
-    outputs = call_model(model, inputs, training=True)
+    outputs = call_model(model, *inputs, training=True)
     return [each for each in (*keras.tree.flatten(outputs), *added_losses(model)) if tf.is_tensor(each)]
 
 

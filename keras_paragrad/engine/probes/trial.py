@@ -279,11 +279,6 @@ class _KnownVariablesScope(keras.StatelessScope):
         return value
 
 
-def call_model(model: keras.layers.Layer, arguments: tuple[Structure, ...], training: bool) -> Structure:
-    """Calls a model or layer as `fit` does."""
-    return model(*arguments, training=training) if model._call_has_training_arg else model(*arguments)
-
-
 def uses_half_precision(model: keras.layers.Layer) -> bool:
     """Whether a model computes in half precision."""
     return any(layer.compute_dtype not in ("float32", "float64") for layer in (model, *all_layers(model)))

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import added_losses, all_layers
 from keras_paragrad.compat.types import Array, Batch, LossArguments
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, output_mask
@@ -18,7 +19,6 @@ from keras_paragrad.engine.probes.trial import (
     Inconclusive,
     PureFunction,
     State,
-    call_model,
     draw_kernel,
     gradients_match,
     row_count,
@@ -177,7 +177,7 @@ class _Trial:
         count = row_count(x)
         first = FIRST if count == ROWS - FIRST else 0
         with random_numbers_by_row(first, count, ROWS), watch_weights(self.model) as gradients_of:
-            y_pred = call_model(self.model, (x,), training=True)
+            y_pred = call_model(self.model, x, training=True)
             inputs = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
             # Of an unreduced loss, Keras differentiates the sum.
             loss = tf.cast(tf.reduce_sum(self.model._compute_loss(**inputs, training=True)), "float32")

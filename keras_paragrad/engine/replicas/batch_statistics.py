@@ -34,7 +34,7 @@ def _moments(
     mask: tf.Tensor | None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """The mean and variance of a batch, each `(channels,)`."""
-    by_rows = 0 in layer._reduction_axes
+    by_rows = 0 in _reduction_axes(layer, inputs)
     if not (layer.synchronized and by_rows) or replica_count() == 1 or is_trial():
         return original(layer, inputs, mask)
     if mask is not None:
@@ -45,11 +45,18 @@ def _moments(
     return original(layer, inputs, None)
 
 
+def _reduction_axes(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> list[int]:
+    """All axes but that of the channels."""
+    axes = list(range(len(inputs.shape)))
+    del axes[layer.axis]
+    return axes
+
+
 def _masked_moments(
     layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor, nonempty: tf.Tensor | bool | None
 ) -> tuple[tf.Tensor, tf.Tensor]:
     """Keras's moments of masked inputs, with sums over all replicas."""
-    context, axes = tf.distribute.get_replica_context(), layer._reduction_axes
+    context, axes = tf.distribute.get_replica_context(), _reduction_axes(layer, inputs)
     counted = tf.broadcast_to(tf.expand_dims(tf.cast(mask, "bool"), -1), tf.shape(inputs))
     if nonempty is not None:
         counted = tf.logical_and(counted, nonempty)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import as_one_replica, replica_count
 from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.data import without_optionals
+from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.losses.logs import all_reduced_results, metrics_result, run_custom_test_step, update_metrics
@@ -153,4 +154,4 @@ def _predict(model: keras.Model, data: Batch) -> tuple[Structure, None]:
 
 
 def _infer(model: keras.Model, x: Structure) -> Structure:
-    return model(x, training=False) if model._call_has_training_arg else model(x)
+    return call_model(model, x, training=False)

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras_paragrad.compat.data import Adapter, EpochIterator
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import find_accumulator
-from keras_paragrad.compat.private import OrderedEnqueuer, PyDatasetAdapter
+from keras_paragrad.compat.private import PyDatasetAdapter
 from keras_paragrad.compat.state import replace_methods, restore_methods, state_of
 from keras_paragrad.compat.types import Batch, Dataset
 from keras_paragrad.engine.replicas.evaluation import build_predict_function, build_test_function
@@ -175,10 +175,10 @@ def use_enqueuer_per_iterator(adapter: Adapter) -> None:
     """
     if not isinstance(adapter, PyDatasetAdapter) or adapter.enqueuer is None:
         return
-    dataset, shuffle = adapter.py_dataset, adapter.shuffle
+    dataset, shuffle, enqueuer_class = adapter.py_dataset, adapter.shuffle, type(adapter.enqueuer)
 
     def batches() -> Iterator[Batch]:
-        enqueuer = OrderedEnqueuer(
+        enqueuer = enqueuer_class(
             dataset, dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size, shuffle
         )
         enqueuer.start()

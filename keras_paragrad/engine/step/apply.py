@@ -15,6 +15,7 @@ from keras_paragrad.compat.collectives import (
     run_if,
     sum_over_replicas,
 )
+from keras_paragrad.compat.operations import BaseOptimizer
 from keras_paragrad.compat.optimizer import (
     Accumulating,
     UnreducedOptimizers,
@@ -222,5 +223,6 @@ def _overwrite_with_average(per_replica: OnReplicas, optimizer: keras.optimizers
             if variable.constraint is not None:
                 variable.assign(variable.constraint(variable))
 
-    optimizer._overwrite_model_variables_with_average_value(variables)
+    # As at the end of `fit`, without what a user's optimizer does there.
+    BaseOptimizer.finalize_variable_values(optimizer, variables)
     per_replica(constrain)

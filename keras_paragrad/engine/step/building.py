@@ -21,7 +21,7 @@ from keras_paragrad.compat.model import (
 )
 from keras_paragrad.compat.operations import Variable
 from keras_paragrad.compat.optimizer import held_optimizers
-from keras_paragrad.compat.private import FuncGraph, SymbolicScope, compute_output_spec, is_default
+from keras_paragrad.compat.private import FuncGraph, SymbolicScope, compute_output_spec
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Specs
 from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
@@ -51,7 +51,7 @@ def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any
 
 def has_build(layer: keras.layers.Layer) -> bool:
     """Whether a layer's class defines `build`."""
-    return not is_default(layer.build)
+    return type(layer).build is not keras.layers.Layer.build
 
 
 def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, data_batch: Batch = None) -> None:

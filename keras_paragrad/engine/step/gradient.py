@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_one_replica, replica_count, replica_index, sum_over_replicas
-from keras_paragrad.compat.layers import mask_of, with_mask
+from keras_paragrad.compat.layers import call_model, mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.compat.private import NO_INLINE, unscale_loss_for_distribution
+from keras_paragrad.compat.private import NO_INLINE
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Gradients, LossArguments, StepLogs, Structure
 from keras_paragrad.compat.wait_clock import WaitClock
@@ -95,7 +95,7 @@ def forward_backward(context: StepContext, data: Batch) -> ForwardBackwardResult
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
         # Layers may compute losses too, and add them.
         with as_one_replica() if undivided else contextlib.nullcontext():
-            y_pred = model(x, training=True) if model._call_has_training_arg else model(x)
+            y_pred = call_model(model, x, training=True)
             arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
             with recorded_terms(model, untracked=context.sums) as terms:
                 loss = model._compute_loss(**arguments, training=True)
@@ -317,4 +317,6 @@ def _time_wait(tensors: Gradients, factor: tf.Tensor | None) -> None:
 
 def track_loss(model: keras.Model, loss: tf.Tensor, rows: tf.Tensor) -> None:
     """Adds a batch's loss to the mean that `fit` logs as `loss`."""
-    model._loss_tracker.update_state(unscale_loss_for_distribution(loss), sample_weight=rows)
+    # `compute_loss` has divided it by their number.
+    replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    model._loss_tracker.update_state(loss * replicas if replicas > 1 else loss, sample_weight=rows)

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.operations import BaseOptimizer
-from keras_paragrad.compat.optimizer import accumulation_steps, say_rows_are_summed
+from keras_paragrad.compat.optimizer import accumulation_steps, overwrites, say_rows_are_summed
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.state import patch_of, replace_methods, restore_methods, state_of
 from keras_paragrad.compat.types import Gradients, GradientTensor
@@ -176,7 +176,7 @@ def _transform(
     indices = [
         index
         for index, (gradient, variable) in enumerate(zip(grads, updated, strict=True))
-        if gradient is not None and not optimizer._overwrite_variable_with_gradient(variable)
+        if gradient is not None and not overwrites(variable)
     ]
     scale = optimizer.loss_scale_factor
     changed = [updated[index] for index in indices]

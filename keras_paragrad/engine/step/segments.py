@@ -234,7 +234,7 @@ class _GraphRunner:
         tensors = dict(zip(map(id, functional.inputs), flat, strict=True))
         _call_each(self.functions, tensors, operation_fn)
         outputs = [tensors[id(each)] for each in functional.outputs]
-        return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
+        return keras.tree.pack_sequence_as(functional.output, outputs)
 
     @property
     def recomputed(self) -> list[tuple[int, bool]]:

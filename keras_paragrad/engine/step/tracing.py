@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_paragrad.compat.layers import dtype_within
 from keras_paragrad.compat.model import all_variables, words_of
 from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.private import Functional
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Gradients, GradientTensor, Specs, Step, Structure
 from keras_paragrad.compat.variables import copy_built_optimizer, unallocated_variable, without_memory
@@ -181,7 +183,9 @@ def _without_values(model: keras.Model) -> Generator[None]:
     before = [(variable, variable._value) for variable in all_variables(model)]
     try:
         for variable, _ in before:
-            variable._value = unallocated_variable(variable.shape, variable._dtype, variable.trainable, variable.name)
+            variable._value = unallocated_variable(
+                variable.shape, dtype_within(variable, None), variable.trainable, variable.name
+            )
         yield
     finally:
         for variable, value in before:
@@ -247,10 +251,9 @@ def _inputs(model: keras.Model, rows: int, length: int | None) -> Specs:
 
 def _structure(model: keras.Model) -> Structure:
     """A model's inputs as nested `KerasTensor`s."""
-    functional = model if isinstance(model, keras.Model) and hasattr(model, "_inputs_struct") else None
-    functional = getattr(model, "_functional", None) or functional
-    if functional is not None:
-        return functional._inputs_struct
+    functional = getattr(model, "_functional", None) or model
+    if isinstance(functional, Functional):
+        return functional.input
     config = model.get_build_config() if model.built else None
     if not config or config.get("input_shape") is None:
         return None

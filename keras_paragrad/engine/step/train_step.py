@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compile_by_layer
+from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import all_layers, check_no_row_states
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
@@ -20,7 +21,6 @@ from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result
 from keras_paragrad.engine.losses.loss_normalization import scale_by_replicas, warn_of_uniform
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
-from keras_paragrad.engine.probes.trial import call_model
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.building import build_optimizers_outside_of_graphs
@@ -174,7 +174,7 @@ class TrainStep(NamedTuple):
     def _trace(self, data: Batch) -> None:
         """Traces the forward pass and the loss."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        y_pred = call_model(self.model, (x,), training=True)
+        y_pred = call_model(self.model, x, training=True)
         self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
 
     def _of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_one_replica, replica_count, replica_index, sum_over_replicas
-from keras_paragrad.compat.layers import has_gradient, mask_of, with_mask
+from keras_paragrad.compat.layers import call_model, has_gradient, mask_of, with_mask
 from keras_paragrad.compat.model import added_losses_by_layer, overrides_compute_loss, replace_added_losses
 from keras_paragrad.compat.private import FuncGraph
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, LossArguments, Structure, TensorVariable
@@ -60,7 +60,7 @@ class OutputForm(NamedTuple):
 
 def forward(model: keras.Model, x: Structure, *, training: bool = True) -> tuple[list[tf.Tensor], OutputForm]:
     """Calls a model; returns its outputs, masks and added losses as tensors with a row for each example."""
-    y_pred = model(x, training=training) if model._call_has_training_arg else model(x)
+    y_pred = call_model(model, x, training=training)
     leaves = keras.tree.flatten(y_pred)
     masks = [mask_of(leaf) for leaf in leaves]
     masked = tuple(index for index, mask in enumerate(masks) if mask is not None)

@@ -1,6 +1,6 @@
 """Train functions: picks those with telemetry, and finds their examples and traces."""
 
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -107,14 +107,6 @@ def _referred_to(value: object) -> Iterator[object]:
         return
     contents = value if isinstance(value, (list, tuple)) else closure_contents(value)
     yield from (each for each in contents if callable(each) or isinstance(each, (list, tuple)))
-
-
-def graphs_of(function: Any) -> Sized:
-    """The collection of graphs that have been traced for a `tf.function`, which grows with each trace.
-
-    Its length is `experimental_get_tracing_count`, which takes microseconds in a step.
-    """
-    return function._function_cache._primary
 
 
 class TracedGraph(NamedTuple):

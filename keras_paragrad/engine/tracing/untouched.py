@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.global_state import state_of_thread
-from keras_paragrad.compat.private import in_stateless_scope
+from keras_paragrad.compat.private import get_stateless_scope
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
@@ -95,7 +95,7 @@ def trace_untouched(model: object, function: Callable[..., Any], *specs: Any) ->
 def without_assignments() -> contextlib.AbstractContextManager[object]:
     """The `assignments` of a call for its results alone."""
     # A scope that is already open keeps them.
-    return contextlib.nullcontext() if in_stateless_scope() else keras.StatelessScope()
+    return keras.StatelessScope() if get_stateless_scope() is None else contextlib.nullcontext()
 
 
 def _restorers(pending: list[Any], but: tuple[object, ...]) -> list[Callable[[], None]]:
