@@ -12,7 +12,7 @@ from keras_paragrad.compat.model import all_variables, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, StepLogs
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions
-from keras_paragrad.engine.losses.counted_scalars import Scalars, is_sum_of_parts
+from keras_paragrad.engine.losses.counted_scalars import NumberParts, is_sum_of_parts
 from keras_paragrad.engine.losses.logs import SliceNumbers, counting_numbers
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting
 from keras_paragrad.engine.step.interception import capturing_applies
@@ -48,7 +48,7 @@ class SlicedStep:
         weightings: Sequence[Weighting],
         share: Share,
         update: Update,
-        scalars: Scalars | None,
+        scalars: NumberParts | None,
         *,
         summed: bool,
     ):

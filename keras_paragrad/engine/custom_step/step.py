@@ -172,8 +172,9 @@ class CustomStep:
         reducer.discard_filler()
 
     def _log_reducer(self, batch: Batch, replica_batch: ReplicaBatch) -> LogReducer:
-        options = {"summed": self.summed, "scalars": self.scalars, "exact": True}
-        return LogReducer(self.model, batch, replica_batch, None, [], **options)
+        return LogReducer(
+            self.model, batch, replica_batch, None, [], summed=self.summed, scalars=self.scalars, exact=True
+        )
 
     def _run_whole(
         self,

@@ -18,7 +18,7 @@ from keras_paragrad.engine.custom_step.analysis import ApplyCall, StateUpdate, S
 from keras_paragrad.engine.custom_step.versions import gather_remote_values
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.counted_scalars import (
-    Scalars,
+    NumberParts,
     compare_scalars,
     in_all_draws,
     noting_scalars,
@@ -184,7 +184,7 @@ def find_weightings(
     data: Batch,
     stated: Weighting | None = None,
     divider: Divider | None = None,
-) -> tuple[list[Weighting], Scalars | None]:
+) -> tuple[list[Weighting], NumberParts | None]:
     """The weighting of each call of an optimizer, and what makes up the step's numbers, if that could be tried.
 
     A weighting is the first with which parts of a batch give the call's gradient.
@@ -208,13 +208,13 @@ def find_weightings(
 
     split = BatchSplit(replica_count() > 1, divider is None or divider.in_sequence, ROWS, FIRST)
     dependent: list[str] = []
-    scalars: list[Scalars | None] = []
+    scalars: list[NumberParts | None] = []
 
     def find(size: int) -> list[WeightingTrial]:
         step = _ScalarTrial(model, analysis.calls, analysis.states, remote)
         given = data if isinstance(data, tuple) else (data,)
 
-        def compare(batch: Any) -> tuple[list[list[float]], Scalars | None]:
+        def compare(batch: Any) -> tuple[list[list[float]], NumberParts | None]:
             return _compare(step, batch if isinstance(data, tuple) else batch[0], candidates)
 
         errors, of_draws = zip(*over_draws(model, given, size, compare), strict=True)
@@ -250,13 +250,13 @@ def find_weightings(
     return [fitting[0] for fitting in taken], scalars[0]
 
 
-def sums_in_step(model: keras.Model, data: Batch) -> tuple[list[bool], Scalars | None]:
+def sums_in_step(model: keras.Model, data: Batch) -> tuple[list[bool], NumberParts | None]:
     """For each call of an optimizer, whether its loss is a sum over the rows, and what makes up the step's numbers.
 
     Empty and `None` if that can't be found.
     """
 
-    def find() -> tuple[list[bool], Scalars | None]:
+    def find() -> tuple[list[bool], NumberParts | None]:
         try:
             weightings, scalars = find_weightings(model, analyze_step(model, data), data)
         except Exception:
@@ -294,7 +294,9 @@ def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
         warn_once(model, f"{UNIFORM_NEEDS} {found} Leave weighting out.")
 
 
-def _compare(step: TrialStep, data: Batch, candidates: Sequence[Weighting]) -> tuple[list[list[float]], Scalars | None]:
+def _compare(
+    step: TrialStep, data: Batch, candidates: Sequence[Weighting]
+) -> tuple[list[list[float]], NumberParts | None]:
     """For each call, the errors of the candidates; and what makes up the step's numbers."""
     parts = [take_rows(data, *each) for each in BOUNDS]
     whole = step(data, 0)

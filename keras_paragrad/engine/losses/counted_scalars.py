@@ -34,7 +34,7 @@ _thread = threading.local()
 MadeUpBy = set[str]
 
 
-class Scalars(NamedTuple):
+class NumberParts(NamedTuple):
     """What makes up the numbers of a step, in order; `None` of one that is not finite.
 
     Attributes:
@@ -58,7 +58,7 @@ class Cursor:
         find: Finds what makes up its numbers; `None` if they can't be tried.
     """
 
-    def __init__(self, find: Callable[[], Scalars | None]):
+    def __init__(self, find: Callable[[], NumberParts | None]):
         self.find = functools.cache(find)
         self._updates = 0
 
@@ -123,14 +123,16 @@ def _is_number(tensor: tf.Tensor) -> bool:
     return tensor.dtype.is_floating or tensor.dtype.is_integer
 
 
-def compare_scalars(whole: Sequence[Array], parts: Sequence[Sequence[Array]], *, half_precision: bool) -> Scalars:
+def compare_scalars(whole: Sequence[Array], parts: Sequence[Sequence[Array]], *, half_precision: bool) -> NumberParts:
     """What makes up the numbers of a trial.
 
     Raises:
         Inconclusive: The parts have other numbers.
     """
     tolerance = _IN_HALF_PRECISION if half_precision else _TOLERANCE
-    return Scalars(*(_compare(np.asarray(each[0]), each[1:], tolerance) for each in zip(whole, *parts, strict=True)))
+    return NumberParts(
+        *(_compare(np.asarray(each[0]), each[1:], tolerance) for each in zip(whole, *parts, strict=True))
+    )
 
 
 def _compare(whole: np.ndarray, parts: Sequence[Array], tolerance: float) -> list[MadeUpBy | None]:
@@ -149,20 +151,20 @@ def _compare(whole: np.ndarray, parts: Sequence[Array], tolerance: float) -> lis
         MEANS: close(values * shares, total),
         WEIGHTS: close(weights, weight),
         PRODUCTS: close(values * weights, total * weight),
-        BY_ROWS: (np.abs(weights - weight * shares) <= tolerance * np.abs(weight)).all(0),
+        BY_ROWS: np.abs(weights - weight * shares).max(0) <= tolerance * np.abs(weight),
     }
-    finite = np.isfinite(np.stack([whole, *pieces])).all((0, 2))
+    finite: np.ndarray = np.all(np.isfinite(np.stack([whole, *pieces])), axis=(0, 2))
     return [
         {what for what, each in adds.items() if each[index]} if finite[index] else None for index in range(len(whole))
     ]
 
 
-def in_all_draws(draws: Sequence[Scalars | None]) -> Scalars | None:
+def in_all_draws(draws: Sequence[NumberParts | None]) -> NumberParts | None:
     """What makes up the numbers in all draws that tell; `None` if none does."""
     told = [each for each in draws if each is not None]
     if not told or len({tuple(map(len, each)) for each in told}) > 1:
         return None
-    return Scalars(*([_in_all(each) for each in zip(*kind, strict=True)] for kind in zip(*told, strict=True)))
+    return NumberParts(*([_in_all(each) for each in zip(*kind, strict=True)] for kind in zip(*told, strict=True)))
 
 
 def _in_all(draws: Sequence[MadeUpBy | None]) -> MadeUpBy | None:
@@ -170,7 +172,7 @@ def _in_all(draws: Sequence[MadeUpBy | None]) -> MadeUpBy | None:
     return set.intersection(*told) if told else None
 
 
-def scalars_of_test_step(model: keras.Model, data: Batch) -> Scalars | None:
+def scalars_of_test_step(model: keras.Model, data: Batch) -> NumberParts | None:
     """What makes up the numbers of a custom `test_step`; `None` if it can't be tried."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     arguments = {"x": x, "y": y, "sample_weight": sample_weight}
@@ -180,10 +182,10 @@ def scalars_of_test_step(model: keras.Model, data: Batch) -> Scalars | None:
         with noting_scalars(model) as noted:
             return scalars_of_trial(noted, model.test_step(data))
 
-    def find(size: int) -> Scalars | None:
+    def find(size: int) -> NumberParts | None:
         function = PureFunction(model, compute)
 
-        def compare(batch: Any) -> Scalars:
+        def compare(batch: Any) -> NumberParts:
             rows = batch if isinstance(data, tuple) else batch[0]
             whole, *parts = (function(each)[0] for each in (rows, *(take_rows(rows, *each) for each in BOUNDS)))
             return compare_scalars(whole, parts, half_precision=half_precision)

@@ -19,7 +19,7 @@ from keras_paragrad.engine.losses.counted_scalars import (
     WEIGHTS,
     Cursor,
     MadeUpBy,
-    Scalars,
+    NumberParts,
     is_sum_of_parts,
     scalars_of_test_step,
 )
@@ -139,7 +139,7 @@ def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormali
 
 
 def run_custom_train_step(
-    model: keras.Model, data: Batch, *, summed: bool = False, scalars: Scalars | None = None
+    model: keras.Model, data: Batch, *, summed: bool = False, scalars: NumberParts | None = None
 ) -> StepLogs:
     """Runs a custom `train_step` on every replica, and returns its logs over the whole batch.
 
@@ -174,7 +174,7 @@ class LogReducer:
         terms: list[LossTerm],
         *,
         summed: bool = False,
-        scalars: Scalars | None = None,
+        scalars: NumberParts | None = None,
         exact: bool = False,
     ) -> None:
         self.model, self.data, self.batch, self.normalize, self.terms = model, data, batch, normalize, terms
@@ -242,7 +242,7 @@ class LogReducer:
         reduced = self.reduce(scalar, what, made_up_by)
         return reduced * tf.cast(self.weight(what)[0], reduced.dtype)
 
-    def _scalars_of_test_step(self) -> Scalars | None:
+    def _scalars_of_test_step(self) -> NumberParts | None:
         known = len(self.terms)
         found = scalars_of_test_step(self.model, self.data)
         # Those of the trial.
@@ -387,7 +387,13 @@ class SliceNumbers:
     """
 
     def __init__(
-        self, model: keras.Model, share: tf.Tensor, scalars: Scalars | None, *, summed: bool, in_window: bool = False
+        self,
+        model: keras.Model,
+        share: tf.Tensor,
+        scalars: NumberParts | None,
+        *,
+        summed: bool,
+        in_window: bool = False,
     ):
         self.model, self.share, self.summed, self.in_window = model, share, summed, in_window
         self._numbers = Cursor(lambda: scalars)
