@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 from histories import MicroBatches
 
 ROWS = 15
@@ -77,10 +78,11 @@ class Counted(keras.Model):
         names = ("sum", "mean", "weighted", "compiled")
         self.totals = {name: keras.metrics.Sum(name=f"total_{name}") for name in ("sum", "compiled")}
         self.trackers = {name: keras.metrics.Mean(name=f"own_{name}") for name in names}
+        self.once = {name: keras.metrics.Mean(name=f"once_{name}") for name in ("sum", "compiled")}
 
     @property
     def metrics(self) -> list[Any]:
-        return [*self.trackers.values(), *self.totals.values()]
+        return [*self.trackers.values(), *self.totals.values(), *self.once.values()]
 
     def counted(self, y: Any, y_pred: Any, sample_weight: Any) -> dict[str, tuple[Any, Any]]:
         rows, losses = keras.ops.shape(y)[0], keras.ops.sum(keras.ops.square(y - y_pred), -1)
@@ -94,11 +96,14 @@ class Counted(keras.Model):
 
     def test_step(self, data: Any) -> dict[str, Any]:
         x, y, sample_weight = data
-        for name, (value, weight) in self.counted(y, self(x, training=False), sample_weight).items():
+        counted = self.counted(y, self(x, training=False), sample_weight)
+        for name, (value, weight) in counted.items():
             self.trackers[name].update_state(value, sample_weight=weight)
-            if name in self.totals:
-                self.totals[name].update_state(value)
-        return {metric.name: metric.result() for metric in self.metrics}
+            for metrics in (self.totals, self.once):
+                if name in metrics:
+                    metrics[name].update_state(value)
+        shown = {metric.name: metric.result() for metric in self.metrics}
+        return {**shown, **{f"last_{name}": counted[name][0] for name in self.once if name in counted}}
 
 
 class CountedOnce(Counted):
@@ -106,6 +111,61 @@ class CountedOnce(Counted):
 
     def counted(self, y: Any, y_pred: Any, sample_weight: Any) -> dict[str, tuple[Any, Any]]:
         return {"mean": (_loss(y, y_pred), 1.0)}
+
+
+class Numbers(keras.Model):
+    """Trains, and gives numbers of a whole batch to metrics: sums over its rows, and means; some are returned."""
+
+    summed = False
+
+    def __init__(self, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        self.sums = {name: keras.metrics.Sum(name=f"sum_of_{name}") for name in ("sums", "means", "rows", "batches")}
+        self.means = {name: keras.metrics.Mean(name=f"mean_of_{name}") for name in ("sums", "means")}
+        self.counted = {name: keras.metrics.Mean(name=f"counted_{name}") for name in ("sums", "means")}
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [*self.sums.values(), *self.means.values(), *self.counted.values()]
+
+    def numbers(self, rows: Any, losses: Any) -> dict[str, Any]:
+        return {"sums": keras.ops.sum(losses), "means": keras.ops.mean(losses), "rows": rows, "batches": 1}
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data[:2]
+        with tf.GradientTape() as tape:
+            losses = keras.ops.sum(keras.ops.square(y - self(x, training=True)), -1)
+            loss = keras.ops.sum(losses) if self.summed else keras.ops.mean(losses)
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        rows = keras.ops.shape(x)[0]
+        numbers = self.numbers(rows, losses)
+        for name, number in numbers.items():
+            self.sums[name].update_state(number)
+            if name in self.means:
+                self.means[name].update_state(number)
+                self.counted[name].update_state(number, sample_weight=rows)
+        returned = {f"last_{name}": numbers[name] for name in self.means if name in numbers}
+        return {**{metric.name: metric.result() for metric in self.metrics}, **returned}
+
+
+class SummedNumbers(Numbers):
+    """With a loss that is a sum."""
+
+    summed = True
+
+
+class Sums(Numbers):
+    """Numbers that micro-batches of a window add up to."""
+
+    def numbers(self, rows: Any, losses: Any) -> dict[str, Any]:
+        return {"sums": keras.ops.sum(losses), "rows": rows}
+
+
+class Largest(Numbers):
+    """A number that no parts give."""
+
+    def numbers(self, rows: Any, losses: Any) -> dict[str, Any]:
+        return {"sums": keras.ops.max(losses)}
 
 
 class Examples(keras.Model):

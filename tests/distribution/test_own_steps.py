@@ -1,5 +1,7 @@
 """What steps and metrics of a model's own show on replicas, beside one device."""
 
+import contextlib
+
 import keras
 import numpy as np
 import own_steps
@@ -8,7 +10,7 @@ import tensorflow as tf
 from histories import MicroBatches
 from oracles import largest_difference
 
-from keras_paragrad import DistributedFit, microbatch
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
 
 TWO_REPLICAS = ["CPU:0", "CPU:1"]
 # In `make test`, test_shown_by_workers.py has "Tracking". What else is left out differs from these in its options.
@@ -73,6 +75,79 @@ def test_own_train_steps_show_the_mean_over_the_examples():
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-6, err_msg=name)
+
+
+def shown_in_training(made, dist=None, size=None, steps=None):
+    """What an epoch shows of a step of the model's own, with weights that stay as they are."""
+    with dist.scope() if dist else contextlib.nullcontext():
+        model = own_steps.model(made, metrics=None)
+        optimizer = keras.optimizers.SGD(0.0)
+        model.compile(AccumulatingOptimizer(optimizer, steps=steps) if steps else optimizer, jit_compile=False)
+    if dist:
+        dist.prepare(model)
+    batches = MicroBatches(own_steps.data(), (3, 2, 2, 3, 3, 2) if steps else (3, 7, 5))
+    callbacks = [ExactAccumulation()] if steps else []
+    with microbatch(model, size) if size else contextlib.nullcontext():
+        options = {"shuffle": False, "verbose": 0, "callbacks": callbacks}
+        return model.fit(dist.dataset(batches) if dist else batches, **options).history
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("made", [own_steps.Numbers, pytest.param(own_steps.SummedNumbers, marks=pytest.mark.long)])
+def test_numbers_that_an_own_train_step_gives_to_metrics_or_returns(made):
+    expected = shown_in_training(made)
+    assert expected["sum_of_batches"] == [3]
+    for options in ({"dist": on_replicas()}, {"size": 3}, {"dist": on_replicas(), "size": 2}):
+        found = shown_in_training(made, **options)
+        assert found.keys() == expected.keys()
+        for name, values in expected.items():
+            assert found[name] == pytest.approx(values, rel=1e-5), (name, options)
+
+
+@pytest.mark.own_process
+def test_numbers_of_an_own_train_step_that_is_not_exact():
+    found, expected = (
+        shown_in_training(own_steps.Numbers, on_replicas(exact=False)),
+        shown_in_training(own_steps.Numbers),
+    )
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=1e-5), name
+
+
+@pytest.mark.own_process
+def test_sums_in_windows_are_those_of_whole_batches():
+    expected = shown_in_training(own_steps.Sums)
+    for dist in (None, on_replicas()):
+        found = shown_in_training(own_steps.Sums, dist, steps=3)
+        for name in ("sum_of_sums", "sum_of_rows"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+    with pytest.raises(ValueError, match=r"train_step of Numbers gives the update of 'sum_of_means' a number.*not the"):
+        shown_in_training(own_steps.Numbers, steps=3)
+
+
+@pytest.mark.own_process
+def test_a_number_that_no_parts_give_is_not_added():
+    says = r"train_step of Largest gives the update of 'sum_of_sums' a number.*metric.update_state\(values\)"
+    for options in ({"dist": on_replicas()}, {"size": 3}, {"steps": 3}):
+        with pytest.raises(ValueError, match=says):
+            shown_in_training(own_steps.Largest, **options)
+
+
+@pytest.mark.own_process
+def test_a_mean_that_counts_batches_once_by_a_weight_is_refused_in_training():
+    class Once(own_steps.Loss):
+        def train_step(self, data):
+            x, y = data[:2]
+            with tf.GradientTape() as tape:
+                loss = keras.ops.mean(keras.ops.square(y - self(x)))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            self.tracker.update_state(loss, sample_weight=1.0)
+            return {"own": self.tracker.result()}
+
+    says = r"train_step of Once gives the update of 'own' a number.*Write sample_weight=keras.ops.shape\(x\)\[0\]"
+    for options in ({"dist": on_replicas()}, {"size": 3}):
+        with pytest.raises(ValueError, match=says):
+            shown_in_training(Once, **options)
 
 
 def fitted(made, parts):

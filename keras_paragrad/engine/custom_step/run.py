@@ -12,7 +12,8 @@ from keras_paragrad.compat.model import all_variables, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, StepLogs
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions
-from keras_paragrad.engine.losses.logs import weighting_means
+from keras_paragrad.engine.losses.counted_scalars import NumberParts, is_sum_of_parts
+from keras_paragrad.engine.losses.logs import SliceNumbers, counting_numbers
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.step.stages import BatchSlices
@@ -35,7 +36,8 @@ class SlicedStep:
         weightings: What the gradient of each call is divided by.
         share: The weight of a slice in the batch.
         update: Updates variables.
-        summed: Whether the step reports sums over the rows, and not means.
+        scalars: What makes up the numbers that the step reports.
+        summed: Whether it reports sums over the rows, and not means, where that is unknown.
     """
 
     def __init__(
@@ -46,11 +48,13 @@ class SlicedStep:
         weightings: Sequence[Weighting],
         share: Share,
         update: Update,
+        scalars: NumberParts | None,
         *,
         summed: bool,
     ):
         self.model, self.analysis, self.versions = model, analysis, versions
-        self.weightings, self.share, self.update, self.summed = weightings, share, update, summed
+        self.weightings, self.share, self.update = weightings, share, update
+        self.scalars, self.summed = scalars, summed
 
     def run(
         self,
@@ -208,8 +212,9 @@ class _Phase:
             number = next(numbers)
             scope.change(variables, lambda: on_apply(number, gradients), released)
 
-        means = weighting_means(self.model, self._share_of_examples(rows), summed=self.step.summed)
-        with scope, capturing_applies(apply) as released, means:
+        share = self._share_of_examples(rows)
+        reported = SliceNumbers(self.model, share, self.step.scalars, summed=self.step.summed)
+        with scope, capturing_applies(apply) as released, counting_numbers(reported):
             logs = train_step_of(self.model)(rows)
         return scope, logs
 
@@ -224,9 +229,13 @@ class _Phase:
         return [accumulate_gradient(*each, weight) for each in zip(variables, total, present, strict=True)]
 
     def _add_logs(self, total: list[tf.Tensor], logs: StepLogs, rows: Batch) -> list[tf.Tensor]:
-        flat = keras.tree.flatten(logs)
-        share = tf.constant(1.0) if self.step.summed else self._share_of_examples(rows)
+        flat, share = keras.tree.flatten(logs), self._share_of_examples(rows)
+        made_up_by = self.step.scalars.logs if self.step.scalars else [None] * len(flat)
+
+        def weight(index: int) -> tf.Tensor:
+            return tf.ones([]) if is_sum_of_parts(made_up_by[index], self.step.summed) else share
+
         return [
-            before + tf.cast(tf.reduce_mean(flat[index]), before.dtype) * share
+            before + tf.reduce_mean(tf.cast(flat[index], before.dtype)) * weight(index)
             for before, index in zip(total, self.averaged, strict=True)
         ]

@@ -16,7 +16,13 @@ from keras_paragrad.engine.custom_step.run import SlicedStep, next_call
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions, make_variables, suspended_scope
 from keras_paragrad.engine.custom_step.weighting import find_weightings, sums_in_step
 from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics, run_custom_train_step, weighting_means
+from keras_paragrad.engine.losses.logs import (
+    LogReducer,
+    SliceNumbers,
+    counting_numbers,
+    reducing_metrics,
+    run_custom_train_step,
+)
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments, weighting_of
@@ -46,8 +52,10 @@ class CustomStep:
         self.model = model
         build_layers_by_step(model, data)
         self.analysis: StepAnalysis = analyze_step(model, data)
-        self.weightings = find_weightings(model, self.analysis, data, _stated(normalize), normalize.divider)
-        # Whether the step reports sums over the rows.
+        self.weightings, self.scalars = find_weightings(
+            model, self.analysis, data, _stated(normalize), normalize.divider
+        )
+        # Whether the step reports sums over the rows, where that is unknown of a number.
         self.summed = all(each.divisor is None for each in self.weightings)
         log_once(model, self.describe())
         prepare_optimizers(self.analysis.calls)
@@ -75,7 +83,14 @@ class CustomStep:
             apply_gradient(call.optimizer, call.variables, gradients, whole=True)
 
         sliced = SlicedStep(
-            self.model, self.analysis, self.versions, self.weightings, weights.share, update, summed=self.summed
+            self.model,
+            self.analysis,
+            self.versions,
+            self.weightings,
+            weights.share,
+            update,
+            self.scalars,
+            summed=self.summed,
         )
         if replica_count() == 1:
             return sliced.run(slices)
@@ -115,10 +130,11 @@ class CustomStep:
                 scope.advance(call.variables)
 
         rows = tf.cast(replica_batch.rows, "float32")
+        numbers = SliceNumbers(self.model, rows, self.scalars, summed=False, in_window=True)
         with (
             self._reducing_logs(batch, replica_batch) as reduce_logs,
             scope or contextlib.nullcontext(),
-            weighting_means(self.model, rows, summed=False),
+            counting_numbers(numbers),
         ):
             logs = reduce_logs(self._run_whole(batch, replica_batch, apply))
         for state in self.analysis.states:
@@ -150,10 +166,15 @@ class CustomStep:
         if replica_count() == 1:
             yield lambda logs: logs
             return
-        reducer = LogReducer(self.model, batch, replica_batch, None, [], summed=self.summed)
+        reducer = self._log_reducer(batch, replica_batch)
         with as_one_replica(), reducing_metrics(reducer, updates=updates):
             yield reducer.reduce_logs
         reducer.discard_filler()
+
+    def _log_reducer(self, batch: Batch, replica_batch: ReplicaBatch) -> LogReducer:
+        return LogReducer(
+            self.model, batch, replica_batch, None, [], summed=self.summed, scalars=self.scalars, exact=True
+        )
 
     def _run_whole(
         self,
@@ -183,7 +204,7 @@ class CustomStep:
 
     @contextlib.contextmanager
     def _reducing_results(self, batch: Batch, replica_batch: ReplicaBatch) -> Generator[None]:
-        reducer = LogReducer(self.model, batch, replica_batch, None, [], summed=self.summed)
+        reducer = self._log_reducer(batch, replica_batch)
         with reducing_metrics(reducer, updates=False):
             yield
 
@@ -193,7 +214,7 @@ def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:
 
     They are summed where a loss is found to be a sum over the rows. Keras sums all, and divides losses of its own.
     """
-    sums = sums_in_step(model, data)
+    sums, scalars = sums_in_step(model, data)
     calls = iter(sums)
 
     def capture(optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]) -> None:
@@ -202,7 +223,7 @@ def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:
             optimizer.apply(scale_gradients(gradients, variables, factor), variables)
 
     with as_one_replica(), capturing_applies(capture) as released:
-        return run_custom_train_step(model, data, summed=bool(sums) and all(sums))
+        return run_custom_train_step(model, data, summed=bool(sums) and all(sums), scalars=scalars)
 
 
 class _BatchWeights:

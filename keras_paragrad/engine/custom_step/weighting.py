@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -17,6 +17,13 @@ from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, StepLo
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StateUpdate, StepAnalysis, analyze_step
 from keras_paragrad.engine.custom_step.versions import gather_remote_values
 from keras_paragrad.engine.division.dividers import Divider
+from keras_paragrad.engine.losses.counted_scalars import (
+    NumberParts,
+    compare_scalars,
+    in_all_draws,
+    noting_scalars,
+    scalars_of_trial,
+)
 from keras_paragrad.engine.losses.loss_normalization import UNIFORM_NEEDS
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments
@@ -110,7 +117,7 @@ class TrialStep:
         finally:
             for variable, value in zip(self.states, self.start, strict=True):
                 self.values[id(variable)].assign(value)
-        return [each for of_call in gradients for each in of_call], state
+        return [each for of_call in gradients[: len(self.calls)] for each in of_call], state
 
     def __call__(self, data: Batch, first: int) -> list[list[np.ndarray]]:
         """The gradients of each call of `apply`, for the rows from `first` on."""
@@ -159,14 +166,28 @@ class TrialStep:
         return []
 
 
+class _ScalarTrial(TrialStep):
+    """Returns the numbers that the step gives to metrics, and its logs, after the gradients."""
+
+    @contextlib.contextmanager
+    def context(self) -> Generator[None]:
+        with noting_scalars(self.model) as self._noted:
+            yield
+
+    def others(self, logs: StepLogs, scope: keras.StatelessScope) -> list[list[tf.Tensor]]:
+        return [scalars_of_trial(self._noted, logs)]
+
+
 def find_weightings(
     model: keras.Model,
     analysis: StepAnalysis,
     data: Batch,
     stated: Weighting | None = None,
     divider: Divider | None = None,
-) -> list[Weighting]:
-    """The weighting of each call of an optimizer: the first with which parts of a batch give its gradient.
+) -> tuple[list[Weighting], NumberParts | None]:
+    """The weighting of each call of an optimizer, and what makes up the step's numbers, if that could be tried.
+
+    A weighting is the first with which parts of a batch give the call's gradient.
 
     Args:
         model: A built model with its own `train_step`.
@@ -187,15 +208,17 @@ def find_weightings(
 
     split = BatchSplit(replica_count() > 1, divider is None or divider.in_sequence, ROWS, FIRST)
     dependent: list[str] = []
+    scalars: list[NumberParts | None] = []
 
     def find(size: int) -> list[WeightingTrial]:
-        step = TrialStep(model, analysis.calls, analysis.states, remote)
+        step = _ScalarTrial(model, analysis.calls, analysis.states, remote)
         given = data if isinstance(data, tuple) else (data,)
 
-        def compare(batch: Any) -> list[list[float]]:
-            return _errors_of(step, batch if isinstance(data, tuple) else batch[0], candidates)
+        def compare(batch: Any) -> tuple[list[list[float]], NumberParts | None]:
+            return _compare(step, batch if isinstance(data, tuple) else batch[0], candidates)
 
-        errors = over_draws(model, given, size, compare)
+        errors, of_draws = zip(*over_draws(model, given, size, compare), strict=True)
+        scalars[:] = [in_all_draws(of_draws)]
         # For each call, the errors of the candidates in all draws.
         by_call = ([max(each) for each in zip(*of_draws, strict=True)] for of_draws in zip(*errors, strict=True))
         found = [WeightingTrial(list(map(Fit, candidates, each))) for each in by_call]
@@ -208,7 +231,7 @@ def find_weightings(
     trials = run_trial(find, *SIZES, otherwise=None, question="what the losses of train_step are divided by")
     if trials is None:
         if stated is not None:
-            return [stated] * len(analysis.calls)
+            return [stated] * len(analysis.calls), None
         raise IndivisibleError(
             f"What the losses in the train_step of {type(model).__name__} are divided by could not be tried on made-up "
             "rows; the log says why. If you know it, state it: weighting='examples' for means over the examples, "
@@ -224,20 +247,23 @@ def find_weightings(
     misfits = {index: trial for index, trial in enumerate(trials) if not taken[index]}
     if misfits:
         raise IndivisibleError(_misfit_message(model, analysis.calls, misfits, stated))
-    return [fitting[0] for fitting in taken]
+    return [fitting[0] for fitting in taken], scalars[0]
 
 
-def sums_in_step(model: keras.Model, data: Batch) -> list[bool]:
-    """For each call of an optimizer, whether its loss is a sum over the rows; empty if that can't be found."""
+def sums_in_step(model: keras.Model, data: Batch) -> tuple[list[bool], NumberParts | None]:
+    """For each call of an optimizer, whether its loss is a sum over the rows, and what makes up the step's numbers.
 
-    def find() -> list[bool]:
+    Empty and `None` if that can't be found.
+    """
+
+    def find() -> tuple[list[bool], NumberParts | None]:
         try:
-            weightings = find_weightings(model, analyze_step(model, data), data)
+            weightings, scalars = find_weightings(model, analyze_step(model, data), data)
         except Exception:
             # What trains inexactly may be anything.
             _log.debug("What the losses of a step divide by was not found.", exc_info=True)
-            return []
-        return [each.divisor is None for each in weightings]
+            return [], None
+        return [each.divisor is None for each in weightings], scalars
 
     return once_per_compile(("sums in train_step",), model, step_arguments(data), find)
 
@@ -248,7 +274,7 @@ def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
     def find() -> str | None:
         try:
             analysis = analyze_step(model, data)
-            weightings = find_weightings(model, analysis, data)
+            weightings, _ = find_weightings(model, analysis, data)
         except IndivisibleError as refusal:
             return str(refusal)
         except Exception:
@@ -268,8 +294,10 @@ def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
         warn_once(model, f"{UNIFORM_NEEDS} {found} Leave weighting out.")
 
 
-def _errors_of(step: TrialStep, data: Batch, candidates: Sequence[Weighting]) -> list[list[float]]:
-    """For each call, the errors of the candidates."""
+def _compare(
+    step: TrialStep, data: Batch, candidates: Sequence[Weighting]
+) -> tuple[list[list[float]], NumberParts | None]:
+    """For each call, the errors of the candidates; and what makes up the step's numbers."""
     parts = [take_rows(data, *each) for each in BOUNDS]
     whole = step(data, 0)
     of_parts = [step(part, start) for part, (start, _) in zip(parts, BOUNDS, strict=True)]
@@ -278,10 +306,14 @@ def _errors_of(step: TrialStep, data: Batch, candidates: Sequence[Weighting]) ->
         return [each.divisor(step_arguments(rows)) if each.divisor else 0.0 for each in candidates]
 
     shares = shares_of([divisors(part) for part in parts], divisors(data))
-    return [
-        errors_of(expected, [part[index] for part in of_parts], shares, half_precision=step.half_precision)
-        for index, expected in enumerate(whole)
+    errors = [
+        errors_of(whole[index], [part[index] for part in of_parts], shares, half_precision=step.half_precision)
+        for index in range(len(step.calls))
     ]
+    scalars = None
+    with contextlib.suppress(Inconclusive):
+        scalars = compare_scalars(whole[-1], [each[-1] for each in of_parts], half_precision=step.half_precision)
+    return errors, scalars
 
 
 def _misfit_message(

@@ -1,77 +1,201 @@
-"""Numbers for whole batches that a `test_step` gives to `Sum`s and weighted `Mean`s, tried on synthetic rows."""
+"""Numbers for whole batches that a step gives to `Mean`s and `Sum`s, or returns, tried on synthetic rows."""
 
+import contextlib
 import functools
 import threading
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.types import Batch, Scalar
+from keras_paragrad.compat.model import step_metrics
+from keras_paragrad.compat.state import MethodPatch, patched
+from keras_paragrad.compat.types import Array, Batch, Scalar, StepLogs
 from keras_paragrad.engine.probes.independence import once_per_compile
-from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, PureFunction, run_trial, take_rows
-from keras_paragrad.engine.probes.weighting_trial import BOUNDS, over_draws
+from keras_paragrad.engine.probes.trial import (
+    SIZES,
+    Inconclusive,
+    PureFunction,
+    run_trial,
+    take_rows,
+    uses_half_precision,
+)
+from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, over_draws
 
-# What of the parts adds up to the whole batch's: numbers, weights, and numbers times weights.
-NUMBERS, WEIGHTS, PRODUCTS = "numbers", "weights", "products"
-_TOLERANCE = 1e-4
+# What of the parts makes up the whole batch's: sums of numbers, of numbers times rows, of weights, and of numbers times
+# weights; and whether weights are in proportion to rows.
+NUMBERS, MEANS, WEIGHTS, PRODUCTS, BY_ROWS = "numbers", "means", "weights", "products", "by rows"
+# Of the numbers' sum, in single and in half precision.
+_TOLERANCE, _IN_HALF_PRECISION = 1e-4, 3e-2
 _thread = threading.local()
 
-
-def note_in_trial(value: tf.Tensor, weight: Scalar) -> None:
-    """Notes what a metric is given, if this is the trial."""
-    if (noted := getattr(_thread, "noted", None)) is not None:
-        noted.append(tf.stack([tf.cast(value, "float32"), tf.reduce_sum(tf.cast(weight, "float32"))]))
+MadeUpBy = set[str]
 
 
-def what_adds_up(model: keras.Model, data: Batch) -> list[set[str]] | None:
-    """Of each such scalar of a custom `test_step`, in order, what adds up; `None` if the step can't be tried."""
+class NumberParts(NamedTuple):
+    """What makes up the numbers of a step, in order; `None` of one that is not finite.
+
+    Attributes:
+        updates: Of the numbers that metrics are given.
+        logs: Of the values that the step returns, flat.
+    """
+
+    updates: list[MadeUpBy | None]
+    logs: list[MadeUpBy | None]
+
+
+def is_sum_of_parts(adds: MadeUpBy | None, otherwise: bool) -> bool:
+    """Whether a number is the sum of its parts' numbers, and not their mean."""
+    return otherwise if adds is None or (NUMBERS in adds) == (MEANS in adds) else NUMBERS in adds
+
+
+class Cursor:
+    """Follows the updates of metrics in a run of a step.
+
+    Args:
+        find: Finds what makes up its numbers; `None` if they can't be tried.
+    """
+
+    def __init__(self, find: Callable[[], NumberParts | None]):
+        self.find = functools.cache(find)
+        self._updates = 0
+
+    def next_update(self) -> MadeUpBy | None:
+        """What makes up the next number that a metric is given; `None` if that is unknown."""
+        self._updates += 1
+        found = self.find()
+        return found.updates[self._updates - 1] if found and self._updates <= len(found.updates) else None
+
+    def log(self, index: int) -> MadeUpBy | None:
+        """What makes up a returned value; `None` if that is unknown."""
+        found = self.find()
+        return found.logs[index] if found and index < len(found.logs) else None
+
+
+class _NotingMetrics(MethodPatch):
+    """Makes a model's `Mean`s and `Sum`s note the numbers that they are given."""
+
+    def __init__(self, model: keras.Model):
+        super().__init__()
+        self.model = model
+
+    def patch_all(self) -> None:
+        for metric in step_metrics(self.model):
+            if (kind := type(metric).update_state) in (keras.metrics.Mean.update_state, keras.metrics.Sum.update_state):
+                is_sum = kind is keras.metrics.Sum.update_state
+                self.replace(metric, "update_state", functools.partial(_note_update, metric.update_state, is_sum))
+
+
+def _note_update(update: Callable[..., None], is_sum: bool, values: Scalar, sample_weight: Any = None) -> None:
+    value, noted = tf.convert_to_tensor(values), getattr(_thread, "noted", None)
+    if noted is not None and value.shape.rank == 0:
+        value = tf.cast(value, "float32")
+        weight = tf.reduce_sum(tf.cast(1.0 if sample_weight is None else sample_weight, "float32"))
+        pair = (value * weight, tf.ones([])) if is_sum else (value, weight)
+        # What a branch or a loop computes stays in it.
+        outside = tf.compat.v1.get_default_graph() is _thread.graph
+        noted.append(tf.stack(pair) if outside else tf.fill([2], float("nan")))
+    update(values, sample_weight=sample_weight)
+
+
+@contextlib.contextmanager
+def noting_scalars(model: keras.Model) -> Generator[list[tf.Tensor]]:
+    """Context of a trial that notes the numbers that metrics are given, each with its weight."""
+    _thread.noted, _thread.graph = [], tf.compat.v1.get_default_graph()
+    try:
+        with patched(model, lambda: _NotingMetrics(model)):
+            yield _thread.noted
+    finally:
+        _thread.noted = None
+
+
+def scalars_of_trial(noted: Sequence[tf.Tensor], logs: StepLogs) -> list[tf.Tensor]:
+    """What a trial computes: the noted numbers, and what the step returns, `(numbers, 2)` each."""
+    leaves = [tf.convert_to_tensor(each) for each in keras.tree.flatten(logs)]
+    numbers = [tf.reduce_mean(tf.cast(each, "float32")) if _is_number(each) else tf.zeros([]) for each in leaves]
+    returned = [tf.stack([each, 1.0]) for each in numbers]
+    return [tf.stack(each) if each else tf.zeros((0, 2)) for each in (list(noted), returned)]
+
+
+def _is_number(tensor: tf.Tensor) -> bool:
+    return tensor.dtype.is_floating or tensor.dtype.is_integer
+
+
+def compare_scalars(whole: Sequence[Array], parts: Sequence[Sequence[Array]], *, half_precision: bool) -> NumberParts:
+    """What makes up the numbers of a trial.
+
+    Raises:
+        Inconclusive: The parts have other numbers.
+    """
+    tolerance = _IN_HALF_PRECISION if half_precision else _TOLERANCE
+    return NumberParts(
+        *(_compare(np.asarray(each[0]), each[1:], tolerance) for each in zip(whole, *parts, strict=True))
+    )
+
+
+def _compare(whole: np.ndarray, parts: Sequence[Array], tolerance: float) -> list[MadeUpBy | None]:
+    pieces = [np.asarray(each, "float64") for each in parts]
+    if any(piece.shape != whole.shape for piece in pieces):
+        raise Inconclusive("the step counts other numbers on other rows")
+    (values, weights), (total, weight) = np.moveaxis(np.stack(pieces), -1, 0), np.asarray(whole, "float64").T
+    shares = np.array([[(end - start) / ROWS] for start, end in BOUNDS])
+
+    def close(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
+        # Numbers of both signs may cancel.
+        return np.abs(found.sum(0) - expected) <= tolerance * np.maximum(np.abs(expected), np.abs(found).sum(0))
+
+    adds = {
+        NUMBERS: close(values, total),
+        MEANS: close(values * shares, total),
+        WEIGHTS: close(weights, weight),
+        PRODUCTS: close(values * weights, total * weight),
+        BY_ROWS: np.abs(weights - weight * shares).max(0) <= tolerance * np.abs(weight),
+    }
+    finite: np.ndarray = np.all(np.isfinite(np.stack([whole, *pieces])), axis=(0, 2))
+    return [
+        {what for what, each in adds.items() if each[index]} if finite[index] else None for index in range(len(whole))
+    ]
+
+
+def in_all_draws(draws: Sequence[NumberParts | None]) -> NumberParts | None:
+    """What makes up the numbers in all draws that tell; `None` if none does."""
+    told = [each for each in draws if each is not None]
+    if not told or len({tuple(map(len, each)) for each in told}) > 1:
+        return None
+    return NumberParts(*([_in_all(each) for each in zip(*kind, strict=True)] for kind in zip(*told, strict=True)))
+
+
+def _in_all(draws: Sequence[MadeUpBy | None]) -> MadeUpBy | None:
+    told = [each for each in draws if each is not None]
+    return set.intersection(*told) if told else None
+
+
+def scalars_of_test_step(model: keras.Model, data: Batch) -> NumberParts | None:
+    """What makes up the numbers of a custom `test_step`; `None` if it can't be tried."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     arguments = {"x": x, "y": y, "sample_weight": sample_weight}
+    half_precision = uses_half_precision(model)
 
-    def find(size: int) -> list[set[str]]:
-        compute = PureFunction(model, functools.partial(_scalars, model))
-        given = data if isinstance(data, tuple) else (data,)
-        draws = over_draws(
-            model, given, size, lambda batch: _compare(compute, batch if isinstance(data, tuple) else batch[0])
-        )
-        return [set.intersection(*each) for each in zip(*draws, strict=True)]
+    def compute(data: Batch) -> list[tf.Tensor]:
+        with noting_scalars(model) as noted:
+            return scalars_of_trial(noted, model.test_step(data))
+
+    def find(size: int) -> NumberParts | None:
+        function = PureFunction(model, compute)
+
+        def compare(batch: Any) -> NumberParts:
+            rows = batch if isinstance(data, tuple) else batch[0]
+            whole, *parts = (function(each)[0] for each in (rows, *(take_rows(rows, *each) for each in BOUNDS)))
+            return compare_scalars(whole, parts, half_precision=half_precision)
+
+        return in_all_draws(over_draws(model, data if isinstance(data, tuple) else (data,), size, compare))
 
     return once_per_compile(
-        ("counted scalars",),
+        ("scalars of test_step",),
         model,
         arguments,
         lambda: run_trial(find, *SIZES, otherwise=None, question=None),
         by_replicas=False,
     )
-
-
-def _scalars(model: keras.Model, data: Batch) -> tf.Tensor:
-    """The scalars that a `test_step` gives to metrics, with their weights: `(scalars, 2)`."""
-    _thread.noted = []
-    try:
-        model.test_step(data)
-        return tf.stack(_thread.noted) if _thread.noted else tf.zeros((0, 2))
-    finally:
-        _thread.noted = None
-
-
-def _compare(compute: PureFunction, batch: Any) -> list[set[str]]:
-    """For each scalar, what adds up."""
-    whole, *parts = (
-        np.asarray(compute(each)[0], "float64") for each in (batch, *(take_rows(batch, *rows) for rows in BOUNDS))
-    )
-    if any(part.shape != whole.shape for part in parts) or not np.isfinite(whole).all():
-        raise Inconclusive("the step counts other numbers on other rows")
-    (values, weights), (total, weight) = np.moveaxis(np.stack(parts), -1, 0), whole.T
-    adds = {
-        NUMBERS: _close(values.sum(0), total),
-        WEIGHTS: _close(weights.sum(0), weight),
-        PRODUCTS: _close((values * weights).sum(0), total * weight),
-    }
-    return [{what for what, each in adds.items() if each[index]} for index in range(len(whole))]
-
-
-def _close(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    return np.abs(found - expected) <= _TOLERANCE * np.abs(expected)

@@ -11,8 +11,24 @@ from keras_paragrad.compat.collectives import as_one_replica, replica_index, sum
 from keras_paragrad.compat.model import step_metrics
 from keras_paragrad.compat.state import MethodPatch, patched, state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Scalar, StepLogs, Structure
-from keras_paragrad.engine.losses.counted_scalars import NUMBERS, PRODUCTS, WEIGHTS, note_in_trial, what_adds_up
+from keras_paragrad.engine.losses.counted_scalars import (
+    BY_ROWS,
+    MEANS,
+    NUMBERS,
+    PRODUCTS,
+    WEIGHTS,
+    Cursor,
+    MadeUpBy,
+    NumberParts,
+    is_sum_of_parts,
+    scalars_of_test_step,
+)
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import (
+    added_scalar_refusal,
+    counted_scalar_refusal,
+    weighted_scalar_refusal,
+)
 from keras_paragrad.engine.losses.sums import TrackedLosses
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.probes.trial import is_trial
@@ -101,7 +117,7 @@ def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormali
 
     The states of metrics are summed over the replicas. Scalars per replica, such as a returned loss or the argument of
     a `Mean`, are averaged, weighted by what the compiled losses divide by, or by the `weighting` of `DistributedFit`.
-    A trial tells whether a scalar that a `Mean` is given with a weight is to be summed.
+    A trial tells which of them are to be summed.
 
     Args:
         model: The model.
@@ -122,19 +138,32 @@ def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormali
     return logs
 
 
-def run_custom_train_step(model: keras.Model, data: Batch, *, summed: bool = False) -> StepLogs:
+def run_custom_train_step(
+    model: keras.Model, data: Batch, *, summed: bool = False, scalars: NumberParts | None = None
+) -> StepLogs:
     """Runs a custom `train_step` on every replica, and returns its logs over the whole batch.
 
-    Numbers are summed, or averaged and weighted by examples.
+    Numbers are summed, or averaged and weighted by examples: as `scalars` says, or else all alike.
     """
     replica_batch = ReplicaBatch.of(data)
-    reducer = LogReducer(model, data, replica_batch, None, [], summed=summed)
+    reducer = LogReducer(model, data, replica_batch, None, [], summed=summed, scalars=scalars)
     with reducing_metrics(reducer):
         return reducer.reduce_logs(model.train_step(data))
 
 
 class LogReducer:
-    """Reduces the metrics and logs of a custom step over the replicas; one for each replica."""
+    """Reduces the metrics and logs of a custom step over the replicas; one for each replica.
+
+    Args:
+        model: The model.
+        data: The replica batch, filled.
+        batch: Its rows.
+        normalize: Computes the weight of the replica batch in a `test_step`, or `None` to weight it by its rows.
+        terms: The terms of the compiled losses that the step computes.
+        summed: Whether numbers are summed of which a trial doesn't tell.
+        scalars: What makes up the numbers of a `train_step`.
+        exact: Whether numbers of a `train_step` are refused that can't be had of parts.
+    """
 
     def __init__(
         self,
@@ -145,15 +174,17 @@ class LogReducer:
         terms: list[LossTerm],
         *,
         summed: bool = False,
+        scalars: NumberParts | None = None,
+        exact: bool = False,
     ) -> None:
         self.model, self.data, self.batch, self.normalize, self.terms = model, data, batch, normalize, terms
-        self.summed = summed
+        self.summed, self.exact = summed, exact
+        self.numbers = Cursor(self._scalars_of_test_step if normalize else lambda: scalars)
         self.metrics = step_metrics(model)
         self.variables = [variable for metric in self.metrics for variable in metric.variables]
         self._before = {} if batch.nonempty is None else {id(each): tf.identity(each.value) for each in self.variables}
         self._results: list[tf.Tensor] = []
         self._weight: tuple[tf.Tensor, bool] | None = None
-        self._tried = 0
 
     def weight(self, what: str) -> tuple[tf.Tensor, bool]:
         """The share of the whole batch, and whether the scalars are sums; errors name the scalar `what`."""
@@ -168,13 +199,13 @@ class LogReducer:
             self._weight = tf.math.divide_no_nan(value, total), summed
         return self._weight
 
-    def reduce(self, scalar: Scalar, what: str) -> tf.Tensor:
+    def reduce(self, scalar: Scalar, what: str, made_up_by: MadeUpBy | None) -> tf.Tensor:
         """The weighted mean of a scalar over the replicas, or its sum."""
         scalar = _as_scalar(scalar)
         if not scalar.dtype.is_floating:
             scalar = tf.cast(scalar, "float32")
         weight, summed = self.weight(what)
-        return self._sum(scalar if summed else scalar * tf.cast(weight, scalar.dtype))
+        return self._sum(scalar if is_sum_of_parts(made_up_by, summed) else scalar * tf.cast(weight, scalar.dtype))
 
     def counted(self, scalar: tf.Tensor, what: str) -> tf.Tensor:
         """A scalar that a `Mean` is given with a weight of its own, for each replica to count.
@@ -182,31 +213,41 @@ class LogReducer:
         Raises:
             ValueError: Parts of a batch don't give what the whole would.
         """
-        if self.normalize is None:
+        made_up_by = self.numbers.next_update()
+        if made_up_by is None:
+            if self.normalize is not None:
+                return self.reduce(scalar, what, None)
             return _sum_of_batch(scalar, self.weight(what)[0]) if self.summed else scalar
-        adds = self._what_adds_up(what)
-        if adds is None:
-            return self.reduce(scalar, what)
-        if WEIGHTS not in adds:
+        if WEIGHTS not in made_up_by and self.normalize is not None:
             raise self.normalize.refusals.of_counted_scalar(self.model, what)
-        if PRODUCTS in adds:
+        if WEIGHTS not in made_up_by and self.exact:
+            raise counted_scalar_refusal("train_step", self.model, what)
+        if PRODUCTS in made_up_by:
             return scalar
-        return self._sum(scalar) if NUMBERS in adds else self.reduce(scalar, what)
+        if self.exact and not {NUMBERS, MEANS} & made_up_by:
+            raise weighted_scalar_refusal(self.model, what)
+        return self.reduce(scalar, what, made_up_by)
 
     def added(self, scalar: tf.Tensor, what: str) -> tf.Tensor:
-        """A scalar that a `Sum` is given, for each replica to add."""
-        if self.normalize is None or NUMBERS in (self._what_adds_up(what) or ()):
-            return scalar
-        return self.reduce(scalar, what) * tf.cast(self.weight(what)[0], scalar.dtype)
+        """A scalar that a `Sum` is given, for each replica to add.
 
-    def _what_adds_up(self, what: str) -> set[str] | None:
-        """What of the next scalar's parts adds up; `None` if that can't be tried."""
+        Raises:
+            ValueError: Parts of a batch don't give what the whole would.
+        """
+        made_up_by = self.numbers.next_update()
+        if made_up_by and NUMBERS in made_up_by:
+            return scalar
+        if self.exact and MEANS not in (made_up_by or ()):
+            raise added_scalar_refusal(self.model, what)
+        reduced = self.reduce(scalar, what, made_up_by)
+        return reduced * tf.cast(self.weight(what)[0], reduced.dtype)
+
+    def _scalars_of_test_step(self) -> NumberParts | None:
         known = len(self.terms)
-        found = what_adds_up(self.model, self.data)
+        found = scalars_of_test_step(self.model, self.data)
         # Those of the trial.
         del self.terms[known:]
-        self._tried += 1
-        return None if found is None or self._tried > len(found) else found[self._tried - 1]
+        return found
 
     def _sum(self, scalar: tf.Tensor) -> tf.Tensor:
         """The sum over the replicas that have rows."""
@@ -234,11 +275,12 @@ class LogReducer:
     def reduce_logs(self, logs: StepLogs) -> StepLogs:
         """Reduces the logs that are not results of metrics."""
 
-        def reduce(path: tuple[str | int, ...], leaf: Scalar) -> Scalar:
-            is_result = any(leaf is each for each in self._results)
-            return leaf if is_result else self.reduce(leaf, f"{'.'.join(map(str, path))!r} in its logs")
+        def reduce(index: int, path: tuple[str | int, ...], leaf: Scalar) -> Scalar:
+            if any(leaf is each for each in self._results):
+                return leaf
+            return self.reduce(leaf, f"{'.'.join(map(str, path))!r} in its logs", self.numbers.log(index))
 
-        leaves = [reduce(*each) for each in keras.tree.flatten_with_path(logs)]
+        leaves = [reduce(index, *each) for index, each in enumerate(keras.tree.flatten_with_path(logs))]
         return keras.tree.pack_sequence_as(logs, leaves)
 
     def discard_filler(self) -> None:
@@ -294,15 +336,14 @@ class _ReducingMetrics(MethodPatch):
         """Updates a `Mean` with values per example as before, and with a scalar reduced over the replicas."""
         values = _as_scalar(values)
         if values.shape.rank != 0 or is_trial():
-            if values.shape.rank == 0 and sample_weight is not None:
-                note_in_trial(values, sample_weight)
             update(values, sample_weight=sample_weight)
             return
         reducer = self.reducers[replica_index()]
         what = f"the update of {metric.name!r}"
         if sample_weight is None:
             # A scalar for the whole batch, which counts once.
-            values, sample_weight = reducer.reduce(values, what), reducer.weight(what)[0]
+            sample_weight = reducer.weight(what)[0]
+            values = reducer.reduce(values, what, reducer.numbers.next_update())
         else:
             values = reducer.counted(values, what)
         update(values, sample_weight=sample_weight)
@@ -316,16 +357,11 @@ class _ReducingMetrics(MethodPatch):
     ) -> None:
         """Updates a `Sum` with values per example as before, and with a scalar such that the replicas' sum is right."""
         values = tf.convert_to_tensor(values)
-        if values.shape.rank != 0:
+        if values.shape.rank != 0 or is_trial():
             update(values, sample_weight=sample_weight)
-            return
-        if sample_weight is not None:
-            values *= tf.reduce_sum(tf.cast(sample_weight, values.dtype))
-        if is_trial():
-            note_in_trial(values, 1.0)
         else:
-            values = self.reducers[replica_index()].added(values, f"the update of {metric.name!r}")
-        update(values)
+            what = f"the update of {metric.name!r}"
+            update(self.reducers[replica_index()].added(_times(values, sample_weight), what))
 
 
 @contextlib.contextmanager
@@ -339,30 +375,107 @@ def reducing_metrics(reducer: LogReducer, *, updates: bool = True) -> Generator[
             del replacement.reducers[replica_index()]
 
 
-class _WeightedMeans(MethodPatch):
-    """Makes a model's `Mean`s count the scalar of a slice by its share of the batch; sums are added, and count once."""
+class SliceNumbers:
+    """Counts what a slice, or a micro-batch of a window, gives to metrics; one for each run of the step.
 
-    def __init__(self, model: keras.Model, summed: bool):
+    Args:
+        model: The model.
+        share: The slice's share of the batch, or the rows of the micro-batch.
+        scalars: What makes up the step's numbers.
+        summed: Whether numbers are summed of which a trial doesn't tell.
+        in_window: Whether it is a micro-batch of a window.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        share: tf.Tensor,
+        scalars: NumberParts | None,
+        *,
+        summed: bool,
+        in_window: bool = False,
+    ):
+        self.model, self.share, self.summed, self.in_window = model, share, summed, in_window
+        self._numbers = Cursor(lambda: scalars)
+
+    def of_mean(self, value: tf.Tensor) -> tf.Tensor:
+        """A number that a `Mean` is given, to be weighted by `share`."""
+        made_up_by = self._numbers.next_update()
+        # What a window adds up to isn't known before its end.
+        added = not self.in_window and is_sum_of_parts(made_up_by, self.summed)
+        return _sum_of_batch(value, self.share) if added else value
+
+    def counted(self, value: tf.Tensor, what: str) -> tf.Tensor:
+        """A number that a `Mean` is given with a weight of its own."""
+        made_up_by = self._numbers.next_update()
+        if made_up_by is None:
+            return _sum_of_batch(value, self.share) if self.summed and not self.in_window else value
+        if WEIGHTS not in made_up_by:
+            raise counted_scalar_refusal("train_step", self.model, what)
+        if PRODUCTS in made_up_by or self.in_window:
+            return value
+        if not {NUMBERS, BY_ROWS} <= made_up_by:
+            raise weighted_scalar_refusal(self.model, what)
+        return _sum_of_batch(value, self.share)
+
+    def of_sum(self, value: tf.Tensor, what: str) -> tf.Tensor:
+        """A number that a `Sum` is given."""
+        made_up_by = self._numbers.next_update() or set()
+        if NUMBERS in made_up_by:
+            return value
+        if self.in_window or MEANS not in made_up_by:
+            raise added_scalar_refusal(self.model, what, in_window=self.in_window)
+        return tf.cast(value, self.share.dtype) * self.share
+
+
+class _CountingMetrics(MethodPatch):
+    """Makes a model's `Mean`s and `Sum`s count the number of a slice as a part of the batch's."""
+
+    def __init__(self, model: keras.Model):
         super().__init__()
-        self.model, self.summed = model, summed
-        self.shares: dict[int, tf.Tensor] = {}
+        self.model = model
+        self.numbers: dict[int, SliceNumbers] = {}
 
     def patch_all(self) -> None:
         for metric in step_metrics(self.model):
-            if type(metric).update_state is keras.metrics.Mean.update_state:
-                self.replace(metric, "update_state", functools.partial(self._update_mean, metric.update_state))
+            kinds = {
+                keras.metrics.Mean.update_state: self._update_mean,
+                keras.metrics.Sum.update_state: self._update_sum,
+            }
+            if replacement := kinds.get(type(metric).update_state):
+                self.replace(metric, "update_state", functools.partial(replacement, metric.name, metric.update_state))
 
-    def _update_mean(self, update: Callable[..., None], values: Scalar, sample_weight: tf.Tensor | None = None) -> None:
+    def _update_mean(
+        self, name: str, update: Callable[..., None], values: Scalar, sample_weight: tf.Tensor | None = None
+    ) -> None:
         values = tf.convert_to_tensor(values)
-        share = self.shares[replica_index()]
-        if values.shape.rank == 0 and self.summed:
-            values = _sum_of_batch(values, share)
-        update(values, sample_weight=share if values.shape.rank == 0 and sample_weight is None else sample_weight)
+        if values.shape.rank == 0 and not is_trial():
+            numbers = self.numbers[replica_index()]
+            if sample_weight is None:
+                values, sample_weight = numbers.of_mean(values), numbers.share
+            else:
+                values = numbers.counted(values, f"the update of {name!r}")
+        update(values, sample_weight=sample_weight)
+
+    def _update_sum(
+        self, name: str, update: Callable[..., None], values: Scalar, sample_weight: tf.Tensor | None = None
+    ) -> None:
+        values = tf.convert_to_tensor(values)
+        if values.shape.rank != 0 or is_trial():
+            update(values, sample_weight=sample_weight)
+        else:
+            numbers = self.numbers[replica_index()]
+            update(numbers.of_sum(_times(values, sample_weight), f"the update of {name!r}"))
+
+
+def _times(value: tf.Tensor, weight: tf.Tensor | None) -> tf.Tensor:
+    """A number that a `Sum` is given, times its weight."""
+    return value if weight is None else value * tf.reduce_sum(tf.cast(weight, value.dtype))
 
 
 @contextlib.contextmanager
-def weighting_means(model: keras.Model, share: tf.Tensor, *, summed: bool) -> Generator[None]:
-    """Context of a slice, in which `Mean`s count scalars by the slice's share of the batch."""
-    with patched(model, lambda: _WeightedMeans(model, summed)) as means:
-        means.shares[replica_index()] = share
+def counting_numbers(numbers: SliceNumbers) -> Generator[None]:
+    """Context of a slice or micro-batch, in which `Mean`s and `Sum`s count numbers as parts of the batch's."""
+    with patched(numbers.model, lambda: _CountingMetrics(numbers.model)) as metrics:
+        metrics.numbers[replica_index()] = numbers
         yield

@@ -47,11 +47,7 @@ class Refusals(NamedTuple):
 
     def of_counted_scalar(self, model: keras.Model, what: str) -> ValueError:
         """The error for a scalar of a custom `test_step` whose weights don't add up over parts of a batch."""
-        return ValueError(
-            f"The test_step of {type(model).__name__} gives {what} a number for the whole batch, with a sample_weight "
-            f"that is not the sum of {self.divider.parts}' own. Write sample_weight=keras.ops.shape(x)[0], the number "
-            "of rows, or leave it out to count each batch once."
-        )
+        return counted_scalar_refusal("test_step", model, what, self.divider.parts)
 
     def check_rows(
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, stated: bool, training: bool
@@ -104,6 +100,36 @@ class Refusals(NamedTuple):
             f"In the first case state what it divides by: {self.divider.configured_by}(..., weighting=lambda x, y, "
             "y_pred, sample_weight: keras.ops.sum(y != 0)), for instance."
         )
+
+
+def counted_scalar_refusal(step: str, model: keras.Model, what: str, parts: str = "its parts") -> ValueError:
+    """The error for a number of a custom step whose weights don't add up over parts of a batch."""
+    return ValueError(
+        f"The {step} of {type(model).__name__} gives {what} a number for the whole batch, with a sample_weight that is "
+        f"not the sum of {parts}' own. Write sample_weight=keras.ops.shape(x)[0], the number of rows, or leave it out "
+        "to count each batch once."
+    )
+
+
+def weighted_scalar_refusal(model: keras.Model, what: str) -> ValueError:
+    """The error for a weighted number of a custom `train_step` that its parts don't make up."""
+    return ValueError(
+        f"The train_step of {type(model).__name__} gives {what} a number for the whole batch, which its parts' "
+        "numbers and their sample_weight don't make up. Give it a value and a weight for each row, as in "
+        "metric.update_state(values, sample_weight=weights), or the mean of the rows and "
+        "sample_weight=keras.ops.shape(x)[0]."
+    )
+
+
+def added_scalar_refusal(model: keras.Model, what: str, *, in_window: bool = False) -> ValueError:
+    """The error for a number of a custom `train_step` that a `Sum` is given, and that can't be added up from parts."""
+    found = "not the sum of" if in_window else "neither the sum nor the mean of"
+    return ValueError(
+        f"The train_step of {type(model).__name__} gives {what} a number for the whole batch that is {found} its "
+        "parts' numbers, or that couldn't be tried on made-up rows. Give it a value for each row, as in "
+        "metric.update_state(values), or their sum, metric.update_state(keras.ops.sum(values)). For an average over "
+        "batches use keras.metrics.Mean."
+    )
 
 
 def problem_of(trial: WeightingTrial | None) -> str | None:
