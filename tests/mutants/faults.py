@@ -1257,13 +1257,6 @@ _PROOF = [
         "sharding/test_pipeline.py::test_a_summed_loss_with_an_added_mean_is_refused",
     ),
     _fault(
-        "code that asks for the number of replicas sees them all",
-        "compat/collectives.py",
-        "lambda strategy: 1 if _claims.open else",
-        "lambda strategy:",
-        "distribution/test_divided_by_replicas.py",
-    ),
-    _fault(
         "a division is found once for all batches",
         "engine/division/division.py",
         "if found_for is stages and before is not None and before() is iterator:",
@@ -1319,8 +1312,8 @@ _CUSTOM_STEPS = [
     _fault(
         "a number of a slice counts as much as that of the batch",
         "engine/losses/logs.py",
-        "sample_weight=share if values.shape.rank == 0 and sample_weight is None else sample_weight)",
-        "sample_weight=sample_weight)",
+        "values, sample_weight = numbers.of_mean(values), numbers.share",
+        "values = numbers.of_mean(values)",
         "custom_steps/test_custom_steps.py::test_slices[autoencoder]",
     ),
     _fault(
@@ -1473,8 +1466,8 @@ _CUSTOM_STEPS = [
     _fault(
         "what users divide by the replicas is not undone",
         "compat/collectives.py",
-        "_CLAIMED: Any = property(lambda strategy: 1 if _claims.open else _COUNT.fget(strategy))",
-        "_CLAIMED: Any = _COUNT",
+        "_CLAIMED: Any = property(lambda strategy: 1 if _claims.open else REPLICAS_IN_SYNC.fget(strategy))",
+        "_CLAIMED: Any = REPLICAS_IN_SYNC",
         "distribution/test_divided_by_replicas.py::test_they_are_divided_by_one",
     ),
     _fault(

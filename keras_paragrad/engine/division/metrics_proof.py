@@ -1,6 +1,6 @@
 """The proof on the first batch, for compiled metrics: parts of its rows show what the whole shows."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -24,16 +24,16 @@ class MetricDifference(NamedTuple):
         name: The metric's name.
         whole: The largest result on the whole.
         parts: The result on its parts.
-        count: The number of parts.
+        number: The number of parts.
     """
 
     name: str
     whole: float
     parts: float
-    count: int
+    number: int
 
     def __str__(self) -> str:
-        return f"{self.name} is {self.parts:.4g} on {self.count} parts of the first batch, and {self.whole:.4g} on it"
+        return f"{self.name} is {self.parts:.4g} on {self.number} parts of the first batch, and {self.whole:.4g} on it"
 
 
 def metrics_are_known(model: keras.Model) -> bool:
@@ -59,7 +59,7 @@ def find_metric_differences(
         on_replicas: Whether the states of the parts are aggregated; else a part follows another.
     """
 
-    def results(batch: Batch) -> dict[str, object]:
+    def results(batch: Any) -> dict[str, Any]:
         if batch is not None:
             data, outputs = batch
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
@@ -79,7 +79,7 @@ def find_metric_differences(
         split, _ = compute(None, state)
         # One that depends on the order of rows is random, or numerically unstable.
         return [
-            MetricDifference(name, *map(_largest, (whole[name], split[name])), len(cut.bounds))
+            MetricDifference(name, _largest(whole[name]), _largest(split[name]), len(cut.bounds))
             for name in whole
             if _close(whole[name], reordered[name]) and not _close(whole[name], split[name])
         ]
@@ -88,9 +88,9 @@ def find_metric_differences(
     return run_trial(find, cut, otherwise=[], question=None)
 
 
-def _close(one: object, other: object) -> bool:
+def _close(one: Any, other: Any) -> bool:
     return np.allclose(one, other, rtol=_TOLERANCE, atol=1e-6, equal_nan=True)
 
 
-def _largest(result: object) -> float:
+def _largest(result: Any) -> float:
     return float(np.max(np.asarray(result)))
