@@ -401,22 +401,28 @@ class SliceNumbers:
     def of_mean(self, value: tf.Tensor) -> tf.Tensor:
         """A number that a `Mean` is given, to be weighted by `share`."""
         made_up_by = self._numbers.next_update()
-        # What a window adds up to isn't known before its end.
-        added = not self.in_window and is_sum_of_parts(made_up_by, self.summed)
-        return _sum_of_batch(value, self.share) if added else value
+        return self._sum(value) if is_sum_of_parts(made_up_by, self.summed) else value
 
     def counted(self, value: tf.Tensor, what: str) -> tf.Tensor:
         """A number that a `Mean` is given with a weight of its own."""
         made_up_by = self._numbers.next_update()
         if made_up_by is None:
-            return _sum_of_batch(value, self.share) if self.summed and not self.in_window else value
+            return self._sum(value) if self.summed else value
         if WEIGHTS not in made_up_by:
             raise counted_scalar_refusal("train_step", self.model, what)
-        if PRODUCTS in made_up_by or self.in_window:
+        if PRODUCTS in made_up_by:
             return value
-        if not {NUMBERS, BY_ROWS} <= made_up_by:
+        if {NUMBERS, BY_ROWS} <= made_up_by:
+            return self._sum(value)
+        if not self.in_window:
             raise weighted_scalar_refusal(self.model, what)
-        return _sum_of_batch(value, self.share)
+        return value
+
+    def _sum(self, value: tf.Tensor) -> tf.Tensor:
+        """The whole sum, of the sums that parts have."""
+        # What a window adds up to isn't known before its end: a micro-batch's parts are the replicas'.
+        share = self.share / sum_over_replicas([self.share])[0] if self.in_window else self.share
+        return _sum_of_batch(value, share)
 
     def of_sum(self, value: tf.Tensor, what: str) -> tf.Tensor:
         """A number that a `Sum` is given."""
