@@ -11,10 +11,10 @@ from keras_paragrad.engine.division.proof import MOST_BYTES, mark_outputs, outpu
 from keras_paragrad.engine.losses.logs import has_metrics
 from keras_paragrad.engine.probes.row_independence import is_kerass_own_metric
 from keras_paragrad.engine.probes.states import reset_state, state_after_parts
-from keras_paragrad.engine.probes.trial import PureFunction, row_count, run_trial, take_rows
+from keras_paragrad.engine.probes.trial import PureFunction, row_count, run_trial, take_rows, uses_half_precision
 
-# The largest relative difference of a result that is no finding. Rounding moves a threshold's count by one row.
-_TOLERANCE = 1e-3
+# The largest relative difference of a result that is no finding, in single and in half precision.
+_TOLERANCE, _TOLERANCE_OF_HALF_PRECISION = 1e-3, 3e-2
 
 
 class MetricDifference(NamedTuple):
@@ -77,19 +77,20 @@ def find_metric_differences(
         divided = [take_rows(batch, *bounds) for bounds in cut.bounds]
         state = state_after_parts(compute, divided, start, compute.variables if on_replicas else None)
         split, _ = compute(None, state)
+        tolerance = _TOLERANCE_OF_HALF_PRECISION if uses_half_precision(model) else _TOLERANCE
         # One that depends on the order of rows is random, or numerically unstable.
         return [
             MetricDifference(name, _largest(whole[name]), _largest(split[name]), len(cut.bounds))
             for name in whole
-            if _close(whole[name], reordered[name]) and not _close(whole[name], split[name])
+            if _close(whole[name], reordered[name], tolerance) and not _close(whole[name], split[name], tolerance)
         ]
 
     cut = RowCut.of_parts(row_count(data), size, parts)
     return run_trial(find, cut, otherwise=[], question=None)
 
 
-def _close(one: Any, other: Any) -> bool:
-    return np.allclose(one, other, rtol=_TOLERANCE, atol=1e-6, equal_nan=True)
+def _close(one: Any, other: Any, tolerance: float) -> bool:
+    return np.allclose(one, other, rtol=tolerance, atol=1e-6, equal_nan=True)
 
 
 def _largest(result: Any) -> float:
