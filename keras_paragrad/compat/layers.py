@@ -104,6 +104,9 @@ def full_precision() -> Generator[None]:
 
 def dtype_within(variable: keras.Variable, dtype: str | None) -> str:
     """The dtype that a variable is read in by a layer that computes in `dtype`; its own, if `None`."""
+    if dtype is None:
+        # In a scope of no dtype, Keras's property is the default one's.
+        return variable._dtype
     with AutocastScope(dtype):
         return variable.dtype
 

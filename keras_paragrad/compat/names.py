@@ -69,6 +69,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         _on_instances("keras", "Model._loss_tracker"),
         _on_instances("keras", "Operation._inbound_nodes"),
         _on_instances("keras", "Optimizer._trainable_variables"),
+        _on_instances("keras", "Variable._dtype"),
         _on_instances("keras", "Variable._value"),
         _on_instances("keras.metrics", "MeanMetricWrapper._fn"),
         _on_instances("keras.metrics", "MeanMetricWrapper._fn_kwargs"),
