@@ -232,7 +232,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         if self.inner_optimizer.built:
             self.inner_optimizer._check_variables_are_known(variables)
         else:
-            # Tracked: Keras saves those of Nadam's variables alone that are assigned to attributes.
+            # With tracking on: Keras saves tracked variables alone, and Nadam assigns one to an attribute.
             self.inner_optimizer.build(variables)
         with DotNotTrackScope():
             for index, variable in enumerate(variables):

@@ -1216,8 +1216,8 @@ _PROOF = [
     _fault(
         "metrics of parts are those of the last part",
         "engine/division/metrics_proof.py",
-        "state = state_after_parts(compute, divided, start,",
-        "state = state_after_parts(compute, divided[-1:], start,",
+        "split = results_after_parts(compute, divided, start,",
+        "split = results_after_parts(compute, divided[-1:], start,",
         f"{_FIRST_BATCH}::test_metrics_of_rows_are_not_warned_of",
     ),
     _fault(
@@ -1311,9 +1311,9 @@ _CUSTOM_STEPS = [
     ),
     _fault(
         "a number of a slice counts as much as that of the batch",
-        "engine/losses/logs.py",
-        "values, sample_weight = numbers.of_mean(values), numbers.share",
-        "values = numbers.of_mean(values)",
+        "engine/losses/slice_numbers.py",
+        "is_sum_of_parts(made_up_by, self.summed) else value, self.share",
+        "is_sum_of_parts(made_up_by, self.summed) else value, weight",
         "custom_steps/test_custom_steps.py::test_slices[autoencoder]",
     ),
     _fault(

@@ -57,9 +57,11 @@ def _source_of_iterator(dataset: Any) -> Any:
 
 def _is_like(dataset: Any, made: Any) -> bool:
     """Whether a dataset is what Grain has just made, of the same parents with the same arguments."""
-    own = vars(dataset)
+    attributes = vars(dataset)
     arguments = {name: value for name, value in vars(made).items() if name.startswith("_")}
-    return type(dataset) is type(made) and all(name in own and own[name] == arguments[name] for name in arguments)
+    return type(dataset) is type(made) and all(
+        name in attributes and attributes[name] == value for name, value in arguments.items()
+    )
 
 
 class _WorkerRows:
@@ -99,7 +101,7 @@ class GrainRowsSource(StreamSource):
     """This worker's rows of Grain's batches.
 
     Args:
-        batches: The batches of all workers, the first of which is read whole, for the workers to compare.
+        batches: All workers' batches. The first batch is read whole: the workers compare it.
         placement: The replicas of this worker.
     """
 
@@ -107,9 +109,9 @@ class GrainRowsSource(StreamSource):
         grain: Any = importlib.import_module("grain")
         whole = grain.MapDataset.source(_WorkerRows(batches, ReplicaPlacement(1, 1, 0)))
         super().__init__(adapter_of(whole.slice(slice(0, 1)), None, None))
-        own = grain.MapDataset.source(_WorkerRows(batches, placement))
-        self._batches = adapter_of(own, None, None).get_tf_dataset()
-        endless = is_endless(own)
+        local = grain.MapDataset.source(_WorkerRows(batches, placement))
+        self._batches = adapter_of(local, None, None).get_tf_dataset()
+        endless = is_endless(local)
         self.steps = None if endless else len(batches.batches)
         self.rows = None if endless else len(batches.rows)
         self.batch_size = batches.size

@@ -249,8 +249,8 @@ def _gather(meeting: Meeting, layout: Layout, wait: _Wait) -> tuple[dict[int, so
             wait.for_whom(f"node 0 waits at {meeting.address} for {missing}")
             server.wait(_LOOK)
         # Only now, so that the ports are still free when the workers start.
-        own = _facts(meeting, layout.addresses(meeting.host or host_of(meeting.address)))
-        facts = {0: own, **{rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}}
+        of_this_node = _facts(meeting, layout.addresses(meeting.host or host_of(meeting.address)))
+        facts = {0: of_this_node, **{rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}}
         plan = {"missing": missing, "besides": server.in_words()} if missing else _plan(facts)
         server.stop_listening()
         callers = server.release()

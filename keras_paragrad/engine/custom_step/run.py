@@ -13,7 +13,7 @@ from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, StepLo
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions
 from keras_paragrad.engine.losses.counted_scalars import NumberParts, is_sum_of_parts
-from keras_paragrad.engine.losses.logs import SliceNumbers, counting_numbers
+from keras_paragrad.engine.losses.slice_numbers import SliceNumbers, counting_numbers
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.step.stages import BatchSlices

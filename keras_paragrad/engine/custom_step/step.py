@@ -16,15 +16,10 @@ from keras_paragrad.engine.custom_step.run import SlicedStep, next_call
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions, make_variables, suspended_scope
 from keras_paragrad.engine.custom_step.weighting import find_weightings, sums_in_step
 from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.losses.logs import (
-    LogReducer,
-    SliceNumbers,
-    counting_numbers,
-    reducing_metrics,
-    run_custom_train_step,
-)
+from keras_paragrad.engine.losses.log_reducer import LogReducer, reducing_metrics, run_custom_train_step
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.losses.slice_numbers import SliceNumbers, counting_numbers
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments, weighting_of
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient

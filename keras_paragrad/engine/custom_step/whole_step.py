@@ -33,7 +33,7 @@ from keras_paragrad.engine.custom_step.divided_calls import differentiates, has_
 from keras_paragrad.engine.custom_step.run import changed_order, next_call
 from keras_paragrad.engine.custom_step.step import CustomStep, prepare_optimizers
 from keras_paragrad.engine.custom_step.step_graph import StepGraph
-from keras_paragrad.engine.losses.logs import LogReducer, reducing_metrics
+from keras_paragrad.engine.losses.log_reducer import LogReducer, reducing_metrics
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.replicas.batch_statistics import counting_examples

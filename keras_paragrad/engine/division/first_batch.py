@@ -154,7 +154,7 @@ def _prove(
 
 
 def _prove_states(model: keras.Model, data: Batch, size: int, normalize: LossNormalization) -> None:
-    """Refuses states of layers that parts of the first batch leave elsewhere than the whole, or warns, as of others."""
+    """Refuses layers whose state after parts of the first batch differs from the state after the whole, or warns."""
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
     divider = normalize.divider
     # Where parts are large, half of one: its copies fit beside the step.
@@ -166,17 +166,17 @@ def _prove_states(model: keras.Model, data: Batch, size: int, normalize: LossNor
 
 
 def _prove_metrics(model: keras.Model, data: Batch, size: int, parts: int) -> None:
-    """Refuses metrics that replicas show otherwise than one device does, and warns of those of other parts."""
+    """Refuses metrics whose results differ on replicas; warns if results differ in slices or windows."""
     replicas = model.distribute_strategy.num_replicas_in_sync > 1
     if metrics_are_known(model):
         return
     differences = find_metric_differences(model, data, size, parts, on_replicas=replicas)
     if not differences:
         return
-    found = f"{'; '.join(map(str, differences))}. {USE_SUMS}"
+    message = f"{'; '.join(map(str, differences))}. {USE_SUMS}"
     if replicas:
-        _refuse(f"{found} {TRAIN_ANYWAY}")
-    warn_once(model, found)
+        _refuse(f"{message} {TRAIN_ANYWAY}")
+    warn_once(model, message)
 
 
 def _parts_have_own_statistics(model: keras.Model) -> bool:

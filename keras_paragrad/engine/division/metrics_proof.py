@@ -10,7 +10,7 @@ from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.division.proof import MOST_BYTES, mark_outputs, outputs_of_parts, reverse_rows
 from keras_paragrad.engine.losses.logs import has_metrics
 from keras_paragrad.engine.probes.row_independence import is_kerass_own_metric
-from keras_paragrad.engine.probes.states import reset_state, state_after_parts
+from keras_paragrad.engine.probes.states import reset_state, results_after_parts
 from keras_paragrad.engine.probes.trial import PureFunction, row_count, run_trial, take_rows, uses_half_precision
 
 # The largest relative difference of a result that is no finding, in single and in half precision.
@@ -42,8 +42,9 @@ def metrics_are_known(model: keras.Model) -> bool:
         return True
     compiled = model._compile_config.config
     metrics = keras.tree.flatten([compiled.get(name) for name in ("metrics", "weighted_metrics")])
-    own = type(model).compute_metrics is keras.Model.compute_metrics
-    return own and all(each is None or is_kerass_own_metric(each) for each in metrics)
+    if type(model).compute_metrics is not keras.Model.compute_metrics:
+        return False
+    return all(each is None or is_kerass_own_metric(each) for each in metrics)
 
 
 def find_metric_differences(
@@ -75,8 +76,7 @@ def find_metric_differences(
         compute, start = PureFunction(model, results), reset_state(model)
         whole, reordered = (compute(each, start)[0] for each in (batch, reverse_rows(batch)))
         divided = [take_rows(batch, *bounds) for bounds in cut.bounds]
-        state = state_after_parts(compute, divided, start, compute.variables if on_replicas else None)
-        split, _ = compute(None, state)
+        split = results_after_parts(compute, divided, start, on_replicas=on_replicas)
         tolerance = _TOLERANCE_OF_HALF_PRECISION if uses_half_precision(model) else _TOLERANCE
         # One that depends on the order of rows is random, or numerically unstable.
         return [

@@ -307,12 +307,12 @@ def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut, most_bytes: i
             raise Inconclusive("the outputs have no row for each example")
         return y_pred, [mask_of(each) for each in leaves]
 
-    compute, kept = PureFunction(model, forward), []
+    compute, outputs = PureFunction(model, forward), []
     for bounds in cut.bounds:
-        kept.append(compute(take_rows(rows, *bounds))[0])
-        if sum(map(_bytes, kept)) > most_bytes:
+        outputs.append(compute(take_rows(rows, *bounds))[0])
+        if sum(map(_bytes, outputs)) > most_bytes:
             return None
-    return keras.tree.map_structure(lambda *parts: None if parts[0] is None else tf.concat(parts, 0), *kept)
+    return keras.tree.map_structure(lambda *parts: None if parts[0] is None else tf.concat(parts, 0), *outputs)
 
 
 def mark_outputs(outputs: tuple[Structure, list[tf.Tensor | None]]) -> Structure:

@@ -11,8 +11,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.model import step_metrics
-from keras_paragrad.compat.state import MethodPatch, patched
-from keras_paragrad.compat.types import Array, Batch, Scalar, StepLogs
+from keras_paragrad.compat.state import patched
+from keras_paragrad.compat.types import Array, Batch, StepLogs
+from keras_paragrad.engine.losses.number_updates import NumberUpdates
 from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.probes.trial import (
     SIZES,
@@ -65,48 +66,51 @@ class Cursor:
     def next_update(self) -> MadeUpBy | None:
         """What makes up the next number that a metric is given; `None` if that is unknown."""
         self._updates += 1
-        found = self.find()
-        return found.updates[self._updates - 1] if found and self._updates <= len(found.updates) else None
+        numbers = self.find()
+        return numbers.updates[self._updates - 1] if numbers and self._updates <= len(numbers.updates) else None
 
     def log(self, index: int) -> MadeUpBy | None:
         """What makes up a returned value; `None` if that is unknown."""
-        found = self.find()
-        return found.logs[index] if found and index < len(found.logs) else None
+        numbers = self.find()
+        return numbers.logs[index] if numbers and index < len(numbers.logs) else None
 
 
-class _NotingMetrics(MethodPatch):
-    """Makes a model's `Mean`s and `Sum`s note the numbers that they are given."""
+class _Noted:
+    """Notes the numbers that metrics are given, each with its weight, and leaves them as they are."""
 
-    def __init__(self, model: keras.Model):
-        super().__init__()
-        self.model = model
+    def __init__(self):
+        self.numbers: list[tf.Tensor] = []
+        self._graph = tf.compat.v1.get_default_graph()
 
-    def patch_all(self) -> None:
-        for metric in step_metrics(self.model):
-            if (kind := type(metric).update_state) in (keras.metrics.Mean.update_state, keras.metrics.Sum.update_state):
-                is_sum = kind is keras.metrics.Sum.update_state
-                self.replace(metric, "update_state", functools.partial(_note_update, metric.update_state, is_sum))
+    def of_mean(self, value: tf.Tensor, weight: Any, what: str) -> tuple[tf.Tensor, Any]:
+        self._note(value, 1.0 if weight is None else weight)
+        return value, weight
 
+    def of_sum(self, value: tf.Tensor, what: str) -> tf.Tensor:
+        self._note(value, 1.0)
+        return value
 
-def _note_update(update: Callable[..., None], is_sum: bool, values: Scalar, sample_weight: Any = None) -> None:
-    value, noted = tf.convert_to_tensor(values), getattr(_thread, "noted", None)
-    if noted is not None and value.shape.rank == 0:
-        value = tf.cast(value, "float32")
-        weight = tf.reduce_sum(tf.cast(1.0 if sample_weight is None else sample_weight, "float32"))
-        pair = (value * weight, tf.ones([])) if is_sum else (value, weight)
+    def _note(self, value: tf.Tensor, weight: Any) -> None:
+        pair = tf.stack([tf.cast(value, "float32"), tf.reduce_sum(tf.cast(weight, "float32"))])
         # What a branch or a loop computes stays in it.
-        outside = tf.compat.v1.get_default_graph() is _thread.graph
-        noted.append(tf.stack(pair) if outside else tf.fill([2], float("nan")))
-    update(values, sample_weight=sample_weight)
+        inside = tf.compat.v1.get_default_graph() is not self._graph
+        self.numbers.append(tf.fill([2], float("nan")) if inside else pair)
+
+
+class _NotedUpdates(NumberUpdates):
+    """Has a trial note the numbers that metrics are given."""
+
+    def counter(self) -> _Noted | None:
+        return getattr(_thread, "noted", None)
 
 
 @contextlib.contextmanager
 def noting_scalars(model: keras.Model) -> Generator[list[tf.Tensor]]:
     """Context of a trial that notes the numbers that metrics are given, each with its weight."""
-    _thread.noted, _thread.graph = [], tf.compat.v1.get_default_graph()
+    _thread.noted = _Noted()
     try:
-        with patched(model, lambda: _NotingMetrics(model)):
-            yield _thread.noted
+        with patched(model, lambda: _NotedUpdates(step_metrics(model))):
+            yield _thread.noted.numbers
     finally:
         _thread.noted = None
 

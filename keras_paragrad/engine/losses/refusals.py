@@ -123,9 +123,9 @@ def weighted_scalar_refusal(model: keras.Model, what: str) -> ValueError:
 
 def added_scalar_refusal(model: keras.Model, what: str, *, in_window: bool = False) -> ValueError:
     """The error for a number of a custom `train_step` that a `Sum` is given, and that can't be added up from parts."""
-    found = "not the sum of" if in_window else "neither the sum nor the mean of"
+    relation = "not the sum of" if in_window else "neither the sum nor the mean of"
     return ValueError(
-        f"The train_step of {type(model).__name__} gives {what} a number for the whole batch that is {found} its "
+        f"The train_step of {type(model).__name__} gives {what} a number for the whole batch that is {relation} its "
         "parts' numbers, or that couldn't be tried on made-up rows. Give it a value for each row, as in "
         "metric.update_state(values), or their sum, metric.update_state(keras.ops.sum(values)). For an average over "
         "batches use keras.metrics.Mean."

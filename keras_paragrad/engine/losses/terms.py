@@ -166,15 +166,15 @@ def _noted_values(loss: keras.losses.Loss) -> Generator[list[Any]]:
     call: Any = loss.call
     # Another replica's, whose trace waits for this one.
     noted = _NotedCall(call.call if isinstance(call, _NotedCall) else call)
-    own = vars(loss).get("call")
+    replaced = vars(loss).get("call")
     vars(loss)["call"] = noted
     try:
         yield noted.values
     finally:
-        if own is None or isinstance(own, _NotedCall):
+        if replaced is None or isinstance(replaced, _NotedCall):
             vars(loss).pop("call", None)
         else:
-            vars(loss)["call"] = own
+            vars(loss)["call"] = replaced
 
 
 def _listeners_here(listeners: list[_Listener]) -> list[_Listener]:

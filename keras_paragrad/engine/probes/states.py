@@ -66,9 +66,7 @@ def split_dependent_metrics(
 
         def changed(rows: int):
             parts = [take_rows(batch, 0, rows), take_rows(batch, rows, _ROWS)]
-            split, _ = compute(
-                None, state_after_parts(compute, parts, start, compute.variables if on_replicas else None)
-            )
+            split = results_after_parts(compute, parts, start, on_replicas=on_replicas)
             return [name for name in whole if not _close(whole[name], split[name])]
 
         even, uneven = changed(_EVEN), changed(_UNEVEN)
@@ -79,7 +77,7 @@ def split_dependent_metrics(
 
 
 def split_dependent_layers(model: keras.Model, x: Any, *, on_replicas: bool, in_sequence: bool) -> list[str]:
-    """Finds the layers of which parts of synthetic rows leave another state than the whole, or read it after others.
+    """Finds layers whose state depends on how synthetic rows are split, or is read after other parts.
 
     Ignores batch normalization, seeds, and states that depend on random numbers which aren't those of rows.
 
@@ -225,7 +223,7 @@ def split_dependent_call_metrics(
         compute, start = PureFunction(model, results), reset_state(model)
         (whole, _), (reseeded, _) = compute(data, start), compute(data, compute.reseed(start))
         parts = [take_rows(data, 0, _UNEVEN), take_rows(data, _UNEVEN, _ROWS)]
-        split, _ = compute(None, state_after_parts(compute, parts, start, compute.variables if on_replicas else None))
+        split = results_after_parts(compute, parts, start, on_replicas=on_replicas)
         # Those that another seed changes are random, and tell nothing.
         return [
             metric.name
@@ -277,19 +275,16 @@ def reset_state(model: keras.Model) -> State:
     return PureFunction(model, lambda _: model.reset_metrics())(None)[1]
 
 
-def state_after_parts(
-    compute: RunFromState, parts: Sequence[Batch], start: State, variables: Sequence[keras.Variable] | None
-) -> State:
-    """The state after the parts of a batch, one after the other.
-
-    If `variables` are given, their states are aggregated over replicas instead.
-    """
-    if variables is None:
+def results_after_parts(compute: PureFunction, parts: Sequence[Batch], start: State, *, on_replicas: bool) -> Any:
+    """What is computed of no batch in the state after all parts, which replicas take at once, and others in turn."""
+    if on_replicas:
+        states = [compute(part, start)[1] for part in parts]
+        state = [_aggregate(*each) for each in zip(compute.variables, *states, strict=True)]
+    else:
+        state = start
         for part in parts:
-            start = compute(part, start)[1]
-        return start
-    states = [compute(part, start)[1] for part in parts]
-    return [_aggregate(*each) for each in zip(variables, *states, strict=True)]
+            state = compute(part, state)[1]
+    return compute(None, state)[0]
 
 
 def _aggregate(variable: keras.Variable, *values: tf.Tensor) -> tf.Tensor:

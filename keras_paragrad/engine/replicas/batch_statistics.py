@@ -46,7 +46,7 @@ def _moments(
 
 
 def _reduction_axes(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> list[int]:
-    """All axes but that of the channels."""
+    """The axes to average over: all but the channels."""
     axes = list(range(len(inputs.shape)))
     del axes[layer.axis]
     return axes

@@ -13,7 +13,8 @@ from keras_paragrad.compat.data import without_optionals
 from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
-from keras_paragrad.engine.losses.logs import all_reduced_results, metrics_result, run_custom_test_step, update_metrics
+from keras_paragrad.engine.losses.log_reducer import run_custom_test_step
+from keras_paragrad.engine.losses.logs import all_reduced_results, metrics_result, update_metrics
 from keras_paragrad.engine.losses.sums import LossForm, LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.probes.comparing import compares_examples

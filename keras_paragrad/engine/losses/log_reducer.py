@@ -1,0 +1,262 @@
+"""The metrics and logs of a custom step over several replicas."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.compat.collectives import as_one_replica, replica_index, sum_over_replicas
+from keras_paragrad.compat.model import step_metrics
+from keras_paragrad.compat.state import MethodPatch, patched
+from keras_paragrad.compat.types import Batch, Scalar, StepLogs, Structure
+from keras_paragrad.engine.losses.counted_scalars import (
+    MEANS,
+    NUMBERS,
+    PRODUCTS,
+    WEIGHTS,
+    Cursor,
+    MadeUpBy,
+    NumberParts,
+    is_sum_of_parts,
+    scalars_of_test_step,
+)
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.number_updates import NumberUpdates, as_mean, as_scalar
+from keras_paragrad.engine.losses.refusals import (
+    added_scalar_refusal,
+    counted_scalar_refusal,
+    weighted_scalar_refusal,
+)
+from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
+from keras_paragrad.engine.probes.trial import is_trial
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
+
+
+def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormalization | None) -> StepLogs:
+    """Runs a custom `test_step` on every replica, and returns the logs of the whole batch.
+
+    The states of metrics are summed over the replicas. Scalars per replica, such as a returned loss or the argument of
+    a `Mean`, are averaged, weighted by what the compiled losses divide by, or by the `weighting` of `DistributedFit`.
+    A trial tells which of them are to be summed.
+
+    Args:
+        model: The model.
+        data: The replica batch.
+        normalize: Computes the weight of the replica batch, or `None` to weight by the number of examples.
+
+    Raises:
+        ValueError: The weight of a scalar is unknown.
+    """
+    replica_batch = ReplicaBatch.of(data)
+    # An empty replica batch is filled with a row, so that the step can run; what it adds is discarded below.
+    filled = replica_batch.filled(data)
+    with recorded_terms(model) as terms, as_one_replica():
+        reducer = LogReducer(model, filled, replica_batch, normalize, terms)
+        with reducing_metrics(reducer):
+            logs = reducer.reduce_logs(model.test_step(filled))
+    reducer.discard_filler()
+    return logs
+
+
+def run_custom_train_step(
+    model: keras.Model, data: Batch, *, summed: bool = False, scalars: NumberParts | None = None
+) -> StepLogs:
+    """Runs a custom `train_step` on every replica, and returns its logs over the whole batch.
+
+    Numbers are summed, or averaged and weighted by examples: as `scalars` says, or else all alike.
+    """
+    replica_batch = ReplicaBatch.of(data)
+    reducer = LogReducer(model, data, replica_batch, None, [], summed=summed, scalars=scalars)
+    with reducing_metrics(reducer):
+        return reducer.reduce_logs(model.train_step(data))
+
+
+class LogReducer:
+    """Reduces the metrics and logs of a custom step over the replicas; one for each replica.
+
+    Args:
+        model: The model.
+        data: The replica batch, filled.
+        batch: Its rows.
+        normalize: Computes the weight of the replica batch in a `test_step`, or `None` to weight it by its rows.
+        terms: The terms of the compiled losses that the step computes.
+        summed: Whether to sum a number if no trial shows what makes it up.
+        scalars: What makes up the numbers of a `train_step`.
+        exact: Whether numbers of a `train_step` are refused that can't be had of parts.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        data: Batch,
+        batch: ReplicaBatch,
+        normalize: LossNormalization | None,
+        terms: list[LossTerm],
+        *,
+        summed: bool = False,
+        scalars: NumberParts | None = None,
+        exact: bool = False,
+    ) -> None:
+        self.model, self.data, self.batch, self.normalize, self.terms = model, data, batch, normalize, terms
+        self.summed, self.exact = summed, exact
+        self.numbers = Cursor(self._scalars_of_test_step if normalize else lambda: scalars)
+        self.metrics = step_metrics(model)
+        self.variables = [variable for metric in self.metrics for variable in metric.variables]
+        self._before = {} if batch.nonempty is None else {id(each): tf.identity(each.value) for each in self.variables}
+        self._results: list[tf.Tensor] = []
+        self._weight: tuple[tf.Tensor, bool] | None = None
+
+    def weight(self, what: str) -> tuple[tf.Tensor, bool]:
+        """The share of the whole batch, and whether the scalars are sums; errors name the scalar `what`."""
+        if self._weight is None:
+            normalizer = None
+            if self.normalize is not None:
+                normalizer = self.normalize.in_custom_step(self.model, self.data, self.terms, what)
+            summed = self.summed if normalizer is None else normalizer.summed
+            value = self.batch.rows if normalizer is None or summed else normalizer.value
+            value = self.batch.weight(tf.cast(value, "float32"))
+            (total,) = sum_over_replicas([value])
+            self._weight = tf.math.divide_no_nan(value, total), summed
+        return self._weight
+
+    def reduce(self, scalar: Scalar, what: str, made_up_by: MadeUpBy | None) -> tf.Tensor:
+        """The weighted mean of a scalar over the replicas, or its sum."""
+        scalar = as_scalar(scalar)
+        if not scalar.dtype.is_floating:
+            scalar = tf.cast(scalar, "float32")
+        weight, summed = self.weight(what)
+        return self._sum(scalar if is_sum_of_parts(made_up_by, summed) else scalar * tf.cast(weight, scalar.dtype))
+
+    def of_mean(self, value: tf.Tensor, weight: Any, what: str) -> tuple[tf.Tensor, Any]:
+        """A scalar that a `Mean` is given, and its weight, for each replica to count."""
+        if weight is not None:
+            return self._weighted(value, what), weight
+        # For the whole batch, which counts once.
+        return self.reduce(value, what, self.numbers.next_update()), self.weight(what)[0]
+
+    def _weighted(self, scalar: tf.Tensor, what: str) -> tf.Tensor:
+        """A scalar that a `Mean` is given with a weight of its own.
+
+        Raises:
+            ValueError: Parts of a batch don't give what the whole would.
+        """
+        made_up_by = self.numbers.next_update()
+        if made_up_by is None:
+            if self.normalize is not None:
+                return self.reduce(scalar, what, None)
+            return as_mean(scalar, self.weight(what)[0]) if self.summed else scalar
+        if WEIGHTS not in made_up_by and self.normalize is not None:
+            raise self.normalize.refusals.of_counted_scalar(self.model, what)
+        if WEIGHTS not in made_up_by and self.exact:
+            raise counted_scalar_refusal("train_step", self.model, what)
+        if PRODUCTS in made_up_by:
+            return scalar
+        if self.exact and not {NUMBERS, MEANS} & made_up_by:
+            raise weighted_scalar_refusal(self.model, what)
+        return self.reduce(scalar, what, made_up_by)
+
+    def of_sum(self, value: tf.Tensor, what: str) -> tf.Tensor:
+        """A scalar that a `Sum` is given, for each replica to add.
+
+        Raises:
+            ValueError: Parts of a batch don't give what the whole would.
+        """
+        made_up_by = self.numbers.next_update()
+        if made_up_by and NUMBERS in made_up_by:
+            return value
+        if self.exact and MEANS not in (made_up_by or ()):
+            raise added_scalar_refusal(self.model, what)
+        reduced = self.reduce(value, what, made_up_by)
+        return reduced * tf.cast(self.weight(what)[0], reduced.dtype)
+
+    def _scalars_of_test_step(self) -> NumberParts | None:
+        known = len(self.terms)
+        numbers = scalars_of_test_step(self.model, self.data)
+        # The trial has recorded terms as well.
+        del self.terms[known:]
+        return numbers
+
+    def _sum(self, scalar: tf.Tensor) -> tf.Tensor:
+        """The sum over the replicas that have rows."""
+        if self.batch.nonempty is not None:
+            scalar = tf.where(self.batch.nonempty, scalar, tf.zeros_like(scalar))
+        return sum_over_replicas([scalar])[0]
+
+    def state(self, variable: keras.Variable) -> tf.Tensor:
+        """A metric's variable on this replica, without the filler of an empty replica batch."""
+        value = tf.convert_to_tensor(variable.value)
+        nonempty = self.batch.nonempty
+        return value if nonempty is None else tf.where(nonempty, value, self._before[id(variable)])
+
+    def result(self, metric: keras.metrics.Metric, compute: Callable[[], Structure]) -> Structure:
+        """A metric's result over the examples of all replicas."""
+        variables = metric.variables
+        if any(variable.aggregation != "sum" for variable in variables):
+            return compute()
+        sums = sum_over_replicas([self.state(variable) for variable in variables]) if variables else []
+        with keras.StatelessScope(state_mapping=list(zip(variables, sums, strict=True))):
+            result = compute()
+        self._results += tf.nest.flatten(result)
+        return result
+
+    def reduce_logs(self, logs: StepLogs) -> StepLogs:
+        """Reduces the logs that are not results of metrics."""
+
+        def reduce(index: int, path: tuple[str | int, ...], leaf: Scalar) -> Scalar:
+            if any(leaf is each for each in self._results):
+                return leaf
+            return self.reduce(leaf, f"{'.'.join(map(str, path))!r} in its logs", self.numbers.log(index))
+
+        leaves = [reduce(index, *each) for index, each in enumerate(keras.tree.flatten_with_path(logs))]
+        return keras.tree.pack_sequence_as(logs, leaves)
+
+    def discard_filler(self) -> None:
+        """Takes the filler of an empty replica batch out of the metrics."""
+        if self.batch.nonempty is not None:
+            for variable in self.variables:
+                variable.assign(self.state(variable))
+
+
+class _ReducedResults(MethodPatch):
+    """Has every metric's result reduced over the replicas."""
+
+    def __init__(self, metrics: list[keras.metrics.Metric]):
+        super().__init__()
+        self.metrics = metrics
+        self.reducers: dict[int, LogReducer] = {}
+
+    def patch_all(self) -> None:
+        """Replaces `result` of each metric."""
+        for metric in self.metrics:
+            self.replace(metric, "result", functools.partial(self._result, metric, metric.result))
+
+    def _result(self, metric: keras.metrics.Metric, compute: Callable[[], Structure]) -> Structure:
+        # A replica that runs its first slices reduces nothing, while another one runs its last.
+        reducer = None if is_trial() else self.reducers.get(replica_index())
+        return reducer.result(metric, compute) if reducer else compute()
+
+
+class _ReducedUpdates(NumberUpdates):
+    """Has the numbers that metrics are given reduced over the replicas."""
+
+    def __init__(self, metrics: list[keras.metrics.Metric]):
+        super().__init__(metrics)
+        self.reducers: dict[int, LogReducer] = {}
+
+    def counter(self) -> LogReducer | None:
+        """This replica's."""
+        return None if is_trial() else self.reducers[replica_index()]
+
+
+@contextlib.contextmanager
+def reducing_metrics(reducer: LogReducer, *, updates: bool = True) -> Generator[None]:
+    """Context in which a model's metrics return results over all replicas, and reduce their updates if asked."""
+    with contextlib.ExitStack() as stack:
+        for kind in (_ReducedResults, _ReducedUpdates) if updates else (_ReducedResults,):
+            patch = stack.enter_context(patched(reducer.model, functools.partial(kind, reducer.metrics)))
+            patch.reducers[replica_index()] = reducer
+            stack.callback(patch.reducers.pop, replica_index())
+        yield
