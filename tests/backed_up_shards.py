@@ -17,7 +17,7 @@ from backed_up import limited_files
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit
 from keras_paragrad.distribution import Backup
-from keras_paragrad.distribution.checkpoint import shards
+from keras_paragrad.distribution.checkpoint import background
 from keras_paragrad.distribution.checkpoint.content import Content, VariableInShards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
 from keras_paragrad.distribution.checkpoint.resuming import common_backup
@@ -216,6 +216,5 @@ def kill_at(operations: int) -> None:
 
     for name in ("fsync", "replace", "rename", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
-    local = shards._local_shards
-    touched = counted(lambda shard: shard)
-    shards._local_shards = lambda parts: map(touched, local(parts))
+    write, touched = background.write_shards, counted(lambda shard: shard)
+    background.write_shards = lambda directory, name, shards: write(directory, name, map(touched, shards))

@@ -183,6 +183,9 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         ),
         Hook("tensorflow.python.eager.context", "Context.coordination_service"),
         Hook("tensorflow.python.eager.context", "Context.wait_at_barrier", ("barrier_id", "timeout_in_ms")),
+        Hook("tensorflow.python.eager.context", "Context.get_config_key_value", ("key", "timeout_in_ms")),
+        Hook("tensorflow.python.eager.context", "Context.set_config_key_value", ("key", "value")),
+        Hook("tensorflow.python.eager.context", "Context.delete_config_key_value", ("key",)),
         Hook("tensorflow.python.eager.context", "context"),
     ),
     # Variables that each replica has a part of.

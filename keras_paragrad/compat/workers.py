@@ -103,6 +103,23 @@ def barrier() -> None:
         context().wait_at_barrier("keras_paragrad", _PATIENCE_MS)
 
 
+def post(name: str, text: str) -> None:
+    """Tells all workers something, once for each name; no collective, so any thread can call it at any time."""
+    context().set_config_key_value(name, text)
+
+
+def wait_for_post(name: str, seconds: float) -> str | None:
+    """What a worker has posted under a name; `None` if nothing within some seconds."""
+    with contextlib.suppress(tf.errors.DeadlineExceededError):
+        return context().get_config_key_value(name, round(1000 * seconds))
+    return None
+
+
+def remove_post(name: str) -> None:
+    """Removes what was posted under a name."""
+    context().delete_config_key_value(name)
+
+
 class NamedDevicesStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """`tf.distribute.MultiWorkerMirroredStrategy` with replicas on named devices of each worker.
 

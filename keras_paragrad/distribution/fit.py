@@ -249,6 +249,7 @@ class DistributedFit(InNotebooks):
         keep: int = 2,
         on_sigterm: bool = True,
         delete_when_done: bool = True,
+        background: bool = True,
     ) -> list[keras.callbacks.Callback]:
         """Callbacks that let a restarted `fit` resume where it was interrupted.
 
@@ -258,11 +259,12 @@ class DistributedFit(InNotebooks):
             keep: How many of the newest backups to keep.
             on_sigterm: Whether SIGTERM to any worker makes all of them back up and leave `fit`, with exit status 143.
             delete_when_done: Whether to remove the backups when `fit` completes.
+            background: Whether training goes on while a backup is written.
 
         Returns:
             A list for `fit`'s `callbacks`. See `keras_paragrad.distribution.Backup`.
         """
-        return [Backup(directory, every, keep, on_sigterm, delete_when_done=delete_when_done)]
+        return [Backup(directory, every, keep, on_sigterm, delete_when_done=delete_when_done, background=background)]
 
     @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy"])
     def fit(

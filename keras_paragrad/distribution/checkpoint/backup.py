@@ -1,29 +1,31 @@
 """`Backup`: saves everything that a killed `fit` needs to resume."""
 
 import logging
+import time
 from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
 import keras
-import numpy as np
 
 from keras_paragrad.arguments import check_flag, check_integer
 from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
-from keras_paragrad.distribution.checkpoint.content import Content, UnstorableError, VariableInShards
+from keras_paragrad.distribution.checkpoint.background import BackupWriter, Snapshot, agree_on_key
+from keras_paragrad.distribution.checkpoint.content import (
+    Content,
+    UnstorableError,
+    Values,
+    VariableInShards,
+    copy_state,
+    state_in_words,
+)
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, StoredBackup
 from keras_paragrad.distribution.checkpoint.interruptions import StopChecks, StopRequest, TrainingInterrupted
 from keras_paragrad.distribution.checkpoint.resuming import Resumption, common_backup
-from keras_paragrad.distribution.checkpoint.shards import (
-    NO_SHARDS,
-    WrittenShards,
-    remove_unnamed_shards,
-    variable_values,
-    write_worker_shards,
-)
+from keras_paragrad.distribution.checkpoint.shards import read_local_shards, variable_values
 from keras_paragrad.distribution.checkpoint.writers import (
     HISTORY,
     append_epoch,
@@ -36,6 +38,8 @@ from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.storage import model_variables as seam
 
 _log = logging.getLogger("keras_paragrad")
+# Seconds of waiting that are worth a word.
+_NOTICEABLE = 0.5
 
 
 class Backup(keras.callbacks.Callback):
@@ -43,7 +47,8 @@ class Backup(keras.callbacks.Callback):
 
     A backup holds the variables of the model, the optimizer (including an open window of an `AccumulatingOptimizer`)
     and the metrics, the states of random seeds, the epoch and batch, and the state of `EarlyStopping`,
-    `ReduceLROnPlateau`, `ModelCheckpoint` and custom callbacks with `get_state` and `set_state`. The
+    `ReduceLROnPlateau`, `ModelCheckpoint` and custom callbacks with `get_state` and `set_state`. It is copied to host
+    memory between two steps, and written by a thread while training goes on. The
     chief writes it, after every worker has written its shards; writes are atomic, and checksums are
     verified before use. A backup can be restored on a different number of replicas and workers, and under another
     `shard=`. Pass this as the last callback of `fit`, on every worker, and use a separate
@@ -62,6 +67,8 @@ class Backup(keras.callbacks.Callback):
         callbacks: The other callbacks of this `fit`, whose state is backed up too.
         delete_when_done: Whether to remove the backups when `fit` completes; otherwise the next `fit` resumes from
             them.
+        background: Whether training goes on while a backup is written. It waits for the file at the end of `fit`, on
+            SIGTERM, and when the next backup is due. A copy of the state is in host memory meanwhile.
 
     Raises:
         ValueError: An argument is invalid; or when `fit` begins: arguments differ between workers, or the backup is of
@@ -96,6 +103,7 @@ class Backup(keras.callbacks.Callback):
         check_every: int | None = None,
         callbacks: Sequence[keras.callbacks.Callback] = (),
         delete_when_done: bool = True,
+        background: bool = True,
     ):
         look_for("models", "steps", "backups")
         super().__init__()
@@ -105,13 +113,15 @@ class Backup(keras.callbacks.Callback):
         self.check_every = check_integer("check_every", check_every, example=100, optional=True)
         self.callbacks = check_callbacks(callbacks)
         self.delete_when_done = check_flag("delete_when_done", delete_when_done)
+        self.background = check_flag("background", background)
         self._request = StopRequest()
         self._resumption: Resumption | None = None
         self._position = Position(0, 0)
         self._skipped = 0
         self._backed_up_at = 0
         self._ended: tuple[int, dict[str, Any]] | None = None
-        self._failing = False
+        self._writer: BackupWriter | None = None
+        self._failing = self._has_waited = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Restores the newest backup, if there is one."""
@@ -122,6 +132,8 @@ class Backup(keras.callbacks.Callback):
         self._checks = StopChecks(self._strategy, placement.workers, self.check_every)
         check_callback_states(self._stateful_callbacks)
         self._agree_on_settings()
+        BackupWriter.finish_in(self.files)
+        self._writer, self._has_waited = None, False
         stored, damage = common_backup(self._strategy, self.files)
         self._failing, self._resumption = False, None
         if stored:
@@ -145,6 +157,8 @@ class Backup(keras.callbacks.Callback):
         if done <= self._skipped:
             return
         self._position = Position(self._position.epoch, done)
+        if self._writer and self._writer.is_done:
+            self._report(self._writer)
         if self._resumption:
             self._resumption.after_first_batch()
             self._resumption = None
@@ -155,7 +169,7 @@ class Backup(keras.callbacks.Callback):
             self._stop()
         if self.every != "epoch" and done - self._backed_up_at >= int(self.every):
             self._backed_up_at = done
-            self.save()
+            self._begin()
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Backs up, if a backup is due or SIGTERM was received."""
@@ -167,13 +181,14 @@ class Backup(keras.callbacks.Callback):
         if self.on_sigterm and self._checks.ask(self._request.received):
             self._stop()
         if self.every == "epoch" or done - self._backed_up_at >= int(self.every):
-            self.save()
+            self._begin()
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Removes the backups."""
         if self._resumption:
             # No training was left.
             self._resumption.restore_callbacks(self._stateful_callbacks)
+        self._finish()
         self.leave()
         if self.delete_when_done:
             # Wait for all workers: if one failed, a restart needs the backup.
@@ -181,8 +196,11 @@ class Backup(keras.callbacks.Callback):
             self._remove_all()
 
     def leave(self) -> None:
-        """Restores the previous SIGTERM handler, after `fit` failed with an error."""
+        """Restores the previous SIGTERM handler, and waits for this worker's files, after `fit` failed."""
         self._request.leave()
+        if self._writer:
+            self._writer.abandon()
+            self._writer = None
         self._resumption = None
         if self.model is not None:
             seam.set_initial_epoch(self.model, None)
@@ -194,23 +212,52 @@ class Backup(keras.callbacks.Callback):
         Returns:
             Whether this worker succeeded; only the chief writes what isn't in shards.
         """
+        self._begin()
+        return self._finish()
+
+    def _begin(self) -> None:
+        """Copies the state, and begins to write it."""
         self._check_optimizers()
-        sections = seam.variables_of_run(self.model)
-        values = variable_values(replica_placement(self._strategy), sections)
-        variables = [variable for section in sections.values() for variable in section]
-        failure, written = None, NO_SHARDS
-        try:
-            written = write_worker_shards(self._strategy, self.files, self._position, variables)
-            if self._is_chief:
-                self._write(sections, values, written)
-        except (OSError, UnstorableError) as error:
-            failure = error
-            self._log_failure(error)
+        before = time.monotonic()
+        self._finish()
+        waited = time.monotonic() - before
+        if waited > _NOTICEABLE and self.background and not self._has_waited:
+            self._has_waited = True
+            _log.warning(
+                "Training waited %.1f s for a backup, as the next one was due before it was written. Back up less "
+                "often: pass a larger every=, in batches.",
+                waited,
+            )
+        self._writer = BackupWriter(self.files, self._strategy, self._snapshot())
+        if not self.background:
+            self._finish()
+
+    def _finish(self) -> bool:
+        """Waits for the backup that is being written, if any; returns whether this worker succeeded."""
+        if self._writer is None:
+            return True
+        writer, self._writer = self._writer, None
+        writer.wait()
+        self._report(writer)
+        return writer.failure is None
+
+    def _report(self, writer: BackupWriter) -> None:
+        """Warns, once for consecutive failures, that no backup could be written."""
+        failure = writer.failure
+        if failure is not None and not isinstance(failure, (OSError, UnstorableError)):
+            raise failure
+        if failure is not None and not self._failing:
+            newest = next(iter(self.files.paths()), None)
+            _log.warning(
+                "No backup could be written at %s: %s. Training continues, and retries; until then %s. %s",
+                writer.position,
+                str(failure).rstrip("."),
+                f"the last one is {newest.name}" if newest else "there is none to resume from",
+                "Keep it out of the callback's state, and out of logs."
+                if isinstance(failure, UnstorableError)
+                else f"Free some space in {self.files.directory}, or use another directory.",
+            )
         self._failing = failure is not None
-        if any(isinstance(value, VariableInShards) for section in values.values() for value in section):
-            # Even if this failed: shards that no backup names are useless.
-            return remove_unnamed_shards(self._strategy, self.files, written.key) and failure is None
-        return failure is None
 
     def _check_optimizers(self) -> None:
         """Refuses a step with optimizers that a backup would leave out."""
@@ -223,21 +270,32 @@ class Backup(keras.callbacks.Callback):
                 "compile."
             )
 
-    def _write(
-        self,
-        sections: dict[str, list[keras.Variable]],
-        values: dict[str, list[np.ndarray | VariableInShards]],
-        written: WrittenShards,
-    ) -> None:
-        """Writes the backup of this position: variables, states of callbacks, and the names of files with shards."""
+    def _snapshot(self) -> Snapshot:
+        """A copy of the state at this position; every worker calls this."""
+        placement, sections = replica_placement(self._strategy), seam.variables_of_run(self.model)
+        values = variable_values(placement, sections)
+        key, shards = "", []
+        if any(isinstance(value, VariableInShards) for section in values.values() for value in section):
+            key = agree_on_key(self._strategy)
+            shards = read_local_shards(placement, [variable for section in sections.values() for variable in section])
+        content, failure = None, None
+        if self._is_chief:
+            try:
+                content = self._content(sections, values)
+            except UnstorableError as error:
+                failure = error
+        return Snapshot(self._position, content, key, shards, failure)
+
+    def _content(self, sections: dict[str, list[keras.Variable]], values: Values) -> Content:
+        """What the chief writes: variables, and copies of the states of callbacks."""
         names = {name: [variable.path for variable in section] for name, section in sections.items()}
         states = callback_states(self._stateful_callbacks)
         if self._ended and HISTORY in states:
             states[HISTORY] = append_epoch(states[HISTORY], *self._ended)
-        replicas = self._strategy.num_replicas_in_sync
+        states = {name: copy_state(state, state_in_words(name)) for name, state in states.items()}
         built = seam.built_with(self.model) if overrides_train_step(self.model) else None
-        content = Content(values, names, states, self.params.get("steps"), written.files, replicas, built)
-        self.files.write(self._position, content.to_bytes(), written.key)
+        replicas = self._strategy.num_replicas_in_sync
+        return Content(values, names, states, self.params.get("steps"), replicas=replicas, built=built)
 
     @property
     def _stateful_callbacks(self) -> list[keras.callbacks.Callback]:
@@ -250,6 +308,7 @@ class Backup(keras.callbacks.Callback):
             "batches between backups": 0 if self.every == "epoch" else int(self.every),
             "as on_sigterm": int(self.on_sigterm),
             "steps between checks": self.check_every or 0,
+            "as background": int(self.background),
         }
         agree(self._strategy, settings, "settings of Backup")
 
@@ -275,21 +334,6 @@ class Backup(keras.callbacks.Callback):
             self.files.remove_all(only_shards=not self._is_chief)
         except OSError as error:
             _log.warning("The backups could not be removed: %s. The next fit would resume from them.", error)
-
-    def _log_failure(self, error: Exception) -> None:
-        """Warns, once for consecutive failures, that no backup could be written."""
-        if self._failing:
-            return
-        newest = next(iter(self.files.paths()), None)
-        _log.warning(
-            "No backup could be written at %s: %s. Training continues, and retries; until then %s. %s",
-            self._position,
-            str(error).rstrip("."),
-            f"the last one is {newest.name}" if newest else "there is none to resume from",
-            "Keep it out of the callback's state, and out of logs."
-            if isinstance(error, UnstorableError)
-            else f"Free some space in {self.files.directory}, or use another directory.",
-        )
 
     def _stop(self) -> None:
         saved = self.save()

@@ -108,6 +108,17 @@ def decode(encoded: Any, arrays: list[np.ndarray]) -> Any:
     return array.tobytes() if kind == "bytes" else array if kind == "array" else array[()]
 
 
+def copy_state(state: Any, where: str) -> Any:
+    """A copy of a callback's state, which the callback doesn't change.
+
+    Raises:
+        UnstorableError: It has a value that a backup can't store.
+    """
+    arrays: list[np.ndarray] = []
+    encoded = encode(state, arrays, where)
+    return decode(encoded, [array.copy() for array in arrays])
+
+
 def is_storable(dtype: np.dtype) -> bool:
     """Whether a NumPy archive, together with the dtype's name, preserves a dtype."""
     if dtype.hasobject:

@@ -1,13 +1,8 @@
-"""The shards of a backup: written by all workers, located, and read one variable at a time."""
+"""The shards of a backup: read by each worker, located in files, and restored one variable at a time."""
 
-import collections
-import contextlib
-import json
 import math
-import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import keras
 import numpy as np
@@ -16,34 +11,13 @@ import tensorflow as tf
 from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
 from keras_paragrad.distribution.checkpoint.content import Values, VariableInShards
 from keras_paragrad.distribution.checkpoint.file_format import (
-    Position,
     ShardFile,
-    digest_words,
     has_shard_file,
     is_intact,
     read_shards,
-    remove_shards,
-    shard_file_name,
-    write_shards,
 )
-from keras_paragrad.distribution.checkpoint.files import BackupFiles
-from keras_paragrad.distribution.workers import from_chief, gather, sum_bytes
-from keras_paragrad.storage.storage import Parts, storage_of
-
-
-class WrittenShards(NamedTuple):
-    """The shards that the workers have written.
-
-    Attributes:
-        key: The key of this attempt, or `""` if no variable is sharded.
-        files: The file of each worker.
-    """
-
-    key: str
-    files: list[ShardFile]
-
-
-NO_SHARDS = WrittenShards("", [])
+from keras_paragrad.distribution.workers import gather, sum_bytes
+from keras_paragrad.storage.storage import storage_of
 
 
 def variable_values(placement: ReplicaPlacement, sections: dict[str, list[keras.Variable]]) -> Values:
@@ -66,51 +40,10 @@ def variable_values(placement: ReplicaPlacement, sections: dict[str, list[keras.
     return values
 
 
-def write_worker_shards(
-    strategy: tf.distribute.Strategy, files: BackupFiles, position: Position, variables: Sequence[keras.Variable]
-) -> WrittenShards:
-    """Writes each worker's shards of variables; every worker calls this.
-
-    Raises:
-        OSError: On every worker, if one of them could not write its shards.
-    """
-    placement = replica_placement(strategy)
-    parts = [each for variable in variables if (each := storage_of(variable).parts(placement)) is not None]
-    if not parts:
-        return NO_SHARDS
-    # The chief's, on all workers.
-    key = f"{int(gather(strategy, np.array([secrets.randbits(62)]))[0, 0]):016x}"
-    names = [shard_file_name(position, key, worker, placement.workers) for worker in range(placement.workers)]
-    mine, failure, shards = None, None, _local_shards(parts)
-    try:
-        mine = write_shards(files.directory, names[placement.worker], shards)
-    except OSError as error:
-        failure = error
-        # Reading the rest of a mesh is a collective operation.
-        collections.deque(shards, maxlen=0)
-    digest = digest_words(mine.digest) if mine else [0] * 4
-    answers = gather(strategy, np.array([mine.size if mine else -1, *digest], np.int64))
-    failed = np.flatnonzero(answers[:, 0] < 0)
-    if failure is not None:
-        raise failure
-    if len(failed):
-        raise OSError(f"worker {failed[0]} could not write its shards")
-    sizes = answers[:, 0].tolist()
-    digests = [row.tobytes().hex() for row in answers[:, 1:]]
-    return WrittenShards(key, [ShardFile(*each) for each in zip(names, sizes, digests, strict=True)])
-
-
-def remove_unnamed_shards(strategy: tf.distribute.Strategy, files: BackupFiles, key: str) -> bool:
-    """Removes the shards that no backup of the chief names; every worker calls this.
-
-    Returns:
-        Whether a backup names those with this key.
-    """
-    chief = replica_placement(strategy).worker == 0
-    keys = json.loads(from_chief(strategy, json.dumps(files.shards).encode() if chief else None))
-    with contextlib.suppress(OSError):
-        remove_shards(files.directory, keys)
-    return key in keys
+def read_local_shards(placement: ReplicaPlacement, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
+    """This worker's shards of variables, in host memory; every worker calls this."""
+    parts = [storage_of(variable).parts(placement) for variable in variables]
+    return [shard for part in parts if part is not None for shard in part.read()]
 
 
 def locate_shards(
@@ -184,11 +117,6 @@ class ShardReader:
             )
         whole = sum_bytes(self._strategy, flat).view(variable.dtype)
         return whole[: math.prod(variable.shape)].reshape(variable.shape)
-
-
-def _local_shards(parts: Iterable[Parts]) -> Iterator[np.ndarray]:
-    for each in parts:
-        yield from each.read()
 
 
 def _choose_worker(workers: np.ndarray, index: int) -> int | None:

@@ -14,7 +14,9 @@ from backed_up import BATCH_SIZE, EPOCHS, STEPS, build, data, limited_files
 from histories import CASES, MICRO_BATCHES, MicroBatches, assert_same
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
+from keras_paragrad.distribution.checkpoint import backup as backup_module
 from keras_paragrad.distribution.checkpoint.backup import Backup
+from keras_paragrad.distribution.checkpoint.content import Content
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
 from keras_paragrad.distribution.checkpoint.interruptions import TrainingInterrupted
 from keras_paragrad.distribution.replicas.parallelism import ReplicaPreparation
@@ -42,9 +44,16 @@ def send_sigterm():
 
 
 def fit(model, callbacks, epochs=EPOCHS, **options):
-    return model.fit(
-        *data(), batch_size=BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks, **options
-    )
+    try:
+        return model.fit(
+            *data(), batch_size=BATCH_SIZE, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks, **options
+        )
+    except BaseException:
+        # As `dist.fit` does: what is being written is in the directory then.
+        for backup in callbacks:
+            if isinstance(backup, Backup):
+                backup.leave()
+        raise
 
 
 def falling(epoch, rate):
@@ -268,6 +277,54 @@ def test_training_goes_on_with_a_full_disk(tmp_path, caplog):
     assert "No backup could be written at epoch 3: [Errno 27] File too large" in said[0]
     assert "the last one is epoch-000001-batch-0000000000.backup. Free some space in" in said[0]
     assert [path.name for path in tmp_path.iterdir()] == ["epoch-000001-batch-0000000000.backup"]
+
+
+def test_training_goes_on_while_a_backup_is_written(tmp_path, monkeypatch):
+    may_flush, flush, model, after = threading.Event(), os.fsync, plain(), {}
+
+    def slow_flush(file):
+        assert may_flush.wait(60)
+        flush(file)
+
+    def look(batch, logs):
+        after[batch + 1] = model.get_weights()
+        if batch + 1 == 9:
+            assert not list(tmp_path.glob("*.backup"))
+            may_flush.set()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", slow_flush)
+    watch = keras.callbacks.LambdaCallback(on_train_batch_end=look)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, [Backup(tmp_path, every=5), watch])
+    # The weights after the fifth step, which four more have changed since.
+    stored, _ = BackupFiles(tmp_path).newest()
+    assert stored.position == Position(0, 5)
+    content = Content.from_bytes(stored.content)
+    named = zip(content.names["model"], content.values["model"], strict=True)
+    weights = [value for name, value in named if "seed" not in name]
+    for one, expected, later in zip(weights, after[5], after[9], strict=True):
+        np.testing.assert_array_equal(one, expected)
+        assert not np.array_equal(one, later)
+
+
+def test_it_waits_for_the_one_before_and_says_so_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(backup_module, "_NOTICEABLE", 0.0)
+    fit(plain(), [Backup(tmp_path, every=2, delete_when_done=False)], epochs=1)
+    assert caplog.text.count("for a backup, as the next one was due before it was written. Back up less often") == 1
+    caplog.clear()
+    fit(plain(), [Backup(tmp_path / "other", every=2, background=False)], epochs=1)
+    assert "for a backup" not in caplog.text
+    assert len(list(tmp_path.glob("*.backup"))) == 2
+
+
+def test_a_defect_of_the_writer_ends_training(tmp_path, monkeypatch):
+    def broken(self, position, content, shards=""):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(BackupFiles, "write", broken)
+    with pytest.raises(RuntimeError, match="a defect"):
+        fit(plain(), [Backup(tmp_path)])
 
 
 def test_only_damaged_backups_stop_it(tmp_path):

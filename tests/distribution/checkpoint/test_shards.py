@@ -5,18 +5,13 @@ import itertools
 import shutil
 
 import backed_up_shards
-import keras
 import numpy as np
 import own_process
 import pytest
-import tensorflow as tf
 from backed_up import NOT_OURS
 from backed_up_shards import STEPS
 
-from keras_paragrad.distribution.checkpoint import shards
 from keras_paragrad.distribution.checkpoint.file_format import Position, remove_shards, shard_file_name, write_shards
-from keras_paragrad.distribution.checkpoint.files import BackupFiles
-from keras_paragrad.storage.storage import Parts, Whole
 
 SECONDS = 120
 # Rounding of 20 updates by replicas that reduce in another order, to weights of about 1.
@@ -88,28 +83,6 @@ def test_missing_and_damaged_shards_are_named(tmp_path):
     assert "it is missing, or has another size" in error
     assert told["with the newest again"] == [(0, 3), []]
     assert told["saved"] and told["kept"]
-
-
-def test_a_worker_that_can_not_write_still_reads(tmp_path):
-    """What is divided over a mesh is gathered by all workers, of which the others would wait for this one."""
-    read = []
-
-    class InAFile(Whole):
-        def parts(self, place):
-            def values():
-                read.append(self.variable)
-                yield self.variable.numpy()
-
-            return Parts(2, values)
-
-    variables = [keras.Variable([1.0, 2.0]) for _ in range(3)]
-    for variable in variables:
-        variable.value.storage = InAFile(variable)
-    files = BackupFiles(tmp_path / "backups")
-    files.directory.touch()
-    with pytest.raises(OSError):
-        shards.write_worker_shards(tf.distribute.get_strategy(), files, Position(0, 1), variables)
-    assert read == variables
 
 
 def test_no_other_file_is_removed(tmp_path):

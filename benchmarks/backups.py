@@ -1,0 +1,126 @@
+"""How long backups keep training waiting: ours, written by a thread and synchronously, and those of Keras and Orbax.
+
+`python benchmarks/backups.py` prints the tables and saves them in `results/backups.json`.
+"""
+
+import contextlib
+import importlib.util
+import os
+import statistics
+import tempfile
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import keras
+import numpy as np
+from harness import report
+from models import endless
+
+from keras_paragrad.distribution import Backup
+
+NAME = "backups"
+# Three matrices of 4096 by 4096 take 200 MB, with Adam 600 MB.
+WIDTH, DEPTH, BATCH = 4096, 3, 128
+EVERY, BACKUPS, ROUNDS = 20, 2, 3
+# What a slow disk writes in a second, in bytes.
+SLOW = 50e6
+NONE, BACKGROUND, SYNCHRONOUS, KERAS = "no backups", "Backup", "Backup(background=False)", "keras BackupAndRestore"
+ORBAX = "keras OrbaxCheckpoint, asynchronous"
+
+
+def build():
+    """A model of 200 MB."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(WIDTH, "relu") for _ in range(DEPTH)]
+    model = keras.Sequential([keras.Input((WIDTH,)), *layers, keras.layers.Dense(1)])
+    model.compile("adam", "mse", jit_compile=False)
+    return model
+
+
+def timed_batches(callback):
+    """Has a callback note the seconds that it takes after each batch; returns the list of these."""
+    seconds, after_batch = [], callback.on_train_batch_end
+
+    def timed(batch, logs=None):
+        begun = time.perf_counter()
+        after_batch(batch, logs)
+        seconds.append(time.perf_counter() - begun)
+
+    callback.on_train_batch_end = timed
+    return seconds
+
+
+@contextlib.contextmanager
+def slow_disk():
+    """Within it, flushing a file takes as long as on a slow disk."""
+    flush = os.fsync
+
+    def fsync(file):
+        flush(file)
+        time.sleep(os.fstat(file).st_size / SLOW)
+
+    os.fsync = fsync
+    try:
+        yield
+    finally:
+        os.fsync = flush
+
+
+def callback_of(case, directory):
+    """The callback of a case, and none without backups."""
+    if case == NONE:
+        return None
+    if case in (BACKGROUND, SYNCHRONOUS):
+        return Backup(directory, EVERY, background=case == BACKGROUND)
+    if case == ORBAX:
+        return keras.callbacks.OrbaxCheckpoint(directory, save_freq=EVERY, save_on_background=True)
+    return keras.callbacks.BackupAndRestore(directory, save_freq=EVERY)
+
+
+def trained(model, case):
+    """Trains over some backups; seconds in all, and seconds that the callback took after batches."""
+    data = endless(np.ones((BATCH, WIDTH), "float32"), np.ones((BATCH, 1), "float32"))
+    with tempfile.TemporaryDirectory() as directory:
+        callback = callback_of(case, directory)
+        seconds = timed_batches(callback) if callback else []
+        begun = time.perf_counter()
+        # One step more, so that no backup is due as the epoch ends.
+        steps = EVERY * BACKUPS + 1
+        model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[callback] if callback else None)
+        return time.perf_counter() - begun, sum(seconds)
+
+
+def measure(disk):
+    """Reports all cases by turns."""
+    cases = [NONE, BACKGROUND, SYNCHRONOUS, KERAS]
+    if importlib.util.find_spec("orbax"):
+        cases.append(ORBAX)
+    model = build()
+    data = endless(np.ones((BATCH, WIDTH), "float32"), np.ones((BATCH, 1), "float32"))
+    model.fit(data, steps_per_epoch=3, verbose=0)
+    taken = {case: [] for case in cases}
+    with slow_disk() if disk == "slow" else contextlib.nullcontext():
+        for _ in range(ROUNDS):
+            for case in cases:
+                taken[case].append(trained(model, case))
+    whole, blocked = ({case: statistics.median(run[i] for run in runs) for case, runs in taken.items()} for i in (0, 1))
+    rows = [
+        [
+            case,
+            whole[case],
+            whole[case] / whole[NONE],
+            blocked[case] / BACKUPS,
+            100 * blocked[case] / whole[NONE],
+            blocked[case] / blocked[SYNCHRONOUS],
+        ]
+        for case in cases
+    ]
+    columns = ["", "seconds", "to no backups", "seconds blocked by one", "% of training", "to synchronous"]
+    title = f"{BACKUPS} backups of a model of 200 MB with Adam, every {EVERY} steps, {disk} disk"
+    report(NAME, title, columns, rows)
+
+
+if __name__ == "__main__":
+    for disk in ("fast", "slow"):
+        measure(disk)

@@ -1,0 +1,206 @@
+"""Writes a backup in a thread while training goes on; workers tell each other when they have written their shards."""
+
+import contextlib
+import json
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.compat.workers import post, remove_post, replica_placement, wait_for_post
+from keras_paragrad.distribution.checkpoint.content import Content
+from keras_paragrad.distribution.checkpoint.file_format import (
+    Position,
+    ShardFile,
+    remove_shards,
+    shard_file_name,
+    write_shards,
+)
+from keras_paragrad.distribution.checkpoint.files import BackupFiles
+from keras_paragrad.distribution.workers import gather
+
+# Seconds between two looks at whether training has ended, while a worker waits for another one's shards.
+_LOOK = 1.0
+_CHIEF = "chief"
+
+
+class Snapshot(NamedTuple):
+    """A copy of the state of training in host memory.
+
+    Attributes:
+        position: The position of training.
+        content: All but the shards; `None` on workers other than the chief, or if there is a failure.
+        key: The key of this attempt, the same on all workers, or `""` if no variable is in shards.
+        shards: This worker's shards.
+        failure: What the state has that can't be stored.
+    """
+
+    position: Position
+    content: Content | None
+    key: str = ""
+    shards: list[np.ndarray] = []  # noqa: RUF012 - never changed
+    failure: Exception | None = None
+
+
+def agree_on_key(strategy: tf.distribute.Strategy) -> str:
+    """A new key for an attempt at a backup; every worker calls this."""
+    return f"{int(gather(strategy, np.array([secrets.randbits(62)]))[0, 0]):016x}"
+
+
+class BackupWriter:
+    """Writes a snapshot in a thread.
+
+    Each worker writes its shards and posts their size and checksum. Once all have, the chief writes the backup that
+    names them, and posts which shards are named by a backup; the others are removed.
+
+    Args:
+        files: Where to write.
+        strategy: The workers' strategy.
+        snapshot: What to write.
+
+    Attributes:
+        position: The position of training.
+        failure: Why the backup wasn't written, once `is_done`.
+    """
+
+    _running: set["BackupWriter"] = set()  # noqa: RUF012 - of this process
+
+    def __init__(self, files: BackupFiles, strategy: tf.distribute.Strategy, snapshot: Snapshot):
+        self.position = snapshot.position
+        self.failure: Exception | None = None
+        self._files, self._strategy = files, strategy
+        self._placement = replica_placement(strategy)
+        self._posts = _Posts(snapshot.key, self._placement.workers, self._is_abandoned)
+        self._in_shards = bool(snapshot.key)
+        self._has_posted, self._abandoned = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(snapshot,), name="keras_paragrad backup")
+        self._running.add(self)
+        self._thread.start()
+
+    @classmethod
+    def finish_in(cls, files: BackupFiles) -> None:
+        """Waits for what an earlier `fit` of this process still writes to a directory."""
+        for writer in [writer for writer in cls._running if writer._files.directory == files.directory]:
+            writer.abandon()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the backup is written, or couldn't be."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Waits for the backup; every worker calls this."""
+        if self._in_shards and self._placement.workers > 1:
+            # Collectives end with an error if a worker is lost; its posts would never come.
+            self._has_posted.wait()
+            gather(self._strategy, [0])
+            if self._placement.worker == 0:
+                self._thread.join()
+            gather(self._strategy, [0])
+        self._thread.join()
+        self._posts.remove()
+
+    def abandon(self) -> None:
+        """Waits for what this worker writes, but for no other worker: one of them may be lost."""
+        self._abandoned.set()
+        self._thread.join()
+
+    def _is_abandoned(self) -> bool:
+        return self._abandoned.is_set() or not threading.main_thread().is_alive()
+
+    def _run(self, snapshot: Snapshot) -> None:
+        try:
+            if self._in_shards:
+                self._write_in_shards(snapshot)
+            elif snapshot.failure is not None:
+                raise snapshot.failure
+            elif snapshot.content is not None:
+                self._files.write(snapshot.position, snapshot.content.to_bytes())
+        except Exception as failure:
+            self.failure = failure
+        finally:
+            self._has_posted.set()
+            self._running.discard(self)
+
+    def _write_in_shards(self, snapshot: Snapshot) -> None:
+        """Writes this worker's shards and, on the chief, the backup that names those of all."""
+        worker, failure, written = self._placement.worker, None, None
+        try:
+            written = self._write_shards(snapshot)
+        except Exception as error:
+            failure = error
+        self._posts.post(str(worker), written)
+        self._has_posted.set()
+        if worker == 0:
+            try:
+                self._write_main(snapshot)
+            except Exception as error:
+                failure = failure or error
+            self._posts.post(_CHIEF, [self._files.shards, str(failure or "")])
+        named, reason = self._posts.read(_CHIEF)
+        # Even after a failure: shards that no backup names are useless.
+        with contextlib.suppress(OSError):
+            remove_shards(self._files.directory, named)
+        if snapshot.key not in named:
+            raise failure or OSError(f"worker 0 wrote no backup: {reason}")
+
+    def _write_shards(self, snapshot: Snapshot) -> ShardFile:
+        if snapshot.failure is not None:
+            raise snapshot.failure
+        name = shard_file_name(snapshot.position, snapshot.key, self._placement.worker, self._placement.workers)
+        return write_shards(self._files.directory, name, snapshot.shards)
+
+    def _write_main(self, snapshot: Snapshot) -> None:
+        posted = [self._posts.read(str(worker)) for worker in range(self._placement.workers)]
+        failed = [worker for worker, file in enumerate(posted) if file is None]
+        if failed:
+            raise OSError(f"worker {failed[0]} could not write its shards")
+        if snapshot.content is not None:
+            content = snapshot.content._replace(shards=[ShardFile(*file) for file in posted])
+            self._files.write(snapshot.position, content.to_bytes(), snapshot.key)
+
+
+class _Posts:
+    """What the workers tell each other about one attempt, as JSON.
+
+    Args:
+        key: The key of the attempt.
+        workers: The number of workers; one has only itself to tell.
+        is_abandoned: Whether to wait no longer.
+    """
+
+    def __init__(self, key: str, workers: int, is_abandoned: Callable[[], bool]):
+        self._key, self._workers, self._is_abandoned = key, workers, is_abandoned
+        self._posted: dict[str, str] = {}
+
+    def post(self, name: str, value: Any) -> None:
+        """Posts a value under a worker's name."""
+        self._posted[name] = json.dumps(value)
+        if self._workers > 1:
+            post(self._full_name(name), self._posted[name])
+
+    def read(self, name: str) -> Any:
+        """Waits for what was posted under a worker's name.
+
+        Raises:
+            OSError: Training has ended before.
+        """
+        text = self._posted.get(name)
+        while text is None:
+            is_last = self._is_abandoned()
+            text = wait_for_post(self._full_name(name), _LOOK)
+            if text is None and is_last:
+                raise OSError(f"training ended before worker {0 if name == _CHIEF else name} had written its part")
+        return json.loads(text)
+
+    def remove(self) -> None:
+        """Removes what this worker has posted, once all have read it."""
+        if self._workers > 1:
+            for name in self._posted:
+                remove_post(self._full_name(name))
+
+    def _full_name(self, name: str) -> str:
+        return f"keras_paragrad/backup/{self._key}/{name}"
