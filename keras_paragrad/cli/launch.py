@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.cli.parser import add_examples, complete_paths, integer, number, refuse
+from keras_paragrad.cli.parser import add_examples, complete_paths, integer, integer_range, number, refuse
 
 if TYPE_CHECKING:
     from keras_paragrad.distribution.cluster import Cluster
-    from keras_paragrad.distribution.launch.nodes import Meeting
+    from keras_paragrad.distribution.launch.meeting import Meeting
 
 # Limit of processes on one machine, and of GPUs for each.
 _MOST = 1024
@@ -20,7 +20,11 @@ _MOST = 1024
 _LONGEST_GRACE = 24 * 3600
 _TOKEN, _SHORTEST_TOKEN = "KERAS_PARAGRAD_TOKEN", 16
 # Until machines are given up that haven't come, in seconds.
-_STARTUP = 600.0
+_STARTUP = _WAIT = 600.0
+# Until workers that were lost are started again, in seconds; doubled each time.
+_REGROW = 60.0
+# Restarts after a failure, if the number of workers may change.
+_RESTARTS = 10
 _USAGE = """%(prog)s --workers N [options] script.py [arguments]
        %(prog)s --workers N [options] -m module [arguments]
        %(prog)s --nodes N --node-rank R --rendezvous HOST:PORT [options] script.py [arguments]
@@ -28,6 +32,7 @@ _USAGE = """%(prog)s --workers N [options] script.py [arguments]
 
 _EXAMPLES = """launch --workers 2 train.py --epochs 3
 launch --workers 4 --devices-per-worker 1 --max-restarts 3 train.py
+launch --workers 2:4 --max-restarts 20 train.py
 launch --workers 2 -m package.train
 launch --nodes 2 --node-rank 0 --rendezvous 10.0.0.5:29500 train.py"""
 
@@ -38,13 +43,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_examples(parser, _EXAMPLES, "guides/launch")
     some, none = integer(1, _MOST), integer(0, _MOST)
     here = parser.add_argument_group("on this machine")
-    here.add_argument("--workers", type=some, metavar="N", help="number of workers")
+    here.add_argument(
+        "--workers", type=integer_range(1, _MOST), metavar="N", help="number of workers, or 2:4 for two to four"
+    )
     here.add_argument("--ps", type=none, default=0, metavar="N", help="number of parameter servers; implies a chief")
     here.add_argument("--devices-per-worker", type=some, metavar="N", help="GPUs visible to each worker (default: all)")
     port, restarts = integer(1024, 65535), integer(0, 10**6)
     here.add_argument("--port-base", type=port, metavar="PORT", help="use free ports from this one up (default: any)")
     here.add_argument(
-        "--max-restarts", type=restarts, default=0, metavar="N", help="restarts after a failure (default: 0)"
+        "--max-restarts",
+        type=restarts,
+        metavar="N",
+        help=f"restarts after a failure (default: 0, or {_RESTARTS} if the number of workers or machines may change)",
+    )
+    here.add_argument(
+        "--regrow-seconds",
+        type=number(least=0, most=_LONGEST_GRACE),
+        metavar="S",
+        help=f"with --workers 2:4, when lost ones are started again; 0 for never (default: {_REGROW:g}, then doubled)",
     )
     here.add_argument(
         "--grace-seconds",
@@ -65,20 +81,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Starts the processes; returns their exit status, or 2 for wrong arguments. Within a job, becomes the task."""
     from keras_paragrad.distribution.cluster import find_cluster
-    from keras_paragrad.distribution.launch.gang import launch
     from keras_paragrad.distribution.launch.tasks import Layout
+    from keras_paragrad.distribution.launch.worlds import Supervision, launch
 
     try:
         command = _command(arguments.script, arguments.module)
         cluster = find_cluster(os.environ)
         meeting = _meeting(arguments)
         if meeting is None and arguments.workers is None:
-            return _exec_task(command, _given_cluster(arguments, cluster), arguments.max_restarts)
+            return _exec_task(command, _given_cluster(arguments, cluster), arguments.max_restarts or 0)
         _check_alone(f"--workers {arguments.workers}" if meeting is None else f"--nodes {arguments.nodes}", cluster)
-        workers = arguments.workers if meeting is None else arguments.workers_per_node or 1
+        numbers = arguments.workers if meeting is None else arguments.nodes
+        if arguments.ps and numbers.least < numbers.most:
+            raise ValueError(
+                f"--workers {numbers} goes without parameter servers. Leave --ps out, or write one number."
+            )
+        if arguments.regrow_seconds is not None and numbers.least == numbers.most:
+            raise ValueError("--regrow-seconds is for a number of workers that may change, as in --workers 2:4.")
+        restarts = _RESTARTS if numbers.least < numbers.most else 0
+        supervision = Supervision(
+            numbers.least,
+            restarts if arguments.max_restarts is None else arguments.max_restarts,
+            arguments.grace_seconds,
+            _REGROW if arguments.regrow_seconds is None else arguments.regrow_seconds,
+            arguments.all_epochs,
+        )
+        workers = numbers.most if meeting is None else arguments.workers_per_node or 1
         layout = Layout(workers, arguments.ps, arguments.devices_per_worker, arguments.port_base)
-        shown = arguments.all_epochs
-        return launch(layout, command, arguments.max_restarts, arguments.grace_seconds, shown, meeting)
+        return launch(layout, command, supervision, meeting)
     except ValueError as error:
         return refuse("launch", error)
     except ConnectionError as error:
@@ -87,7 +117,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _add_nodes(several: Any) -> None:
     """Declares the options of several machines."""
-    several.add_argument("--nodes", type=integer(1, _MOST), metavar="N", help="number of machines")
+    several.add_argument(
+        "--nodes", type=integer_range(1, _MOST), metavar="N", help="number of machines, or 1:4 for one to four"
+    )
     several.add_argument("--node-rank", type=integer(0, _MOST - 1), metavar="R", help="which this one is, from 0")
     several.add_argument(
         "--rendezvous", type=_address, metavar="HOST:PORT", help="where they meet: node 0's address, and a free port"
@@ -108,11 +140,17 @@ def _add_nodes(several: Any) -> None:
         metavar="S",
         help=f"seconds to wait for all machines (default: {_STARTUP:g})",
     )
+    several.add_argument(
+        "--wait",
+        type=number(least=1, most=_LONGEST_GRACE),
+        metavar="S",
+        help=f"seconds to wait once too few machines are left; then the exit status is 75 (default: {_WAIT:g})",
+    )
 
 
 def _meeting(arguments: argparse.Namespace) -> "Meeting | None":
     """Where the machines meet; `None` without `--nodes`."""
-    several = ("node_rank", "rendezvous", "workers_per_node", "token_file", "node_address", "startup_timeout")
+    several = ("node_rank", "rendezvous", "workers_per_node", "token_file", "node_address", "startup_timeout", "wait")
     given = [f"--{name.replace('_', '-')}" for name in several if getattr(arguments, name) is not None]
     if arguments.nodes is None:
         if given:
@@ -123,24 +161,23 @@ def _meeting(arguments: argparse.Namespace) -> "Meeting | None":
             "--nodes needs the rank of this machine, from 0, and the address of node 0, where all meet: "
             f"launch --nodes {arguments.nodes} --node-rank 0 --rendezvous HOST:29500 train.py"
         )
-    if arguments.node_rank >= arguments.nodes:
-        raise ValueError(f"--node-rank is {arguments.node_rank}, and must be from 0 to {arguments.nodes - 1}.")
-    alone = {"--workers": arguments.workers, "--ps": arguments.ps, "--max-restarts": arguments.max_restarts}
-    instead = {
-        "--workers": "Write --workers-per-node N.",
-        "--max-restarts": "Run the same commands again after a failure.",
-    }
+    if arguments.node_rank >= arguments.nodes.most:
+        raise ValueError(f"--node-rank is {arguments.node_rank}, and must be from 0 to {arguments.nodes.most - 1}.")
+    alone = {"--workers": arguments.workers, "--ps": arguments.ps, "--regrow-seconds": arguments.regrow_seconds}
+    instead = {"--workers": "Write --workers-per-node N."}
     for option, value in alone.items():
         if value:
             raise ValueError(f"{option} is for one machine. {instead.get(option, 'Leave it out, or --nodes.')}")
-    from keras_paragrad.distribution.launch.nodes import Meeting
+    from keras_paragrad.distribution.launch.meeting import Meeting
 
     return Meeting(
-        arguments.nodes,
+        arguments.nodes.least,
+        arguments.nodes.most,
         arguments.node_rank,
         arguments.rendezvous,
         _token(arguments.token_file),
         arguments.startup_timeout or _STARTUP,
+        arguments.wait or _WAIT,
         arguments.node_address,
     )
 

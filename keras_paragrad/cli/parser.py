@@ -5,7 +5,7 @@ import difflib
 import re
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from keras_paragrad.arguments import check_integer, check_number, quote
 from keras_paragrad.cli import PROGRAM
@@ -77,6 +77,32 @@ def integer(least: int, most: int) -> Callable[[str], int]:
     def read(word: str) -> int:
         value = int(word) if re.fullmatch(rf"[+-]?[0-9]{{1,{_LONGEST_NUMBER}}}", word) else None
         return _checked(word, lambda: check_integer("it", value, least=least, most=most))
+
+    return read
+
+
+class Range(NamedTuple):
+    """At least and at most so many."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        return str(self.most) if self.least == self.most else f"{self.least}:{self.most}"
+
+
+def integer_range(least: int, most: int) -> Callable[[str], Range]:
+    """For `add_argument(type=...)`: reads an integer within bounds, or two of them, as in 2:4."""
+    read_one = integer(least, most)
+
+    def read(word: str) -> Range:
+        first, colon, last = word.partition(":")
+        found = Range(read_one(first), read_one(last if colon else first))
+        if found.least > found.most:
+            raise argparse.ArgumentTypeError(
+                f"the least comes first, as in {found.most}:{found.least}, got {quote(word)}"
+            )
+        return found
 
     return read
 

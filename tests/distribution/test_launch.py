@@ -300,6 +300,70 @@ def test_restarts_run_out(launcher):
     assert sum("restarting all processes" in line for line in err) == 2
 
 
+# Trains until there is a file of this name; told to stop, it leaves as after a backup.
+TRAINS = """
+size = len(config["cluster"]["worker"])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+started()
+"""
+
+
+def sizes(starts: list) -> list[int]:
+    """The number of workers of each cluster that there was."""
+    return [len(cluster) for cluster in dict.fromkeys(tuple(start[2]["worker"]) for start in starts)]
+
+
+def test_the_workers_that_are_left_go_on(launcher):
+    script = TRAINS + "if size == 3 and index == 1: os.kill(os.getpid(), signal.SIGKILL)\nif size == 3: time.sleep(60)"
+    devices = {"CUDA_VISIBLE_DEVICES": "3,5,7"}
+    script += "\nprint(os.environ['CUDA_VISIBLE_DEVICES'])"
+    options = ("--workers", "2:3", "--regrow-seconds", "0", "--devices-per-worker", "1")
+    status, out, err = launcher.run(script, *options, environment=devices)
+    assert status == 0, err
+    assert sizes(launcher.starts()) == [3, 2]
+    # Without what the lost one used.
+    assert sorted(out) == ["[worker 0] 3", "[worker 1] 7"]
+    assert err[-1] == "[launch] restarting all processes with 2 workers, restart 1 of 10"
+
+
+def test_never_fewer_than_the_least(launcher):
+    status, _, err = launcher.run(TRAINS + "sys.exit(4)", "--workers", "2:3", "--max-restarts", "2")
+    assert (status, sizes(launcher.starts())) == (4, [3, 2, 2]), err
+
+
+def test_lost_workers_are_started_again(launcher):
+    script = (
+        TRAINS
+        + """
+if size == 3 and not Path("lost").exists():
+    if index == 1:
+        wait_for("go")
+        Path("lost").touch()
+        sys.exit(3)
+    time.sleep(60)
+elif size == 2:
+    time.sleep(60)
+"""
+    )
+    process = launcher.start(script, "--workers", "2:3", "--regrow-seconds", "1")
+    launcher.wait_for_starts(3)
+    (launcher.directory / "go").touch()
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 0, err
+    assert sizes(launcher.starts()) == [3, 2, 3]
+    assert "[launch] the workers that were lost are started again: all make a backup, and go on together" in err
+    assert err.splitlines()[-1] == "[launch] going on with 3 workers"
+
+
+def test_a_worker_that_is_told_to_stop_leaves(launcher):
+    process = launcher.start(TRAINS + "if size == 2: time.sleep(60)", "--workers", "1:2", "--regrow-seconds", "0")
+    launcher.wait_for_starts(2)
+    os.kill(launcher.pids()[0], signal.SIGTERM)
+    _, err = process.communicate(timeout=SECONDS)
+    assert (process.returncode, sizes(launcher.starts())) == (0, [2, 1]), err
+    assert err.splitlines()[-1] == "[launch] restarting all processes with 1 worker, as one was told to stop"
+
+
 def test_a_worker_may_finish_before_the_others(launcher):
     script = "started()\nif index == 0: sys.exit()\ntime.sleep(1)\nprint('last')"
     assert launcher.run(script, "--workers", "2") == (0, ["[worker 1] last"], [])

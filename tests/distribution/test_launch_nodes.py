@@ -63,7 +63,7 @@ class Machines:
     def script(self, text: str) -> None:
         (self.directory / "train.py").write_text(COMMON + text)
 
-    def start(self, rank: int, *options: str, nodes: int = 2, token: str | None = TOKEN) -> subprocess.Popen:
+    def start(self, rank: int, *options: str, nodes: int | str = 2, token: str | None = TOKEN) -> subprocess.Popen:
         words = [f"--nodes={nodes}", f"--node-rank={rank}", f"--rendezvous={self.rendezvous}"]
         words += [f"--node-address=127.0.0.{2 + rank}", *options, "train.py"]
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.directory)}
@@ -210,6 +210,101 @@ def test_the_first_waits_for_all_and_hears_of_a_late_failure(machines):
     assert any(line.startswith("[launch] node 1: worker 1 exited with status 5") for line in err)
 
 
+# Told to stop, it leaves as after a backup; it is done when there is a file `done`.
+TRAINS = """
+import signal
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+while not Path("done").exists():
+    time.sleep(0.02)
+"""
+
+
+class Worlds:
+    """Machines whose number changes, and the clusters that their workers have been in."""
+
+    def __init__(self, machines, nodes: str):
+        self.machines, self.nodes, self.launchers = machines, nodes, {}
+        machines.script(TRAINS)
+
+    def start(self, *ranks: int, wait: int = 30) -> None:
+        for rank in ranks:
+            options = (f"--wait={wait}", "--grace-seconds=5", "--max-restarts=5")
+            self.launchers[rank] = self.machines.start(rank, *options, nodes=self.nodes)
+
+    def hosts(self) -> list[list[str]]:
+        """The last number of the addresses of each cluster whose workers have all started, in order."""
+        starts = self.machines.starts()
+        clusters = dict.fromkeys(tuple(start[1]["worker"]) for start in starts)
+        counts = [sum(tuple(start[1]["worker"]) == cluster for start in starts) for cluster in clusters]
+        return [
+            [address.partition(":")[0][-1] for address in cluster]
+            for cluster, count in zip(clusters, counts, strict=True)
+            if count == len(cluster)
+        ]
+
+    def wait_for(self, *hosts: str) -> None:
+        wait_until(lambda: self.hosts() and self.hosts()[-1] == list(hosts))
+
+    def end(self) -> dict[int, tuple[int, list[str]]]:
+        (self.machines.directory / "done").touch()
+        return dict(zip(self.launchers, ended(*self.launchers.values()), strict=True))
+
+
+def test_machines_come_and_go(machines):
+    worlds = Worlds(machines, "1:3")
+    worlds.start(0, 1)
+    worlds.wait_for("2", "3")
+    # One more comes while the others train.
+    worlds.start(2)
+    worlds.wait_for("2", "3", "4")
+    # One is lost, and comes again.
+    lost = worlds.launchers.pop(1)
+    lost.kill()
+    worlds.wait_for("2", "4")
+    worlds.start(1)
+    worlds.wait_for("2", "3", "4")
+    # One is told to leave.
+    leaves = worlds.launchers.pop(2)
+    leaves.terminate()
+    worlds.wait_for("2", "3")
+    ((status, said),) = ended(leaves)
+    assert status == 143, said
+    found = worlds.end()
+    assert [status for status, _ in found.values()] == [0, 0], found
+    err = "\n".join(found[0][1])
+    assert "[launch] node 2 came: all make a backup, and go on together" in err
+    assert "[launch] node 1: was lost" in err
+    assert "[launch] restarting all processes, restart 1 of 5" in err
+    assert "[launch] restarting all processes, as one was told to stop" in err
+    assert err.count("[launch] all 3 nodes have come, with 3 workers") == 2
+    assert err.count("[launch] nodes 0, 1 have come, with 2 workers") == 2
+
+
+def test_the_first_machine_comes_again(machines):
+    worlds = Worlds(machines, "2")
+    worlds.start(0, 1)
+    worlds.wait_for("2", "3")
+    before = len(worlds.hosts())
+    worlds.launchers.pop(0).kill()
+    wait_until(lambda: "waits for node 0" in worlds.launchers[1].stderr.readline())
+    worlds.start(0)
+    wait_until(lambda: len(worlds.hosts()) > before)
+    assert [status for status, _ in worlds.end().values()] == [0, 0]
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_too_few_machines_are_left(machines, lost):
+    worlds = Worlds(machines, "2:3")
+    worlds.start(0, 1, wait=1)
+    worlds.wait_for("2", "3")
+    worlds.launchers.pop(lost).kill()
+    ((status, err),) = ended(*worlds.launchers.values())
+    assert status == 75
+    said = "\n".join(err)
+    assert "[launch] too few nodes are left: " in said
+    assert "--wait 3600" in said and err[-1].startswith("[launch] the same command resumes")
+
+
 def test_a_signal_while_waiting(machines):
     machines.script("")
     process = machines.start(0)
@@ -268,9 +363,10 @@ def test_a_token_file(machines):
         ("--nodes 2 --node-rank 0 --rendezvous a:99999 train.py", "is not a host and a port"),
         ("--nodes 2 --node-rank 0 --rendezvous a:1 --workers 2 train.py", "Write --workers-per-node N."),
         ("--nodes 2 --node-rank 0 --rendezvous a:1 --ps 1 train.py", "--ps is for one machine."),
+        ("--nodes 2:1 --node-rank 0 --rendezvous a:1 train.py", "the least comes first, as in 1:2"),
         (
-            "--nodes 2 --node-rank 0 --rendezvous a:1 --max-restarts 1 train.py",
-            "Run the same commands again after a failure.",
+            "--nodes 1:2 --node-rank 0 --rendezvous a:1 --regrow-seconds 1 train.py",
+            "--regrow-seconds is for one machine.",
         ),
         ("--nodes 2 --node-rank 0 --rendezvous a:1 train.py", "KERAS_PARAGRAD_TOKEN is not set"),
         ("--nodes 2 --node-rank 0 --rendezvous a:1 --token-file empty train.py", "empty is empty"),

@@ -1,19 +1,16 @@
-"""A gang: processes that start, end and restart together."""
+"""A gang: processes that start and end together."""
 
-import contextlib
-import os
 import queue
 import signal
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from keras_paragrad.distribution.launch.member import Member, Output
-from keras_paragrad.distribution.launch.nodes import Meeting, NodeEnded, Nodes, StoppedError, meet
-from keras_paragrad.distribution.launch.tasks import Layout, Task
+from keras_paragrad.distribution.launch.nodes import MEETS_AGAIN, NodeEnded
+from keras_paragrad.distribution.launch.tasks import Task
 
 # Time after the grace period until a guard is considered unresponsive.
 _GUARD_SECONDS = 5.0
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -37,122 +34,20 @@ class Signalled:
     number: int
 
 
-Events = queue.SimpleQueue[Ended | Overdue | Signalled | NodeEnded]
+@dataclass(frozen=True)
+class Resize:
+    """Event: the gang is to end with a backup, so that another one can go on with more workers.
 
-
-# What to do after a run that hasn't ended well.
-_RESUMES = (
-    "the same command resumes, from the newest backup, if the script makes backups: "
-    "callbacks=dist.callbacks(directory) in fit"
-)
-
-
-def launch(
-    layout: Layout,
-    command: Sequence[str],
-    max_restarts: int,
-    grace: float,
-    all_epochs: bool = False,
-    meeting: Meeting | None = None,
-) -> int:
-    """Runs a command as a cluster on this machine, or as this machine's part of one.
-
-    Args:
-        layout: The processes of this machine.
-        command: The command of each.
-        max_restarts: How often to start again after a failure, on this machine alone.
-        grace: Seconds between terminating and killing a process.
-        all_epochs: Whether to show the lines about epochs of all workers, and not of the first alone.
-        meeting: Where the launchers of several machines meet.
-
-    Returns:
-        The exit status.
-
-    Raises:
-        ConnectionError: Other machines haven't come. The message names them.
-        ValueError: There are no free ports, or the machines' options differ.
+    Attributes:
+        gang: The number of the gang.
+        reason: Why.
     """
-    events: Events = queue.SimpleQueue()
-    output = Output(lambda: events.put(Signalled(signal.SIGPIPE)), all_epochs)
-    with _signals_as_events(events):
-        if meeting is None:
-            status = _run_with_restarts(layout, command, max_restarts, grace, output, events)
-        else:
-            try:
-                status = _run_node(layout, command, grace, output, events, meeting)
-            except StoppedError as stopped:
-                output.say(f"received {signal.Signals(stopped.number).name} before all nodes had come")
-                return 128 + stopped.number
-    if status == 0:
-        output.remove_file()
-    elif status != 128 + signal.SIGPIPE:
-        output.say(_RESUMES)
-    return status
+
+    gang: int
+    reason: str
 
 
-def _run_with_restarts(
-    layout: Layout, command: Sequence[str], max_restarts: int, grace: float, output: Output, events: Events
-) -> int:
-    """Runs a cluster on this machine, again after a failure."""
-    restarts = 0
-    while True:
-        gang = Gang(layout.tasks(os.environ), command, grace, output, events)
-        status = gang.run()
-        output.end_run()
-        if status == 0 or gang.signalled or restarts == max_restarts:
-            return status
-        restarts += 1
-        output.say(f"restarting all processes, restart {restarts} of {max_restarts}")
-
-
-def _run_node(
-    layout: Layout, command: Sequence[str], grace: float, output: Output, events: Events, meeting: Meeting
-) -> int:
-    """Runs this machine's part of a cluster, until all machines' parts have ended."""
-
-    def signal_received() -> int:
-        with contextlib.suppress(queue.Empty):
-            event = events.get_nowait()
-            return event.number if isinstance(event, Signalled) else 0
-        return 0
-
-    nodes = meet(meeting, layout, signal_received, output.say, events.put)
-    try:
-        workers = len(nodes.place.jobs["worker"])
-        elsewhere = "" if meeting.rank == 0 or output.all_epochs else "; epochs are shown on node 0"
-        output.say(f"all {meeting.nodes} nodes have come, with {workers} workers{elsewhere}")
-        gang = Gang(layout.tasks(os.environ, nodes.place), command, grace, output, events, nodes.end)
-        status = gang.run()
-        output.end_run()
-        return status or _await_nodes(nodes, output, events)
-    finally:
-        nodes.close()
-
-
-def _await_nodes(nodes: Nodes, output: Output, events: Events) -> int:
-    """Tells the others that this machine is done, and waits on the first one for all; returns the exit status."""
-    nodes.end(0)
-    while nodes.running:
-        event = events.get()
-        if isinstance(event, NodeEnded) and event.status:
-            output.say(f"node {event.node}: {event.reason}")
-            return event.status
-        if isinstance(event, Signalled):
-            nodes.end(128 + event.number, f"received {signal.Signals(event.number).name}")
-            return 128 + event.number
-    return 0
-
-
-@contextlib.contextmanager
-def _signals_as_events(events: Events) -> Generator[None]:
-    """Turns signals into events; signals that are ignored, as under `nohup`, stay ignored."""
-    signals = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda number, _: events.put(Signalled(number))) for number in signals}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+Events = queue.SimpleQueue[Ended | Overdue | Signalled | Resize | NodeEnded]
 
 
 class Gang:
@@ -164,12 +59,15 @@ class Gang:
         grace: Seconds between terminating and killing a member.
         output: Receives the members' output.
         events: Delivers signals to the launcher.
-        on_failure: Called once with the exit status and the reason, if a member fails or a signal is received.
+        number: The number of this gang; events about others are ignored.
+        on_failure: Called once with the exit status, the reason and whether this machine leaves, if a member fails or a
+            signal is received.
 
     Attributes:
         status: The exit status: that of the failed member, by the shell's convention (128 plus the signal that killed
-            it); 128 plus the signal that the launcher received; or 0.
+            it); 128 plus the signal that the launcher received; `MEETS_AGAIN`; or 0.
         signalled: Whether the launcher received a signal.
+        failed: The task that failed, if one of this machine did.
     """
 
     def __init__(
@@ -179,15 +77,18 @@ class Gang:
         grace: float,
         output: Output,
         events: Events,
-        on_failure: Callable[[int, str], None] = lambda status, reason: None,
+        number: int = 0,
+        on_failure: Callable[[int, str, bool], None] = lambda status, reason, leaves: None,
     ):
         self._on_failure = on_failure
         self.status = 0
         self.signalled = False
+        self.failed: Task | None = None
+        self._number = number
         self._grace = grace
         self._output = output
         self._events = events
-        self._ending = False
+        self._ending = self._resizing = self._cut_short = False
         self._interrupts = 0
         self._leading_job = "chief" if any(task.job == "chief" for task in tasks) else "worker"
         self._running = [
@@ -207,10 +108,15 @@ class Gang:
                 self._forward(event.number)
             elif isinstance(event, NodeEnded):
                 self._handle_node(event)
+            elif isinstance(event, Resize):
+                if event.gang == self._number:
+                    self._resize(event.reason)
             elif isinstance(event, Overdue):
                 self._output.say(f"{event.member.task.label} did not exit within {self._grace:g} s and is killed")
             else:
                 self._handle_exit(event.member)
+        if self._resizing and self._cut_short and not self.signalled:
+            self.status = MEETS_AGAIN
         return self.status
 
     def _note_ended(self, member: Member) -> None:
@@ -224,20 +130,34 @@ class Gang:
         self._running.remove(member)
         member.close()
         if self._ending:
+            self._cut_short |= member.status != 0
             return
         if member.status != 0:
+            self.failed = member.task
             self.status = _exit_status(member.status)
             failure = f"{member.task.label} {_describe_exit(member.status)} after {_format_seconds(member.seconds)}"
-            self._on_failure(self.status, failure)
+            self._on_failure(self.status, failure, False)
             self._end_others(failure)
         elif not any(other.task.job == self._leading_job for other in self._running):
             self._end(signal.SIGTERM)
 
     def _handle_node(self, ended: NodeEnded) -> None:
-        """Ends the gang if another machine's has failed."""
-        if ended.status and not self._ending:
+        """Ends the gang if another machine's has failed, or is to be resized."""
+        if ended.gang != self._number or not ended.status or self._ending:
+            return
+        if ended.status == MEETS_AGAIN:
+            self._resize(ended.reason)
+        else:
             self.status = ended.status
             self._end_others(f"node {ended.node}: {ended.reason}")
+
+    def _resize(self, reason: str) -> None:
+        """Ends the gang by SIGTERM, at which its members make a backup."""
+        if not self._ending:
+            self._resizing = True
+            self._output.say(f"{reason}: all make a backup, and go on together")
+            self._output.divert()
+            self._end(signal.SIGTERM)
 
     def _end_others(self, failure: str) -> None:
         """Says what failed, once, and terminates the others; how they fail with it goes to a file."""
@@ -267,7 +187,7 @@ class Gang:
             self.status = 128 + number
             self._end(number)
             name = signal.Signals(number).name
-            self._on_failure(self.status, f"received {name}")
+            self._on_failure(self.status, f"received {name}", True)
             self._output.say(f"received {name}; what still runs after {self._grace:g} s is killed")
         elif self._interrupts > 1:
             for member in self._running:

@@ -63,6 +63,7 @@ class Layout:
         servers: The number of parameter servers; if there are any, there is also a chief.
         devices: The number of GPUs visible to each worker; `None` leaves it unchanged.
         first_port: The lowest port to try; `None` for any free ports.
+        seats: For each worker, which share of the GPUs it sees; by default the first has the first.
 
     Example:
 
@@ -74,6 +75,7 @@ class Layout:
     servers: int = 0
     devices: int | None = None
     first_port: int | None = None
+    seats: Sequence[int] | None = None
 
     def addresses(self, host: str = HOST) -> dict[str, list[str]]:
         """An address for each task, on currently free ports."""
@@ -107,14 +109,16 @@ class Layout:
         if job != "worker":
             return {"CUDA_VISIBLE_DEVICES": "-1"}
         names = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        needed = self.workers * self.devices
+        seats = range(self.workers) if self.seats is None else self.seats
+        needed = (1 + max(seats)) * self.devices
         if names and len(names) < needed:
             raise ValueError(
                 f"{self.workers} workers with {self.devices} GPUs each need {needed}, but CUDA_VISIBLE_DEVICES lists "
                 f"{len(names)}: {','.join(names)}. List more there, or write a smaller --devices-per-worker."
             )
         names = names or [str(number) for number in range(needed)]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(names[index * self.devices : (index + 1) * self.devices])}
+        first = seats[index] * self.devices
+        return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + self.devices])}
 
 
 def free_ports(count: int, first: int | None = None, host: str = HOST) -> list[int]:

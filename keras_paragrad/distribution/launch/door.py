@@ -1,0 +1,169 @@
+"""The first of several machines: the others' launchers come to it, when training begins and while it goes on."""
+
+import contextlib
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, cast
+
+from keras_paragrad.distribution.launch.meeting import LOOK, Meeting, Wait, keep_alive, node_facts
+from keras_paragrad.distribution.launch.tasks import Layout
+from keras_paragrad.distribution.listening import host_of, listen_at
+from keras_paragrad.distribution.rendezvous_server import Caller, MessageSigner, RendezvousServer
+
+# Seconds without another machine coming until fewer than the most begin.
+_SETTLE = 5.0
+# Seconds until a machine that has trained before is given up.
+_SURVIVOR_SECONDS = 60.0
+
+
+class _NodeServer(RendezvousServer):
+    """Admits each machine once, since two may have been given one rank."""
+
+    def admit(self, caller: Caller, rank: int) -> None:
+        if rank not in self.callers:
+            keep_alive(caller.connection)
+            super().admit(caller, rank)
+            return
+        first = self.callers[rank].host
+        refusal = f"Node {rank} has come already, from {first}. Give each machine its own --node-rank, from 0."
+        _answer(caller, self._signer, {"refused": refusal})
+        caller.message = {}
+        self._reject(caller, f"has the rank of node {rank}, which has come from {first}")
+
+    def release(self) -> dict[int, Caller]:
+        """Hands over the connections of the machines that have come, which stay open."""
+        callers, self.callers = self.callers, {}
+        for caller in callers.values():
+            self._selector.unregister(caller.connection)
+        return callers
+
+
+class Door:
+    """The first machine's side of the meetings: where the others come, also while training goes on.
+
+    Args:
+        meeting: Where they meet.
+    """
+
+    def __init__(self, meeting: Meeting):
+        self._meeting = meeting
+        self._signer = meeting.signer()
+        self._stack = contextlib.ExitStack()
+        self._server: _NodeServer | None = None
+        self._watcher: threading.Thread | None = None
+        self._meets = threading.Event()
+
+    def gather(
+        self, layout: Layout, wait: Wait, survivors: Collection[int], restarts: int
+    ) -> tuple[dict[int, socket.socket], dict[str, Any]]:
+        """Waits for the others, and tells them the plan.
+
+        Args:
+            layout: The processes of this machine.
+            wait: The time that is left.
+            survivors: Who is waited for, though fewer would do.
+            restarts: How often all have been restarted.
+        """
+        self._stop_watching()
+        server = self._server or self._open(wait)
+        began = changed = time.monotonic()
+        count = len(server.callers)
+        while not self._is_complete(server, survivors, began, changed):
+            if not wait.goes_on():
+                break
+            wait.for_whom(f"node 0 waits at {self._meeting.address} for {_missing(self._meeting, server)}")
+            server.wait(LOOK)
+            if len(server.callers) != count:
+                count, changed = len(server.callers), time.monotonic()
+        # Only now, so that the ports are still free when the workers start.
+        addresses = layout.addresses(self._meeting.host or host_of(self._meeting.address))
+        facts = {0: node_facts(self._meeting, addresses)}
+        facts |= {rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}
+        if 1 + len(server.callers) < self._meeting.least:
+            plan = {"missing": _missing(self._meeting, server), "besides": server.in_words()}
+        else:
+            plan = {**_plan(facts), "restarts": restarts}
+        callers = server.release()
+        for caller in callers.values():
+            _answer(caller, self._signer, plan)
+        return {rank: caller.connection for rank, caller in callers.items()}, plan
+
+    def watch(self, on_come: Callable[[str], None]) -> None:
+        """Listens while training goes on, and calls `on_come`, in a thread, with the first machines that come then."""
+        self._meets.clear()
+        self._watcher = threading.Thread(target=self._watch, args=(on_come,), daemon=True)
+        self._watcher.start()
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._stop_watching()
+        self._stack.close()
+
+    def _open(self, wait: Wait) -> "_NodeServer":
+        meeting = self._meeting
+        elsewhere = ["another machine:1"] * (meeting.most > 1)
+        servers = listen_at(meeting.address, elsewhere, wait.until, "Node 0", "--rendezvous")
+        selector = self._stack.enter_context(selectors.DefaultSelector())
+        server = _NodeServer(selector, servers, self._signer, meeting.most, "node", "has another token")
+        self._server = self._stack.enter_context(server)
+        return server
+
+    def _is_complete(self, server: "_NodeServer", survivors: Collection[int], began: float, changed: float) -> bool:
+        """Whether nobody else is waited for: all have come, or all that trained before, or nobody else for a while."""
+        present, now = {0, *server.callers}, time.monotonic()
+        if len(present) < self._meeting.least:
+            return False
+        if len(present) == self._meeting.most or survivors and present.issuperset(survivors):
+            return True
+        return now - changed >= _SETTLE and (not survivors or now - began >= _SURVIVOR_SECONDS)
+
+    def _watch(self, on_come: Callable[[str], None]) -> None:
+        server, has_told = cast("_NodeServer", self._server), False
+        while not self._meets.is_set():
+            server.wait(LOOK)
+            if server.callers and not has_told:
+                has_told = True
+                on_come(_in_words(sorted(server.callers)))
+
+    def _stop_watching(self) -> None:
+        self._meets.set()
+        if self._watcher is not None:
+            self._watcher.join()
+            self._watcher = None
+
+
+def _missing(meeting: Meeting, server: RendezvousServer) -> str:
+    """The machines that haven't come, in words."""
+    return _in_words([rank for rank in range(1, meeting.most) if rank not in server.callers])
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    """Machines, in words."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ", ".join(f"node {rank}" for rank in ranks[:8]) + more
+
+
+def _plan(facts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The cluster of all machines' workers, in order of ranks; or what differs between them."""
+    for name in ("--nodes", "keras_paragrad"):
+        for rank, each in facts.items():
+            if each.get(name) != facts[0][name]:
+                differs = f"Node 0 has {name} {facts[0][name]}, and node {rank} {each.get(name)}."
+                return {"refused": f"{differs} Start all machines with the same."}
+    workers: list[str] = []
+    firsts: dict[str, int] = {}
+    for rank, each in facts.items():
+        firsts[str(rank)] = len(workers)
+        workers += map(str, each["workers"])
+    return {"jobs": {"worker": workers}, "firsts": firsts, "ranks": list(facts), "run": secrets.token_hex(16)}
+
+
+def _answer(caller: Caller, signer: MessageSigner, plan: Mapping[str, Any]) -> None:
+    """Tells a machine the plan, with its own number, so that no answer to another can be taken for it."""
+    with contextlib.suppress(OSError):
+        caller.connection.settimeout(10)
+        caller.connection.sendall(signer.sign({**plan, "number": caller.message.get("number")}))

@@ -1,0 +1,220 @@
+"""Worlds: gangs that follow one another, of as many workers as there are, until training is done."""
+
+import contextlib
+import dataclasses
+import os
+import queue
+import signal
+import threading
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
+
+from keras_paragrad.distribution.launch.gang import Events, Gang, Resize, Signalled
+from keras_paragrad.distribution.launch.meeting import Meeting, MissingNodesError, StoppedError
+from keras_paragrad.distribution.launch.member import Output
+from keras_paragrad.distribution.launch.nodes import MEETS_AGAIN, Meetings, NodeEnded, Nodes
+from keras_paragrad.distribution.launch.tasks import Layout, Task
+from keras_paragrad.plain_text import counted
+
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The status of workers that were told to stop, and have made a backup.
+_STOPPED = 128 + signal.SIGTERM
+# What to do after a run that hasn't ended well.
+_RESUMES = (
+    "the same command resumes, from the newest backup, if the script makes backups: "
+    "callbacks=dist.callbacks(directory) in fit"
+)
+
+
+class Supervision(NamedTuple):
+    """How the launcher supervises its processes.
+
+    Attributes:
+        least: The least number of workers on this machine, if it is the only one.
+        max_restarts: How often to start again after a failure.
+        grace: Seconds between terminating and killing a process.
+        regrow: Seconds until lost workers of this machine are started again, doubled each time; 0 for never.
+        all_epochs: Whether to show the lines about epochs of all workers, and not of the first alone.
+    """
+
+    least: int
+    max_restarts: int
+    grace: float
+    regrow: float = 60.0
+    all_epochs: bool = False
+
+
+def launch(layout: Layout, command: Sequence[str], supervision: Supervision, meeting: Meeting | None = None) -> int:
+    """Runs a command as a cluster on this machine, or as this machine's part of one.
+
+    Args:
+        layout: The processes of this machine, at most.
+        command: The command of each.
+        supervision: How they are supervised.
+        meeting: Where the launchers of several machines meet.
+
+    Returns:
+        The exit status; 75, to be tried again, if too few machines were left.
+
+    Raises:
+        ConnectionError: Other machines haven't come. The message names them.
+        ValueError: There are no free ports, or the machines' options differ.
+    """
+    events: Events = queue.SimpleQueue()
+    output = Output(lambda: events.put(Signalled(signal.SIGPIPE)), supervision.all_epochs)
+    world = _Worlds(command, supervision, output, events)
+    with _signals_as_events(events):
+        status = world.run_here(layout) if meeting is None else world.run_nodes(layout, meeting)
+    if status == 0:
+        output.remove_file()
+    elif status != 128 + signal.SIGPIPE and world.has_begun:
+        output.say(_RESUMES)
+    return status
+
+
+@contextlib.contextmanager
+def _signals_as_events(events: Events) -> Generator[None]:
+    """Turns signals into events; signals that are ignored, as under `nohup`, stay ignored."""
+    signals = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda number, _: events.put(Signalled(number))) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Worlds:
+    """Starts one gang after another.
+
+    Attributes:
+        has_begun: Whether there was any.
+    """
+
+    def __init__(self, command: Sequence[str], supervision: Supervision, output: Output, events: Events):
+        self._command, self._supervision = command, supervision
+        self._output, self._events = output, events
+        self._restarts = 0
+        self.has_begun = False
+
+    def run_here(self, layout: Layout) -> int:
+        """Runs the workers of this machine. One that is lost is left out, if enough are left, and tried again later."""
+        supervision, gangs, losses = self._supervision, 0, 0
+        seats = list(range(layout.workers))
+        while True:
+            gangs += 1
+            here = dataclasses.replace(layout, workers=len(seats), seats=seats)
+            gang = self._gang(here.tasks(os.environ), gangs)
+            regrowth = self._regrowth(gangs, losses) if len(seats) < layout.workers else None
+            status = gang.run()
+            if regrowth is not None:
+                regrowth.cancel()
+            self._output.end_run()
+            if status == 0 or gang.signalled:
+                return status
+            if status == MEETS_AGAIN and gang.failed is None:
+                seats = list(range(layout.workers))
+                self._output.say(f"going on with {counted(len(seats), 'worker')}")
+                continue
+            if not self._may_restart(status):
+                return status
+            if gang.failed is not None and gang.failed.job == "worker" and len(seats) > supervision.least:
+                losses += 1
+                del seats[gang.failed.index]
+            self._say_restarting(status, f" with {counted(len(seats), 'worker')}" if losses else "")
+
+    def run_nodes(self, layout: Layout, meeting: Meeting) -> int:
+        """Runs this machine's workers, in a cluster of all machines that there are."""
+        may_meet_again = self._supervision.max_restarts > 0 or meeting.least < meeting.most
+        meetings = Meetings(meeting, layout, may_meet_again, self._signal_received, self._output.say)
+        gangs = 0
+        try:
+            while True:
+                gangs += 1
+                nodes = meetings.meet(self._restarts, self._events.put)
+                self._restarts = nodes.restarts
+                status, gang = self._run_gang_of(nodes, layout, meeting, gangs)
+                if status == 0 or gang.signalled or not may_meet_again:
+                    return status
+                if status == MEETS_AGAIN and gang.failed is None:
+                    continue
+                if not self._may_restart(status):
+                    return status
+                self._say_restarting(status)
+        except StoppedError as stopped:
+            self._output.say(f"received {signal.Signals(stopped.number).name} before all nodes had come")
+            return 128 + stopped.number
+        except MissingNodesError as error:
+            if gangs == 1:
+                raise
+            self._output.say(f"too few nodes are left: {error}")
+            return MEETS_AGAIN
+        finally:
+            meetings.close()
+
+    def _run_gang_of(self, nodes: Nodes, layout: Layout, meeting: Meeting, number: int) -> tuple[int, Gang]:
+        """Runs this machine's part of a cluster, until all machines' parts have ended."""
+        try:
+            workers = counted(len(nodes.place.jobs["worker"]), "worker")
+            elsewhere = "" if meeting.rank == 0 or self._output.all_epochs else "; epochs are shown on node 0"
+            who = f"all {meeting.most} nodes have come" if len(nodes.ranks) == meeting.most else _nodes_have_come(nodes)
+            self._output.say(f"{who}, with {workers}{elsewhere}")
+            gang = self._gang(layout.tasks(os.environ, nodes.place), number, nodes.end)
+            status = gang.run()
+            self._output.end_run()
+            return status or self._await_nodes(nodes, number), gang
+        finally:
+            nodes.close()
+
+    def _await_nodes(self, nodes: Nodes, number: int) -> int:
+        """Tells the others that this machine is done, and waits on the first one for all; returns the exit status."""
+        nodes.end(0)
+        while nodes.running:
+            event = self._events.get()
+            if isinstance(event, NodeEnded) and event.gang == number and event.status not in (0, MEETS_AGAIN):
+                self._output.say(f"node {event.node}: {event.reason}")
+                return event.status
+            if isinstance(event, Signalled):
+                nodes.end(128 + event.number, f"received {signal.Signals(event.number).name}", leaves=True)
+                return 128 + event.number
+        return 0
+
+    def _gang(
+        self,
+        tasks: Sequence[Task],
+        number: int,
+        on_failure: Callable[[int, str, bool], None] = lambda status, reason, leaves: None,
+    ) -> Gang:
+        self.has_begun = True
+        return Gang(tasks, self._command, self._supervision.grace, self._output, self._events, number, on_failure)
+
+    def _regrowth(self, gang: int, losses: int) -> threading.Timer | None:
+        """A timer that ends a gang, so that one of all workers of this machine can go on."""
+        if not self._supervision.regrow:
+            return None
+        seconds = self._supervision.regrow * 2 ** (losses - 1)
+        resize = Resize(gang, "the workers that were lost are started again")
+        timer = threading.Timer(seconds, self._events.put, [resize])
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _may_restart(self, status: int) -> bool:
+        """Whether to start again after a gang that ended with this status; one that was told to stop hasn't failed."""
+        self._restarts += status != _STOPPED
+        return self._restarts <= self._supervision.max_restarts and self._supervision.max_restarts > 0
+
+    def _say_restarting(self, status: int, what: str = "") -> None:
+        why = f"restart {self._restarts} of {self._supervision.max_restarts}"
+        self._output.say(f"restarting all processes{what}, {'as one was told to stop' if status == _STOPPED else why}")
+
+    def _signal_received(self) -> int:
+        with contextlib.suppress(queue.Empty):
+            event = self._events.get_nowait()
+            return event.number if isinstance(event, Signalled) else 0
+        return 0
+
+
+def _nodes_have_come(nodes: Nodes) -> str:
+    ranks = ", ".join(map(str, nodes.ranks))
+    return f"node {ranks} has come" if len(nodes.ranks) == 1 else f"nodes {ranks} have come"
