@@ -5,12 +5,15 @@
 
 A round trains in one of the ways of `WAYS`: workers on 127.0.0.1 back up every few batches; one of them, drawn at
 random, gets SIGKILL or SIGTERM, when it starts, while it trains or as it ends; then all start again. The last start of
-a round is left alone. The weights, the history and the number of updates have to be those of one process that nothing
-disturbed; of private training, so has the ledger. The exit status is 1 if they aren't, and what was printed is kept.
+a round is left alone. In other rounds machines come and go, by `launch --nodes 1:3`: launchers and workers are killed,
+told to leave, suspended, and started again. The weights, the history and the number of updates have to be those of one
+process that nothing disturbed; of private training, so has the ledger. The exit status is 1 if they aren't, and what
+was printed is kept. `--record FILE` saves the table as JSON.
 """
 
 import argparse
 import collections
+import json
 import os
 import random
 import secrets
@@ -27,6 +30,7 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import numpy as np
 import own_process
+import soak_worlds
 
 ROWS, FEATURES, CLASSES, BATCH_SIZE, EPOCHS, EVERY = 397, 16, 4, 10, 3, 7
 # A share of the largest weight.
@@ -54,47 +58,58 @@ WAYS = {
 }
 # Once, as they share two cores.
 FOUR = Way("windows", workers=4, kills=2)
+# What three machines that come and go train, and how often one is disturbed.
+WORLDS, DISTURBANCES = ("whole", "windows", "shards", "private", "adversarial"), 6
 
 
-def trained(kind: str, folder: str | None) -> dict[str, Any]:
+def trained(kind: str, folder: str | None, pace: float = 0.02) -> dict[str, Any]:
     """Trains, with backups in the folder if there is one, and returns what is compared."""
     import keras
+    import step_models
 
     from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, make_private
 
     draw = np.random.default_rng(0)
     x, y = draw.normal(size=(ROWS, FEATURES)).astype("float32"), draw.integers(0, CLASSES, ROWS)
-    shard = "parameters" if folder and kind == "shards" else None
-    dist = DistributedFit(shard=shard) if folder else DistributedFit("none")
+    data: tuple[Any, ...] = (x, y)
+    dist = DistributedFit(shard="parameters" if kind == "shards" else None) if folder else DistributedFit("none")
     keras.utils.set_random_seed(1)
     callbacks, options = [], {"batch_size": BATCH_SIZE}
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     with dist.scope():
-        model = keras.Sequential(
-            [keras.Input((FEATURES,)), keras.layers.Dense(256, activation="tanh"), keras.layers.Dense(CLASSES)]
-        )
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        if kind == "adversarial":
+            model = step_models.Gan()
+            model.built = True
+            model.compile(keras.optimizers.SGD(0.05), keras.optimizers.SGD(0.05, momentum=0.9))
+            data = ((x.reshape(ROWS, 4, 4, 1), x[:, :3]),)
+        else:
+            model = keras.Sequential(
+                [keras.Input((FEATURES,)), keras.layers.Dense(256, activation="tanh"), keras.layers.Dense(CLASSES)]
+            )
         if kind == "private":
             privacy = {"clip_norm": 1.0, "noise_multiplier": 1.0, "delta": 1e-4, "seed": 3}
             model = make_private(model, expected_batch_size=BATCH_SIZE, **privacy)
-            options, optimizer = {}, keras.optimizers.SGD(0.1)
+            options = {}
+            model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
         elif kind == "windows":
             # With its usual epsilon, Adam magnifies the rounding of gradients that are next to nothing.
             adam = keras.optimizers.Adam(0.003, epsilon=1e-3, use_ema=True, global_clipnorm=0.5)
-            optimizer = AccumulatingOptimizer(adam, 3, tail="carry")
+            model.compile(AccumulatingOptimizer(adam, 3, tail="carry"), loss, metrics=["accuracy"])
             callbacks = [ExactAccumulation()]
-        else:
+        elif kind != "adversarial":
             optimizer = keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=1.0)
-        model.compile(optimizer, loss, metrics=["accuracy"])
+            model.compile(optimizer, loss, metrics=["accuracy"])
     if folder:
         # As a step of a real model takes longer than this one's, so that most kills are of one that trains.
-        pace = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(0.02))
-        callbacks += [pace, *dist.callbacks(folder, every=EVERY)]
-    history = dist.fit(model, x, y, epochs=EPOCHS, callbacks=callbacks, verbose=0, **options)
+        waits = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: time.sleep(pace))
+        callbacks += [waits, *dist.callbacks(folder, every=EVERY)]
+    history = dist.fit(model, *data, epochs=EPOCHS, callbacks=callbacks, verbose=0, **options)
     print(FITTED, flush=True)
+    optimizer = model.optimizers[1] if kind == "adversarial" else model.optimizer
     return {
         "weights": [np.asarray(weight) for weight in model.get_weights()],
         "history": history.history,
-        "updates": int(model.optimizer.iterations.numpy()),
+        "updates": int(optimizer.iterations.numpy()),
         "ledger": model.privacy.updates if kind == "private" else 0,
     }
 
@@ -106,7 +121,7 @@ def undisturbed(kind: str) -> dict[str, Any]:
 
 def work(task: dict[str, Any]) -> None:
     """Trains as one of several workers, and leaves the result in a file."""
-    found = trained(task["kind"], task["backups"])
+    found = trained(task["kind"], task["backups"], task.get("pace", 0.02))
     weights = {f"weight {number:03}": weight for number, weight in enumerate(found.pop("weights"))}
     history = {f"history {name}": values for name, values in found.pop("history").items()}
     np.savez(task["result"], **weights, **history, **found)
@@ -123,7 +138,7 @@ def difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) ->
     """The largest difference: of weights as a share of the largest, and of what `fit` returned, of each list's largest.
 
     Raises:
-        AssertionError: Integers differ: numbers of updates, or the ledger.
+        AssertionError: It is too large; or integers differ: numbers of updates, or the ledger.
     """
     assert found.keys() == expected.keys(), f"{sorted(found)} instead of {sorted(expected)}"
     floats = [name for name, value in expected.items() if np.issubdtype(value.dtype, np.floating)]
@@ -133,7 +148,9 @@ def difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) ->
     largest = {name: float(np.abs(expected[name]).max()) for name in floats}
     weight = max(largest[name] for name in floats if name.startswith("weight"))
     scales = {name: weight if name.startswith("weight") else largest[name] for name in floats}
-    return max(float(np.abs(found[name] - expected[name]).max()) / scales[name] for name in floats)
+    off = max(float(np.abs(found[name] - expected[name]).max()) / scales[name] for name in floats)
+    assert off <= TOLERANCE, f"the end differs by {off:.1e} of the largest weight"
+    return off
 
 
 class Round:
@@ -144,6 +161,11 @@ class Round:
         folder.mkdir(parents=True)
         self.said: list[str] = []
         self.starts = 0
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many workers each start had."""
+        return [self.way.workers] * self.starts
 
     def run(self, expected: dict[str, np.ndarray]) -> float:
         """Trains until it is done, and returns how far its end is from what is expected.
@@ -157,9 +179,7 @@ class Round:
             done = self._start(kill=self.starts < self.way.kills)
         assert not (self.folder / "backups").exists(), "backups are left"
         results = [dict(np.load(self.folder / f"{worker}.npz")) for worker in range(self.way.workers)]
-        found = max(difference(result, expected) for result in results)
-        assert found <= TOLERANCE, f"the end differs by {found:.1e} of the largest weight"
-        return found
+        return max(difference(result, expected) for result in results)
 
     def _start(self, kill: bool) -> bool:
         """Starts all workers, kills one perhaps, and returns whether training is done."""
@@ -242,47 +262,77 @@ class Round:
         raise AssertionError(f"worker {worker} ended with {status}:\n{printed[-3000:]}")
 
 
+def work_in_world(task: dict[str, Any]) -> None:
+    """Trains as one of as many workers as there are."""
+    index = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    work({**task, "result": f"{task['result']}-{index}.npz"})
+
+
+def train_round(number: int, folder: Path, draw: random.Random, seen: collections.Counter[str]) -> Any:
+    """One training, with its name: by workers of which some are killed, or by machines that come and go."""
+    ways = list(WAYS)
+    if number % 2:
+        kind = WORLDS[number // 2 % len(WORLDS)]
+        return f"{kind}, machines", soak_worlds.Machines(
+            kind, folder / f"{number:03}-{kind}", draw, DISTURBANCES, difference
+        )
+    turn = number // 2
+    name = "four" if turn == len(ways) else ways[(turn - (turn > len(ways))) % len(ways)]
+    way = FOUR if name == "four" else WAYS[name]
+    return f"{way.kind}, {way.workers} workers", Round(way, folder / f"{number:03}-{name}", draw, seen)
+
+
 def main() -> int:
     """Trains until the time is over, says what each round came to, and returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--record", type=Path, help="a file for the table, as JSON")
+    parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.work:
+        work_in_world(given.work)
+        return 0
     seed = secrets.randbelow(10**6) if given.seed is None else given.seed
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
     print(f"Seed {seed}, {given.minutes:g} minutes, in {folder}", flush=True)
     draw, seen = random.Random(seed), collections.Counter[str]()
-    expected = {
-        kind: comparable(own_process.call(undisturbed, kind, [{}], ENDED)[0])
-        for kind in sorted({way.kind for way in WAYS.values()})
-    }
+    kinds = sorted({*WORLDS, *(way.kind for way in WAYS.values())})
+    expected = {kind: comparable(own_process.call(undisturbed, kind, [{}], ENDED)[0]) for kind in kinds}
     deadline = time.monotonic() + 60 * given.minutes
-    rounds, failed, largest = 0, 0, 0.0
-    kills = 0
+    rounds, failed, table = 0, 0, dict[str, dict[str, Any]]()
     while time.monotonic() < deadline and failed < FAILURES:
-        names = list(WAYS)
-        name = "four" if rounds == len(names) else names[(rounds - (rounds > len(names))) % len(names)]
-        way = FOUR if name == "four" else WAYS[name]
-        one = Round(way, folder / f"{rounds:03}-{name}", draw, seen)
-        began = time.monotonic()
+        name, training = train_round(rounds, folder, draw, seen)
+        began, found = time.monotonic(), None
         rounds += 1
         try:
-            found = one.run(expected[way.kind])
-            largest = max(largest, found)
+            found = training.run(expected[name.partition(",")[0]])
             said = f"weights and history differ by {found:.0e}"
-            shutil.rmtree(one.folder)
         except AssertionError as error:
             failed += 1
-            said = f"FAILED, see {one.folder}: {error}"
-        kills += len(one.said)
-        print(
-            f"{name}, {way.workers} workers, {one.starts} starts, {time.monotonic() - began:.0f} s "
-            f"({'; '.join(one.said) or 'no kill'}): {said}",
-            flush=True,
+            said = f"FAILED, see {training.folder}: {error}"
+        seconds, worlds = time.monotonic() - began, training.sizes
+        print(f"{name}, {seconds:.0f} s, worlds {worlds} ({'; '.join(training.said) or 'no kill'}): {said}", flush=True)
+        row = table.setdefault(
+            name, {"": name, "trainings": 0, "failed": 0, "disturbances": 0, "worlds": 0, "error": 0.0}
         )
-    print(f"\nSeed {seed}: {rounds} rounds, {kills} kills, {failed} failed; at most {largest:.0e} off.")
+        row["trainings"] += 1
+        row["failed"] += found is None
+        row["disturbances"] += len(training.said)
+        row["worlds"] += len(worlds)
+        row["error"] = max(row["error"], found or 0.0)
+        if found is not None:
+            shutil.rmtree(training.folder)
+    rows = list(table.values())
+    kills = sum(row["disturbances"] for row in rows)
+    print(f"\nSeed {seed}: {rounds} trainings, {kills} disturbances, {failed} failed.")
+    for row in rows:
+        print(json.dumps(row))
     for how, count in seen.most_common():
         print(f"{count:4} workers: {how}")
+    if given.record:
+        title = f"Trainings in {given.minutes:g} minutes, and the largest difference from one device"
+        given.record.write_text(json.dumps({title: rows}, indent=1) + "\n")
     if not failed:
         shutil.rmtree(folder, ignore_errors=True)
     return int(failed > 0)

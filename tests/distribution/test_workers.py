@@ -9,6 +9,10 @@ import consistency_worker
 import forked_scripts
 import own_process
 import pytest
+import tensorflow as tf
+
+from keras_paragrad.compat import collectives
+from keras_paragrad.compat.workers import ReplicaPlacement
 
 SCRIPT = """
 import json, os, sys
@@ -161,3 +165,21 @@ def test_parameter_servers_count_exactly(tmp_path):
 def test_tensors_made_too_early_are_named():
     with pytest.raises(RuntimeError, match=r"Write DistributedFit\(\.\.\.\) before the first optimizer"):
         own_process.on_workers(consistency_worker.too_late, None, seconds=120)
+
+
+def test_what_is_only_traced_has_the_values_of_this_worker(monkeypatch):
+    """Of the third worker, which has none of the first replica's."""
+    monkeypatch.setattr(collectives, "replica_placement", lambda strategy: ReplicaPlacement(3, 1, 2))
+    with collectives.as_on_replica(tf.distribute.get_strategy()):
+        assert tf.distribute.get_replica_context().replica_id_in_sync_group == 2
+
+
+@pytest.mark.long
+def test_three_workers_end_where_one_process_ends(tmp_path):
+    run(tmp_path, 1, "alone", devices=["CPU:0"])
+    (expected,) = results(tmp_path, "alone")
+    settings = {"rows": [90] * 3, "hidden": [8] * 3, "clips": [0.1] * 3}
+    together = run(tmp_path, 3, "together", devices=["CPU:0"], **settings)
+    assert together.returncode == 0, together.stderr[-3000:]
+    for each in results(tmp_path, "together"):
+        assert_close(each["weights"], expected["weights"], 1e-6)
