@@ -21,7 +21,7 @@ from keras_paragrad.distribution import Backup
 
 NAME = "backups"
 # Three matrices of 4096 by 4096 take 200 MB, with Adam 600 MB.
-WIDTH, DEPTH, BATCH = 4096, 3, 128
+WIDTH, DEPTH, BATCH = 4096, 3, 64
 EVERY, BACKUPS, ROUNDS = 20, 2, 3
 # What a slow disk writes in a second, in bytes.
 SLOW = 50e6
@@ -85,8 +85,8 @@ def trained(model, case):
         callback = callback_of(case, directory)
         seconds = timed_batches(callback) if callback else []
         begun = time.perf_counter()
-        # One step more, so that no backup is due as the epoch ends.
-        steps = EVERY * BACKUPS + 1
+        # As the last one is written, training goes on, and no further one is due when the epoch ends.
+        steps = EVERY * (BACKUPS + 1) - 1
         model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[callback] if callback else None)
         return time.perf_counter() - begun, sum(seconds)
 

@@ -21,7 +21,7 @@ from keras_paragrad.compat.workers import ReplicaPlacement, barrier, replica_pla
 from keras_paragrad.storage.reading import READING, AssignmentRecorder, assigning_whole
 from keras_paragrad.storage.regathering import record_gather
 from keras_paragrad.storage.sharding import Partition, all_gather, reduce_scatter
-from keras_paragrad.storage.storage import Parts, Whole
+from keras_paragrad.storage.storage import Parts, Whole, host_value
 from keras_paragrad.storage.updating import is_elementwise
 
 
@@ -309,7 +309,7 @@ class Sharded(Whole):
             variable.local_copy.assign(variable.partition.whole(all_gather(variable.shard.read_value())))
 
     def parts(self, placement: ReplicaPlacement) -> Parts:
-        return Parts(self.variable.partition.size, lambda: (shard.numpy() for shard in self.variable.values))
+        return Parts(self.variable.partition.size, lambda: map(host_value, self.variable.values))
 
 
 def check_being_updated(variables: Iterable[ShardedVariable]) -> None:

@@ -30,6 +30,12 @@ class Parts(NamedTuple):
     read: Callable[[], Iterator[np.ndarray]]
 
 
+def host_value(variable: Variable | tf.Variable) -> np.ndarray:
+    """A variable's value in host memory, unchanged later: TensorFlow copies what is read before it writes there."""
+    value = variable.value if isinstance(variable, keras.Variable) else variable
+    return np.asarray(value.read_value()) if hasattr(value, "read_value") else np.asarray(value)
+
+
 class Storage(Protocol):
     """Where a variable's value lives. The defaults are those of a variable that is whole on every replica.
 

@@ -17,7 +17,7 @@ from keras_paragrad.distribution.checkpoint.file_format import (
     read_shards,
 )
 from keras_paragrad.distribution.workers import gather, sum_bytes
-from keras_paragrad.storage.storage import storage_of
+from keras_paragrad.storage.storage import host_value, storage_of
 
 
 def variable_values(placement: ReplicaPlacement, sections: dict[str, list[keras.Variable]]) -> Values:
@@ -32,7 +32,7 @@ def variable_values(placement: ReplicaPlacement, sections: dict[str, list[keras.
         for variable in variables:
             parts = storage_of(variable).parts(placement)
             if parts is None:
-                section.append(np.asarray(variable.numpy()))
+                section.append(host_value(variable))
                 continue
             dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
             section.append(VariableInShards(tuple(variable.shape), dtype, parts.size, begin))

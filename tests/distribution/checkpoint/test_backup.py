@@ -5,6 +5,7 @@ import logging
 import os
 import signal
 import threading
+import time
 
 import keras
 import numpy as np
@@ -252,24 +253,27 @@ def test_in_another_thread_it_is_said(tmp_path, caplog):
 
 
 class FullDisk(keras.callbacks.Callback):
-    """Lets no file grow beyond 1000 bytes from one epoch on."""
+    """Lets no file grow beyond 1000 bytes from one epoch on, once there is a backup."""
 
-    def __init__(self, epoch):
+    def __init__(self, epoch, directory):
         super().__init__()
-        self.epoch, self.limit = epoch, limited_files(1000)
+        self.epoch, self.directory, self.limit = epoch, directory, limited_files(1000)
 
     def on_epoch_end(self, epoch, logs=None):
         if epoch == self.epoch:
+            deadline = time.monotonic() + 30
+            while not list(self.directory.glob("*.backup")) and time.monotonic() < deadline:
+                time.sleep(0.01)
             self.limit.__enter__()
-
-    def on_train_end(self, logs=None):
-        self.limit.__exit__(None, None, None)
 
 
 def test_training_goes_on_with_a_full_disk(tmp_path, caplog):
     model, straight = plain(), plain()
-    full = FullDisk(1)
-    fit(model, [full, Backup(tmp_path, delete_when_done=False)], epochs=4)
+    full = FullDisk(1, tmp_path)
+    try:
+        fit(model, [full, Backup(tmp_path, delete_when_done=False)], epochs=4)
+    finally:
+        full.limit.__exit__(None, None, None)
     fit(straight, [], epochs=4)
     np.testing.assert_array_equal(model.get_weights()[0], straight.get_weights()[0])
     said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
