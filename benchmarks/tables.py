@@ -172,6 +172,13 @@ def _found(result: Row | None) -> str:
     )
 
 
+def soak() -> str:
+    """What trainings came to whose workers and machines were lost and came."""
+    (rows,) = saved("soak").values()
+    head = ["", "trainings", "disturbances", "worlds", "largest difference"]
+    return table(head, [[*(row[name] for name in ["", *head[1:4]]), f"{row['error']:.0e}"] for row in rows])
+
+
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"stock Keras": stock_errors, "costs": costs},
     "docs/index.md": {"stock Keras": stock_errors},
@@ -180,6 +187,21 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "distribution": exactness_of_distribution,
     },
     "docs/benchmarks/releases.md": {"releases": releases},
+    "docs/guides/elastic.md": {"soak": soak},
+    "docs/benchmarks/distribution.md": {
+        "backups": functools.partial(
+            as_saved, "backups", "2 backups of a model of 200 MB with Adam, every 20 steps, fast"
+        ),
+        "slow backups": functools.partial(
+            as_saved, "backups", "2 backups of a model of 200 MB with Adam, every 20 steps, slow"
+        ),
+    },
+    "docs/benchmarks/index.md": {
+        "startup of a CNN": functools.partial(as_saved, "startup", "Seconds to the end of the first update: CNN"),
+        "startup of a Transformer": functools.partial(
+            as_saved, "startup", "Seconds to the end of the first update: Transformer"
+        ),
+    },
     "docs/benchmarks/accumulation.md": {
         "dense": functools.partial(as_saved, "accumulation", "Milliseconds a micro-batch of 64"),
         "embedding": functools.partial(as_saved, "accumulation", "Milliseconds a micro-batch of 32"),

@@ -183,17 +183,24 @@ _STEP = [
     ),
     _fault(
         "two attempts at a backup give their shards the same names",
-        "distribution/checkpoint/shards.py",
-        'key = f"{int(gather(strategy, np.array([secrets.randbits(62)]))[0, 0]):016x}"',
-        'key = "0" * 16',
+        "distribution/checkpoint/background.py",
+        'return f"{int(gather(strategy, np.array([secrets.randbits(62)]))[0, 0]):016x}"',
+        'return "0" * 16',
         "distribution/checkpoint/test_shards.py::test_killed_while_writing",
     ),
     _fault(
-        "a worker that can't write its part of a backup leaves the others waiting",
-        "distribution/checkpoint/shards.py",
-        "        collections.deque(shards, maxlen=0)\n",
-        "",
-        "distribution/checkpoint/test_shards.py::test_a_worker_that_can_not_write_still_reads",
+        "training waits for the file of a backup",
+        "distribution/checkpoint/backup.py",
+        "        if not self.background:\n            self._finish()\n",
+        "        self._finish()\n",
+        "distribution/checkpoint/test_backup.py::test_training_goes_on_while_a_backup_is_written",
+    ),
+    _fault(
+        "a lost worker's GPU is given to another one",
+        "distribution/launch/worlds.py",
+        "del seats[gang.failed.index]",
+        "seats.pop()",
+        "distribution/test_launch.py::test_the_workers_that_are_left_go_on",
     ),
     _fault(
         "workers of a mesh all write the same part of a backup",
@@ -570,8 +577,8 @@ _DISTRIBUTION = [
     _fault(
         "launched workers share a GPU",
         "distribution/launch/tasks.py",
-        "names[index * self.devices : (index + 1) * self.devices]",
-        "names[index : index + self.devices]",
+        "first = seats[index] * self.devices",
+        "first = seats[index]",
         "distribution/test_launch_places.py::test_each_worker_sees_its_share_of_the_devices",
     ),
     _fault(

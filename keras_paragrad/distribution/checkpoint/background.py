@@ -62,6 +62,7 @@ class BackupWriter:
         snapshot: What to write.
 
     Attributes:
+        files: Where it writes.
         position: The position of training.
         failure: Why the backup wasn't written, once `is_done`.
     """
@@ -71,7 +72,7 @@ class BackupWriter:
     def __init__(self, files: BackupFiles, strategy: tf.distribute.Strategy, snapshot: Snapshot):
         self.position = snapshot.position
         self.failure: Exception | None = None
-        self._files, self._strategy = files, strategy
+        self.files, self._strategy = files, strategy
         self._placement = replica_placement(strategy)
         self._posts = _Posts(snapshot.key, self._placement.workers, self._is_abandoned)
         self._in_shards = bool(snapshot.key)
@@ -83,7 +84,7 @@ class BackupWriter:
     @classmethod
     def finish_in(cls, files: BackupFiles) -> None:
         """Waits for what an earlier `fit` of this process still writes to a directory."""
-        for writer in [writer for writer in cls._running if writer._files.directory == files.directory]:
+        for writer in [writer for writer in cls._running if writer.files.directory == files.directory]:
             writer.abandon()
 
     @property
@@ -118,7 +119,7 @@ class BackupWriter:
             elif snapshot.failure is not None:
                 raise snapshot.failure
             elif snapshot.content is not None:
-                self._files.write(snapshot.position, snapshot.content.to_bytes())
+                self.files.write(snapshot.position, snapshot.content.to_bytes())
         except Exception as failure:
             self.failure = failure
         finally:
@@ -139,11 +140,11 @@ class BackupWriter:
                 self._write_main(snapshot)
             except Exception as error:
                 failure = failure or error
-            self._posts.post(_CHIEF, [self._files.shards, str(failure or "")])
+            self._posts.post(_CHIEF, [self.files.shards, str(failure or "")])
         named, reason = self._posts.read(_CHIEF)
         # Even after a failure: shards that no backup names are useless.
         with contextlib.suppress(OSError):
-            remove_shards(self._files.directory, named)
+            remove_shards(self.files.directory, named)
         if snapshot.key not in named:
             raise failure or OSError(f"worker 0 wrote no backup: {reason}")
 
@@ -151,7 +152,7 @@ class BackupWriter:
         if snapshot.failure is not None:
             raise snapshot.failure
         name = shard_file_name(snapshot.position, snapshot.key, self._placement.worker, self._placement.workers)
-        return write_shards(self._files.directory, name, snapshot.shards)
+        return write_shards(self.files.directory, name, snapshot.shards)
 
     def _write_main(self, snapshot: Snapshot) -> None:
         posted = [self._posts.read(str(worker)) for worker in range(self._placement.workers)]
@@ -159,8 +160,8 @@ class BackupWriter:
         if failed:
             raise OSError(f"worker {failed[0]} could not write its shards")
         if snapshot.content is not None:
-            content = snapshot.content._replace(shards=[ShardFile(*file) for file in posted])
-            self._files.write(snapshot.position, content.to_bytes(), snapshot.key)
+            content = snapshot.content.to_bytes([ShardFile(*file) for file in posted])
+            self.files.write(snapshot.position, content, snapshot.key)
 
 
 class _Posts:

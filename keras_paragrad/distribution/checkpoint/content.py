@@ -179,8 +179,11 @@ class Content(NamedTuple):
     replicas: int = 1
     built: Sequence[Sequence[int] | None] | None = None
 
-    def to_bytes(self) -> bytes:
+    def to_bytes(self, shards: Sequence[ShardFile] = ()) -> bytes:
         """The content as a NumPy archive, which holds no code.
+
+        Args:
+            shards: The files of shards, one for each worker.
 
         Raises:
             UnstorableError: A callback's state has a value that a backup can't store.
@@ -194,9 +197,9 @@ class Content(NamedTuple):
             "steps": self.steps,
             "dtypes": [dtype_name(array.dtype) for array in arrays],
         }
-        if self.shards:
+        if shards:
             cut = [each.described() if isinstance(each, VariableInShards) else None for each in all_values]
-            described["shards"] = {"files": self.shards, "replicas": self.replicas, "cut": cut}
+            described["shards"] = {"files": shards, "replicas": self.replicas, "cut": cut}
         if self.built is not None:
             described["built"] = self.built
         description = np.frombuffer(json.dumps(described).encode(), np.uint8)

@@ -1,13 +1,15 @@
 """The launchers of several machines: they meet at the first one's, end together, and meet again."""
 
 import contextlib
+import dataclasses
 import os
 import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 from keras_paragrad.distribution.launch.door import Door
 from keras_paragrad.distribution.launch.meeting import (
@@ -26,7 +28,8 @@ from keras_paragrad.distribution.rendezvous_server import LONGEST
 MEETS_AGAIN = os.EX_TEMPFAIL
 
 
-class NodeEnded(NamedTuple):
+@dataclass(frozen=True)
+class NodeEnded:
     """Event: the launcher of another machine has ended, or its connection was lost.
 
     Attributes:
@@ -108,7 +111,7 @@ class Nodes:
             if self._failed:
                 return
             self._failed = ended.status != 0
-            line = self._signer.sign(ended._asdict())
+            line = self._signer.sign(dataclasses.asdict(ended))
             for rank, connection in self._connections.items():
                 if rank != ended.node:
                     with contextlib.suppress(OSError):
@@ -130,7 +133,7 @@ class Nodes:
             self.gone.add(ended.node)
         if ended.status and self._rank == 0:
             self._tell(ended)
-        self._on_ended(ended._replace(gang=self._gang))
+        self._on_ended(dataclasses.replace(ended, gang=self._gang))
 
 
 class Meetings:
