@@ -8,7 +8,7 @@ import soak
 import soak_worlds
 
 
-# In `make test`, launchers without TensorFlow come and go in test_launch_nodes.py, and test_shards.py goes on elsewhere.
+# In `make test`, launchers without TensorFlow come and go in test_launch_nodes.py; test_shards.py goes on elsewhere.
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["whole", "windows"])
 def test_machines_that_come_and_go(kind, tmp_path):
