@@ -107,7 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.all_epochs,
         )
         workers = numbers.most if meeting is None else arguments.workers_per_node or 1
-        layout = Layout(workers, arguments.ps, arguments.devices_per_worker, arguments.port_base)
+        world = str(numbers) if numbers.least < numbers.most else None
+        layout = Layout(workers, arguments.ps, arguments.devices_per_worker, arguments.port_base, world=world)
         return launch(layout, command, supervision, meeting)
     except ValueError as error:
         return refuse("launch", error)

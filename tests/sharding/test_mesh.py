@@ -9,6 +9,7 @@ import own_process
 import pytest
 from meshed_training import MeshCase
 
+from keras_paragrad import DistributedFit
 from keras_paragrad.distribution import Options, describe
 from keras_paragrad.distribution.mesh.checks import check_batch
 from keras_paragrad.distribution.mesh.layouts import axes_of_variables, check_layout_map
@@ -240,6 +241,12 @@ def test_keys_of_other_models_of_a_family_are_named_once():
     with pytest.warns(UserWarning, match=r"These keys .* '.*head/kernel', '.*head/output'"):
         check_layout_map(model, of_a_family, [])
     check_layout_map(model, parallel(2, 2, dense__kernel=("model", None), head__bias=("model",)), [])
+
+
+def test_a_mesh_needs_all_of_its_workers(monkeypatch):
+    monkeypatch.setenv("KERAS_PARAGRAD_WORLD", "2:4")
+    with pytest.raises(ValueError, match="it was started with 2:4. Write .*: launch --workers 4 --max-restarts 10"):
+        DistributedFit(mesh={"batch": 2}, layout="auto")
 
 
 def test_a_batch_has_to_divide():

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 HOST = "127.0.0.1"
 # The variable of the token by which the processes of a run authenticate each other.
 TOKEN = "KERAS_PARAGRAD_TOKEN"  # noqa: S105 - the name of the variable
+# The variable of the numbers of workers or machines that a run may have, as in 2:4.
+WORLD = "KERAS_PARAGRAD_WORLD"
 _PORTS = range(1024, 65536)
 
 
@@ -64,6 +66,7 @@ class Layout:
         devices: The number of GPUs visible to each worker; `None` leaves it unchanged.
         first_port: The lowest port to try; `None` for any free ports.
         seats: For each worker, which share of the GPUs it sees; by default the first has the first.
+        world: The numbers of workers or machines that there may be, if these change.
 
     Example:
 
@@ -76,6 +79,7 @@ class Layout:
     devices: int | None = None
     first_port: int | None = None
     seats: Sequence[int] | None = None
+    world: str | None = None
 
     def addresses(self, host: str = HOST) -> dict[str, list[str]]:
         """An address for each task, on currently free ports."""
@@ -89,6 +93,7 @@ class Layout:
         place = place or Place(self.addresses(), secrets.token_hex(16))
         # Python buffers kilobytes of output to a pipe, and loses them if it is killed. TensorFlow logs each barrier.
         common = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "1", **environment, TOKEN: place.token}
+        common |= {WORLD: self.world} if self.world else {}
         tasks = []
         for job, index in self._members:
             task = index + place.first if job == "worker" else index

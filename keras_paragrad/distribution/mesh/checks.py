@@ -1,6 +1,7 @@
 """What is refused on a mesh: options, models, batches, and a TensorFlow that trains wrong there."""
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.distribution.launch.tasks import WORLD
 from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, Mesh
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -43,6 +45,11 @@ def check_mesh_options(options: Options) -> None:
         raise ValueError(
             f"devices={list(options.devices)}, but a keras.distribution names its own devices. Leave devices out, and "
             "name them in keras.distribution.DeviceMesh(shape, axis_names, devices)."
+        )
+    if world := os.environ.get(WORLD):
+        raise ValueError(
+            f"A mesh needs all of its devices, and the launcher may go on with fewer: it was started with {world}. "
+            f"Write the one number that the mesh is for: launch --workers {world.rpartition(':')[2]} --max-restarts 10."
         )
     if not options.exact:
         raise ValueError("exact=False, but a mesh trains as one device does. Leave exact out.")
