@@ -1180,14 +1180,14 @@ _FIRST_BATCH = "accumulation/test_first_batch.py"
 _PROOF = [
     _fault(
         "no difference on the first batch is a finding",
-        "engine/division/proof.py",
+        "engine/division/comparison.py",
         "_TIMES_NOISE = 10",
         "_TIMES_NOISE = 1e9",
         f"{_FIRST_BATCH}::test_in_windows_it_is_refused_before_anything_changes",
     ),
     _fault(
         "rounding on the first batch is a finding",
-        "engine/division/proof.py",
+        "engine/division/comparison.py",
         "return 0.0 if error <= _TIMES_NOISE * noise else error",
         "return error",
         f"{_FIRST_BATCH}::test_what_is_known_is_proved_when_it_is_computed",

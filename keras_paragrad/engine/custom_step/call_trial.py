@@ -14,7 +14,8 @@ from keras_paragrad.engine.custom_step.divided_calls import has_rows, intercepti
 from keras_paragrad.engine.custom_step.versions import gather_remote_values
 from keras_paragrad.engine.custom_step.weighting import TrialStep
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, gradients_match, is_seed, run_trial
+from keras_paragrad.engine.probes.pure_function import is_seed
+from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, gradients_match, run_trial
 from keras_paragrad.engine.probes.weighting_trial import ROWS, over_draws
 from keras_paragrad.engine.tracing.random_rows import random_numbers_of_part
 

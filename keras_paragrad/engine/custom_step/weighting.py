@@ -28,20 +28,15 @@ from keras_paragrad.engine.losses.loss_normalization import UNIFORM_NEEDS
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments
 from keras_paragrad.engine.probes.independence import once_per_compile, states_refusal
-from keras_paragrad.engine.probes.states import RANGES, BatchSplit, split_dependent_states
-from keras_paragrad.engine.probes.trial import (
-    SIZES,
-    Inconclusive,
+from keras_paragrad.engine.probes.pure_function import (
     State,
     is_seed,
     normalize_by_moving_statistics,
-    row_count,
-    run_trial,
-    synthetic_rows,
-    take_rows,
     uses_half_precision,
     value_of,
 )
+from keras_paragrad.engine.probes.states import RANGES, BatchSplit, split_dependent_states
+from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, row_count, run_trial, synthetic_rows, take_rows
 from keras_paragrad.engine.probes.weighting_trial import (
     BOUNDS,
     FIRST,

@@ -106,16 +106,15 @@ class FirstBatchProof:
     def _prove_step(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
         """Proves the model's own `train_step`, once it is analyzed."""
         step = next((each for each in self._divisions.steps.values() if isinstance(each, CustomStep)), None)
-        found = step and find_difference_of_step(self.model, step, data, size, parts)
-        if step is None or found is None:
+        difference = step and find_difference_of_step(self.model, step, data, size, parts)
+        if step is None or difference is None:
             return
-        index, difference = found
         if normalize.weighting != "auto":
             warn_once(self.model, f"{difference}, with weighting={normalize.weighting!r} as stated.")
             return
         where = (
-            f"{difference}, in update {index + 1} of {len(step.calls)} in the train_step of "
-            f"{type(self.model).__name__}, by {step.calls[index].optimizer.name!r}"
+            f"{difference}, in update {difference.call + 1} of {len(step.calls)} in the train_step of "
+            f"{type(self.model).__name__}, by {step.calls[difference.call].optimizer.name!r}"
         )
         raise IndivisibleError(normalize.refusals.of_difference(where, in_train_step=True))
 

@@ -15,14 +15,8 @@ from keras_paragrad.compat.state import patched
 from keras_paragrad.compat.types import Array, Batch, StepLogs
 from keras_paragrad.engine.losses.number_updates import NumberUpdates
 from keras_paragrad.engine.probes.independence import once_per_compile
-from keras_paragrad.engine.probes.trial import (
-    SIZES,
-    Inconclusive,
-    PureFunction,
-    run_trial,
-    take_rows,
-    uses_half_precision,
-)
+from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision
+from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial, take_rows
 from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, over_draws
 
 # What of the parts makes up the whole batch's: sums of numbers, of numbers times rows, of weights, and of numbers times

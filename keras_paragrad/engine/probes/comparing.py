@@ -16,8 +16,9 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.probes.independence import once_per_compile, state_problem
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
+from keras_paragrad.engine.probes.pure_function import PureFunction
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_value_per_example
-from keras_paragrad.engine.probes.trial import SIZES, PureFunction, run_trial, synthetic_rows
+from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
 
 _ROWS = 8
 

@@ -11,15 +11,12 @@ from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import added_losses, all_layers, all_metrics
 from keras_paragrad.compat.state import is_patched
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
+from keras_paragrad.engine.probes.pure_function import PureFunction, State, UnknownState, is_seed
 from keras_paragrad.engine.probes.row_independence import computes_rows_independently, has_value_per_example
 from keras_paragrad.engine.probes.trial import (
     SIZES,
     Inconclusive,
-    PureFunction,
-    State,
-    UnknownState,
     change_rows,
-    is_seed,
     run_trial,
     static_row_count,
     synthetic_rows,

@@ -14,19 +14,21 @@ from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import added_losses, all_layers
 from keras_paragrad.compat.types import Array, Batch, LossArguments
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, output_mask
-from keras_paragrad.engine.probes.trial import (
-    SIZES,
-    Inconclusive,
+from keras_paragrad.engine.probes.pure_function import (
     PureFunction,
     State,
     draw_kernel,
+    uses_half_precision,
+    watch_weights,
+)
+from keras_paragrad.engine.probes.trial import (
+    SIZES,
+    Inconclusive,
     gradients_match,
     row_count,
     run_trial,
     synthetic_rows,
     take_rows,
-    uses_half_precision,
-    watch_weights,
 )
 from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
