@@ -60,7 +60,7 @@ class GradientCache:
         # Before any weight is updated: in optimized graphs, the backward pass of the last slice may otherwise read an
         # updated one.
         gradients = tf.tuple(self.sums.present_gradients(total))
-        return gradient_of_batch(self.context, data, gradients, whole)
+        return gradient_of_batch(self.context, gradients, whole)
 
     def _outputs(self, x: Structure, in_loop: tf.Tensor | int, last: Structure) -> list[tf.Tensor]:
         """The tensors of `forward` for the whole batch; `last` is the slice after those in the loop, if any."""
@@ -129,8 +129,7 @@ class GradientCache:
     def _call(self, run: Callable[[_Inputs], _Outputs], inputs: _Inputs, *, in_loop: bool) -> _Outputs:
         """Runs a slice, in a function of its own if XLA compiles it or if that is faster in a loop."""
         if self.context.by_xla or (in_loop and is_slower_in_loop(self.model)):
-            outputs, _ = call_in_function(lambda inputs: (run(inputs), None), inputs, by_xla=self.context.by_xla)
-            return outputs
+            return call_in_function(run, inputs, by_xla=self.context.by_xla)
         return run(inputs)
 
 

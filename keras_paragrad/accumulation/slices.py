@@ -195,7 +195,7 @@ class Slices(NamedTuple):
             total = tf.cond(remainder > 0, lambda: add_remainder(total), lambda: total)
         elif remainder:
             total = add_remainder(total)
-        return sums.gradient(total, rows)
+        return sums.gradient(total)
 
     def of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch whose loss compares examples, in two runs of each slice."""

@@ -268,7 +268,7 @@ class MicroBatches(NamedTuple):
                     options = {"replica_batch": _PossiblyEmpty(last - first, last > first)}
                 column = index % len(totals)
                 totals[column] = sums.add(totals[column], micro_batch, rows, **options)
-        return sums.gradient(functools.reduce(sums.merge, totals), rows)
+        return sums.gradient(functools.reduce(sums.merge, totals))
 
 
 class _PossiblyEmpty(ReplicaBatch):

@@ -96,7 +96,7 @@ class _CallTrial(TrialStep):
         values = [*keras.tree.flatten(logs), *states]
         return [[tf.cast(each, "float32") for each in values if each is not None]]
 
-    def call(self, layer: keras.layers.Layer, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
+    def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
         sizes = {int(each.shape[0]) for each in keras.tree.flatten((arguments, keywords)) if has_rows(each)}
         total = max(sizes, default=0)
         if self._finds:

@@ -55,13 +55,12 @@ class WholeStep:
     Args:
         model: A built model.
         data: A replica's tensors.
-        normalize: What the user states.
 
     Raises:
         IndivisibleError: Replicas would not compute the same, or no call of a layer can be divided.
     """
 
-    def __init__(self, model: keras.Model, data: Batch, normalize: LossNormalization):
+    def __init__(self, model: keras.Model, data: Batch):
         self.model = model
         if not replicas_are_traced_apart():
             raise IndivisibleError("All replicas of a TPU run the same program.")
@@ -124,7 +123,7 @@ def divide_on_replicas(model: keras.Model, data: Batch, normalize: LossNormaliza
         if normalize.weighting != "auto":
             raise
         try:
-            step = WholeStep(model, data, normalize)
+            step = WholeStep(model, data)
         except (ValueError, tf.errors.InvalidArgumentError) as other:
             _log.debug("Nor can its calls be divided: %s", other)
             raise refusal from None
@@ -144,7 +143,7 @@ class _Trace:
         self.calls: list[tuple[int, int]] = []
         self._gradients: list[tuple[list[Any], int]] = []
 
-    def call(self, layer: keras.layers.Layer, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
+    def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
         begin = _operation_count()
         outputs = call(*arguments, **keywords)
         self.calls.append((begin, _operation_count()))
@@ -188,7 +187,7 @@ class _OnReplica:
     def __init__(self, model: keras.Model, divides: Sequence[bool], reduced_late: Sequence[bool]):
         self.model, self._divides, self._late = model, iter(divides), iter(reduced_late)
 
-    def call(self, layer: keras.layers.Layer, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
+    def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
         divides = next(self._divides, None)
         if divides is None:
             raise changed_order(self.model)

@@ -15,7 +15,7 @@ from keras_paragrad.compat.model import overrides_predict_step, overrides_test_s
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.losses.log_reducer import run_custom_test_step
 from keras_paragrad.engine.losses.logs import all_reduced_results, metrics_result, update_metrics
-from keras_paragrad.engine.losses.sums import LossForm, LossSums, TrackedLosses, loss_sums
+from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.independence import check_metrics
@@ -42,7 +42,8 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
             # Every replica has the loss of the whole batch, so an empty one has its share as well.
             y_pred, sums = evaluate_whole(model, filled, replica_batch)
         else:
-            y_pred, sums = _evaluate(model, filled, take)
+            evaluate = _compiled_alone(functools.partial(_compute_losses, take=take), take)
+            y_pred, sums = evaluate(model, filled)
             sums = sums.zero_unless(replica_batch.nonempty)
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled)
         batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
@@ -71,7 +72,7 @@ def build_predict_function(model: keras.Model, take: Take) -> Callable[[list[Bat
         if overrides_predict_step(model):
             return model.predict_step(data)
         replica_batch = ReplicaBatch.of(data)
-        outputs, _ = _compiled_alone(_predict, take)(model, replica_batch.filled(data))
+        outputs = _compiled_alone(_predict, take)(model, replica_batch.filled(data))
         return replica_batch.drop_filler(outputs)
 
     def predict_batch(batch: Batch) -> Structure:
@@ -106,8 +107,8 @@ def _gather(strategy: tf.distribute.Strategy, output: Any) -> tf.Tensor:
     return tf.concat(parts, 0)
 
 
-# Maps a model and data to nested tensors, and to what else is known once it is traced.
-ModelFunction = Callable[[keras.Model, Batch], tuple[Any, Any]]
+# Maps a model and data to nested tensors, and to what is known once it is traced.
+ModelFunction = Callable[[keras.Model, Batch], Any]
 
 
 def _compiled_alone(function: ModelFunction, take: Take) -> ModelFunction:
@@ -115,7 +116,7 @@ def _compiled_alone(function: ModelFunction, take: Take) -> ModelFunction:
     if not take.by_xla or replica_count() == 1:
         return function
 
-    def compiled(model: keras.Model, data: Batch) -> tuple[Any, Any]:
+    def compiled(model: keras.Model, data: Batch) -> Any:
         if compiles_each_layer(model):
             with compile_by_layer():
                 return function(model, data)
@@ -123,17 +124,6 @@ def _compiled_alone(function: ModelFunction, take: Take) -> ModelFunction:
             return call_in_function(functools.partial(function, model), data)
 
     return compiled
-
-
-def _evaluate(model: keras.Model, data: Batch, take: Take) -> tuple[Structure, LossSums]:
-    """The predictions for a replica batch, and the sums of its losses."""
-
-    def evaluate(model: keras.Model, data: Batch) -> tuple[tuple[Structure, tf.Tensor], LossForm]:
-        y_pred, sums = _compute_losses(model, data, take)
-        return (y_pred, sums.vector), sums.form
-
-    (y_pred, vector), form = _compiled_alone(evaluate, take)(model, data)
-    return y_pred, LossSums(vector, form)
 
 
 def _compute_losses(
@@ -150,8 +140,8 @@ def _compute_losses(
     return y_pred, loss_sums(model, loss, terms, rows_of(x), weight, divided=divided)
 
 
-def _predict(model: keras.Model, data: Batch) -> tuple[Structure, None]:
-    return _infer(model, keras.utils.unpack_x_y_sample_weight(data)[0]), None
+def _predict(model: keras.Model, data: Batch) -> Structure:
+    return _infer(model, keras.utils.unpack_x_y_sample_weight(data)[0])
 
 
 def _infer(model: keras.Model, x: Structure) -> Structure:

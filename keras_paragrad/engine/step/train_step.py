@@ -199,7 +199,7 @@ class TrainStep(NamedTuple):
             gradient = split(self._context_of(context._replace(weigh_replica=None), split), data)
         except IndivisibleError as refusal:
             raise IndivisibleError(f"{split.undivided} {refusal}") from None
-        return scale_by_replica(self.model, gradient, context.weigh_replica) if context.weigh_replica else gradient
+        return scale_by_replica(self.model, gradient, context.weigh_replica)
 
     @property
     def _is_uniform(self) -> bool:
