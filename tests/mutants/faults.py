@@ -1311,9 +1311,9 @@ _CUSTOM_STEPS = [
     ),
     _fault(
         "a number of a slice counts as much as that of the batch",
-        "engine/losses/slice_numbers.py",
-        "is_sum_of_parts(made_up_by, self.summed) else value, self.share",
-        "is_sum_of_parts(made_up_by, self.summed) else value, weight",
+        "engine/losses/part_numbers.py",
+        "return self.of_batch(value, what, made_up_by), self.share(what)",
+        "return self.of_batch(value, what, made_up_by), weight",
         "custom_steps/test_custom_steps.py::test_slices[autoencoder]",
     ),
     _fault(

@@ -13,7 +13,8 @@ from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, StepLo
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions
 from keras_paragrad.engine.losses.counted_scalars import NumberParts, is_sum_of_parts
-from keras_paragrad.engine.losses.slice_numbers import SliceNumbers, counting_numbers
+from keras_paragrad.engine.losses.number_updates import counting_numbers
+from keras_paragrad.engine.losses.part_numbers import SliceNumbers
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.step.stages import BatchSlices
@@ -214,7 +215,7 @@ class _Phase:
 
         share = self._share_of_examples(rows)
         reported = SliceNumbers(self.model, share, self.step.scalars, summed=self.step.summed)
-        with scope, capturing_applies(apply) as released, counting_numbers(reported):
+        with scope, capturing_applies(apply) as released, counting_numbers(self.model, reported):
             logs = train_step_of(self.model)(rows)
         return scope, logs
 

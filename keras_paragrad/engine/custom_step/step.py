@@ -18,8 +18,9 @@ from keras_paragrad.engine.custom_step.weighting import find_weightings, sums_in
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.log_reducer import LogReducer, reducing_metrics, run_custom_train_step
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.number_updates import counting_numbers
+from keras_paragrad.engine.losses.part_numbers import SliceNumbers
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.slice_numbers import SliceNumbers, counting_numbers
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments, weighting_of
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
@@ -129,7 +130,7 @@ class CustomStep:
         with (
             self._reducing_logs(batch, replica_batch) as reduce_logs,
             scope or contextlib.nullcontext(),
-            counting_numbers(numbers),
+            counting_numbers(self.model, numbers),
         ):
             logs = reduce_logs(self._run_whole(batch, replica_batch, apply))
         for state in self.analysis.states:

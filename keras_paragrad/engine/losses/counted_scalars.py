@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, NamedTuple
 
@@ -10,10 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import step_metrics
-from keras_paragrad.compat.state import patched
 from keras_paragrad.compat.types import Array, Batch, StepLogs
-from keras_paragrad.engine.losses.number_updates import NumberUpdates
+from keras_paragrad.engine.losses.number_updates import counting_numbers
 from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision
 from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial, take_rows
@@ -24,7 +21,6 @@ from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, over_draw
 NUMBERS, MEANS, WEIGHTS, PRODUCTS, BY_ROWS = "numbers", "means", "weights", "products", "by rows"
 # Of the numbers' sum, in single and in half precision.
 _TOLERANCE, _IN_HALF_PRECISION = 1e-4, 3e-2
-_thread = threading.local()
 
 MadeUpBy = set[str]
 
@@ -91,22 +87,12 @@ class _Noted:
         self.numbers.append(tf.fill([2], float("nan")) if inside else pair)
 
 
-class _NotedUpdates(NumberUpdates):
-    """Has a trial note the numbers that metrics are given."""
-
-    def counter(self) -> _Noted | None:
-        return getattr(_thread, "noted", None)
-
-
 @contextlib.contextmanager
 def noting_scalars(model: keras.Model) -> Generator[list[tf.Tensor]]:
     """Context of a trial that notes the numbers that metrics are given, each with its weight."""
-    _thread.noted = _Noted()
-    try:
-        with patched(model, lambda: _NotedUpdates(step_metrics(model))):
-            yield _thread.noted.numbers
-    finally:
-        _thread.noted = None
+    noted = _Noted()
+    with counting_numbers(model, noted):
+        yield noted.numbers
 
 
 def scalars_of_trial(noted: Sequence[tf.Tensor], logs: StepLogs) -> list[tf.Tensor]:
