@@ -27,10 +27,10 @@ Update = Callable[[ApplyCall, Gradients], None]
 Share = Callable[[Weighting, Batch], tf.Tensor]
 
 
-class SlicedStep:
+class SlicedStep(NamedTuple):
     """Runs the phases of one step.
 
-    Args:
+    Attributes:
         model: The model.
         analysis: What its step does.
         versions: The versions of weights.
@@ -41,21 +41,14 @@ class SlicedStep:
         summed: Whether it reports sums over the rows, and not means, where that is unknown.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        analysis: StepAnalysis,
-        versions: WeightVersions,
-        weightings: Sequence[Weighting],
-        share: Share,
-        update: Update,
-        scalars: NumberParts | None,
-        *,
-        summed: bool,
-    ):
-        self.model, self.analysis, self.versions = model, analysis, versions
-        self.weightings, self.share, self.update = weightings, share, update
-        self.scalars, self.summed = scalars, summed
+    model: keras.Model
+    analysis: StepAnalysis
+    versions: WeightVersions
+    weightings: Sequence[Weighting]
+    share: Share
+    update: Update
+    scalars: NumberParts | None
+    summed: bool
 
     def run(
         self,

@@ -78,20 +78,13 @@ class CustomStep:
             gradients = replica_batch.gradients(gradients)
             apply_gradient(call.optimizer, call.variables, gradients, whole=True)
 
-        sliced = SlicedStep(
-            self.model,
-            self.analysis,
-            self.versions,
-            self.weightings,
-            weights.share,
-            update,
-            self.scalars,
-            summed=self.summed,
-        )
+        analyzed = self.model, self.analysis, self.versions, self.weightings
+        sliced = SlicedStep(*analyzed, weights.share, update, self.scalars, self.summed)
         if replica_count() == 1:
             return sliced.run(slices)
         with as_one_replica():
-            logs = sliced.run(slices, lambda: self._reducing_results(batch, replica_batch), replica_batch.nonempty)
+            reducer = self._log_reducer(batch, replica_batch)
+            logs = sliced.run(slices, lambda: reducing_metrics(reducer, updates=False), replica_batch.nonempty)
         flat = keras.tree.flatten(logs)
         averaged = [index for index, log in enumerate(self.analysis.logs) if log and log.by_slice]
         for index, total in zip(averaged, sum_over_replicas([flat[index] for index in averaged]), strict=True):
@@ -197,12 +190,6 @@ class CustomStep:
 
         with capturing_applies(capture) as released:
             return train_step_of(self.model)(batch)
-
-    @contextlib.contextmanager
-    def _reducing_results(self, batch: Batch, replica_batch: ReplicaBatch) -> Generator[None]:
-        reducer = self._log_reducer(batch, replica_batch)
-        with reducing_metrics(reducer, updates=False):
-            yield
 
 
 def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:

@@ -137,7 +137,7 @@ class LogReducer(PartNumbers):
                 return self.of_batch(value, what, None)
             return as_mean(value, self.share(what)) if self.summed else value
         if WEIGHTS not in made_up_by and self.normalize is not None:
-            raise self.normalize.refusals.of_counted_scalar(self.model, what)
+            raise counted_scalar_refusal("test_step", self.model, what, self.normalize.divider.parts)
         if WEIGHTS not in made_up_by and self.exact:
             raise counted_scalar_refusal("train_step", self.model, what)
         if PRODUCTS in made_up_by:

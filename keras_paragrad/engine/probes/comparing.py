@@ -69,24 +69,18 @@ class _Traced(NamedTuple):
     refusal: str | None
 
 
-class _Comparison(NamedTuple):
-    """A loss that compares examples, and what is refused of the model's outputs."""
-
-    refusal: str | None
-
-
 def _find(model: Any, arguments: LossArguments, divider: Divider, training: bool) -> bool | str:
     """Runs the trials; returns a refusal if a layer mixes examples too."""
     # Training and evaluation share this answer.
     comparison = once_per_compile(
         ("comparison", _is_required(model)), model, arguments, lambda: _compare(model, arguments)
     )
-    if comparison is None:
+    if not comparison:
         return False
     if layer := _mixing_layer(model, arguments["x"], divider, training):
         return layer
-    if comparison.refusal:
-        return comparison.refusal
+    if isinstance(comparison, str):
+        return comparison
     if training and (problem := state_problem(model, arguments["x"], divider)):
         return problem
     if training:
@@ -108,8 +102,8 @@ def _is_required(model: Any) -> bool:
     return state is not None and state[0] is model._compile_config and ("whole losses", False) in state[1]
 
 
-def _compare(model: Any, arguments: LossArguments) -> _Comparison | None:
-    """Traces the loss of synthetic rows; `None` if it compares no examples, or can't be traced."""
+def _compare(model: Any, arguments: LossArguments) -> bool | str:
+    """Whether the loss of synthetic rows compares examples, or why outputs of parts can't be put together for it."""
     traced = run_trial(
         lambda size: _trace(model, arguments, size),
         *SIZES,
@@ -117,7 +111,7 @@ def _compare(model: Any, arguments: LossArguments) -> _Comparison | None:
         # What is refused then says why.
         question=None,
     )
-    return _Comparison(traced.refusal) if traced is not None and _compares(model, traced) else None
+    return traced is not None and _compares(model, traced) and (traced.refusal or True)
 
 
 def _compares(model: Any, traced: _Traced) -> bool:
