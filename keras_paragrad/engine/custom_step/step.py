@@ -1,7 +1,7 @@
 """`CustomStep`: runs a model's own `train_step` exactly, in slices, on replicas or on the micro-batches of a window."""
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -16,7 +16,7 @@ from keras_paragrad.engine.custom_step.run import SlicedStep, next_call
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions, make_variables, suspended_scope
 from keras_paragrad.engine.custom_step.weighting import find_weightings, sums_in_step
 from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.losses.log_reducer import LogReducer, reducing_metrics, run_custom_train_step
+from keras_paragrad.engine.losses.log_reducer import LogReducer, reducing_metrics
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.number_updates import counting_numbers
 from keras_paragrad.engine.losses.part_numbers import SliceNumbers
@@ -94,8 +94,7 @@ class CustomStep:
     def run_on_replica(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the step on a replica batch, and returns the logs of the whole batch."""
         batch = replica_batch.filled(data)
-        with self._reducing_logs(batch, replica_batch, updates=True) as reduce_logs:
-            return reduce_logs(self._run_whole(batch, replica_batch))
+        return self._log_reducer(batch, replica_batch).run(lambda: self._run_whole(batch, replica_batch))
 
     def run_micro_batch(self, data: Batch, replica_batch: ReplicaBatch, end: Callable[[], None] | None) -> StepLogs:
         """Runs the step on a micro-batch of a window, and returns its logs.
@@ -120,12 +119,12 @@ class CustomStep:
 
         rows = tf.cast(replica_batch.rows, "float32")
         numbers = SliceNumbers(self.model, rows, self.scalars, summed=False, in_window=True)
-        with (
-            self._reducing_logs(batch, replica_batch) as reduce_logs,
-            scope or contextlib.nullcontext(),
-            counting_numbers(self.model, numbers),
-        ):
-            logs = reduce_logs(self._run_whole(batch, replica_batch, apply))
+        with scope or contextlib.nullcontext(), counting_numbers(self.model, numbers):
+            if replica_count() == 1:
+                logs = self._run_whole(batch, replica_batch, apply)
+            else:
+                reducer = self._log_reducer(batch, replica_batch)
+                logs = reducer.run(lambda: self._run_whole(batch, replica_batch, apply), updates=False)
         for state in self.analysis.states:
             if scope and state.by_slice:
                 state.variable.assign(scope.value_of(state.variable))
@@ -146,19 +145,6 @@ class CustomStep:
                 "accumulates, is another. Use self.optimizer in train_step, or write keras_paragrad.microbatch(model, "
                 "size)."
             )
-
-    @contextlib.contextmanager
-    def _reducing_logs(
-        self, batch: Batch, replica_batch: ReplicaBatch, *, updates: bool = False
-    ) -> Generator[Callable[[StepLogs], StepLogs]]:
-        """Context of `reducing_metrics`; yields a function that reduces other logs."""
-        if replica_count() == 1:
-            yield lambda logs: logs
-            return
-        reducer = self._log_reducer(batch, replica_batch)
-        with as_one_replica(), reducing_metrics(reducer, updates=updates):
-            yield reducer.reduce_logs
-        reducer.discard_filler()
 
     def _log_reducer(self, batch: Batch, replica_batch: ReplicaBatch) -> LogReducer:
         return LogReducer(
@@ -196,6 +182,7 @@ def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:
     """Runs a model's own `train_step` on a replica, and updates with the mean of the replicas' gradients, or their sum.
 
     They are summed where a loss is found to be a sum over the rows. Keras sums all, and divides losses of its own.
+    Numbers in the logs are summed, or averaged and weighted by examples: as a trial shows, or else all alike.
     """
     sums, scalars = sums_in_step(model, data)
     calls = iter(sums)
@@ -205,8 +192,10 @@ def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:
         with released():
             optimizer.apply(scale_gradients(gradients, variables, factor), variables)
 
-    with as_one_replica(), capturing_applies(capture) as released:
-        return run_custom_train_step(model, data, summed=bool(sums) and all(sums), scalars=scalars)
+    summed = bool(sums) and all(sums)
+    reducer = LogReducer(model, data, ReplicaBatch.of(data), None, [], summed=summed, scalars=scalars)
+    with capturing_applies(capture) as released:
+        return reducer.run(lambda: model.train_step(data))
 
 
 class _BatchWeights:

@@ -16,7 +16,6 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import (
-    as_one_replica,
     replica_count,
     replica_index,
     replicas_are_traced_apart,
@@ -33,7 +32,7 @@ from keras_paragrad.engine.custom_step.divided_calls import differentiates, has_
 from keras_paragrad.engine.custom_step.run import changed_order, next_call
 from keras_paragrad.engine.custom_step.step import CustomStep, prepare_optimizers
 from keras_paragrad.engine.custom_step.step_graph import StepGraph
-from keras_paragrad.engine.losses.log_reducer import LogReducer, reducing_metrics
+from keras_paragrad.engine.losses.log_reducer import LogReducer
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.replicas.batch_statistics import counting_examples
@@ -90,11 +89,7 @@ class WholeStep:
         batch = keras.tree.map_structure(lambda each: None if each is None else _gather_rows(each), data)
         # Metrics and logs are those of one replica, as if the others had no rows.
         counted = ReplicaBatch(rows_of(batch), tf.constant(replica_index() == 0))
-        reducer = LogReducer(self.model, batch, counted, None, [])
-        with as_one_replica(), reducing_metrics(reducer):
-            logs = reducer.reduce_logs(self._run(batch))
-        reducer.discard_filler()
-        return logs
+        return LogReducer(self.model, batch, counted, None, []).run(lambda: self._run(batch))
 
     def _run(self, batch: Batch) -> StepLogs:
         calls = iter(self.calls)

@@ -50,27 +50,10 @@ def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormali
         ValueError: The weight of a scalar is unknown.
     """
     replica_batch = ReplicaBatch.of(data)
-    # An empty replica batch is filled with a row, so that the step can run; what it adds is discarded below.
+    # An empty replica batch is filled with a row, so that the step can run; what it adds is discarded.
     filled = replica_batch.filled(data)
-    with recorded_terms(model) as terms, as_one_replica():
-        reducer = LogReducer(model, filled, replica_batch, normalize, terms)
-        with reducing_metrics(reducer):
-            logs = reducer.reduce_logs(model.test_step(filled))
-    reducer.discard_filler()
-    return logs
-
-
-def run_custom_train_step(
-    model: keras.Model, data: Batch, *, summed: bool = False, scalars: NumberParts | None = None
-) -> StepLogs:
-    """Runs a custom `train_step` on every replica, and returns its logs over the whole batch.
-
-    Numbers are summed, or averaged and weighted by examples: as `scalars` says, or else all alike.
-    """
-    replica_batch = ReplicaBatch.of(data)
-    reducer = LogReducer(model, data, replica_batch, None, [], summed=summed, scalars=scalars)
-    with reducing_metrics(reducer):
-        return reducer.reduce_logs(model.train_step(data))
+    with recorded_terms(model) as terms:
+        return LogReducer(model, filled, replica_batch, normalize, terms).run(lambda: model.test_step(filled))
 
 
 class LogReducer(PartNumbers):
@@ -176,7 +159,7 @@ class LogReducer(PartNumbers):
         self._results += tf.nest.flatten(result)
         return result
 
-    def reduce_logs(self, logs: StepLogs) -> StepLogs:
+    def _reduce_logs(self, logs: StepLogs) -> StepLogs:
         """Reduces the logs that are not results of metrics."""
 
         def reduce(index: int, path: tuple[str | int, ...], leaf: Scalar) -> Scalar:
@@ -187,7 +170,14 @@ class LogReducer(PartNumbers):
         leaves = [reduce(index, *each) for index, each in enumerate(keras.tree.flatten_with_path(logs))]
         return keras.tree.pack_sequence_as(logs, leaves)
 
-    def discard_filler(self) -> None:
+    def run(self, step: Callable[[], StepLogs], *, updates: bool = True) -> StepLogs:
+        """Runs a step as on one replica, and returns its logs over all replicas; `updates` as in `reducing_metrics`."""
+        with as_one_replica(), reducing_metrics(self, updates=updates):
+            logs = self._reduce_logs(step())
+        self._discard_filler()
+        return logs
+
+    def _discard_filler(self) -> None:
         """Takes the filler of an empty replica batch out of the metrics."""
         if self.batch.nonempty is not None:
             for variable in self.variables:
