@@ -38,18 +38,16 @@ def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Bat
 
     def find(size: int) -> list[bool]:
         whole = _CallTrial(model, calls, remote, rows, None)
-        given = data if isinstance(data, tuple) else (data,)
         parts: list[_CallTrial] = []
 
         def compare(batch: Any) -> bool:
-            batch = batch if isinstance(data, tuple) else batch[0]
             expected = whole(batch, 0)
             parts[:] = parts or [_CallTrial(model, calls, remote, rows, whole.divides)]
             found = parts[0](batch, 0)
             pairs = zip(expected, found, strict=True)
             return all(gradients_match(*pair, half_precision=whole.half_precision) for pair in pairs)
 
-        if not all(over_draws(model, given, size, compare, rows)):
+        if not all(over_draws(model, data, size, compare, rows)):
             return []
         return whole.divides
 

@@ -207,12 +207,8 @@ def find_weightings(
 
     def find(size: int) -> list[WeightingTrial]:
         step = _ScalarTrial(model, analysis.calls, analysis.states, remote)
-        given = data if isinstance(data, tuple) else (data,)
-
-        def compare(batch: Any) -> tuple[list[list[float]], NumberParts | None]:
-            return _compare(step, batch if isinstance(data, tuple) else batch[0], candidates)
-
-        errors, of_draws = zip(*over_draws(model, given, size, compare), strict=True)
+        compared = over_draws(model, data, size, lambda batch: _compare(step, batch, candidates))
+        errors, of_draws = zip(*compared, strict=True)
         scalars[:] = [in_all_draws(of_draws)]
         # For each call, the errors of the candidates in all draws.
         by_call = ([max(each) for each in zip(*of_draws, strict=True)] for of_draws in zip(*errors, strict=True))

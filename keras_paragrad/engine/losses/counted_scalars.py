@@ -169,12 +169,11 @@ def scalars_of_test_step(model: keras.Model, data: Batch) -> NumberParts | None:
     def find(size: int) -> NumberParts | None:
         function = PureFunction(model, compute)
 
-        def compare(batch: Any) -> NumberParts:
-            rows = batch if isinstance(data, tuple) else batch[0]
+        def compare(rows: Batch) -> NumberParts:
             whole, *parts = (function(each)[0] for each in (rows, *(take_rows(rows, *each) for each in BOUNDS)))
             return compare_scalars(whole, parts, half_precision=half_precision)
 
-        return in_all_draws(over_draws(model, data if isinstance(data, tuple) else (data,), size, compare))
+        return in_all_draws(over_draws(model, data, size, compare))
 
     return once_per_compile(
         ("scalars of test_step",),

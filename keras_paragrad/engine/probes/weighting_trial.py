@@ -265,7 +265,7 @@ def _rounding() -> float:
 
 
 def over_draws(
-    model: keras.Model, data: tuple[Any, ...], size: int, compare: Callable[[Any], Result], count: int = ROWS
+    model: keras.Model, batch: Batch, size: int, compare: Callable[[Any], Result], count: int = ROWS
 ) -> list[Result]:
     """What `compare` returns for several batches of synthetic rows: as usual, far apart, padded, with labels to ignore.
 
@@ -274,15 +274,16 @@ def over_draws(
 
     Args:
         model: The model, whose `Masking` layers say what is padded with.
-        data: Tensors with the shapes and dtypes of a batch: `x`, `y` and `sample_weight`, or the first of them.
+        batch: Tensors with its shapes and dtypes: `x`, `y` and `sample_weight`, or the first of them.
         size: The size of axes of unknown size.
-        compare: Takes a batch.
+        compare: Takes a batch of the same nesting.
         count: The number of rows.
 
     Raises:
         Inconclusive: No batch tells anything.
     """
     rows = functools.partial(synthetic_rows, rows=count, size=size)
+    data = batch if isinstance(batch, tuple) else (batch,)
 
     def draw(seed: int, classes: bool = True) -> list[Any]:
         return [rows(each, seed=3 * seed + index, labels=classes and index == 1) for index, each in enumerate(data)]
@@ -298,9 +299,9 @@ def over_draws(
         labels = keras.tree.map_structure(lambda each, label=label: _replace(each, label, _is_ignored), others[0])
         batches.append((x, labels, *others[1:]))
     results, nothing_told = [], None
-    for index, batch in enumerate(batches):
+    for index, drawn in enumerate(batches):
         try:
-            results.append(compare(batch))
+            results.append(compare(drawn if isinstance(batch, tuple) else drawn[0]))
         except Inconclusive as reason:
             nothing_told = nothing_told or reason
         except Exception:
