@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import call_model, mask_of, with_mask
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step
-from keras_paragrad.compat.types import Batch, LossArguments, Structure
+from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.division.comparison import (
     TOLERANCE_OF_HALF_PRECISION,
     Difference,
@@ -21,7 +21,7 @@ from keras_paragrad.engine.division.comparison import (
 from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.terms import recorded_terms
+from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision, watch_weights
 from keras_paragrad.engine.probes.row_independence import (
     RowPair,
@@ -161,20 +161,17 @@ class _DividedPass(PartComparison):
 
     def compute(self, first: int, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Traces the gradient."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with (
-            random_numbers_by_row(first, static_row_count(x), self.total) as numbers,
+            random_numbers_by_row(first, static_row_count(data), self.total) as numbers,
             watch_weights(self.model) as gradients_of,
         ):
-            y_pred = call_model(self.model, x, training=True)
-            loss, divisor = self.loss({"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight})
+            loss, divisor = self.loss(data)
         self.draws = numbers.draws > 0
         return gradients_of(loss), divisor
 
-    def loss(self, arguments: LossArguments) -> tuple[tf.Tensor, tf.Tensor]:
+    def loss(self, data: Batch, y_pred: Structure = None) -> tuple[tf.Tensor, tf.Tensor]:
         """The loss, and what it is divided by: 0 for a sum."""
-        with recorded_terms(self.model, untracked=True) as terms:
-            loss = self.model._compute_loss(**arguments, training=True)
+        loss, arguments, terms = compute_loss(self.model, data, y_pred=y_pred)
         # Of an unreduced loss, Keras differentiates the sum.
         total = tf.cast(tf.reduce_sum(loss), "float32")
         if self.normalize is None:
@@ -198,12 +195,10 @@ class _DividedLoss(_DividedPass):
     def compute(self, first: int, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Traces the gradient with respect to the outputs."""
         rows, outputs = data
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(rows)
         real = [each for each in keras.tree.flatten(outputs[0]) if each.dtype.is_floating]
         with tf.GradientTape() as tape:
             tape.watch(real)
-            marked = mark_outputs(outputs)
-            loss, divisor = self.loss({"x": x, "y": y, "y_pred": marked, "sample_weight": sample_weight})
+            loss, divisor = self.loss(rows, mark_outputs(outputs))
         gradients: Any = tape.gradient(loss, real, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.cast(tf.convert_to_tensor(each), "float32") for each in gradients], divisor
 

@@ -3,12 +3,11 @@
 import keras
 
 from keras_paragrad.compat.collectives import as_one_replica
-from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import all_variables
 from keras_paragrad.compat.types import Batch, LossArguments
 from keras_paragrad.engine.division.proof import is_known_to_divide
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.terms import MEANS, LossTerm, recorded_terms
+from keras_paragrad.engine.losses.terms import MEANS, LossTerm, compute_loss
 from keras_paragrad.engine.losses.weightings import step_arguments
 from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.step.building import build_losses
@@ -20,15 +19,9 @@ from keras_paragrad.storage.gathering import zeros_in_place_of_shards
 
 def trace_loss(model: keras.Model, data: Batch) -> tuple[LossArguments, list[LossTerm]]:
     """Traces the loss of a batch into a graph that never runs; returns its arguments and terms."""
-    arguments = step_arguments(data)
     # No other replica traces this, so no weight can be gathered.
-    with (
-        zeros_in_place_of_shards(all_variables(model)),
-        as_one_replica(),
-        recorded_terms(model, untracked=True) as terms,
-    ):
-        arguments["y_pred"] = call_model(model, arguments["x"], training=True)
-        model._compute_loss(**arguments, training=True)
+    with zeros_in_place_of_shards(all_variables(model)), as_one_replica():
+        _, arguments, terms = compute_loss(model, data)
     return arguments, terms
 
 

@@ -13,7 +13,7 @@ from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
+from keras_paragrad.engine.losses.terms import LossTerm, compute_loss
 from keras_paragrad.engine.probes.independence import once_per_compile, state_problem
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.pure_function import PureFunction
@@ -137,9 +137,8 @@ def _trace(model: Any, arguments: LossArguments, size: int) -> _Traced:
         (x, sample_weight), y = data
         y_pred = call_model(model, x, training=True)
         refusal = _refuse_outputs(y_pred, added_losses(model))
-        batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-        with recorded_terms(model, untracked=True) as terms, as_one_replica():
-            loss = model._compute_loss(**batch, training=True)
+        with as_one_replica():
+            loss, _, terms = compute_loss(model, (x, y, sample_weight), y_pred=y_pred)
         # Their ranks are asked for in this graph.
         for term in terms:
             if not term.reduces_itself:

@@ -10,9 +10,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import added_losses, all_layers
 from keras_paragrad.compat.types import Array, Batch, LossArguments
+from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, output_mask
 from keras_paragrad.engine.probes.pure_function import (
     PureFunction,
@@ -175,16 +175,14 @@ class _Trial:
 
         Both are often weighted so lightly that their errors would pass as rounding, and are not in a training.
         """
-        x, y, sample_weight = data
-        count = row_count(x)
+        count = row_count(data)
         first = FIRST if count == ROWS - FIRST else 0
         with random_numbers_by_row(first, count, ROWS), watch_weights(self.model) as gradients_of:
-            y_pred = call_model(self.model, x, training=True)
-            inputs = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+            loss, inputs, _ = compute_loss(self.model, data)
             # Of an unreduced loss, Keras differentiates the sum.
-            loss = tf.cast(tf.reduce_sum(self.model._compute_loss(**inputs, training=True)), "float32")
+            loss = tf.cast(tf.reduce_sum(loss), "float32")
             added = [tf.cast(tf.reduce_sum(each), "float32") for each in added_losses(self.model)]
-        self.has_mask = output_mask(y_pred) is not None
+        self.has_mask = output_mask(inputs["y_pred"]) is not None
         gradients = gradients_of(loss)
         if not gradients:
             raise Inconclusive("the loss has no gradient")

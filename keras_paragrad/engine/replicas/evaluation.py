@@ -16,7 +16,7 @@ from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunctio
 from keras_paragrad.engine.losses.log_reducer import run_custom_test_step
 from keras_paragrad.engine.losses.logs import all_reduced_results, metrics_result, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
-from keras_paragrad.engine.losses.terms import recorded_terms
+from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
@@ -130,19 +130,11 @@ def _compute_losses(
     model: keras.Model, data: Batch, take: Take, *, divided: bool = False
 ) -> tuple[Structure, LossSums]:
     """The predictions for a batch, and the sums of its losses."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with as_one_replica():
-        y_pred = _infer(model, x)
-        arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-        with recorded_terms(model, untracked=True) as terms:
-            loss = model._compute_loss(**arguments, training=False)
+        loss, arguments, terms = compute_loss(model, data, training=False)
     weight = take.normalize.in_evaluation(model, arguments, terms) if take.normalize else None
-    return y_pred, loss_sums(model, loss, terms, rows_of(x), weight, divided=divided)
+    return arguments["y_pred"], loss_sums(model, loss, terms, rows_of(arguments["x"]), weight, divided=divided)
 
 
 def _predict(model: keras.Model, data: Batch) -> Structure:
-    return _infer(model, keras.utils.unpack_x_y_sample_weight(data)[0])
-
-
-def _infer(model: keras.Model, x: Structure) -> Structure:
-    return call_model(model, x, training=False)
+    return call_model(model, keras.utils.unpack_x_y_sample_weight(data)[0], training=False)

@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_one_replica, replica_count, replica_index, sum_over_replicas
-from keras_paragrad.compat.layers import call_model, mask_of, with_mask
+from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.private import NO_INLINE
 from keras_paragrad.compat.state import state_of
@@ -18,7 +18,7 @@ from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums
-from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
+from keras_paragrad.engine.losses.terms import LossTerm, compute_loss
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.storage.gathering import watch_gathered
@@ -100,20 +100,17 @@ def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Struc
     """Runs Keras's `train_step` from the inputs to the gradients; also returns the outputs."""
     model, normalize, scale = context.model, context.normalize, context.scale_by_replicas
     undivided = normalize is not None or scale is not None
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
         # Layers may compute losses too, and add them.
         with as_one_replica() if undivided else contextlib.nullcontext():
-            y_pred = call_model(model, x, training=True)
-            arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-            with recorded_terms(model, untracked=context.sums) as terms:
-                loss = model._compute_loss(**arguments, training=True)
+            loss, arguments, terms = compute_loss(model, data, untracked=context.sums)
         scaled_loss, shown = scale(model, loss, arguments, terms) if scale else (loss, None)
         with tape.stop_recording():
             weight = normalize(model, arguments, terms) if normalize else None
             sums = None
             if context.sums:
-                sums = loss_sums(model, loss, terms, rows_of(x), weight or shown, divided=not undivided)
+                rows = rows_of(arguments["x"])
+                sums = loss_sums(model, loss, terms, rows, weight or shown, divided=not undivided)
             if context.look:
                 # Last: terms cache what they compute, and this computes it in another graph.
                 context.look(model, arguments, terms)
@@ -125,7 +122,7 @@ def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Struc
         scaled = model.optimizer.scale_loss(weighted)
     with _with_replica_weight(model, factor), regather_in_backward(scaled):
         gradients = tape.gradient(scaled, [source(variable) for variable in model.trainable_weights])
-    return Gradient(gradients, loss, weight, sums), y_pred
+    return Gradient(gradients, loss, weight, sums), arguments["y_pred"]
 
 
 def forward_backward_in_function(context: StepContext, data: Batch) -> tuple[Gradient, Structure]:

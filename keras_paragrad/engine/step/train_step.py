@@ -1,6 +1,7 @@
 """The training step of one replica: its stages, in the order in which a step runs them."""
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import keras
@@ -8,7 +9,6 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compile_by_layer
-from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import all_layers, check_no_row_states
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
@@ -21,6 +21,7 @@ from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result
 from keras_paragrad.engine.losses.loss_normalization import scale_by_replicas, warn_of_uniform
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
+from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.building import build_optimizers_outside_of_graphs
@@ -167,15 +168,10 @@ class TrainStep(NamedTuple):
         with gather_before_pass(self.model) if gather_first else compile_by_layer(self._by_layer):
             if self.division.whole_loss:
                 return self._of_whole_loss(context, data)
-            explained = explaining_rows(self.model, data, replica_count(), self._trace)
+            trace = functools.partial(compute_loss, self.model)
+            explained = explaining_rows(self.model, data, replica_count(), trace)
             with explained if replica_count() > 1 or self.division.cut else contextlib.nullcontext():
                 return self._of_parts(context, data)
-
-    def _trace(self, data: Batch) -> None:
-        """Traces the forward pass and the loss."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        y_pred = call_model(self.model, x, training=True)
-        self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
 
     def _of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch whose loss compares examples."""
