@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
 from keras_paragrad.compat.layers import ReadScope
 from keras_paragrad.compat.types import Batch, Gradients, Structure
-from keras_paragrad.engine.replicas.replica_batch import rows_of
+from keras_paragrad.engine.replicas.replica_batch import rows_of, static_row_count
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_loop
 from keras_paragrad.engine.step.whole_loss import OutputForm, backward, forward, gradient_of_batch, trace, whole_loss
 
@@ -37,7 +37,7 @@ class GradientCache:
     def __call__(self, data: Batch) -> Gradient:
         """The gradient of a batch."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        static = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None).shape[0]
+        static = static_row_count(x)
         rows = rows_of(x) if static is None else static
         # The number of slices in the loop. The last slice has a graph of its own, unless it is known to be as large.
         in_loop = -(-rows // self.size) - 1 if static is None else rows // self.size

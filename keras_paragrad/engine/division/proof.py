@@ -27,9 +27,10 @@ from keras_paragrad.engine.probes.row_independence import (
     RowPair,
     computes_rows_independently,
     find_changed_outputs,
-    has_value_per_example,
+    has_losses_per_example,
 )
-from keras_paragrad.engine.probes.trial import Inconclusive, row_count, run_trial, static_row_count, take_rows
+from keras_paragrad.engine.probes.trial import Inconclusive, row_count, run_trial, take_rows
+from keras_paragrad.engine.replicas.replica_batch import static_row_count
 from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
 # The most bytes that the tensors of a whole batch may take together, beside a step. A larger batch is proved by its
@@ -42,11 +43,10 @@ def is_known_to_divide(model: keras.Model) -> bool:
 
     Its losses must be built.
     """
-    losses = model._compile_loss._flat_losses if model._compile_loss else ()
     return (
         not (overrides_compute_loss(model) or overrides_train_step(model))
         and computes_rows_independently(model)
-        and all(each.loss is None or has_value_per_example(each.loss) for each in losses)
+        and has_losses_per_example(model)
     )
 
 

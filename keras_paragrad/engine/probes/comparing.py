@@ -17,7 +17,7 @@ from keras_paragrad.engine.losses.terms import LossTerm, compute_loss
 from keras_paragrad.engine.probes.independence import once_per_compile, state_problem
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.pure_function import PureFunction
-from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_value_per_example
+from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_losses_per_example
 from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
 
 _ROWS = 8
@@ -48,12 +48,7 @@ def compare_examples(model: Any, data: Batch, normalize: LossNormalization, *, t
     """
     if normalize.weighting != "auto" or not normalize.divider.on_whole_batches or overrides_train_step(model):
         return False
-    losses = model._compile_loss._flat_losses if model._compile_loss else ()
-    if (
-        not _is_required(model)
-        and not overrides_compute_loss(model)
-        and all(has_value_per_example(each.loss) for each in losses)
-    ):
+    if not _is_required(model) and not overrides_compute_loss(model) and has_losses_per_example(model):
         return False
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     arguments = {"x": x, "y": y, "sample_weight": sample_weight}

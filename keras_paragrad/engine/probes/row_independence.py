@@ -236,6 +236,12 @@ def has_value_per_example(loss_or_metric: keras.losses.Loss | keras.metrics.Metr
     )
 
 
+def has_losses_per_example(model: keras.Model) -> bool:
+    """Whether the compiled losses, which are built, are Keras's, and none compares examples."""
+    losses = model._compile_loss._flat_losses if model._compile_loss else ()
+    return all(each.loss is None or has_value_per_example(each.loss) for each in losses)
+
+
 def is_kerass_own_metric(metric: object) -> bool:
     """Whether a metric, as given to `compile`, is one of Keras's that computes a value for each example."""
     if isinstance(metric, str):

@@ -19,10 +19,10 @@ from keras_paragrad.engine.probes.trial import (
     Inconclusive,
     change_rows,
     run_trial,
-    static_row_count,
     synthetic_rows,
     take_rows,
 )
+from keras_paragrad.engine.replicas.replica_batch import static_row_count
 from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
 _ROWS = 8

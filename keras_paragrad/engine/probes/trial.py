@@ -135,11 +135,6 @@ def row_count(batch: Structure) -> int:
     return int(next(tensor for tensor in keras.tree.flatten(batch) if tensor is not None).shape[0])
 
 
-def static_row_count(batch: Structure) -> int | None:
-    """The number of rows of a batch, if it is known while a graph is traced."""
-    return next(tensor for tensor in keras.tree.flatten(batch) if tensor is not None).shape[0]
-
-
 def is_trial() -> bool:
     """Whether this thread runs a trial, in which there are no other replicas."""
     return getattr(_thread, "is_trial", False)

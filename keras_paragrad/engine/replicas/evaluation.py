@@ -7,14 +7,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import as_one_replica, replica_count
+from keras_paragrad.compat.collectives import as_one_replica, replica_count, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.data import without_optionals
 from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.losses.log_reducer import run_custom_test_step
-from keras_paragrad.engine.losses.logs import all_reduced_results, metrics_result, update_metrics
+from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.probes.comparing import compares_examples
@@ -50,7 +50,8 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
         replica_batch.run(lambda: update_metrics(model, batch))
         if take.normalize is not None:
             check_metrics(model, y, y_pred, sample_weight)
-        return all_reduced_results(model, TrackedLosses(model, sums))
+        shared = AllReducedResults(model, TrackedLosses(model, sums))
+        return shared.results(sum_over_replicas(shared.parts))
 
     return compile_steps(model, [step], take=take)
 

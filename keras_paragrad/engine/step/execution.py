@@ -19,7 +19,7 @@ from keras_paragrad.engine.division.first_batch import Conclusion, FirstBatchPro
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Apply, Take
-from keras_paragrad.engine.telemetry.train_functions import PlanAhead
+from keras_paragrad.engine.telemetry.train_functions import PlanAhead, batch_spec
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 # Makes a compiled step run on a mesh of devices, with batches from the host.
@@ -115,12 +115,6 @@ def _without_optional(spec: Specs) -> Specs:
     return None if isinstance(spec, tf.OptionalSpec) else spec
 
 
-def _replica_specs(iterator: Any) -> Specs:
-    """The specs of a replica's batch."""
-    specs = keras.tree.map_structure(_without_optional, iterator.element_spec)
-    return keras.tree.map_structure(lambda spec: getattr(spec, "_value_specs", (spec,))[0], specs)
-
-
 def _is_ragged(spec: Specs) -> bool:
     return any(isinstance(part, tf.RaggedTensorSpec) for part in getattr(spec, "_value_specs", (spec,)))
 
@@ -190,7 +184,7 @@ def compile_steps(
         if of_tensors and in_graph and not model.run_eagerly:
             build(iterator)
         if of_tensors and not model.run_eagerly:
-            divide(iterator, _replica_specs(iterator))
+            divide(iterator, keras.tree.map_structure(_without_optional, batch_spec(iterator)))
         try:
             logs = (by_host if proof and proof.pending else execute)(iterator, updates)
         except tf.errors.InvalidArgumentError as error:

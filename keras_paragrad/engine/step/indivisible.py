@@ -19,8 +19,7 @@ from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.comparing import compare_examples
-from keras_paragrad.engine.probes.trial import static_row_count
-from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of
+from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of, static_row_count
 from keras_paragrad.engine.tracing.untouched import trace_rows
 
 _log = logging.getLogger("keras_paragrad")
