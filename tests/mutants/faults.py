@@ -1368,8 +1368,8 @@ _CUSTOM_STEPS = [
     _fault(
         "averaged weights and counters move with every micro-batch",
         "engine/custom_step/step.py",
-        "scope = None if end else",
-        "scope = None if True else",
+        "if in_window and not end else None",
+        "if False else None",
         "custom_steps/test_custom_steps.py::test_windows[diffusion]",
     ),
     _fault(

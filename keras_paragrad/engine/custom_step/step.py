@@ -91,40 +91,51 @@ class CustomStep:
             flat[index] = total
         return keras.tree.pack_sequence_as(logs, flat)
 
-    def run_on_replica(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
-        """Runs the step on a replica batch, and returns the logs of the whole batch."""
-        batch = replica_batch.filled(data)
-        return self._log_reducer(batch, replica_batch).run(lambda: self._run_whole(batch, replica_batch))
-
-    def run_micro_batch(self, data: Batch, replica_batch: ReplicaBatch, end: Callable[[], None] | None) -> StepLogs:
-        """Runs the step on a micro-batch of a window, and returns its logs.
+    def run_whole(
+        self,
+        data: Batch,
+        replica_batch: ReplicaBatch,
+        end: Callable[[], None] | None = None,
+        *,
+        in_window: bool = False,
+    ) -> StepLogs:
+        """Runs the step on a batch that isn't cut, and updates with the gradients of all replicas; returns its logs.
 
         Args:
-            data: The micro-batch, or a replica's part of it.
+            data: The batch, or a replica's part of it.
             replica_batch: Its rows.
-            end: Updates the weights at the end of a window, or `None` before the end: then no state changes but those
-                that each slice of a batch changes.
+            end: Updates the weights at the end of a window; `None` before the end: then no state changes but those that
+                each slice of a batch changes.
+            in_window: Whether the batch is a micro-batch of a window.
         """
-        self._check_window()
+        if in_window:
+            self._check_window()
         batch = replica_batch.filled(data)
-        scope = None if end else PhaseScope([], self.versions, 0, last=False)
+        weights = _BatchWeights(batch, replica_batch, self.weightings)
+        scope = PhaseScope([], self.versions, 0, last=False) if in_window and not end else None
 
-        def apply(call: ApplyCall, update: Callable[[], None]) -> None:
-            with suspended_scope():
-                update()
-                if end:
-                    end()
-            if scope:
-                scope.advance(call.variables)
+        def run() -> StepLogs:
+            calls, weightings = iter(self.analysis.calls), iter(self.weightings)
 
+            def apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: object) -> None:
+                call = next_call(self.model, calls, optimizer)
+                with released(), suspended_scope():
+                    weights.apply(call, next(weightings), gradients)
+                    if end:
+                        end()
+                if scope:
+                    scope.advance(call.variables)
+
+            with capturing_applies(apply) as released:
+                return train_step_of(self.model)(batch)
+
+        reducer = self._log_reducer(batch, replica_batch)
+        if not in_window:
+            return reducer.run(run)
         rows = tf.cast(replica_batch.rows, "float32")
         numbers = SliceNumbers(self.model, rows, self.scalars, summed=False, in_window=True)
         with scope or contextlib.nullcontext(), counting_numbers(self.model, numbers):
-            if replica_count() == 1:
-                logs = self._run_whole(batch, replica_batch, apply)
-            else:
-                reducer = self._log_reducer(batch, replica_batch)
-                logs = reducer.run(lambda: self._run_whole(batch, replica_batch, apply), updates=False)
+            logs = run() if replica_count() == 1 else reducer.run(run, updates=False)
         for state in self.analysis.states:
             if scope and state.by_slice:
                 state.variable.assign(scope.value_of(state.variable))
@@ -150,32 +161,6 @@ class CustomStep:
         return LogReducer(
             self.model, batch, replica_batch, None, [], summed=self.summed, scalars=self.scalars, exact=True
         )
-
-    def _run_whole(
-        self,
-        batch: Batch,
-        replica_batch: ReplicaBatch,
-        apply: Callable[[ApplyCall, Callable[[], None]], None] = lambda call, update: update(),
-    ) -> StepLogs:
-        """Runs the step undivided, and updates with the gradients of all replicas where it calls its optimizers.
-
-        Args:
-            batch: The batch, or a replica's part of it.
-            replica_batch: Its rows.
-            apply: Gets each call of an optimizer, and a function that updates its variables.
-        """
-        weights = _BatchWeights(batch, replica_batch, self.weightings)
-        calls, weightings = iter(self.analysis.calls), iter(self.weightings)
-
-        def capture(
-            optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
-        ) -> None:
-            call, weighting = next_call(self.model, calls, optimizer), next(weightings)
-            with released():
-                apply(call, lambda: weights.apply(call, weighting, gradients))
-
-        with capturing_applies(capture) as released:
-            return train_step_of(self.model)(batch)
 
 
 def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:

@@ -84,7 +84,7 @@ class WholeStep:
             f"rows, and {sum(self.divides)} of {len(self.divides)} calls of layers on its share of them."
         )
 
-    def run_on_replica(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
+    def run(self, data: Batch) -> StepLogs:
         """Runs the step on the batch of all replicas, and returns its logs."""
         batch = keras.tree.map_structure(lambda each: None if each is None else _gather_rows(each), data)
         # Metrics and logs are those of one replica, as if the others had no rows.

@@ -62,13 +62,14 @@ class TrainStep(NamedTuple):
         step, split = self.division.step, self.stages.split
         if step is None:
             return self._run_undivided(data)
-        if isinstance(step, WholeStep) or not (self.division.cut or self.stages.apply):
-            return step.run_on_replica(data, replica_batch)
+        if isinstance(step, WholeStep):
+            return step.run(data)
         if split and self.division.cut:
             batch = replica_batch.filled(data)
             return step.run_in_slices(split.slices(batch), batch, replica_batch)
         with self._accumulating():
-            logs = step.run_micro_batch(data, replica_batch, self.end if self.update else None)
+            end = self.end if self.update else None
+            logs = step.run_whole(data, replica_batch, end, in_window=self.stages.apply is not None)
         if not self.update:
             self.end()
         return logs
