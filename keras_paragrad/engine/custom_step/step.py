@@ -21,7 +21,8 @@ from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.number_updates import counting_numbers
 from keras_paragrad.engine.losses.part_numbers import SliceNumbers
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments, weighting_of
+from keras_paragrad.engine.losses.terms import arguments_of
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, weighting_of
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.building import build_layers_by_step
@@ -196,7 +197,7 @@ class _BatchWeights:
     def divisor(self, weighting: Weighting, rows: Batch) -> tf.Tensor:
         """The divisor of some rows: zero on a replica without rows."""
         assert weighting.divisor, "sums are not divided"
-        return self.replica_batch.weight(weighting.divisor(step_arguments(rows)))
+        return self.replica_batch.weight(weighting.divisor(arguments_of(rows)))
 
     def share(self, weighting: Weighting, rows: Batch) -> tf.Tensor:
         """The weight of some rows in the batch of all replicas."""

@@ -26,7 +26,8 @@ from keras_paragrad.engine.losses.counted_scalars import (
 )
 from keras_paragrad.engine.losses.loss_normalization import UNIFORM_NEEDS
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments
+from keras_paragrad.engine.losses.terms import arguments_of
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting
 from keras_paragrad.engine.probes.independence import once_per_compile, states_refusal
 from keras_paragrad.engine.probes.pure_function import (
     State,
@@ -196,7 +197,7 @@ def find_weightings(
     """
     candidates = [each for name, each in WEIGHTINGS.items() if name not in ("sample_weight", "mask")]
     remote = gather_remote_values(model)
-    if step_arguments(data)["sample_weight"] is not None:
+    if arguments_of(data)["sample_weight"] is not None:
         candidates.insert(1, WEIGHTINGS["sample_weight"])
     if stated is not None:
         candidates = [stated, *(each for each in candidates if each is not stated)]
@@ -256,7 +257,7 @@ def sums_in_step(model: keras.Model, data: Batch) -> tuple[list[bool], NumberPar
             return [], None
         return [each.divisor is None for each in weightings], scalars
 
-    return once_per_compile(("sums in train_step",), model, step_arguments(data), find)
+    return once_per_compile(("sums in train_step",), model, arguments_of(data), find)
 
 
 def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
@@ -281,7 +282,7 @@ def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
             reasons.append(f"has losses that are weighted by {', '.join(others)}")
         return f"The train_step of {type(model).__name__} {', and '.join(reasons)}." if reasons else None
 
-    if found := once_per_compile(("uniform step",), model, step_arguments(data), find):
+    if found := once_per_compile(("uniform step",), model, arguments_of(data), find):
         warn_once(model, f"{UNIFORM_NEEDS} {found} Leave weighting out.")
 
 
@@ -294,7 +295,7 @@ def _compare(
     of_parts = [step(part, start) for part, (start, _) in zip(parts, BOUNDS, strict=True)]
 
     def divisors(rows: Batch) -> list[Any]:
-        return [each.divisor(step_arguments(rows)) if each.divisor else 0.0 for each in candidates]
+        return [each.divisor(arguments_of(rows)) if each.divisor else 0.0 for each in candidates]
 
     shares = shares_of([divisors(part) for part in parts], divisors(data))
     errors = [

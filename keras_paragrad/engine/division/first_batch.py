@@ -21,8 +21,8 @@ from keras_paragrad.engine.division.proof import (
 from keras_paragrad.engine.division.step_proof import find_difference_of_step
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
-from keras_paragrad.engine.losses.terms import is_summed
-from keras_paragrad.engine.losses.weightings import WEIGHTINGS, step_arguments
+from keras_paragrad.engine.losses.terms import arguments_of, is_summed
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS
 from keras_paragrad.engine.probes.comparing import require_whole_losses
 from keras_paragrad.engine.probes.independence import TRAIN_ANYWAY, USE_SUMS, find_layers_dependent_on, states_refusal
 from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
@@ -136,7 +136,7 @@ def _prove(
         return None
     if normalize.weighting != "auto":
         try:
-            normalize.check_stated(model, step_arguments(data))
+            normalize.check_stated(model, arguments_of(data))
         except IndivisibleError:
             # The step that is traced next is refused, by what made-up rows show.
             return None
@@ -198,7 +198,7 @@ def _measure_statistics(
 
 def _sums(model: keras.Model, data: Batch) -> bool:
     """Whether the loss is a sum, which isn't divided by the number of replicas."""
-    trial = None if is_summed(model) else find_weightings(model, step_arguments(data))
+    trial = None if is_summed(model) else find_weightings(model, arguments_of(data))
     return trial is None or trial.fitting == [WEIGHTINGS["sum"]]
 
 

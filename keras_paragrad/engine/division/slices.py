@@ -7,8 +7,7 @@ from keras_paragrad.compat.model import all_variables
 from keras_paragrad.compat.types import Batch, LossArguments
 from keras_paragrad.engine.division.proof import is_known_to_divide
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.terms import MEANS, LossTerm, compute_loss
-from keras_paragrad.engine.losses.weightings import step_arguments
+from keras_paragrad.engine.losses.terms import MEANS, LossTerm, arguments_of, compute_loss
 from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.indivisible import explaining_rows
@@ -53,4 +52,4 @@ def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str
             return None
         return None
 
-    return once_per_compile(("slices", split.normalize), model, step_arguments(data), find)
+    return once_per_compile(("slices", split.normalize), model, arguments_of(data), find)

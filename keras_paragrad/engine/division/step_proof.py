@@ -9,7 +9,7 @@ from keras_paragrad.engine.custom_step.weighting import TrialStep
 from keras_paragrad.engine.division.comparison import Difference, PartComparison, WeightedGradient, change_last_digits
 from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.division.proof import MOST_BYTES, bytes_of
-from keras_paragrad.engine.losses.weightings import step_arguments
+from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.probes.trial import row_count, run_trial, take_rows
 from keras_paragrad.storage.storage import any_divided
 
@@ -53,7 +53,7 @@ class _DividedStep(PartComparison):
 
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         rows = _change_inputs(rows) if changed else rows
-        arguments = step_arguments(rows)
+        arguments = arguments_of(rows)
         divisors = [float(each.divisor(arguments)) if each.divisor else 0.0 for each in self.weightings]
         gradients = self.trial(rows, first)
         self.draws = self.trial.draws

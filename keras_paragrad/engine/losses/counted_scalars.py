@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.types import Array, Batch, StepLogs
 from keras_paragrad.engine.losses.number_updates import counting_numbers
+from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision
 from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial, take_rows
@@ -158,8 +159,6 @@ def _in_all(draws: Sequence[MadeUpBy | None]) -> MadeUpBy | None:
 
 def scalars_of_test_step(model: keras.Model, data: Batch) -> NumberParts | None:
     """What makes up the numbers of a custom `test_step`; `None` if it can't be tried."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    arguments = {"x": x, "y": y, "sample_weight": sample_weight}
     half_precision = uses_half_precision(model)
 
     def compute(data: Batch) -> list[tf.Tensor]:
@@ -178,7 +177,7 @@ def scalars_of_test_step(model: keras.Model, data: Batch) -> NumberParts | None:
     return once_per_compile(
         ("scalars of test_step",),
         model,
-        arguments,
+        arguments_of(data),
         lambda: run_trial(find, *SIZES, otherwise=None, question=None),
         by_replicas=False,
     )

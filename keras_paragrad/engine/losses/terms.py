@@ -217,6 +217,12 @@ def recorded_terms(
             _stop_listening(compiled)
 
 
+def arguments_of(data: Batch, y_pred: Structure = None) -> LossArguments:
+    """The arguments of `compute_loss` for the data of a step, and outputs."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    return {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+
+
 class ComputedLoss(NamedTuple):
     """A model's loss, the arguments of its `compute_loss`, and the terms of its compiled losses."""
 
@@ -237,9 +243,9 @@ def compute_loss(
         training: Whether the batch is trained on.
         untracked: As in `recorded_terms`.
     """
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = call_model(model, x, training=training) if y_pred is None else y_pred
-    arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+    arguments = arguments_of(data, y_pred)
+    if y_pred is None:
+        arguments["y_pred"] = call_model(model, arguments["x"], training=training)
     with recorded_terms(model, untracked=untracked) as terms:
         return ComputedLoss(model._compute_loss(**arguments, training=training), arguments, terms)
 

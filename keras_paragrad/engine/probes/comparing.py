@@ -13,7 +13,7 @@ from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.terms import LossTerm, compute_loss
+from keras_paragrad.engine.losses.terms import LossTerm, arguments_of, compute_loss
 from keras_paragrad.engine.probes.independence import once_per_compile, state_problem
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.pure_function import PureFunction
@@ -50,8 +50,7 @@ def compare_examples(model: Any, data: Batch, normalize: LossNormalization, *, t
         return False
     if not _is_required(model) and not overrides_compute_loss(model) and has_losses_per_example(model):
         return False
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    arguments = {"x": x, "y": y, "sample_weight": sample_weight}
+    arguments = arguments_of(data)
     key = ("compares", normalize.divider, training, _is_required(model))
     return once_per_compile(key, model, arguments, lambda: _find(model, arguments, normalize.divider, training))
 

@@ -16,7 +16,7 @@ from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunctio
 from keras_paragrad.engine.losses.log_reducer import run_custom_test_step
 from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
-from keras_paragrad.engine.losses.terms import compute_loss
+from keras_paragrad.engine.losses.terms import arguments_of, compute_loss
 from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
@@ -45,11 +45,10 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
             evaluate = _compiled_alone(functools.partial(_compute_losses, take=take), take)
             y_pred, sums = evaluate(model, filled)
             sums = sums.zero_unless(replica_batch.nonempty)
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled)
-        batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+        batch = arguments_of(filled, y_pred)
         replica_batch.run(lambda: update_metrics(model, batch))
         if take.normalize is not None:
-            check_metrics(model, y, y_pred, sample_weight)
+            check_metrics(model, batch)
         shared = AllReducedResults(model, TrackedLosses(model, sums))
         return shared.results(sum_over_replicas(shared.parts))
 
@@ -58,10 +57,9 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
 
 def static_test_step(model: keras.Model, data: Batch) -> StepLogs:
     """Keras's `test_step` for batches of a static size. Keras would weight losses by it."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred, sums = _compute_losses(model, data, Take(), divided=True)
     TrackedLosses(model, sums).track()
-    update_metrics(model, {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight})
+    update_metrics(model, arguments_of(data, y_pred))
     return metrics_result(model)
 
 

@@ -18,7 +18,7 @@ from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums
-from keras_paragrad.engine.losses.terms import LossTerm, compute_loss
+from keras_paragrad.engine.losses.terms import LossTerm, arguments_of, compute_loss
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.storage.gathering import watch_gathered
@@ -218,11 +218,10 @@ def gradient_of(context: StepContext, data: Batch, **how: Any) -> Gradient:
     """
     context = context._replace(**how)
     model, replica_batch = context.model, context.replica_batch
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     in_function = context.by_xla or (context.in_loop and is_slower_in_loop(model))
     gradient, y_pred = (forward_backward_in_function if in_function else forward_backward)(context, data)
     assert gradient.loss is not None, "a pass has computed it"
-    batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+    batch = arguments_of(data, y_pred)
     sums = gradient.sums and gradient.sums.zero_unless(replica_batch.nonempty)
     show = None
     if context.present is not None:
@@ -235,7 +234,7 @@ def gradient_of(context: StepContext, data: Batch, **how: Any) -> Gradient:
     else:
         replica_batch.run(lambda: update_metrics(model, batch))
     if context.normalize is not None:
-        check_metrics(model, y, y_pred, sample_weight)
+        check_metrics(model, batch)
     weight = gradient.weight and gradient.weight._replace(value=replica_batch.weight(gradient.weight.value))
     gradients = replica_batch.gradients(gradient.gradients)
     return gradient._replace(gradients=gradients, weight=weight, sums=sums, show=show)

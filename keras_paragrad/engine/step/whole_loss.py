@@ -19,7 +19,7 @@ from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, LossAr
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums
-from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
+from keras_paragrad.engine.losses.terms import LossTerm, arguments_of, recorded_terms
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, track_batch
@@ -184,8 +184,7 @@ def whole_loss(context: StepContext, data: Batch, tensors: Sequence[tf.Tensor], 
     # All replicas compute the same gradient, and their shares are summed.
     share = tf.constant(1 / replica_count())
     gradients = [scale_gradient(each, share) for each in of_weights]
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    batch = {"x": x, "y": y, "y_pred": form.pack(tensors), "sample_weight": sample_weight}
+    batch = arguments_of(data, form.pack(tensors))
     sums = _share_of_sums(model, loss, terms, rows) if context.sums else None
     return WholeLoss(loss, [rows.of_replica(each) for each in cotangents], gradients, sums, batch)
 
@@ -271,7 +270,7 @@ def gradient_of_batch(context: StepContext, gradients: Gradients, whole: WholeLo
         show = functools.partial(track_batch, model, whole.loss, batch)
         return Gradient(list(gradients), whole.loss, None, None, show)
     context.replica_batch.run(lambda: update_metrics(model, batch))
-    check_metrics(model, batch["y"], batch["y_pred"], batch["sample_weight"])
+    check_metrics(model, batch)
     weight = Normalizer(tf.constant(1.0), summed=True)
     return Gradient(list(gradients), whole.loss, weight, whole.sums)
 
