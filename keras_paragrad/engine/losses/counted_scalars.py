@@ -1,8 +1,7 @@
 """Numbers for whole batches that a step gives to `Mean`s and `Sum`s, or returns, tried on synthetic rows."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -41,29 +40,6 @@ class NumberParts(NamedTuple):
 def is_sum_of_parts(adds: MadeUpBy | None, otherwise: bool) -> bool:
     """Whether a number is the sum of its parts' numbers, and not their mean."""
     return otherwise if adds is None or (NUMBERS in adds) == (MEANS in adds) else NUMBERS in adds
-
-
-class Cursor:
-    """Follows the updates of metrics in a run of a step.
-
-    Args:
-        find: Finds what makes up its numbers; `None` if they can't be tried.
-    """
-
-    def __init__(self, find: Callable[[], NumberParts | None]):
-        self.find = functools.cache(find)
-        self._updates = 0
-
-    def next_update(self) -> MadeUpBy | None:
-        """What makes up the next number that a metric is given; `None` if that is unknown."""
-        self._updates += 1
-        numbers = self.find()
-        return numbers.updates[self._updates - 1] if numbers and self._updates <= len(numbers.updates) else None
-
-    def log(self, index: int) -> MadeUpBy | None:
-        """What makes up a returned value; `None` if that is unknown."""
-        numbers = self.find()
-        return numbers.logs[index] if numbers and index < len(numbers.logs) else None
 
 
 class _Noted:

@@ -16,7 +16,6 @@ from keras_paragrad.engine.losses.counted_scalars import (
     NUMBERS,
     PRODUCTS,
     WEIGHTS,
-    Cursor,
     MadeUpBy,
     NumberParts,
     is_sum_of_parts,
@@ -82,7 +81,7 @@ class LogReducer(PartNumbers):
         scalars: NumberParts | None = None,
         exact: bool = False,
     ) -> None:
-        super().__init__(model, Cursor(self._scalars_of_test_step if normalize else lambda: scalars), exact=exact)
+        super().__init__(model, self._scalars_of_test_step if normalize else lambda: scalars, exact=exact)
         self.data, self.batch, self.normalize, self.terms, self.summed = data, batch, normalize, terms, summed
         self.metrics = step_metrics(model)
         self.variables = [variable for metric in self.metrics for variable in metric.variables]
@@ -165,7 +164,7 @@ class LogReducer(PartNumbers):
         def reduce(index: int, path: tuple[str | int, ...], leaf: Scalar) -> Scalar:
             if any(leaf is each for each in self._results):
                 return leaf
-            return self.of_batch(leaf, f"{'.'.join(map(str, path))!r} in its logs", self.numbers.log(index))
+            return self.of_batch(leaf, f"{'.'.join(map(str, path))!r} in its logs", self.made_up_by(index))
 
         leaves = [reduce(index, *each) for index, each in enumerate(keras.tree.flatten_with_path(logs))]
         return keras.tree.pack_sequence_as(logs, leaves)

@@ -1,6 +1,8 @@
 """The numbers that a custom step gives to metrics in parts: slices, and the micro-batches of a window."""
 
 import abc
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -13,7 +15,6 @@ from keras_paragrad.engine.losses.counted_scalars import (
     NUMBERS,
     PRODUCTS,
     WEIGHTS,
-    Cursor,
     MadeUpBy,
     NumberParts,
     is_sum_of_parts,
@@ -27,13 +28,28 @@ class PartNumbers(abc.ABC):
 
     Args:
         model: The model.
-        numbers: Follows the step's numbers.
+        find: Finds what makes up the step's numbers; `None` if they can't be tried.
         exact: Whether numbers are refused that can't be had of parts.
         in_window: Whether the part is a micro-batch of a window.
     """
 
-    def __init__(self, model: keras.Model, numbers: Cursor, *, exact: bool, in_window: bool = False):
-        self.model, self.numbers, self.exact, self.in_window = model, numbers, exact, in_window
+    def __init__(
+        self, model: keras.Model, find: Callable[[], NumberParts | None], *, exact: bool, in_window: bool = False
+    ):
+        self.model, self.exact, self.in_window = model, exact, in_window
+        self._find = functools.cache(find)
+        self._updates = 0
+
+    def made_up_by(self, index: int) -> MadeUpBy | None:
+        """What makes up a returned value; `None` if that is unknown."""
+        numbers = self._find()
+        return numbers.logs[index] if numbers and index < len(numbers.logs) else None
+
+    def _next_update(self) -> MadeUpBy | None:
+        """What makes up the next number that a metric is given; `None` if that is unknown."""
+        self._updates += 1
+        numbers = self._find()
+        return numbers.updates[self._updates - 1] if numbers and self._updates <= len(numbers.updates) else None
 
     @abc.abstractmethod
     def share(self, what: str) -> tf.Tensor:
@@ -53,7 +69,7 @@ class PartNumbers(abc.ABC):
 
     def of_mean(self, value: tf.Tensor, weight: Any, what: str) -> tuple[tf.Tensor, Any]:
         """A number that a `Mean` is given, and its weight."""
-        made_up_by = self.numbers.next_update()
+        made_up_by = self._next_update()
         if weight is not None:
             return self.weighted(value, what, made_up_by), weight
         # For the whole batch, which counts once.
@@ -65,7 +81,7 @@ class PartNumbers(abc.ABC):
         Raises:
             ValueError: Parts of a batch don't give what the whole would.
         """
-        made_up_by = self.numbers.next_update() or set()
+        made_up_by = self._next_update() or set()
         if NUMBERS in made_up_by:
             return value
         if self.in_window or (self.exact and MEANS not in made_up_by):
@@ -94,7 +110,7 @@ class SliceNumbers(PartNumbers):
         summed: bool,
         in_window: bool = False,
     ):
-        super().__init__(model, Cursor(lambda: scalars), exact=True, in_window=in_window)
+        super().__init__(model, lambda: scalars, exact=True, in_window=in_window)
         self._share, self.summed = share, summed
 
     def share(self, what: str) -> tf.Tensor:
