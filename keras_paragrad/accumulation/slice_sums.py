@@ -103,7 +103,8 @@ class SliceSums:
 
     def gradient(self, total: RunningSums) -> Gradient:
         """The gradient of the batch, from the sums over all slices."""
-        divisor = tf.constant(1.0) if self.last.weight.summed else total.divisor
+        weight, sums = self.last.weight, self.last.sums
+        divisor = tf.constant(1.0) if weight.summed else total.divisor
         factor = tf.math.reciprocal_no_nan(divisor)
 
         def mean(index: int, variable: keras.Variable) -> GradientTensor | None:
@@ -115,7 +116,7 @@ class SliceSums:
             return tf.cast(gradient, variable.dtype)
 
         gradients = [mean(index, variable) for index, variable in enumerate(self.variables)]
-        return self.last.of_all(gradients, divisor, total.losses)
+        return Gradient(gradients, None, weight._replace(value=divisor), sums._replace(vector=total.losses))
 
 
 def rows_at(data: Data, first: tf.Tensor | int, count: tf.Tensor | int, *, in_bounds: bool = False) -> Data:

@@ -85,11 +85,6 @@ class Gradient(NamedTuple):
     sums: LossSums | None = None
     show: Callable[[], StepLogs] | None = None
 
-    def of_all(self, gradients: Gradients, divisor: tf.Tensor, losses: tf.Tensor) -> "Gradient":
-        """The gradient of the batch that this slice is from, with the sums over all its slices."""
-        weight = self.weight and self.weight._replace(value=divisor)
-        return Gradient(gradients, None, weight, self.sums and self.sums._replace(vector=losses))
-
     def counting_as_one(self) -> "Gradient":
         """The gradient with weight 1, so that all replicas count alike."""
         weight = self.weight and self.weight._replace(value=tf.ones_like(self.weight.value))
