@@ -59,7 +59,7 @@ class InTwo(NamedTuple):
         total = sums.empty()
         for first, count in ((0, FIRST), (FIRST, ROWS - FIRST)):
             total = sums.add(total, rows_at(data, first, count), ROWS)
-        return sums.gradient(total, ROWS)
+        return sums.gradient(total)
 
 
 class OfItsOwn(keras.Model):

@@ -98,7 +98,10 @@ PROBES = {
     "mixing_reasons": (refusal, {"layer", "model", "loss"}),
     "try_weightings": (weightings, {"layer", "model", "loss"}),
     "compares_examples": (comparison, {"layer", "model", "loss"}),
-    "check_metrics": (lambda model: check_metrics(model, SPEC, SPEC, None), {"metric"}),
+    "check_metrics": (
+        lambda model: check_metrics(model, {"y": SPEC, "y_pred": SPEC, "sample_weight": None}),
+        {"metric"},
+    ),
     "layers_that_keep_examples": (lambda model: layers_storing_examples(model, SPEC), {"layer"}),
     "units_for": (lambda model: units_for(model, (tf.constant(X),), {}), {"layer"}),
     "estimate_memory": (lambda model: estimate_memory(model, ROWS), {"layer", "loss", "model"}),

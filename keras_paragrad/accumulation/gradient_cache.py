@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
 from keras_paragrad.compat.layers import ReadScope
 from keras_paragrad.compat.types import Batch, Gradients, Structure
-from keras_paragrad.engine.replicas.replica_batch import rows_of
+from keras_paragrad.engine.replicas.replica_batch import rows_of, static_row_count
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_loop
 from keras_paragrad.engine.step.whole_loss import OutputForm, backward, forward, gradient_of_batch, trace, whole_loss
 
@@ -37,7 +37,7 @@ class GradientCache:
     def __call__(self, data: Batch) -> Gradient:
         """The gradient of a batch."""
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        static = next(leaf for leaf in keras.tree.flatten(x) if leaf is not None).shape[0]
+        static = static_row_count(x)
         rows = rows_of(x) if static is None else static
         # The number of slices in the loop. The last slice has a graph of its own, unless it is known to be as large.
         in_loop = -(-rows // self.size) - 1 if static is None else rows // self.size
@@ -60,7 +60,7 @@ class GradientCache:
         # Before any weight is updated: in optimized graphs, the backward pass of the last slice may otherwise read an
         # updated one.
         gradients = tf.tuple(self.sums.present_gradients(total))
-        return gradient_of_batch(self.context, data, gradients, whole)
+        return gradient_of_batch(self.context, gradients, whole)
 
     def _outputs(self, x: Structure, in_loop: tf.Tensor | int, last: Structure) -> list[tf.Tensor]:
         """The tensors of `forward` for the whole batch; `last` is the slice after those in the loop, if any."""
@@ -129,8 +129,7 @@ class GradientCache:
     def _call(self, run: Callable[[_Inputs], _Outputs], inputs: _Inputs, *, in_loop: bool) -> _Outputs:
         """Runs a slice, in a function of its own if XLA compiles it or if that is faster in a loop."""
         if self.context.by_xla or (in_loop and is_slower_in_loop(self.model)):
-            outputs, _ = call_in_function(lambda inputs: (run(inputs), None), inputs, by_xla=self.context.by_xla)
-            return outputs
+            return call_in_function(run, inputs, by_xla=self.context.by_xla)
         return run(inputs)
 
 

@@ -101,14 +101,10 @@ class SliceSums:
         gradients = self.add_gradients(total.gradients, other.gradients)
         return RunningSums(gradients, total.divisor + other.divisor, total.losses + other.losses)
 
-    def gradient(self, total: RunningSums, rows: tf.Tensor | int) -> Gradient:
-        """The gradient of the batch.
-
-        Args:
-            total: The sums over all slices.
-            rows: The number of examples in the batch.
-        """
-        divisor = tf.constant(1.0) if self.last.weight.summed else total.divisor
+    def gradient(self, total: RunningSums) -> Gradient:
+        """The gradient of the batch, from the sums over all slices."""
+        weight, sums = self.last.weight, self.last.sums
+        divisor = tf.constant(1.0) if weight.summed else total.divisor
         factor = tf.math.reciprocal_no_nan(divisor)
 
         def mean(index: int, variable: keras.Variable) -> GradientTensor | None:
@@ -120,7 +116,7 @@ class SliceSums:
             return tf.cast(gradient, variable.dtype)
 
         gradients = [mean(index, variable) for index, variable in enumerate(self.variables)]
-        return self.last.of_all(gradients, tf.convert_to_tensor(rows), divisor, total.losses)
+        return Gradient(gradients, None, weight._replace(value=divisor), sums._replace(vector=total.losses))
 
 
 def rows_at(data: Data, first: tf.Tensor | int, count: tf.Tensor | int, *, in_bounds: bool = False) -> Data:

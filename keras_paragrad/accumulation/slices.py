@@ -17,7 +17,7 @@ from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
-from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_of
+from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_of, static_row_count
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
@@ -166,7 +166,7 @@ class Slices(NamedTuple):
 
     def cuts(self, data: Batch) -> bool | None:
         """Whether a batch has more examples than a slice; `None` if its size isn't static."""
-        rows = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]
+        rows = static_row_count(data)
         return None if rows is None else rows > self.size
 
     def slices(self, data: Batch) -> BatchSlices:
@@ -195,7 +195,7 @@ class Slices(NamedTuple):
             total = tf.cond(remainder > 0, lambda: add_remainder(total), lambda: total)
         elif remainder:
             total = add_remainder(total)
-        return sums.gradient(total, rows)
+        return sums.gradient(total)
 
     def of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch whose loss compares examples, in two runs of each slice."""

@@ -1,5 +1,6 @@
 """A private update fills two stages: *split*, with physical batches, and *transform*, with Gaussian noise."""
 
+import functools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -86,11 +87,11 @@ class PhysicalBatches(Slices):
             # Metrics are updated with the drawn rows alone, whose number is dynamic: XLA can't compile that.
             if _by_xla(model) and not has_metrics(model) and not is_slower_in_xla_loop(model):
                 # One call of a compiled loop is faster than a compiled call for each physical batch.
-                total, _ = call_in_function(lambda data: (accumulate(data, by_xla=False), None), data)
+                total = call_in_function(functools.partial(accumulate, by_xla=False), data)
             else:
                 total = accumulate(data)
         # `averaging` already corrects for how many rows this replica computed, so replicas count alike.
-        return sums.gradient(total, rows).counting_as_one()
+        return sums.gradient(total).counting_as_one()
 
     def _even_size(self, drawn: tf.Tensor, batches: tf.Tensor) -> tf.Tensor:
         """The fewest rows per physical batch that hold the drawn ones."""

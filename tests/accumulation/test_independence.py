@@ -20,7 +20,7 @@ from keras_paragrad import (
     wrap,
 )
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes import trial
+from keras_paragrad.engine.probes import pure_function, trial
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.probes.states import split_dependent_layers, split_dependent_metrics
@@ -156,7 +156,7 @@ def test_a_fault_of_the_trial_breaks_no_training(monkeypatch, caplog):
     def fault(*_):
         raise RuntimeError("a fault")
 
-    monkeypatch.setattr(trial.PureFunction, "__call__", fault)
+    monkeypatch.setattr(pure_function.PureFunction, "__call__", fault)
     model = sequential(MinusBatchMean())
     model.compile("sgd", "sparse_categorical_crossentropy", metrics=[Maximum()], run_eagerly=True)
     with caplog.at_level("DEBUG", "keras_paragrad"), microbatch(model, 3):
@@ -214,8 +214,8 @@ def test_a_trial_leaves_nothing_behind(monkeypatch):
         calls = [tuple(shape) for shape in model.leaves.calls]
         return values(variables), drawn, calls, len(model.leaves._losses), history
 
-    compute = trial.PureFunction.__call__
-    monkeypatch.setattr(trial.PureFunction, "__call__", lambda *given: tried.append(given) or compute(*given))
+    compute = pure_function.PureFunction.__call__
+    monkeypatch.setattr(pure_function.PureFunction, "__call__", lambda *given: tried.append(given) or compute(*given))
     found = trained()
     assert len(tried) > 8
     monkeypatch.setattr(trial, "ThreadPoolExecutor", None)

@@ -77,7 +77,7 @@ def test_own_train_steps_show_the_mean_over_the_examples():
         np.testing.assert_allclose(found[name], values, rtol=1e-6, err_msg=name)
 
 
-def shown_in_training(made, dist=None, size=None, steps=None):
+def shown_in_training(made, dist=None, size=None, steps=None, sizes=None):
     """What an epoch shows of a step of the model's own, with weights that stay as they are."""
     with dist.scope() if dist else contextlib.nullcontext():
         model = own_steps.model(made, metrics=None)
@@ -85,7 +85,8 @@ def shown_in_training(made, dist=None, size=None, steps=None):
         model.compile(AccumulatingOptimizer(optimizer, steps=steps) if steps else optimizer, jit_compile=False)
     if dist:
         dist.prepare(model)
-    batches = MicroBatches(own_steps.data(), (3, 2, 2, 3, 3, 2) if steps else (3, 7, 5))
+    sizes = sizes or ((3, 2, 2, 3, 3, 2) if steps else (3, 7, 5))
+    batches = MicroBatches(own_steps.data(), sizes)
     callbacks = [ExactAccumulation()] if steps else []
     with microbatch(model, size) if size else contextlib.nullcontext():
         options = {"shuffle": False, "verbose": 0, "callbacks": callbacks}
@@ -125,6 +126,23 @@ def test_sums_in_windows_are_those_of_whole_batches():
         assert replicas[name] == pytest.approx(value, rel=1e-5), name
     with pytest.raises(ValueError, match=r"train_step of Numbers gives the update of 'sum_of_means' a number.*not the"):
         shown_in_training(own_steps.Numbers, steps=3)
+
+
+@pytest.mark.own_process
+def test_a_replica_without_rows_adds_nothing_to_metrics_before_the_end_of_a_window():
+    class Hidden(own_steps.Loss):
+        def train_step(self, data):
+            x, y = data[:2]
+            with tf.GradientTape() as tape:
+                y_pred = self(x, training=True)
+                loss = keras.ops.mean(keras.ops.square(y - y_pred))
+            self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+            self.hidden.update_state(y, y_pred)
+            return {"hidden": self.hidden.result()}
+
+    shown = (shown_in_training(Hidden, dist, steps=2, sizes=(1, 7, 1, 6)) for dist in (on_replicas(), None))
+    found, expected = (history["hidden"] for history in shown)
+    assert found == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.own_process

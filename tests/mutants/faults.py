@@ -1187,14 +1187,14 @@ _FIRST_BATCH = "accumulation/test_first_batch.py"
 _PROOF = [
     _fault(
         "no difference on the first batch is a finding",
-        "engine/division/proof.py",
+        "engine/division/comparison.py",
         "_TIMES_NOISE = 10",
         "_TIMES_NOISE = 1e9",
         f"{_FIRST_BATCH}::test_in_windows_it_is_refused_before_anything_changes",
     ),
     _fault(
         "rounding on the first batch is a finding",
-        "engine/division/proof.py",
+        "engine/division/comparison.py",
         "return 0.0 if error <= _TIMES_NOISE * noise else error",
         "return error",
         f"{_FIRST_BATCH}::test_what_is_known_is_proved_when_it_is_computed",
@@ -1318,9 +1318,9 @@ _CUSTOM_STEPS = [
     ),
     _fault(
         "a number of a slice counts as much as that of the batch",
-        "engine/losses/slice_numbers.py",
-        "is_sum_of_parts(made_up_by, self.summed) else value, self.share",
-        "is_sum_of_parts(made_up_by, self.summed) else value, weight",
+        "engine/losses/part_numbers.py",
+        "return self.of_batch(value, what, made_up_by), self.share(what)",
+        "return self.of_batch(value, what, made_up_by), weight",
         "custom_steps/test_custom_steps.py::test_slices[autoencoder]",
     ),
     _fault(
@@ -1375,8 +1375,8 @@ _CUSTOM_STEPS = [
     _fault(
         "averaged weights and counters move with every micro-batch",
         "engine/custom_step/step.py",
-        "scope = None if end else",
-        "scope = None if True else",
+        "if in_window and not end else None",
+        "if False else None",
         "custom_steps/test_custom_steps.py::test_windows[diffusion]",
     ),
     _fault(

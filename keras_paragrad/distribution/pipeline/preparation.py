@@ -29,7 +29,7 @@ from keras_paragrad.engine.pipeline.placement import (
     placing_by_inputs,
     slot_bytes_by_device,
 )
-from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of, static_row_count
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
@@ -244,7 +244,7 @@ class MicroBatches(NamedTuple):
         """Whether a batch is cut; `None` if its static shape is unknown."""
         if self.parts == 1:
             return False
-        rows = _static_rows(data)
+        rows = static_row_count(data)
         return None if rows is None else rows > 1
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
@@ -252,7 +252,7 @@ class MicroBatches(NamedTuple):
         # Metrics are updated in a branch, in which they can't create their variables.
         build_losses(context.model, rows_at(data, 0, 1), metrics=True)
         sums = SliceSums(context)
-        static_rows = _static_rows(data)
+        static_rows = static_row_count(data)
         rows: Any = rows_of(data) if static_rows is None else static_rows
         count = self.parts if static_rows is None else min(self.parts, static_rows)
         # Each device sums the gradients that it has computed; only the sums move to the variables' devices.
@@ -268,7 +268,7 @@ class MicroBatches(NamedTuple):
                     options = {"replica_batch": _PossiblyEmpty(last - first, last > first)}
                 column = index % len(totals)
                 totals[column] = sums.add(totals[column], micro_batch, rows, **options)
-        return sums.gradient(functools.reduce(sums.merge, totals), rows)
+        return sums.gradient(functools.reduce(sums.merge, totals))
 
 
 class _PossiblyEmpty(ReplicaBatch):
@@ -280,7 +280,3 @@ class _PossiblyEmpty(ReplicaBatch):
     def gradients(self, gradients: Gradients) -> list[GradientTensor | None]:
         """The gradients, unchanged: their weight is 0 if the row is repeated."""
         return list(gradients)
-
-
-def _static_rows(data: Batch) -> int | None:
-    return next(leaf for leaf in keras.tree.flatten(data) if leaf is not None).shape[0]

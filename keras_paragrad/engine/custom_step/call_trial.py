@@ -14,7 +14,8 @@ from keras_paragrad.engine.custom_step.divided_calls import has_rows, intercepti
 from keras_paragrad.engine.custom_step.versions import gather_remote_values
 from keras_paragrad.engine.custom_step.weighting import TrialStep
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, gradients_match, is_seed, run_trial
+from keras_paragrad.engine.probes.pure_function import is_seed
+from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, gradients_match, run_trial
 from keras_paragrad.engine.probes.weighting_trial import ROWS, over_draws
 from keras_paragrad.engine.tracing.random_rows import random_numbers_of_part
 
@@ -37,18 +38,16 @@ def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Bat
 
     def find(size: int) -> list[bool]:
         whole = _CallTrial(model, calls, remote, rows, None)
-        given = data if isinstance(data, tuple) else (data,)
         parts: list[_CallTrial] = []
 
         def compare(batch: Any) -> bool:
-            batch = batch if isinstance(data, tuple) else batch[0]
             expected = whole(batch, 0)
             parts[:] = parts or [_CallTrial(model, calls, remote, rows, whole.divides)]
             found = parts[0](batch, 0)
             pairs = zip(expected, found, strict=True)
             return all(gradients_match(*pair, half_precision=whole.half_precision) for pair in pairs)
 
-        if not all(over_draws(model, given, size, compare, rows)):
+        if not all(over_draws(model, data, size, compare, rows)):
             return []
         return whole.divides
 
@@ -95,7 +94,7 @@ class _CallTrial(TrialStep):
         values = [*keras.tree.flatten(logs), *states]
         return [[tf.cast(each, "float32") for each in values if each is not None]]
 
-    def call(self, layer: keras.layers.Layer, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
+    def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
         sizes = {int(each.shape[0]) for each in keras.tree.flatten((arguments, keywords)) if has_rows(each)}
         total = max(sizes, default=0)
         if self._finds:

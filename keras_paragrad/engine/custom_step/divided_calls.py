@@ -31,7 +31,7 @@ def rows_of_leaf(leaf: Any, first: Any, stop: Any) -> Any:
 class Handler(Protocol):
     """What happens in place of the intercepted calls on this thread. Within them, nothing is intercepted."""
 
-    def call(self, layer: keras.layers.Layer, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
+    def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
         """Calls a layer that no other layer calls."""
         ...
 
@@ -73,7 +73,7 @@ def _call(
     if here.handler is None:
         return original(layer, *args, **kwargs)
     with _PATCH.open(_Interception(None)):
-        return here.handler.call(layer, functools.partial(original, layer), args, kwargs)
+        return here.handler.call(functools.partial(original, layer), args, kwargs)
 
 
 def _gradient(here: _Interception, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -13,7 +13,8 @@ from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, StepLo
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions
 from keras_paragrad.engine.losses.counted_scalars import NumberParts, is_sum_of_parts
-from keras_paragrad.engine.losses.slice_numbers import SliceNumbers, counting_numbers
+from keras_paragrad.engine.losses.number_updates import counting_numbers
+from keras_paragrad.engine.losses.part_numbers import SliceNumbers
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.step.stages import BatchSlices
@@ -26,10 +27,10 @@ Update = Callable[[ApplyCall, Gradients], None]
 Share = Callable[[Weighting, Batch], tf.Tensor]
 
 
-class SlicedStep:
+class SlicedStep(NamedTuple):
     """Runs the phases of one step.
 
-    Args:
+    Attributes:
         model: The model.
         analysis: What its step does.
         versions: The versions of weights.
@@ -40,21 +41,14 @@ class SlicedStep:
         summed: Whether it reports sums over the rows, and not means, where that is unknown.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        analysis: StepAnalysis,
-        versions: WeightVersions,
-        weightings: Sequence[Weighting],
-        share: Share,
-        update: Update,
-        scalars: NumberParts | None,
-        *,
-        summed: bool,
-    ):
-        self.model, self.analysis, self.versions = model, analysis, versions
-        self.weightings, self.share, self.update = weightings, share, update
-        self.scalars, self.summed = scalars, summed
+    model: keras.Model
+    analysis: StepAnalysis
+    versions: WeightVersions
+    weightings: Sequence[Weighting]
+    share: Share
+    update: Update
+    scalars: NumberParts | None
+    summed: bool
 
     def run(
         self,
@@ -214,7 +208,7 @@ class _Phase:
 
         share = self._share_of_examples(rows)
         reported = SliceNumbers(self.model, share, self.step.scalars, summed=self.step.summed)
-        with scope, capturing_applies(apply) as released, counting_numbers(reported):
+        with scope, capturing_applies(apply) as released, counting_numbers(self.model, reported):
             logs = train_step_of(self.model)(rows)
         return scope, logs
 

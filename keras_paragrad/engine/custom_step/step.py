@@ -1,7 +1,7 @@
 """`CustomStep`: runs a model's own `train_step` exactly, in slices, on replicas or on the micro-batches of a window."""
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 
 import keras
 import tensorflow as tf
@@ -16,11 +16,13 @@ from keras_paragrad.engine.custom_step.run import SlicedStep, next_call
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions, make_variables, suspended_scope
 from keras_paragrad.engine.custom_step.weighting import find_weightings, sums_in_step
 from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.losses.log_reducer import LogReducer, reducing_metrics, run_custom_train_step
+from keras_paragrad.engine.losses.log_reducer import LogReducer, reducing_metrics
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.number_updates import counting_numbers
+from keras_paragrad.engine.losses.part_numbers import SliceNumbers
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.slice_numbers import SliceNumbers, counting_numbers
-from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments, weighting_of
+from keras_paragrad.engine.losses.terms import arguments_of
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, weighting_of
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.building import build_layers_by_step
@@ -77,61 +79,64 @@ class CustomStep:
             gradients = replica_batch.gradients(gradients)
             apply_gradient(call.optimizer, call.variables, gradients, whole=True)
 
-        sliced = SlicedStep(
-            self.model,
-            self.analysis,
-            self.versions,
-            self.weightings,
-            weights.share,
-            update,
-            self.scalars,
-            summed=self.summed,
-        )
+        analyzed = self.model, self.analysis, self.versions, self.weightings
+        sliced = SlicedStep(*analyzed, weights.share, update, self.scalars, self.summed)
         if replica_count() == 1:
             return sliced.run(slices)
         with as_one_replica():
-            logs = sliced.run(slices, lambda: self._reducing_results(batch, replica_batch), replica_batch.nonempty)
+            reducer = self._log_reducer(batch, replica_batch)
+            logs = sliced.run(slices, lambda: reducing_metrics(reducer, updates=False), replica_batch.nonempty)
         flat = keras.tree.flatten(logs)
         averaged = [index for index, log in enumerate(self.analysis.logs) if log and log.by_slice]
         for index, total in zip(averaged, sum_over_replicas([flat[index] for index in averaged]), strict=True):
             flat[index] = total
         return keras.tree.pack_sequence_as(logs, flat)
 
-    def run_on_replica(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
-        """Runs the step on a replica batch, and returns the logs of the whole batch."""
-        batch = replica_batch.filled(data)
-        with self._reducing_logs(batch, replica_batch, updates=True) as reduce_logs:
-            return reduce_logs(self._run_whole(batch, replica_batch))
-
-    def run_micro_batch(self, data: Batch, replica_batch: ReplicaBatch, end: Callable[[], None] | None) -> StepLogs:
-        """Runs the step on a micro-batch of a window, and returns its logs.
+    def run_whole(
+        self,
+        data: Batch,
+        replica_batch: ReplicaBatch,
+        end: Callable[[], None] | None = None,
+        *,
+        in_window: bool = False,
+    ) -> StepLogs:
+        """Runs the step on a batch that isn't cut, and updates with the gradients of all replicas; returns its logs.
 
         Args:
-            data: The micro-batch, or a replica's part of it.
+            data: The batch, or a replica's part of it.
             replica_batch: Its rows.
-            end: Updates the weights at the end of a window, or `None` before the end: then no state changes but those
-                that each slice of a batch changes.
+            end: Updates the weights at the end of a window; `None` before the end: then no state changes but those that
+                each slice of a batch changes.
+            in_window: Whether the batch is a micro-batch of a window.
         """
-        self._check_window()
+        if in_window:
+            self._check_window()
         batch = replica_batch.filled(data)
-        scope = None if end else PhaseScope([], self.versions, 0, last=False)
+        weights = _BatchWeights(batch, replica_batch, self.weightings)
+        scope = PhaseScope([], self.versions, 0, last=False) if in_window and not end else None
 
-        def apply(call: ApplyCall, update: Callable[[], None]) -> None:
-            with suspended_scope():
-                update()
-                if end:
-                    end()
-            if scope:
-                scope.advance(call.variables)
+        def run() -> StepLogs:
+            calls, weightings = iter(self.analysis.calls), iter(self.weightings)
 
+            def apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: object) -> None:
+                call = next_call(self.model, calls, optimizer)
+                with released(), suspended_scope():
+                    weights.apply(call, next(weightings), gradients)
+                    if end:
+                        end()
+                if scope:
+                    scope.advance(call.variables)
+
+            with capturing_applies(apply) as released:
+                return train_step_of(self.model)(batch)
+
+        reducer = self._log_reducer(batch, replica_batch)
+        if not in_window:
+            return reducer.run(run)
         rows = tf.cast(replica_batch.rows, "float32")
         numbers = SliceNumbers(self.model, rows, self.scalars, summed=False, in_window=True)
-        with (
-            self._reducing_logs(batch, replica_batch) as reduce_logs,
-            scope or contextlib.nullcontext(),
-            counting_numbers(numbers),
-        ):
-            logs = reduce_logs(self._run_whole(batch, replica_batch, apply))
+        with scope or contextlib.nullcontext(), counting_numbers(self.model, numbers):
+            logs = run() if replica_count() == 1 else reducer.run(run, updates=False)
         for state in self.analysis.states:
             if scope and state.by_slice:
                 state.variable.assign(scope.value_of(state.variable))
@@ -153,61 +158,17 @@ class CustomStep:
                 "size)."
             )
 
-    @contextlib.contextmanager
-    def _reducing_logs(
-        self, batch: Batch, replica_batch: ReplicaBatch, *, updates: bool = False
-    ) -> Generator[Callable[[StepLogs], StepLogs]]:
-        """Context of `reducing_metrics`; yields a function that reduces other logs."""
-        if replica_count() == 1:
-            yield lambda logs: logs
-            return
-        reducer = self._log_reducer(batch, replica_batch)
-        with as_one_replica(), reducing_metrics(reducer, updates=updates):
-            yield reducer.reduce_logs
-        reducer.discard_filler()
-
     def _log_reducer(self, batch: Batch, replica_batch: ReplicaBatch) -> LogReducer:
         return LogReducer(
             self.model, batch, replica_batch, None, [], summed=self.summed, scalars=self.scalars, exact=True
         )
-
-    def _run_whole(
-        self,
-        batch: Batch,
-        replica_batch: ReplicaBatch,
-        apply: Callable[[ApplyCall, Callable[[], None]], None] = lambda call, update: update(),
-    ) -> StepLogs:
-        """Runs the step undivided, and updates with the gradients of all replicas where it calls its optimizers.
-
-        Args:
-            batch: The batch, or a replica's part of it.
-            replica_batch: Its rows.
-            apply: Gets each call of an optimizer, and a function that updates its variables.
-        """
-        weights = _BatchWeights(batch, replica_batch, self.weightings)
-        calls, weightings = iter(self.analysis.calls), iter(self.weightings)
-
-        def capture(
-            optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
-        ) -> None:
-            call, weighting = next_call(self.model, calls, optimizer), next(weightings)
-            with released():
-                apply(call, lambda: weights.apply(call, weighting, gradients))
-
-        with capturing_applies(capture) as released:
-            return train_step_of(self.model)(batch)
-
-    @contextlib.contextmanager
-    def _reducing_results(self, batch: Batch, replica_batch: ReplicaBatch) -> Generator[None]:
-        reducer = self._log_reducer(batch, replica_batch)
-        with reducing_metrics(reducer, updates=False):
-            yield
 
 
 def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:
     """Runs a model's own `train_step` on a replica, and updates with the mean of the replicas' gradients, or their sum.
 
     They are summed where a loss is found to be a sum over the rows. Keras sums all, and divides losses of its own.
+    Numbers in the logs are summed, or averaged and weighted by examples: as a trial shows, or else all alike.
     """
     sums, scalars = sums_in_step(model, data)
     calls = iter(sums)
@@ -217,8 +178,10 @@ def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:
         with released():
             optimizer.apply(scale_gradients(gradients, variables, factor), variables)
 
-    with as_one_replica(), capturing_applies(capture) as released:
-        return run_custom_train_step(model, data, summed=bool(sums) and all(sums), scalars=scalars)
+    summed = bool(sums) and all(sums)
+    reducer = LogReducer(model, data, ReplicaBatch.of(data), None, [], summed=summed, scalars=scalars)
+    with capturing_applies(capture) as released:
+        return reducer.run(lambda: model.train_step(data))
 
 
 class _BatchWeights:
@@ -234,7 +197,7 @@ class _BatchWeights:
     def divisor(self, weighting: Weighting, rows: Batch) -> tf.Tensor:
         """The divisor of some rows: zero on a replica without rows."""
         assert weighting.divisor, "sums are not divided"
-        return self.replica_batch.weight(weighting.divisor(step_arguments(rows)))
+        return self.replica_batch.weight(weighting.divisor(arguments_of(rows)))
 
     def share(self, weighting: Weighting, rows: Batch) -> tf.Tensor:
         """The weight of some rows in the batch of all replicas."""

@@ -14,7 +14,7 @@ from keras_paragrad.compat.private import FuncGraph
 from keras_paragrad.compat.types import Batch, Gradients
 from keras_paragrad.engine.custom_step.divided_calls import Handler, intercepting
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.probes.trial import is_seed, normalize_by_moving_statistics
+from keras_paragrad.engine.probes.pure_function import is_seed, normalize_by_moving_statistics
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.storage.gathering import zeros_in_place_of_shards

@@ -26,22 +26,18 @@ from keras_paragrad.engine.losses.counted_scalars import (
 )
 from keras_paragrad.engine.losses.loss_normalization import UNIFORM_NEEDS
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, step_arguments
+from keras_paragrad.engine.losses.terms import arguments_of
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting
 from keras_paragrad.engine.probes.independence import once_per_compile, states_refusal
-from keras_paragrad.engine.probes.states import RANGES, BatchSplit, split_dependent_states
-from keras_paragrad.engine.probes.trial import (
-    SIZES,
-    Inconclusive,
+from keras_paragrad.engine.probes.pure_function import (
     State,
     is_seed,
     normalize_by_moving_statistics,
-    row_count,
-    run_trial,
-    synthetic_rows,
-    take_rows,
     uses_half_precision,
     value_of,
 )
+from keras_paragrad.engine.probes.states import RANGES, BatchSplit, split_dependent_states
+from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, row_count, run_trial, synthetic_rows, take_rows
 from keras_paragrad.engine.probes.weighting_trial import (
     BOUNDS,
     FIRST,
@@ -201,7 +197,7 @@ def find_weightings(
     """
     candidates = [each for name, each in WEIGHTINGS.items() if name not in ("sample_weight", "mask")]
     remote = gather_remote_values(model)
-    if step_arguments(data)["sample_weight"] is not None:
+    if arguments_of(data)["sample_weight"] is not None:
         candidates.insert(1, WEIGHTINGS["sample_weight"])
     if stated is not None:
         candidates = [stated, *(each for each in candidates if each is not stated)]
@@ -212,12 +208,8 @@ def find_weightings(
 
     def find(size: int) -> list[WeightingTrial]:
         step = _ScalarTrial(model, analysis.calls, analysis.states, remote)
-        given = data if isinstance(data, tuple) else (data,)
-
-        def compare(batch: Any) -> tuple[list[list[float]], NumberParts | None]:
-            return _compare(step, batch if isinstance(data, tuple) else batch[0], candidates)
-
-        errors, of_draws = zip(*over_draws(model, given, size, compare), strict=True)
+        compared = over_draws(model, data, size, lambda batch: _compare(step, batch, candidates))
+        errors, of_draws = zip(*compared, strict=True)
         scalars[:] = [in_all_draws(of_draws)]
         # For each call, the errors of the candidates in all draws.
         by_call = ([max(each) for each in zip(*of_draws, strict=True)] for of_draws in zip(*errors, strict=True))
@@ -265,7 +257,7 @@ def sums_in_step(model: keras.Model, data: Batch) -> tuple[list[bool], NumberPar
             return [], None
         return [each.divisor is None for each in weightings], scalars
 
-    return once_per_compile(("sums in train_step",), model, step_arguments(data), find)
+    return once_per_compile(("sums in train_step",), model, arguments_of(data), find)
 
 
 def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
@@ -290,7 +282,7 @@ def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
             reasons.append(f"has losses that are weighted by {', '.join(others)}")
         return f"The train_step of {type(model).__name__} {', and '.join(reasons)}." if reasons else None
 
-    if found := once_per_compile(("uniform step",), model, step_arguments(data), find):
+    if found := once_per_compile(("uniform step",), model, arguments_of(data), find):
         warn_once(model, f"{UNIFORM_NEEDS} {found} Leave weighting out.")
 
 
@@ -303,7 +295,7 @@ def _compare(
     of_parts = [step(part, start) for part, (start, _) in zip(parts, BOUNDS, strict=True)]
 
     def divisors(rows: Batch) -> list[Any]:
-        return [each.divisor(step_arguments(rows)) if each.divisor else 0.0 for each in candidates]
+        return [each.divisor(arguments_of(rows)) if each.divisor else 0.0 for each in candidates]
 
     shares = shares_of([divisors(part) for part in parts], divisors(data))
     errors = [

@@ -16,7 +16,6 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import (
-    as_one_replica,
     replica_count,
     replica_index,
     replicas_are_traced_apart,
@@ -33,7 +32,7 @@ from keras_paragrad.engine.custom_step.divided_calls import differentiates, has_
 from keras_paragrad.engine.custom_step.run import changed_order, next_call
 from keras_paragrad.engine.custom_step.step import CustomStep, prepare_optimizers
 from keras_paragrad.engine.custom_step.step_graph import StepGraph
-from keras_paragrad.engine.losses.log_reducer import LogReducer, reducing_metrics
+from keras_paragrad.engine.losses.log_reducer import LogReducer
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.replicas.batch_statistics import counting_examples
@@ -55,13 +54,12 @@ class WholeStep:
     Args:
         model: A built model.
         data: A replica's tensors.
-        normalize: What the user states.
 
     Raises:
         IndivisibleError: Replicas would not compute the same, or no call of a layer can be divided.
     """
 
-    def __init__(self, model: keras.Model, data: Batch, normalize: LossNormalization):
+    def __init__(self, model: keras.Model, data: Batch):
         self.model = model
         if not replicas_are_traced_apart():
             raise IndivisibleError("All replicas of a TPU run the same program.")
@@ -86,16 +84,12 @@ class WholeStep:
             f"rows, and {sum(self.divides)} of {len(self.divides)} calls of layers on its share of them."
         )
 
-    def run_on_replica(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
+    def run(self, data: Batch) -> StepLogs:
         """Runs the step on the batch of all replicas, and returns its logs."""
         batch = keras.tree.map_structure(lambda each: None if each is None else _gather_rows(each), data)
         # Metrics and logs are those of one replica, as if the others had no rows.
         counted = ReplicaBatch(rows_of(batch), tf.constant(replica_index() == 0))
-        reducer = LogReducer(self.model, batch, counted, None, [])
-        with as_one_replica(), reducing_metrics(reducer):
-            logs = reducer.reduce_logs(self._run(batch))
-        reducer.discard_filler()
-        return logs
+        return LogReducer(self.model, batch, counted, None, []).run(lambda: self._run(batch))
 
     def _run(self, batch: Batch) -> StepLogs:
         calls = iter(self.calls)
@@ -124,7 +118,7 @@ def divide_on_replicas(model: keras.Model, data: Batch, normalize: LossNormaliza
         if normalize.weighting != "auto":
             raise
         try:
-            step = WholeStep(model, data, normalize)
+            step = WholeStep(model, data)
         except (ValueError, tf.errors.InvalidArgumentError) as other:
             _log.debug("Nor can its calls be divided: %s", other)
             raise refusal from None
@@ -144,7 +138,7 @@ class _Trace:
         self.calls: list[tuple[int, int]] = []
         self._gradients: list[tuple[list[Any], int]] = []
 
-    def call(self, layer: keras.layers.Layer, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
+    def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
         begin = _operation_count()
         outputs = call(*arguments, **keywords)
         self.calls.append((begin, _operation_count()))
@@ -188,7 +182,7 @@ class _OnReplica:
     def __init__(self, model: keras.Model, divides: Sequence[bool], reduced_late: Sequence[bool]):
         self.model, self._divides, self._late = model, iter(divides), iter(reduced_late)
 
-    def call(self, layer: keras.layers.Layer, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
+    def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
         divides = next(self._divides, None)
         if divides is None:
             raise changed_order(self.model)

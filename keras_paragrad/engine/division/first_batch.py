@@ -21,8 +21,8 @@ from keras_paragrad.engine.division.proof import (
 from keras_paragrad.engine.division.step_proof import find_difference_of_step
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
-from keras_paragrad.engine.losses.terms import is_summed
-from keras_paragrad.engine.losses.weightings import WEIGHTINGS, step_arguments
+from keras_paragrad.engine.losses.terms import arguments_of, is_summed
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS
 from keras_paragrad.engine.probes.comparing import require_whole_losses
 from keras_paragrad.engine.probes.independence import TRAIN_ANYWAY, USE_SUMS, find_layers_dependent_on, states_refusal
 from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
@@ -106,16 +106,15 @@ class FirstBatchProof:
     def _prove_step(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
         """Proves the model's own `train_step`, once it is analyzed."""
         step = next((each for each in self._divisions.steps.values() if isinstance(each, CustomStep)), None)
-        found = step and find_difference_of_step(self.model, step, data, size, parts)
-        if step is None or found is None:
+        difference = step and find_difference_of_step(self.model, step, data, size, parts)
+        if step is None or difference is None:
             return
-        index, difference = found
         if normalize.weighting != "auto":
             warn_once(self.model, f"{difference}, with weighting={normalize.weighting!r} as stated.")
             return
         where = (
-            f"{difference}, in update {index + 1} of {len(step.calls)} in the train_step of "
-            f"{type(self.model).__name__}, by {step.calls[index].optimizer.name!r}"
+            f"{difference}, in update {difference.call + 1} of {len(step.calls)} in the train_step of "
+            f"{type(self.model).__name__}, by {step.calls[difference.call].optimizer.name!r}"
         )
         raise IndivisibleError(normalize.refusals.of_difference(where, in_train_step=True))
 
@@ -137,7 +136,7 @@ def _prove(
         return None
     if normalize.weighting != "auto":
         try:
-            normalize.check_stated(model, step_arguments(data))
+            normalize.check_stated(model, arguments_of(data))
         except IndivisibleError:
             # The step that is traced next is refused, by what made-up rows show.
             return None
@@ -199,7 +198,7 @@ def _measure_statistics(
 
 def _sums(model: keras.Model, data: Batch) -> bool:
     """Whether the loss is a sum, which isn't divided by the number of replicas."""
-    trial = None if is_summed(model) else find_weightings(model, step_arguments(data))
+    trial = None if is_summed(model) else find_weightings(model, arguments_of(data))
     return trial is None or trial.fitting == [WEIGHTINGS["sum"]]
 
 

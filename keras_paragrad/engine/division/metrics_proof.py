@@ -6,12 +6,15 @@ import keras
 import numpy as np
 
 from keras_paragrad.compat.types import Batch
+from keras_paragrad.engine.division.comparison import reverse_rows
 from keras_paragrad.engine.division.cut import RowCut
-from keras_paragrad.engine.division.proof import MOST_BYTES, mark_outputs, outputs_of_parts, reverse_rows
+from keras_paragrad.engine.division.proof import MOST_BYTES, mark_outputs, outputs_of_parts
 from keras_paragrad.engine.losses.logs import has_metrics
+from keras_paragrad.engine.losses.terms import arguments_of
+from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision
 from keras_paragrad.engine.probes.row_independence import is_kerass_own_metric
 from keras_paragrad.engine.probes.states import reset_state, results_after_parts
-from keras_paragrad.engine.probes.trial import PureFunction, row_count, run_trial, take_rows, uses_half_precision
+from keras_paragrad.engine.probes.trial import row_count, run_trial, take_rows
 
 # The largest relative difference of a result that is no finding, in single and in half precision.
 _TOLERANCE, _TOLERANCE_OF_HALF_PRECISION = 1e-3, 3e-2
@@ -63,8 +66,7 @@ def find_metric_differences(
     def results(batch: Any) -> dict[str, Any]:
         if batch is not None:
             data, outputs = batch
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-            model.compute_metrics(x=x, y=y, y_pred=mark_outputs(outputs), sample_weight=sample_weight)
+            model.compute_metrics(**arguments_of(data, mark_outputs(outputs)))
         return dict(model.get_metrics_result())
 
     def find(cut: RowCut) -> list[MetricDifference]:

@@ -1,8 +1,7 @@
 """The proof on the first batch: parts of its rows, weighted as `fit` weights them, give the gradient of the whole."""
 
 import functools
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,57 +9,33 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import call_model, mask_of, with_mask
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step
-from keras_paragrad.compat.types import Batch, LossArguments, Structure
+from keras_paragrad.compat.types import Batch, Structure
+from keras_paragrad.engine.division.comparison import (
+    TOLERANCE_OF_HALF_PRECISION,
+    Difference,
+    PartComparison,
+    WeightedGradient,
+    change_last_digits,
+    relative_error,
+)
 from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.terms import recorded_terms
+from keras_paragrad.engine.losses.terms import compute_loss
+from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision, watch_weights
 from keras_paragrad.engine.probes.row_independence import (
     RowPair,
     computes_rows_independently,
     find_changed_outputs,
-    has_value_per_example,
+    has_losses_per_example,
 )
-from keras_paragrad.engine.probes.trial import (
-    Inconclusive,
-    PureFunction,
-    row_count,
-    run_trial,
-    static_row_count,
-    take_rows,
-    uses_half_precision,
-    watch_weights,
-)
+from keras_paragrad.engine.probes.trial import Inconclusive, row_count, run_trial, take_rows
+from keras_paragrad.engine.replicas.replica_batch import static_row_count
 from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
-# The largest relative error of a gradient that is no finding, in single and in half precision. Faults are off by 1e-4
-# and more.
-_TOLERANCE, _TOLERANCE_OF_HALF_PRECISION = 1e-4, 3e-2
-# A finding is this many times what another order of the rows, another seed, or other last digits change.
-_TIMES_NOISE = 10
-_LAST_DIGITS = 1e-6
 # The most bytes that the tensors of a whole batch may take together, beside a step. A larger batch is proved by its
 # outputs, if they take no more than this or than the tensors of one part.
 MOST_BYTES = 2**24
-
-
-class Difference(NamedTuple):
-    """How far the weighted gradients of parts are from the gradient of the whole.
-
-    Attributes:
-        error: The norm of the difference over the norm of the gradient.
-        rows, parts: The rows of the whole, and the number of its parts.
-    """
-
-    error: float
-    rows: int
-    parts: int
-
-    def __str__(self) -> str:
-        return (
-            f"On {self.rows} rows of the first batch, the weighted gradients of {self.parts} parts are "
-            f"{self.error:.1e} off the gradient of the whole"
-        )
 
 
 def is_known_to_divide(model: keras.Model) -> bool:
@@ -68,11 +43,10 @@ def is_known_to_divide(model: keras.Model) -> bool:
 
     Its losses must be built.
     """
-    losses = model._compile_loss._flat_losses if model._compile_loss else ()
     return (
         not (overrides_compute_loss(model) or overrides_train_step(model))
         and computes_rows_independently(model)
-        and all(each.loss is None or has_value_per_example(each.loss) for each in losses)
+        and has_losses_per_example(model)
     )
 
 
@@ -119,7 +93,7 @@ def find_layer_that_mixes(model: keras.Model, data: Batch, size: int) -> str | N
     first, second = take_rows(x, 0, count), take_rows(x, 1, count)
 
     def find() -> str | None:
-        pair = RowPair((first,), (second,), slice(1, count), slice(None), _TOLERANCE_OF_HALF_PRECISION)
+        pair = RowPair((first,), (second,), slice(1, count), slice(None), TOLERANCE_OF_HALF_PRECISION)
         return find_changed_outputs(model, pair, training=True)
 
     return run_trial(lambda _: find(), 0, otherwise=None, question=None)
@@ -148,7 +122,7 @@ def measure_batch_statistics(
     return run_trial(measure, data, otherwise=None, question=None)
 
 
-class _DividedPass:
+class _DividedPass(PartComparison):
     """Computes the gradient of the weights, and what the loss is divided by, of the whole and of its parts.
 
     If `as_trained`, with batch statistics, and with the weights as they are.
@@ -159,52 +133,19 @@ class _DividedPass:
     ):
         self.model, self.normalize, self.total, self.as_trained = model, normalize, total, as_trained
         self.half_precision = uses_half_precision(model)
-        self.draws = False
         # Parts that draw random numbers draw those for their rows.
         self._functions: dict[int, PureFunction] = {}
 
-    def compare(self, data: Batch, cut: RowCut) -> Difference | None:
-        """The difference of the parts from the whole, unless noise explains it."""
-        rows = self.prepare(cut.take(data), cut)
-        if rows is None:
-            return None
-        whole, total = self.gradients(rows, cut)
-        error = compare_gradients(whole, total, self._changed(rows), half_precision=self.half_precision)
-        return Difference(error, len(cut.rows), len(cut.bounds)) if error else None
-
     def difference(self, data: Batch, cut: RowCut) -> Difference | None:
         """The difference of the parts from the whole, rounding and all; `None` if there is no gradient."""
-        whole, total = self.gradients(cut.take(data), cut)
-        error = _relative_error(whole, total)
+        ((whole, total),) = self.gradients(cut.take(data), cut)
+        error = relative_error(whole, total)
         return None if error is None else Difference(error, len(cut.rows), len(cut.bounds))
 
-    def gradients(self, rows: Batch, cut: RowCut) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """The gradient of the whole, and the weighted sum of the parts' gradients."""
-        whole, divisor = self.run(rows, 0)
-        total = [np.zeros_like(each) for each in whole]
-        for start, stop in cut.bounds:
-            gradient, part = self.run(take_rows(rows, start, stop), start)
-            share = part / divisor if divisor else 1.0
-            self.add(total, gradient, share, start, stop)
-        return whole, total
-
-    def prepare(self, rows: Batch, cut: RowCut) -> Batch | None:
-        """What the gradient is computed from, if it can be."""
-        return rows
-
-    def add(self, total: list[np.ndarray], gradient: list[np.ndarray], share: float, start: int, stop: int) -> None:
-        """Adds the weighted gradient of a part."""
-        for sums, part in zip(total, gradient, strict=True):
-            sums += share * part
-
-    def run(self, rows: Batch, first: int, *, changed: bool = False) -> tuple[list[np.ndarray], float]:
-        """The gradient of some rows, and what their loss is divided by: 0 for a sum.
-
-        If `changed`, with other seeds and weights that differ in their last digits.
-        """
+    def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         function = self._function_of(first)
         (gradients, divisor), _ = function(rows, change_last_digits(function.reseed()) if changed else None)
-        return [np.asarray(each, "float64") for each in gradients], float(divisor)
+        return [WeightedGradient([np.asarray(each, "float64") for each in gradients], float(divisor))]
 
     def graph(self, rows: Batch) -> tf.Graph:
         """The graph in which the gradient of some rows is computed."""
@@ -220,36 +161,23 @@ class _DividedPass:
 
     def compute(self, first: int, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Traces the gradient."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with (
-            random_numbers_by_row(first, static_row_count(x), self.total) as numbers,
+            random_numbers_by_row(first, static_row_count(data), self.total) as numbers,
             watch_weights(self.model) as gradients_of,
         ):
-            y_pred = call_model(self.model, x, training=True)
-            loss, divisor = self.loss({"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight})
+            loss, divisor = self.loss(data)
         self.draws = numbers.draws > 0
         return gradients_of(loss), divisor
 
-    def loss(self, arguments: LossArguments) -> tuple[tf.Tensor, tf.Tensor]:
+    def loss(self, data: Batch, y_pred: Structure = None) -> tuple[tf.Tensor, tf.Tensor]:
         """The loss, and what it is divided by: 0 for a sum."""
-        with recorded_terms(self.model, untracked=True) as terms:
-            loss = self.model._compute_loss(**arguments, training=True)
+        loss, arguments, terms = compute_loss(self.model, data, y_pred=y_pred)
         # Of an unreduced loss, Keras differentiates the sum.
         total = tf.cast(tf.reduce_sum(loss), "float32")
         if self.normalize is None:
             return total, tf.constant(float(row_count(arguments["x"])))
         weight = self.normalize.of_computed_loss(self.model, arguments, terms)
         return total, tf.zeros([]) if weight.summed else tf.cast(weight.value, "float32")
-
-    def _changed(self, rows: Batch) -> Iterator[list[np.ndarray]]:
-        """The gradient of the whole after changes that make no difference but by rounding and randomness."""
-        yield self.run(rows, 0, changed=True)[0]
-        if not self.draws:
-            yield self.reordered(rows)
-
-    def reordered(self, rows: Batch) -> list[np.ndarray]:
-        """The gradient of the same rows in another order."""
-        return self.run(reverse_rows(rows), 0)[0]
 
 
 class _DividedLoss(_DividedPass):
@@ -267,12 +195,10 @@ class _DividedLoss(_DividedPass):
     def compute(self, first: int, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Traces the gradient with respect to the outputs."""
         rows, outputs = data
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(rows)
         real = [each for each in keras.tree.flatten(outputs[0]) if each.dtype.is_floating]
         with tf.GradientTape() as tape:
             tape.watch(real)
-            marked = mark_outputs(outputs)
-            loss, divisor = self.loss({"x": x, "y": y, "y_pred": marked, "sample_weight": sample_weight})
+            loss, divisor = self.loss(rows, mark_outputs(outputs))
         gradients: Any = tape.gradient(loss, real, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.cast(tf.convert_to_tensor(each), "float32") for each in gradients], divisor
 
@@ -281,15 +207,15 @@ class _DividedLoss(_DividedPass):
         for sums, part in zip(total, gradient, strict=True):
             sums[start:stop] = share * part
 
-    def run(self, rows: Any, first: int, *, changed: bool = False) -> tuple[list[np.ndarray], float]:
+    def run(self, rows: Any, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         if changed:
             data, (y_pred, masks) = rows
             rows = data, (change_last_digits(y_pred), masks)
         return super().run(rows, first, changed=changed)
 
-    def reordered(self, rows: Batch) -> list[np.ndarray]:
+    def reordered(self, rows: Batch) -> list[list[np.ndarray]]:
         """The gradient of the outputs, computed in another order."""
-        return [each[::-1] for each in super().reordered(rows)]
+        return [[each[::-1] for each in gradient] for gradient in super().reordered(rows)]
 
 
 def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut, most_bytes: int) -> Structure | None:
@@ -320,52 +246,6 @@ def mark_outputs(outputs: tuple[Structure, list[tf.Tensor | None]]) -> Structure
     y_pred, masks = outputs
     marked = [with_mask(*each) for each in zip(keras.tree.flatten(y_pred), masks, strict=True)]
     return keras.tree.pack_sequence_as(y_pred, marked)
-
-
-def compare_gradients(
-    whole: list[np.ndarray], total: list[np.ndarray], changed: Iterable[list[np.ndarray]], *, half_precision: bool
-) -> float:
-    """The relative error of parts' summed gradients, or 0 where it is no finding.
-
-    Args:
-        whole: The gradient of the whole, an array for each weight.
-        total: The weighted sum of the parts' gradients.
-        changed: The gradient of the whole after changes that make no difference but by rounding and randomness.
-        half_precision: Whether they were computed in half precision.
-    """
-
-    error = _relative_error(whole, total)
-    if error is None or error <= (_TOLERANCE_OF_HALF_PRECISION if half_precision else _TOLERANCE):
-        return 0.0
-    noise = max((_relative_error(whole, each) or 0.0 for each in changed), default=0.0)
-    return 0.0 if error <= _TIMES_NOISE * noise else error
-
-
-def _relative_error(whole: list[np.ndarray], other: list[np.ndarray]) -> float | None:
-    """The norm of the difference over the norm of the whole; `None` if that is 0 or not finite."""
-    norm = _norm(whole)
-    if not np.isfinite(norm) or not norm:
-        # Nothing can be learned from it, nor by the model.
-        return None
-    return _norm([first - second for first, second in zip(whole, other, strict=True)]) / norm
-
-
-def _norm(tensors: list[np.ndarray]) -> float:
-    return float(np.sqrt(sum(np.sum(np.square(each)) for each in tensors)))
-
-
-def change_last_digits(nested: Any) -> Any:
-    """Nested tensors whose real numbers differ in the last digits of float32."""
-
-    def change(each: Any) -> Any:
-        return each * tf.cast(1 + _LAST_DIGITS, each.dtype) if each is not None and each.dtype.is_floating else each
-
-    return keras.tree.map_structure(change, nested)
-
-
-def reverse_rows(nested: Structure) -> Structure:
-    """The rows of nested tensors in reverse order."""
-    return keras.tree.map_structure(lambda each: None if each is None else tf.reverse(each, [0]), nested)
 
 
 def bytes_of(graph: tf.Graph) -> int:

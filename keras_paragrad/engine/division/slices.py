@@ -1,38 +1,26 @@
 """Finds before the trace whether slices can be combined, where the number of rows in a batch isn't known."""
 
-from typing import Any
-
 import keras
-import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_one_replica
-from keras_paragrad.compat.layers import WeightScope, call_model
 from keras_paragrad.compat.model import all_variables
-from keras_paragrad.compat.private import FuncGraph
 from keras_paragrad.compat.types import Batch, LossArguments
 from keras_paragrad.engine.division.proof import is_known_to_divide
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.terms import MEANS, LossTerm, recorded_terms
-from keras_paragrad.engine.losses.weightings import step_arguments
+from keras_paragrad.engine.losses.terms import MEANS, LossTerm, arguments_of, compute_loss
 from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.stages import Split
-from keras_paragrad.engine.tracing.untouched import untouched
+from keras_paragrad.engine.tracing.untouched import trace_rows
 from keras_paragrad.storage.gathering import zeros_in_place_of_shards
 
 
 def trace_loss(model: keras.Model, data: Batch) -> tuple[LossArguments, list[LossTerm]]:
     """Traces the loss of a batch into a graph that never runs; returns its arguments and terms."""
-    arguments = step_arguments(data)
     # No other replica traces this, so no weight can be gathered.
-    with (
-        zeros_in_place_of_shards(all_variables(model)),
-        as_one_replica(),
-        recorded_terms(model, untracked=True) as terms,
-    ):
-        arguments["y_pred"] = call_model(model, arguments["x"], training=True)
-        model._compute_loss(**arguments, training=True)
+    with zeros_in_place_of_shards(all_variables(model)), as_one_replica():
+        _, arguments, terms = compute_loss(model, data)
     return arguments, terms
 
 
@@ -48,23 +36,15 @@ def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str
     def trace(data: Batch) -> None:
         split.normalize(model, *trace_loss(model, data))
 
-    def placeholder(tensor: Any) -> Any:
-        # Micro-batches of a pipeline have any number of rows.
-        rows = split.size if split.size > 1 else None
-        return None if tensor is None else tf.compat.v1.placeholder(tensor.dtype, [rows, *tensor.shape[1:]])
-
     def find() -> str | None:
         build_losses(model, data)
         losses = model._compile_loss._flat_losses if model._compile_loss else ()
         if len(losses) == 1 and losses[0].loss.reduction in MEANS and is_known_to_divide(model):
             return None
         try:
-            with (
-                explaining_rows(model, data, 1, trace),
-                FuncGraph("slice").as_default(),
-                untouched(model, WeightScope()),
-            ):
-                trace(tf.nest.map_structure(placeholder, data))
+            with explaining_rows(model, data, 1, trace):
+                # Micro-batches of a pipeline have any number of rows.
+                trace_rows(model, trace, data, split.size if split.size > 1 else None)
         except IndivisibleError as refusal:
             return str(refusal)
         except Exception:
@@ -72,4 +52,4 @@ def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str
             return None
         return None
 
-    return once_per_compile(("slices", split.normalize), model, step_arguments(data), find)
+    return once_per_compile(("slices", split.normalize), model, arguments_of(data), find)

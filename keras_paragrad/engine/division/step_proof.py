@@ -1,29 +1,23 @@
 """The proof on the first batch, for a `train_step` of the model's own."""
 
 import keras
-import numpy as np
+import tensorflow as tf
 
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.custom_step.weighting import TrialStep
+from keras_paragrad.engine.division.comparison import Difference, PartComparison, WeightedGradient, change_last_digits
 from keras_paragrad.engine.division.cut import RowCut
-from keras_paragrad.engine.division.proof import (
-    MOST_BYTES,
-    Difference,
-    bytes_of,
-    change_last_digits,
-    compare_gradients,
-    reverse_rows,
-)
-from keras_paragrad.engine.losses.weightings import Weighting, step_arguments
+from keras_paragrad.engine.division.proof import MOST_BYTES, bytes_of
+from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.probes.trial import row_count, run_trial, take_rows
 from keras_paragrad.storage.storage import any_divided
 
 
 def find_difference_of_step(
     model: keras.Model, step: CustomStep, data: Batch, size: int, parts: int
-) -> tuple[int, Difference] | None:
-    """Finds the first optimizer call whose parts don't add up to the whole gradient: its index, and the difference.
+) -> Difference | None:
+    """Finds the first optimizer call whose parts don't add up to the whole gradient.
 
     Args:
         model: A built model with its own `train_step`.
@@ -36,43 +30,39 @@ def find_difference_of_step(
         # Other workers hold some of the weights, and don't wait for this one.
         return None
 
-    def find(cut: RowCut) -> tuple[int, Difference] | None:
-        trial = TrialStep(model, step.calls, step.analysis.states, {}, len(cut.rows))
-        if bytes_of(trial.graph(take_rows(data, 0, size), 0)) * len(cut.bounds) > MOST_BYTES:
+    def find(cut: RowCut) -> Difference | None:
+        division = _DividedStep(step, len(cut.rows))
+        if bytes_of(division.graph(take_rows(data, 0, size))) * len(cut.bounds) > MOST_BYTES:
             if size == 1:
                 return None
             cut = RowCut.of_part(size)
-            trial = TrialStep(model, step.calls, step.analysis.states, {}, len(cut.rows))
-        rows = cut.take(data)
-        whole = trial(rows, 0)
-        again = [_change_inputs(rows)]
-        if not trial.draws:
-            # Rows in another order would draw other random numbers.
-            again.append(reverse_rows(rows))
-        repeated = [trial(each, 0) for each in again]
-        of_parts = [(take_rows(rows, *each), trial(take_rows(rows, *each), each[0])) for each in cut.bounds]
-        for index, weighting in enumerate(step.weightings):
-            shares = [_share(weighting, part, rows) for part, _ in of_parts]
-            weighted = [
-                [share * each for each in gradients[index]]
-                for share, (_, gradients) in zip(shares, of_parts, strict=True)
-            ]
-            total = [np.sum(each, axis=0) for each in zip(*weighted, strict=True)]
-            changed = [each[index] for each in repeated]
-            error = compare_gradients(whole[index], total, changed, half_precision=trial.half_precision)
-            if error:
-                return index, Difference(error, len(cut.rows), len(cut.bounds))
-        return None
+            division = _DividedStep(step, len(cut.rows))
+        return division.compare(data, cut)
 
     cut = RowCut.of_parts(row_count(data), size, parts)
     return run_trial(find, cut, otherwise=None, question="whether parts of the first batch give its gradients")
 
 
+class _DividedStep(PartComparison):
+    """Computes the gradients of a step's calls of optimizers."""
+
+    def __init__(self, step: CustomStep, total: int):
+        self.weightings = step.weightings
+        self.trial = TrialStep(step.model, step.calls, step.analysis.states, {}, total)
+        self.half_precision = self.trial.half_precision
+
+    def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
+        rows = _change_inputs(rows) if changed else rows
+        arguments = arguments_of(rows)
+        divisors = [float(each.divisor(arguments)) if each.divisor else 0.0 for each in self.weightings]
+        gradients = self.trial(rows, first)
+        self.draws = self.trial.draws
+        return list(map(WeightedGradient, gradients, divisors))
+
+    def graph(self, rows: Batch) -> tf.Graph:
+        """The graph in which the gradients of some rows are computed."""
+        return self.trial.graph(rows, 0)
+
+
 def _change_inputs(rows: Batch) -> Batch:
     return (change_last_digits(rows[0]), *rows[1:]) if isinstance(rows, tuple) else change_last_digits(rows)
-
-
-def _share(weighting: Weighting, part: Batch, whole: Batch) -> float:
-    if weighting.divisor is None:
-        return 1.0
-    return float(weighting.divisor(step_arguments(part)) / weighting.divisor(step_arguments(whole)))

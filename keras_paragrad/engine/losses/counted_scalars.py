@@ -1,28 +1,19 @@
 """Numbers for whole batches that a step gives to `Mean`s and `Sum`s, or returns, tried on synthetic rows."""
 
 import contextlib
-import functools
-import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import step_metrics
-from keras_paragrad.compat.state import patched
 from keras_paragrad.compat.types import Array, Batch, StepLogs
-from keras_paragrad.engine.losses.number_updates import NumberUpdates
+from keras_paragrad.engine.losses.number_updates import counting_numbers
+from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.probes.independence import once_per_compile
-from keras_paragrad.engine.probes.trial import (
-    SIZES,
-    Inconclusive,
-    PureFunction,
-    run_trial,
-    take_rows,
-    uses_half_precision,
-)
+from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision
+from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial, take_rows
 from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, over_draws
 
 # What of the parts makes up the whole batch's: sums of numbers, of numbers times rows, of weights, and of numbers times
@@ -30,7 +21,6 @@ from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, over_draw
 NUMBERS, MEANS, WEIGHTS, PRODUCTS, BY_ROWS = "numbers", "means", "weights", "products", "by rows"
 # Of the numbers' sum, in single and in half precision.
 _TOLERANCE, _IN_HALF_PRECISION = 1e-4, 3e-2
-_thread = threading.local()
 
 MadeUpBy = set[str]
 
@@ -50,29 +40,6 @@ class NumberParts(NamedTuple):
 def is_sum_of_parts(adds: MadeUpBy | None, otherwise: bool) -> bool:
     """Whether a number is the sum of its parts' numbers, and not their mean."""
     return otherwise if adds is None or (NUMBERS in adds) == (MEANS in adds) else NUMBERS in adds
-
-
-class Cursor:
-    """Follows the updates of metrics in a run of a step.
-
-    Args:
-        find: Finds what makes up its numbers; `None` if they can't be tried.
-    """
-
-    def __init__(self, find: Callable[[], NumberParts | None]):
-        self.find = functools.cache(find)
-        self._updates = 0
-
-    def next_update(self) -> MadeUpBy | None:
-        """What makes up the next number that a metric is given; `None` if that is unknown."""
-        self._updates += 1
-        numbers = self.find()
-        return numbers.updates[self._updates - 1] if numbers and self._updates <= len(numbers.updates) else None
-
-    def log(self, index: int) -> MadeUpBy | None:
-        """What makes up a returned value; `None` if that is unknown."""
-        numbers = self.find()
-        return numbers.logs[index] if numbers and index < len(numbers.logs) else None
 
 
 class _Noted:
@@ -97,22 +64,12 @@ class _Noted:
         self.numbers.append(tf.fill([2], float("nan")) if inside else pair)
 
 
-class _NotedUpdates(NumberUpdates):
-    """Has a trial note the numbers that metrics are given."""
-
-    def counter(self) -> _Noted | None:
-        return getattr(_thread, "noted", None)
-
-
 @contextlib.contextmanager
 def noting_scalars(model: keras.Model) -> Generator[list[tf.Tensor]]:
     """Context of a trial that notes the numbers that metrics are given, each with its weight."""
-    _thread.noted = _Noted()
-    try:
-        with patched(model, lambda: _NotedUpdates(step_metrics(model))):
-            yield _thread.noted.numbers
-    finally:
-        _thread.noted = None
+    noted = _Noted()
+    with counting_numbers(model, noted):
+        yield noted.numbers
 
 
 def scalars_of_trial(noted: Sequence[tf.Tensor], logs: StepLogs) -> list[tf.Tensor]:
@@ -178,8 +135,6 @@ def _in_all(draws: Sequence[MadeUpBy | None]) -> MadeUpBy | None:
 
 def scalars_of_test_step(model: keras.Model, data: Batch) -> NumberParts | None:
     """What makes up the numbers of a custom `test_step`; `None` if it can't be tried."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    arguments = {"x": x, "y": y, "sample_weight": sample_weight}
     half_precision = uses_half_precision(model)
 
     def compute(data: Batch) -> list[tf.Tensor]:
@@ -189,17 +144,16 @@ def scalars_of_test_step(model: keras.Model, data: Batch) -> NumberParts | None:
     def find(size: int) -> NumberParts | None:
         function = PureFunction(model, compute)
 
-        def compare(batch: Any) -> NumberParts:
-            rows = batch if isinstance(data, tuple) else batch[0]
+        def compare(rows: Batch) -> NumberParts:
             whole, *parts = (function(each)[0] for each in (rows, *(take_rows(rows, *each) for each in BOUNDS)))
             return compare_scalars(whole, parts, half_precision=half_precision)
 
-        return in_all_draws(over_draws(model, data if isinstance(data, tuple) else (data,), size, compare))
+        return in_all_draws(over_draws(model, data, size, compare))
 
     return once_per_compile(
         ("scalars of test_step",),
         model,
-        arguments,
+        arguments_of(data),
         lambda: run_trial(find, *SIZES, otherwise=None, question=None),
         by_replicas=False,
     )

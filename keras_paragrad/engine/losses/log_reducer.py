@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Callable, Generator
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -17,16 +16,15 @@ from keras_paragrad.engine.losses.counted_scalars import (
     NUMBERS,
     PRODUCTS,
     WEIGHTS,
-    Cursor,
     MadeUpBy,
     NumberParts,
     is_sum_of_parts,
     scalars_of_test_step,
 )
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.losses.number_updates import NumberUpdates, as_mean, as_scalar
+from keras_paragrad.engine.losses.number_updates import as_mean, as_scalar, counting_numbers
+from keras_paragrad.engine.losses.part_numbers import PartNumbers
 from keras_paragrad.engine.losses.refusals import (
-    added_scalar_refusal,
     counted_scalar_refusal,
     weighted_scalar_refusal,
 )
@@ -51,30 +49,13 @@ def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormali
         ValueError: The weight of a scalar is unknown.
     """
     replica_batch = ReplicaBatch.of(data)
-    # An empty replica batch is filled with a row, so that the step can run; what it adds is discarded below.
+    # An empty replica batch is filled with a row, so that the step can run; what it adds is discarded.
     filled = replica_batch.filled(data)
-    with recorded_terms(model) as terms, as_one_replica():
-        reducer = LogReducer(model, filled, replica_batch, normalize, terms)
-        with reducing_metrics(reducer):
-            logs = reducer.reduce_logs(model.test_step(filled))
-    reducer.discard_filler()
-    return logs
+    with recorded_terms(model) as terms:
+        return LogReducer(model, filled, replica_batch, normalize, terms).run(lambda: model.test_step(filled))
 
 
-def run_custom_train_step(
-    model: keras.Model, data: Batch, *, summed: bool = False, scalars: NumberParts | None = None
-) -> StepLogs:
-    """Runs a custom `train_step` on every replica, and returns its logs over the whole batch.
-
-    Numbers are summed, or averaged and weighted by examples: as `scalars` says, or else all alike.
-    """
-    replica_batch = ReplicaBatch.of(data)
-    reducer = LogReducer(model, data, replica_batch, None, [], summed=summed, scalars=scalars)
-    with reducing_metrics(reducer):
-        return reducer.reduce_logs(model.train_step(data))
-
-
-class LogReducer:
+class LogReducer(PartNumbers):
     """Reduces the metrics and logs of a custom step over the replicas; one for each replica.
 
     Args:
@@ -100,18 +81,20 @@ class LogReducer:
         scalars: NumberParts | None = None,
         exact: bool = False,
     ) -> None:
-        self.model, self.data, self.batch, self.normalize, self.terms = model, data, batch, normalize, terms
-        self.summed, self.exact = summed, exact
-        self.numbers = Cursor(self._scalars_of_test_step if normalize else lambda: scalars)
+        super().__init__(model, self._scalars_of_test_step if normalize else lambda: scalars, exact=exact)
+        self.data, self.batch, self.normalize, self.terms, self.summed = data, batch, normalize, terms, summed
         self.metrics = step_metrics(model)
         self.variables = [variable for metric in self.metrics for variable in metric.variables]
         self._before = {} if batch.nonempty is None else {id(each): tf.identity(each.value) for each in self.variables}
         self._results: list[tf.Tensor] = []
-        self._weight: tuple[tf.Tensor, bool] | None = None
+        self._found: tuple[tf.Tensor, bool] | None = None
 
-    def weight(self, what: str) -> tuple[tf.Tensor, bool]:
+    def share(self, what: str) -> tf.Tensor:
+        return self._weight(what)[0]
+
+    def _weight(self, what: str) -> tuple[tf.Tensor, bool]:
         """The share of the whole batch, and whether the scalars are sums; errors name the scalar `what`."""
-        if self._weight is None:
+        if self._found is None:
             normalizer = None
             if self.normalize is not None:
                 normalizer = self.normalize.in_custom_step(self.model, self.data, self.terms, what)
@@ -119,58 +102,31 @@ class LogReducer:
             value = self.batch.rows if normalizer is None or summed else normalizer.value
             value = self.batch.weight(tf.cast(value, "float32"))
             (total,) = sum_over_replicas([value])
-            self._weight = tf.math.divide_no_nan(value, total), summed
-        return self._weight
+            self._found = tf.math.divide_no_nan(value, total), summed
+        return self._found
 
-    def reduce(self, scalar: Scalar, what: str, made_up_by: MadeUpBy | None) -> tf.Tensor:
+    def of_batch(self, value: Scalar, what: str, made_up_by: MadeUpBy | None) -> tf.Tensor:
         """The weighted mean of a scalar over the replicas, or its sum."""
-        scalar = as_scalar(scalar)
+        scalar = as_scalar(value)
         if not scalar.dtype.is_floating:
             scalar = tf.cast(scalar, "float32")
-        weight, summed = self.weight(what)
+        weight, summed = self._weight(what)
         return self._sum(scalar if is_sum_of_parts(made_up_by, summed) else scalar * tf.cast(weight, scalar.dtype))
 
-    def of_mean(self, value: tf.Tensor, weight: Any, what: str) -> tuple[tf.Tensor, Any]:
-        """A scalar that a `Mean` is given, and its weight, for each replica to count."""
-        if weight is not None:
-            return self._weighted(value, what), weight
-        # For the whole batch, which counts once.
-        return self.reduce(value, what, self.numbers.next_update()), self.weight(what)[0]
-
-    def _weighted(self, scalar: tf.Tensor, what: str) -> tf.Tensor:
-        """A scalar that a `Mean` is given with a weight of its own.
-
-        Raises:
-            ValueError: Parts of a batch don't give what the whole would.
-        """
-        made_up_by = self.numbers.next_update()
+    def weighted(self, value: tf.Tensor, what: str, made_up_by: MadeUpBy | None) -> tf.Tensor:
         if made_up_by is None:
             if self.normalize is not None:
-                return self.reduce(scalar, what, None)
-            return as_mean(scalar, self.weight(what)[0]) if self.summed else scalar
+                return self.of_batch(value, what, None)
+            return as_mean(value, self.share(what)) if self.summed else value
         if WEIGHTS not in made_up_by and self.normalize is not None:
-            raise self.normalize.refusals.of_counted_scalar(self.model, what)
+            raise counted_scalar_refusal("test_step", self.model, what, self.normalize.divider.parts)
         if WEIGHTS not in made_up_by and self.exact:
             raise counted_scalar_refusal("train_step", self.model, what)
         if PRODUCTS in made_up_by:
-            return scalar
+            return value
         if self.exact and not {NUMBERS, MEANS} & made_up_by:
             raise weighted_scalar_refusal(self.model, what)
-        return self.reduce(scalar, what, made_up_by)
-
-    def of_sum(self, value: tf.Tensor, what: str) -> tf.Tensor:
-        """A scalar that a `Sum` is given, for each replica to add.
-
-        Raises:
-            ValueError: Parts of a batch don't give what the whole would.
-        """
-        made_up_by = self.numbers.next_update()
-        if made_up_by and NUMBERS in made_up_by:
-            return value
-        if self.exact and MEANS not in (made_up_by or ()):
-            raise added_scalar_refusal(self.model, what)
-        reduced = self.reduce(value, what, made_up_by)
-        return reduced * tf.cast(self.weight(what)[0], reduced.dtype)
+        return self.of_batch(value, what, made_up_by)
 
     def _scalars_of_test_step(self) -> NumberParts | None:
         known = len(self.terms)
@@ -202,18 +158,25 @@ class LogReducer:
         self._results += tf.nest.flatten(result)
         return result
 
-    def reduce_logs(self, logs: StepLogs) -> StepLogs:
+    def _reduce_logs(self, logs: StepLogs) -> StepLogs:
         """Reduces the logs that are not results of metrics."""
 
         def reduce(index: int, path: tuple[str | int, ...], leaf: Scalar) -> Scalar:
             if any(leaf is each for each in self._results):
                 return leaf
-            return self.reduce(leaf, f"{'.'.join(map(str, path))!r} in its logs", self.numbers.log(index))
+            return self.of_batch(leaf, f"{'.'.join(map(str, path))!r} in its logs", self.made_up_by(index))
 
         leaves = [reduce(index, *each) for index, each in enumerate(keras.tree.flatten_with_path(logs))]
         return keras.tree.pack_sequence_as(logs, leaves)
 
-    def discard_filler(self) -> None:
+    def run(self, step: Callable[[], StepLogs], *, updates: bool = True) -> StepLogs:
+        """Runs a step as on one replica, and returns its logs over all replicas; `updates` as in `reducing_metrics`."""
+        with as_one_replica(), reducing_metrics(self, updates=updates):
+            logs = self._reduce_logs(step())
+        self._discard_filler()
+        return logs
+
+    def _discard_filler(self) -> None:
         """Takes the filler of an empty replica batch out of the metrics."""
         if self.batch.nonempty is not None:
             for variable in self.variables:
@@ -239,24 +202,13 @@ class _ReducedResults(MethodPatch):
         return reducer.result(metric, compute) if reducer else compute()
 
 
-class _ReducedUpdates(NumberUpdates):
-    """Has the numbers that metrics are given reduced over the replicas."""
-
-    def __init__(self, metrics: list[keras.metrics.Metric]):
-        super().__init__(metrics)
-        self.reducers: dict[int, LogReducer] = {}
-
-    def counter(self) -> LogReducer | None:
-        """This replica's."""
-        return None if is_trial() else self.reducers[replica_index()]
-
-
 @contextlib.contextmanager
 def reducing_metrics(reducer: LogReducer, *, updates: bool = True) -> Generator[None]:
     """Context in which a model's metrics return results over all replicas, and reduce their updates if asked."""
-    with contextlib.ExitStack() as stack:
-        for kind in (_ReducedResults, _ReducedUpdates) if updates else (_ReducedResults,):
-            patch = stack.enter_context(patched(reducer.model, functools.partial(kind, reducer.metrics)))
-            patch.reducers[replica_index()] = reducer
-            stack.callback(patch.reducers.pop, replica_index())
-        yield
+    counting = counting_numbers(reducer.model, reducer) if updates else contextlib.nullcontext()
+    with patched(reducer.model, lambda: _ReducedResults(reducer.metrics)) as results, counting:
+        results.reducers[replica_index()] = reducer
+        try:
+            yield
+        finally:
+            del results.reducers[replica_index()]

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import sum_over_replicas
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import LossArguments, StepLogs
 from keras_paragrad.engine.losses.sums import TrackedLosses
@@ -80,9 +79,3 @@ class AllReducedResults:
             state[id(variable)] += added
         with keras.StatelessScope(state_mapping=[(each, state[id(each)]) for each in self.variables]):
             return metrics_result(self.model)
-
-
-def all_reduced_results(model: keras.Model, losses: TrackedLosses | None = None) -> StepLogs:
-    """The model's metrics over the examples of all replicas, in one collective; called on every replica."""
-    results = AllReducedResults(model, losses)
-    return results.results(sum_over_replicas(results.parts))

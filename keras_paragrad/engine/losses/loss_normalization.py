@@ -13,8 +13,8 @@ from keras_paragrad.compat.types import Batch, LossArguments
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, UnknownDivisorError, gradient_divisor_of
 from keras_paragrad.engine.losses.refusals import IndivisibleError, Refusals, problem_of, seen
-from keras_paragrad.engine.losses.terms import LossTerm, loss_weights_of
-from keras_paragrad.engine.losses.weightings import WEIGHTINGS, DivisorFunction, Weighting, step_arguments, weighting_of
+from keras_paragrad.engine.losses.terms import LossTerm, arguments_of, loss_weights_of
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS, DivisorFunction, Weighting, weighting_of
 from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.probes.weighting_trial import WeightingTrial, try_weightings
 
@@ -99,7 +99,7 @@ class LossNormalization:
             ValueError: The normalizer is unknown.
         """
         if terms or self.weighting in ("examples", "sample_weight", "sum") or callable(self.weighting):
-            arguments = {**step_arguments(data), "y_pred": terms[0].y_pred if terms else None}
+            arguments = arguments_of(data, terms[0].y_pred if terms else None)
             self._check_rows(model, arguments, list(terms), training=False)
             return self._normalizer(model, arguments, list(terms), tried=bool(terms))
         raise self.refusals.of_test_step(model, what)

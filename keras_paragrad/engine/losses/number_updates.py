@@ -1,14 +1,16 @@
-"""Intercepts the numbers for whole batches that a custom step gives to `Mean`s and `Sum`s."""
+"""Replaces the numbers for whole batches that a custom step gives to `Mean`s and `Sum`s."""
 
-import abc
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.state import MethodPatch
+from keras_paragrad.compat.model import step_metrics
+from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Scalar
 
 
@@ -24,20 +26,29 @@ class NumberCounter(Protocol):
         ...
 
 
-class NumberUpdates(MethodPatch):
-    """Lets a `NumberCounter` replace the numbers that `Mean`s and `Sum`s are given; values per example stay.
+@contextlib.contextmanager
+def counting_numbers(model: keras.Model, counter: NumberCounter) -> Generator[None]:
+    """Context in which a counter replaces the numbers that `Mean`s and `Sum`s of a model are given on this thread.
 
-    Args:
-        metrics: The metrics.
+    Values per example stay.
     """
+    with patched(model, lambda: _NumberUpdates(step_metrics(model))) as updates:
+        # Each replica is traced on a thread of its own, and so is a trial.
+        thread = threading.get_ident()
+        updates.counters[thread] = counter
+        try:
+            yield
+        finally:
+            del updates.counters[thread]
+
+
+class _NumberUpdates(MethodPatch):
+    """Lets the counters of threads replace the numbers that metrics are given."""
 
     def __init__(self, metrics: Sequence[keras.metrics.Metric]):
         super().__init__()
         self.metrics = metrics
-
-    @abc.abstractmethod
-    def counter(self) -> NumberCounter | None:
-        """Counts the numbers of the step that is running; `None` leaves them."""
+        self.counters: dict[int, NumberCounter] = {}
 
     def patch_all(self) -> None:
         """Replaces `update_state` of each metric."""
@@ -50,14 +61,18 @@ class NumberUpdates(MethodPatch):
                 what = f"the update of {metric.name!r}"
                 self.replace(metric, "update_state", functools.partial(replacement, what, metric.update_state))
 
+    @property
+    def _counter(self) -> NumberCounter | None:
+        return self.counters.get(threading.get_ident())
+
     def _update_mean(self, what: str, update: Callable[..., None], values: Scalar, sample_weight: Any = None) -> None:
-        values, counter = as_scalar(values), self.counter()
+        values, counter = as_scalar(values), self._counter
         if values.shape.rank == 0 and counter:
             values, sample_weight = counter.of_mean(values, sample_weight, what)
         update(values, sample_weight=sample_weight)
 
     def _update_sum(self, what: str, update: Callable[..., None], values: Scalar, sample_weight: Any = None) -> None:
-        values, counter = tf.convert_to_tensor(values), self.counter()
+        values, counter = tf.convert_to_tensor(values), self._counter
         if values.shape.rank == 0 and counter:
             if sample_weight is not None:
                 values, sample_weight = values * tf.reduce_sum(tf.cast(sample_weight, values.dtype)), None

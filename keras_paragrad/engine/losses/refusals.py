@@ -45,10 +45,6 @@ class Refusals(NamedTuple):
             f"write {self.divider.configured_by}(..., weighting='examples')."
         )
 
-    def of_counted_scalar(self, model: keras.Model, what: str) -> ValueError:
-        """The error for a scalar of a custom `test_step` whose weights don't add up over parts of a batch."""
-        return counted_scalar_refusal("test_step", model, what, self.divider.parts)
-
     def check_rows(
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, stated: bool, training: bool
     ) -> bool:

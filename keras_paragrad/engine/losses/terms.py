@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.collectives import replica_index
+from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.private import (
     apply_mask,
     get_keras_mask,
@@ -18,7 +19,7 @@ from keras_paragrad.compat.private import (
     squeeze_or_expand_to_same_rank,
 )
 from keras_paragrad.compat.state import state_of
-from keras_paragrad.compat.types import Array, Structure
+from keras_paragrad.compat.types import Array, Batch, LossArguments, Structure
 from keras_paragrad.engine.tracing.untouched import untouched, without_assignments
 
 MEANS = ("sum_over_batch_size", "mean")
@@ -214,6 +215,39 @@ def recorded_terms(
         listeners[:] = [other for other in listeners if other.terms is not terms]
         if not listeners:
             _stop_listening(compiled)
+
+
+def arguments_of(data: Batch, y_pred: Structure = None) -> LossArguments:
+    """The arguments of `compute_loss` for the data of a step, and outputs."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+    return {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+
+
+class ComputedLoss(NamedTuple):
+    """A model's loss, the arguments of its `compute_loss`, and the terms of its compiled losses."""
+
+    loss: tf.Tensor
+    arguments: LossArguments
+    terms: list[LossTerm]
+
+
+def compute_loss(
+    model: keras.Model, data: Batch, *, y_pred: Structure = None, training: bool = True, untracked: bool = True
+) -> ComputedLoss:
+    """Computes the loss of a batch as Keras does.
+
+    Args:
+        model: A compiled model.
+        data: The batch.
+        y_pred: The outputs, if the model isn't to be called.
+        training: Whether the batch is trained on.
+        untracked: As in `recorded_terms`.
+    """
+    arguments = arguments_of(data, y_pred)
+    if y_pred is None:
+        arguments["y_pred"] = call_model(model, arguments["x"], training=training)
+    with recorded_terms(model, untracked=untracked) as terms:
+        return ComputedLoss(model._compute_loss(**arguments, training=training), arguments, terms)
 
 
 def _listen(compiled: keras.losses.Loss, listeners: list[_Listener]) -> None:

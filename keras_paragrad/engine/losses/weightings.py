@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.private import get_keras_mask
-from keras_paragrad.compat.types import Batch, LossArguments, Scalar, Structure
+from keras_paragrad.compat.types import LossArguments, Scalar, Structure
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 
@@ -56,12 +56,6 @@ def weighting_of(stated: str | DivisorFunction) -> Weighting | None:
 
     name = getattr(stated, "__name__", type(stated).__name__)
     return Weighting(name, divisor)
-
-
-def step_arguments(data: Batch) -> LossArguments:
-    """The data of a `train_step` as arguments of `compute_loss`, without the outputs."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    return {"x": x, "y": y, "y_pred": None, "sample_weight": sample_weight}
 
 
 def output_mask(y_pred: Structure) -> tf.Tensor | None:

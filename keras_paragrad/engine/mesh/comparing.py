@@ -7,9 +7,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import all_variables
 from keras_paragrad.compat.types import Batch, GradientTensor, TensorVariable
+from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.mesh.mesh_tracing import explaining_errors
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.storage.dtensor import discard_assignments, gather, on_mesh
@@ -73,7 +73,7 @@ def _gradients_on_one_device(model: keras.Model, data: Batch, trainable: list[ke
                 tape.watch(sources)
                 mapping = list(zip(variables, values, strict=True))
                 with untouched(model, keras.StatelessScope(state_mapping=mapping, collect_losses=True)):
-                    loss = _loss(model, data)
+                    loss = compute_loss(model, data, training=False).loss
             return _dense(tape.gradient(loss, sources, unconnected_gradients=_ZERO))
 
         data = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
@@ -85,15 +85,9 @@ def _gradients_on_mesh(
 ) -> list[tf.Tensor]:
     with model_on_mesh.tracing():
         with tf.GradientTape() as tape, untouched(model, discard_assignments()):
-            loss = _loss(model, data)
+            loss = compute_loss(model, data, training=False).loss
         sources: list[TensorVariable] = [storage_of(variable).local for variable in trainable]
         return _dense(tape.gradient(loss, sources, unconnected_gradients=_ZERO))
-
-
-def _loss(model: keras.Model, data: Batch) -> tf.Tensor:
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    y_pred = call_model(model, x, training=False)
-    return model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=False)
 
 
 def _dense(gradients: Sequence[GradientTensor]) -> list[tf.Tensor]:

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -185,10 +185,6 @@ class ModelOnMesh:
         with on_mesh(self.mesh), self.tracing():
             yield
 
-    def wrap_evaluation_step(self, step: Step) -> Step:
-        """Makes a compiled evaluation step run on the mesh, with batches of any size."""
-        return self._wrap(step, lambda data: self.put_variables())
-
     def _wrap(self, step: Callable[[Batch], Structure], prepare: Callable[[Batch], None]) -> Callable[[Batch], Any]:
         """Moves batches to the mesh for a step, and its logs back; prepares the model with the first batch."""
         ready = False
@@ -232,7 +228,9 @@ class ModelOnMesh:
                 model = self.model
                 return model.test_step(data) if overrides_test_step(model) else static_test_step(model, data)
 
-        return compile_steps(self.model, [step], mesh=_Evaluation(self))
+        return compile_steps(
+            self.model, [step], on_mesh=lambda step: self._wrap(step, lambda data: self.put_variables())
+        )
 
     def _predict_function(self) -> Callable[[list[Batch]], Structure]:
         """Builds `model.predict_function`."""
@@ -258,20 +256,6 @@ class ModelOnMesh:
                 return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
         return predict
-
-
-class _Evaluation(NamedTuple):
-    """The `MeshRunner` of evaluation steps."""
-
-    model: ModelOnMesh
-
-    def wrap(self, step: Step) -> Step:
-        """Makes a compiled evaluation step run on the mesh."""
-        return self.model.wrap_evaluation_step(step)
-
-    def as_on_mesh(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which to trace what a step on the mesh computes."""
-        return self.model.as_on_mesh()
 
 
 def row_count(data: Batch) -> int:

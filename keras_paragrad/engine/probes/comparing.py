@@ -13,11 +13,12 @@ from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
+from keras_paragrad.engine.losses.terms import LossTerm, arguments_of, compute_loss
 from keras_paragrad.engine.probes.independence import once_per_compile, state_problem
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
-from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_value_per_example
-from keras_paragrad.engine.probes.trial import SIZES, PureFunction, run_trial, synthetic_rows
+from keras_paragrad.engine.probes.pure_function import PureFunction
+from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_losses_per_example
+from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
 
 _ROWS = 8
 
@@ -47,15 +48,9 @@ def compare_examples(model: Any, data: Batch, normalize: LossNormalization, *, t
     """
     if normalize.weighting != "auto" or not normalize.divider.on_whole_batches or overrides_train_step(model):
         return False
-    losses = model._compile_loss._flat_losses if model._compile_loss else ()
-    if (
-        not _is_required(model)
-        and not overrides_compute_loss(model)
-        and all(has_value_per_example(each.loss) for each in losses)
-    ):
+    if not _is_required(model) and not overrides_compute_loss(model) and has_losses_per_example(model):
         return False
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    arguments = {"x": x, "y": y, "sample_weight": sample_weight}
+    arguments = arguments_of(data)
     key = ("compares", normalize.divider, training, _is_required(model))
     return once_per_compile(key, model, arguments, lambda: _find(model, arguments, normalize.divider, training))
 
@@ -68,24 +63,18 @@ class _Traced(NamedTuple):
     refusal: str | None
 
 
-class _Comparison(NamedTuple):
-    """A loss that compares examples, and what is refused of the model's outputs."""
-
-    refusal: str | None
-
-
 def _find(model: Any, arguments: LossArguments, divider: Divider, training: bool) -> bool | str:
     """Runs the trials; returns a refusal if a layer mixes examples too."""
     # Training and evaluation share this answer.
     comparison = once_per_compile(
         ("comparison", _is_required(model)), model, arguments, lambda: _compare(model, arguments)
     )
-    if comparison is None:
+    if not comparison:
         return False
     if layer := _mixing_layer(model, arguments["x"], divider, training):
         return layer
-    if comparison.refusal:
-        return comparison.refusal
+    if isinstance(comparison, str):
+        return comparison
     if training and (problem := state_problem(model, arguments["x"], divider)):
         return problem
     if training:
@@ -107,8 +96,8 @@ def _is_required(model: Any) -> bool:
     return state is not None and state[0] is model._compile_config and ("whole losses", False) in state[1]
 
 
-def _compare(model: Any, arguments: LossArguments) -> _Comparison | None:
-    """Traces the loss of synthetic rows; `None` if it compares no examples, or can't be traced."""
+def _compare(model: Any, arguments: LossArguments) -> bool | str:
+    """Whether the loss of synthetic rows compares examples, or why outputs of parts can't be put together for it."""
     traced = run_trial(
         lambda size: _trace(model, arguments, size),
         *SIZES,
@@ -116,7 +105,7 @@ def _compare(model: Any, arguments: LossArguments) -> _Comparison | None:
         # What is refused then says why.
         question=None,
     )
-    return _Comparison(traced.refusal) if traced is not None and _compares(model, traced) else None
+    return traced is not None and _compares(model, traced) and (traced.refusal or True)
 
 
 def _compares(model: Any, traced: _Traced) -> bool:
@@ -142,9 +131,8 @@ def _trace(model: Any, arguments: LossArguments, size: int) -> _Traced:
         (x, sample_weight), y = data
         y_pred = call_model(model, x, training=True)
         refusal = _refuse_outputs(y_pred, added_losses(model))
-        batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-        with recorded_terms(model, untracked=True) as terms, as_one_replica():
-            loss = model._compute_loss(**batch, training=True)
+        with as_one_replica():
+            loss, _, terms = compute_loss(model, (x, y, sample_weight), y_pred=y_pred)
         # Their ranks are asked for in this graph.
         for term in terms:
             if not term.reduces_itself:

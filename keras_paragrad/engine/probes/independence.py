@@ -67,13 +67,13 @@ def mixing_reasons(
     return " ".join(problems.wrong) or None
 
 
-def check_metrics(model: keras.Model, y: Structure, y_pred: Structure, sample_weight: Structure) -> None:
+def check_metrics(model: keras.Model, batch: LossArguments) -> None:
     """Refuses metrics that can't be combined over replicas, and warns of those that depend on how batches are split.
 
     Raises:
         ValueError: On several replicas, a metric's result would differ from that of one device.
     """
-    arguments = {"y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+    arguments = {name: batch[name] for name in ("y", "y_pred", "sample_weight")}
     problems = once_per_compile(("metrics",), model, arguments, lambda: _metric_problems(model, arguments))
     if problems.wrong:
         raise ValueError(" ".join(problems.wrong))

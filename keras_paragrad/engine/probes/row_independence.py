@@ -15,9 +15,9 @@ from keras_paragrad.compat.layers import attributes, call_model
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.losses.terms import bound_arguments
+from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision, watch_weights
 from keras_paragrad.engine.probes.trial import (
     SIZES,
-    PureFunction,
     change_rows,
     check_finite,
     gradients_match,
@@ -25,8 +25,6 @@ from keras_paragrad.engine.probes.trial import (
     run_trial,
     synthetic_rows,
     take_rows,
-    uses_half_precision,
-    watch_weights,
 )
 
 # Changing rows before and after those that are compared finds sums along the batch in either direction, and pairs.
@@ -236,6 +234,12 @@ def has_value_per_example(loss_or_metric: keras.losses.Loss | keras.metrics.Metr
         and function not in _MIXING_LOSSES
         and axis == -1
     )
+
+
+def has_losses_per_example(model: keras.Model) -> bool:
+    """Whether the compiled losses, which are built, are Keras's, and none compares examples."""
+    losses = model._compile_loss._flat_losses if model._compile_loss else ()
+    return all(each.loss is None or has_value_per_example(each.loss) for each in losses)
 
 
 def is_kerass_own_metric(metric: object) -> bool:

@@ -11,20 +11,18 @@ from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import added_losses, all_layers, all_metrics
 from keras_paragrad.compat.state import is_patched
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
+from keras_paragrad.engine.losses.terms import compute_loss
+from keras_paragrad.engine.probes.pure_function import PureFunction, State, UnknownState, is_seed
 from keras_paragrad.engine.probes.row_independence import computes_rows_independently, has_value_per_example
 from keras_paragrad.engine.probes.trial import (
     SIZES,
     Inconclusive,
-    PureFunction,
-    State,
-    UnknownState,
     change_rows,
-    is_seed,
     run_trial,
-    static_row_count,
     synthetic_rows,
     take_rows,
 )
+from keras_paragrad.engine.replicas.replica_batch import static_row_count
 from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
 _ROWS = 8
@@ -210,16 +208,14 @@ def split_dependent_call_metrics(
 
     def results(data: Batch):
         if data is not None:
-            x, sample_weight, y = data
-            y_pred = call_model(model, x, training=training)
-            model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+            compute_loss(model, data, training=training, untracked=False)
         return [keras.tree.flatten(metric.result()) for metric in metrics]
 
     def find(size: int):
         if not metrics:
             return []
-        inputs = synthetic_rows((arguments["x"], arguments["sample_weight"]), _ROWS, seed=1, size=size)
-        data = [*inputs, synthetic_rows(arguments["y"], _ROWS, seed=0, size=size, labels=True)]
+        x, weights = synthetic_rows((arguments["x"], arguments["sample_weight"]), _ROWS, seed=1, size=size)
+        data = x, synthetic_rows(arguments["y"], _ROWS, seed=0, size=size, labels=True), weights
         compute, start = PureFunction(model, results), reset_state(model)
         (whole, _), (reseeded, _) = compute(data, start), compute(data, compute.reseed(start))
         parts = [take_rows(data, 0, _UNEVEN), take_rows(data, _UNEVEN, _ROWS)]

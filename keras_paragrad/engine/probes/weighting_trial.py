@@ -10,23 +10,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import added_losses, all_layers
 from keras_paragrad.compat.types import Array, Batch, LossArguments
+from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, output_mask
-from keras_paragrad.engine.probes.trial import (
-    SIZES,
-    Inconclusive,
+from keras_paragrad.engine.probes.pure_function import (
     PureFunction,
     State,
     draw_kernel,
+    uses_half_precision,
+    watch_weights,
+)
+from keras_paragrad.engine.probes.trial import (
+    SIZES,
+    Inconclusive,
     gradients_match,
     row_count,
     run_trial,
     synthetic_rows,
     take_rows,
-    uses_half_precision,
-    watch_weights,
 )
 from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
@@ -173,16 +175,14 @@ class _Trial:
 
         Both are often weighted so lightly that their errors would pass as rounding, and are not in a training.
         """
-        x, y, sample_weight = data
-        count = row_count(x)
+        count = row_count(data)
         first = FIRST if count == ROWS - FIRST else 0
         with random_numbers_by_row(first, count, ROWS), watch_weights(self.model) as gradients_of:
-            y_pred = call_model(self.model, x, training=True)
-            inputs = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+            loss, inputs, _ = compute_loss(self.model, data)
             # Of an unreduced loss, Keras differentiates the sum.
-            loss = tf.cast(tf.reduce_sum(self.model._compute_loss(**inputs, training=True)), "float32")
+            loss = tf.cast(tf.reduce_sum(loss), "float32")
             added = [tf.cast(tf.reduce_sum(each), "float32") for each in added_losses(self.model)]
-        self.has_mask = output_mask(y_pred) is not None
+        self.has_mask = output_mask(inputs["y_pred"]) is not None
         gradients = gradients_of(loss)
         if not gradients:
             raise Inconclusive("the loss has no gradient")
@@ -263,7 +263,7 @@ def _rounding() -> float:
 
 
 def over_draws(
-    model: keras.Model, data: tuple[Any, ...], size: int, compare: Callable[[Any], Result], count: int = ROWS
+    model: keras.Model, batch: Batch, size: int, compare: Callable[[Any], Result], count: int = ROWS
 ) -> list[Result]:
     """What `compare` returns for several batches of synthetic rows: as usual, far apart, padded, with labels to ignore.
 
@@ -272,15 +272,16 @@ def over_draws(
 
     Args:
         model: The model, whose `Masking` layers say what is padded with.
-        data: Tensors with the shapes and dtypes of a batch: `x`, `y` and `sample_weight`, or the first of them.
+        batch: Tensors with its shapes and dtypes: `x`, `y` and `sample_weight`, or the first of them.
         size: The size of axes of unknown size.
-        compare: Takes a batch.
+        compare: Takes a batch of the same nesting.
         count: The number of rows.
 
     Raises:
         Inconclusive: No batch tells anything.
     """
     rows = functools.partial(synthetic_rows, rows=count, size=size)
+    data = batch if isinstance(batch, tuple) else (batch,)
 
     def draw(seed: int, classes: bool = True) -> list[Any]:
         return [rows(each, seed=3 * seed + index, labels=classes and index == 1) for index, each in enumerate(data)]
@@ -296,9 +297,9 @@ def over_draws(
         labels = keras.tree.map_structure(lambda each, label=label: _replace(each, label, _is_ignored), others[0])
         batches.append((x, labels, *others[1:]))
     results, nothing_told = [], None
-    for index, batch in enumerate(batches):
+    for index, drawn in enumerate(batches):
         try:
-            results.append(compare(batch))
+            results.append(compare(drawn if isinstance(batch, tuple) else drawn[0]))
         except Inconclusive as reason:
             nothing_told = nothing_told or reason
         except Exception:

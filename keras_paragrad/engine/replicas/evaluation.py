@@ -7,16 +7,16 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import as_one_replica, replica_count
+from keras_paragrad.compat.collectives import as_one_replica, replica_count, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.data import without_optionals
 from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.losses.log_reducer import run_custom_test_step
-from keras_paragrad.engine.losses.logs import all_reduced_results, metrics_result, update_metrics
-from keras_paragrad.engine.losses.sums import LossForm, LossSums, TrackedLosses, loss_sums
-from keras_paragrad.engine.losses.terms import recorded_terms
+from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result, update_metrics
+from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
+from keras_paragrad.engine.losses.terms import arguments_of, compute_loss
 from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
@@ -42,24 +42,24 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
             # Every replica has the loss of the whole batch, so an empty one has its share as well.
             y_pred, sums = evaluate_whole(model, filled, replica_batch)
         else:
-            y_pred, sums = _evaluate(model, filled, take)
+            evaluate = _compiled_alone(functools.partial(_compute_losses, take=take), take)
+            y_pred, sums = evaluate(model, filled)
             sums = sums.zero_unless(replica_batch.nonempty)
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(filled)
-        batch = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
+        batch = arguments_of(filled, y_pred)
         replica_batch.run(lambda: update_metrics(model, batch))
         if take.normalize is not None:
-            check_metrics(model, y, y_pred, sample_weight)
-        return all_reduced_results(model, TrackedLosses(model, sums))
+            check_metrics(model, batch)
+        shared = AllReducedResults(model, TrackedLosses(model, sums))
+        return shared.results(sum_over_replicas(shared.parts))
 
     return compile_steps(model, [step], take=take)
 
 
 def static_test_step(model: keras.Model, data: Batch) -> StepLogs:
     """Keras's `test_step` for batches of a static size. Keras would weight losses by it."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     y_pred, sums = _compute_losses(model, data, Take(), divided=True)
     TrackedLosses(model, sums).track()
-    update_metrics(model, {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight})
+    update_metrics(model, arguments_of(data, y_pred))
     return metrics_result(model)
 
 
@@ -71,7 +71,7 @@ def build_predict_function(model: keras.Model, take: Take) -> Callable[[list[Bat
         if overrides_predict_step(model):
             return model.predict_step(data)
         replica_batch = ReplicaBatch.of(data)
-        outputs, _ = _compiled_alone(_predict, take)(model, replica_batch.filled(data))
+        outputs = _compiled_alone(_predict, take)(model, replica_batch.filled(data))
         return replica_batch.drop_filler(outputs)
 
     def predict_batch(batch: Batch) -> Structure:
@@ -106,8 +106,8 @@ def _gather(strategy: tf.distribute.Strategy, output: Any) -> tf.Tensor:
     return tf.concat(parts, 0)
 
 
-# Maps a model and data to nested tensors, and to what else is known once it is traced.
-ModelFunction = Callable[[keras.Model, Batch], tuple[Any, Any]]
+# Maps a model and data to nested tensors, and to what is known once it is traced.
+ModelFunction = Callable[[keras.Model, Batch], Any]
 
 
 def _compiled_alone(function: ModelFunction, take: Take) -> ModelFunction:
@@ -115,7 +115,7 @@ def _compiled_alone(function: ModelFunction, take: Take) -> ModelFunction:
     if not take.by_xla or replica_count() == 1:
         return function
 
-    def compiled(model: keras.Model, data: Batch) -> tuple[Any, Any]:
+    def compiled(model: keras.Model, data: Batch) -> Any:
         if compiles_each_layer(model):
             with compile_by_layer():
                 return function(model, data)
@@ -125,34 +125,15 @@ def _compiled_alone(function: ModelFunction, take: Take) -> ModelFunction:
     return compiled
 
 
-def _evaluate(model: keras.Model, data: Batch, take: Take) -> tuple[Structure, LossSums]:
-    """The predictions for a replica batch, and the sums of its losses."""
-
-    def evaluate(model: keras.Model, data: Batch) -> tuple[tuple[Structure, tf.Tensor], LossForm]:
-        y_pred, sums = _compute_losses(model, data, take)
-        return (y_pred, sums.vector), sums.form
-
-    (y_pred, vector), form = _compiled_alone(evaluate, take)(model, data)
-    return y_pred, LossSums(vector, form)
-
-
 def _compute_losses(
     model: keras.Model, data: Batch, take: Take, *, divided: bool = False
 ) -> tuple[Structure, LossSums]:
     """The predictions for a batch, and the sums of its losses."""
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with as_one_replica():
-        y_pred = _infer(model, x)
-        arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-        with recorded_terms(model, untracked=True) as terms:
-            loss = model._compute_loss(**arguments, training=False)
+        loss, arguments, terms = compute_loss(model, data, training=False)
     weight = take.normalize.in_evaluation(model, arguments, terms) if take.normalize else None
-    return y_pred, loss_sums(model, loss, terms, rows_of(x), weight, divided=divided)
+    return arguments["y_pred"], loss_sums(model, loss, terms, rows_of(arguments["x"]), weight, divided=divided)
 
 
-def _predict(model: keras.Model, data: Batch) -> tuple[Structure, None]:
-    return _infer(model, keras.utils.unpack_x_y_sample_weight(data)[0]), None
-
-
-def _infer(model: keras.Model, x: Structure) -> Structure:
-    return call_model(model, x, training=False)
+def _predict(model: keras.Model, data: Batch) -> Structure:
+    return call_model(model, keras.utils.unpack_x_y_sample_weight(data)[0], training=False)

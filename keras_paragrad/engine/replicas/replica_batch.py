@@ -17,6 +17,11 @@ def rows_of(x: Structure) -> tf.Tensor:
     return sizes[0]
 
 
+def static_row_count(batch: Structure) -> int | None:
+    """The number of rows of a batch, if it is known while a graph is traced."""
+    return next(tensor for tensor in keras.tree.flatten(batch) if tensor is not None).shape[0]
+
+
 # What TensorFlow's error says of it.
 DIFFERENT_ROWS = "The tensors of a batch have different numbers of rows."
 

@@ -34,11 +34,6 @@ def compile_step_on_worker(
     return _compiled(model, step)
 
 
-def compile_prediction_step(model: keras.Model) -> Callable[[Batch], Structure]:
-    """Compiles a model's `predict_step`."""
-    return _compiled(model, model.predict_step)
-
-
 def _compiled(model: keras.Model, step: Callable[[Batch], Result]) -> Callable[[Batch], Result]:
     strategy = model.distribute_strategy
     run = releasing(lambda data: strategy.run(step, args=(_open_batch_size(data),)))
@@ -144,7 +139,7 @@ class ParameterServerModel:
     def predict_async(self, batch: Batch) -> Future[Any]:
         """Predicts a batch on a worker. The model's `predict_function` takes the `Future` in place of the batch."""
         if self._predict is None:
-            self._predict = compile_prediction_step(self._model)
+            self._predict = _compiled(self._model, self._model.predict_step)
         return self._sender.send(self._predict, self._as_tensors(batch), lambda outputs: outputs)
 
     def _forget_functions(self) -> None:

@@ -262,7 +262,7 @@ class StepBuilder:
             functools.partial(divisions.find, stages),
             FirstBatchProof(self.model, stages, divisions),
             by_xla=whole,
-            mesh=stages.mesh,
+            on_mesh=stages.mesh.wrap if stages.mesh else None,
         )
 
     def _picked(self, telemetry: Telemetry) -> TrainFunction:

@@ -85,16 +85,19 @@ def _optimizer_left_to_step(model: keras.Model) -> contextlib.AbstractContextMan
     """Context in which Keras builds no optimizer of a custom `train_step`: it may update some weights alone."""
     if not overrides_train_step(model) or model.optimizer is None or model.optimizer.built:
         return contextlib.nullcontext()
-    return patched(model, lambda: _BuildLater(model.optimizer))
+    return patched(model, lambda: _ReplacedBuild([model.optimizer], lambda build, variables: None))
 
 
-class _BuildLater(MethodPatch):
-    def __init__(self, optimizer: keras.optimizers.Optimizer):
+class _ReplacedBuild(MethodPatch):
+    """Has `build` of optimizers call a function, with the original and its argument."""
+
+    def __init__(self, optimizers: Sequence[keras.optimizers.Optimizer], build: Callable[..., None]):
         super().__init__()
-        self.optimizer = optimizer
+        self.optimizers, self.build = optimizers, build
 
     def patch_all(self) -> None:
-        self.replace(self.optimizer, "build", lambda variables: None)
+        for optimizer in self.optimizers:
+            self.replace(optimizer, "build", functools.partial(self.build, optimizer.build))
 
 
 def build_layers_by_step(model: keras.Model, data: Batch) -> None:
@@ -254,17 +257,8 @@ def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.Abstrac
     """
     if replica_count() == 1 or not replicas_are_local() or tf.executing_eagerly():
         return contextlib.nullcontext()
-    return patched(model, lambda: _EagerBuild(model))
-
-
-class _EagerBuild(MethodPatch):
-    def __init__(self, model: keras.Model):
-        super().__init__()
-        self.optimizers = [each for each in optimizers_of(model) if not each.built]
-
-    def patch_all(self) -> None:
-        for optimizer in self.optimizers:
-            self.replace(optimizer, "build", functools.partial(_build_eagerly, optimizer.build))
+    unbuilt = [each for each in optimizers_of(model) if not each.built]
+    return patched(model, lambda: _ReplacedBuild(unbuilt, _build_eagerly))
 
 
 def _build_eagerly(build: Callable[..., None], variables: Sequence[keras.Variable]) -> None:

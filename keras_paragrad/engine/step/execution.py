@@ -18,9 +18,12 @@ from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepL
 from keras_paragrad.engine.division.first_batch import Conclusion, FirstBatchProof
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
-from keras_paragrad.engine.step.stages import Apply, MeshRunner, Take
-from keras_paragrad.engine.telemetry.train_functions import PlanAhead
+from keras_paragrad.engine.step.stages import Apply, Take
+from keras_paragrad.engine.telemetry.train_functions import PlanAhead, batch_spec
 from keras_paragrad.engine.tracing.gradient_functions import releasing
+
+# Makes a compiled step run on a mesh of devices, with batches from the host.
+OnMesh = Callable[[Step], Step]
 
 
 class CompiledStep:
@@ -34,7 +37,7 @@ class CompiledStep:
         take: Divides batches among replicas; Keras does, if `None`.
         guard: Checks the size of batches.
         by_xla: Whether XLA may compile the step.
-        mesh: Runs the step on a mesh of devices; on one device, if `None`.
+        on_mesh: Makes the step run on a mesh of devices; it runs on one device, if `None`.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class CompiledStep:
         take: Take | None,
         guard: IndivisibleBatchGuard | None,
         by_xla: bool,
-        mesh: MeshRunner | None,
+        on_mesh: OnMesh | None,
     ):
         strategy = model.distribute_strategy
 
@@ -58,17 +61,17 @@ class CompiledStep:
             one_step = tf.function(
                 releasing(one_step),
                 # DTensor knows static shapes only.
-                reduce_retracing=mesh is None,
+                reduce_retracing=on_mesh is None,
                 # XLA can't compile collectives between these devices.
                 jit_compile=by_xla and model.jit_compile and (take is None or strategy.num_replicas_in_sync == 1),
                 autograph=False,
                 experimental_attributes={NO_INLINE: True},
             )
         compiled = without_optionals(model, guard.watch(one_step) if guard else one_step)
-        self._run = mesh.wrap(compiled) if mesh else compiled
+        self._run = on_mesh(compiled) if on_mesh else compiled
         self._function: Any = one_step
         # TensorFlow can't pass a mesh's batches to a function.
-        self._in_functions = mesh is None and not model.run_eagerly
+        self._in_functions = on_mesh is None and not model.run_eagerly
         self._get_next = tf.function(lambda iterator: iterator.get_next(), reduce_retracing=True, autograph=False)
         self._take = tf.function(lambda iterator: self(iterator.get_next()), reduce_retracing=True, autograph=False)
         self._iterator: Callable[[], object] = lambda: None
@@ -112,12 +115,6 @@ def _without_optional(spec: Specs) -> Specs:
     return None if isinstance(spec, tf.OptionalSpec) else spec
 
 
-def _replica_specs(iterator: Any) -> Specs:
-    """The specs of a replica's batch."""
-    specs = keras.tree.map_structure(_without_optional, iterator.element_spec)
-    return keras.tree.map_structure(lambda spec: getattr(spec, "_value_specs", (spec,))[0], specs)
-
-
 def _is_ragged(spec: Specs) -> bool:
     return any(isinstance(part, tf.RaggedTensorSpec) for part in getattr(spec, "_value_specs", (spec,)))
 
@@ -139,7 +136,7 @@ def compile_steps(
     proof: FirstBatchProof | None = None,
     *,
     by_xla: bool = True,
-    mesh: MeshRunner | None = None,
+    on_mesh: OnMesh | None = None,
 ) -> TrainFunction:
     """Makes a function for `model.train_function` that runs one of several compiled steps on each batch.
 
@@ -149,16 +146,16 @@ def compile_steps(
         model: The model. Its `jit_compile`, `run_eagerly` and `steps_per_execution` apply.
         steps: One step, or two: without and with an update.
         schedule: The *apply* stage, which picks one of two steps.
-        take, guard, by_xla, mesh: As in `CompiledStep`.
+        take, guard, by_xla, on_mesh: As in `CompiledStep`.
         skipped: Maps a number of batches to how many of them to skip.
         on_resumed: Called with the last skipped batch, before the first step.
         build: Called with the iterator before each call; makes the variables that the steps need.
         divide: Called with the iterator, and the specs of its batches on a replica; finds how these are divided.
         proof: Sees the batches of the first update before their steps.
     """
-    compiled = [CompiledStep(model, step, take, guard, by_xla, mesh) for step in steps]
+    compiled = [CompiledStep(model, step, take, guard, by_xla, on_mesh) for step in steps]
     by_host = _by_host(model, compiled, proof, cuts=take is not None)
-    in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and mesh is None
+    in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and on_mesh is None
     run = _in_graph(model, compiled) if in_graph else by_host
 
     def train_function(iterator: BatchIterator) -> StepLogs:
@@ -187,7 +184,7 @@ def compile_steps(
         if of_tensors and in_graph and not model.run_eagerly:
             build(iterator)
         if of_tensors and not model.run_eagerly:
-            divide(iterator, _replica_specs(iterator))
+            divide(iterator, keras.tree.map_structure(_without_optional, batch_spec(iterator)))
         try:
             logs = (by_host if proof and proof.pending else execute)(iterator, updates)
         except tf.errors.InvalidArgumentError as error:

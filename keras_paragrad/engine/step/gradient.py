@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_one_replica, replica_count, replica_index, sum_over_replicas
-from keras_paragrad.compat.layers import call_model, mask_of, with_mask
+from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.private import NO_INLINE
 from keras_paragrad.compat.state import state_of
@@ -18,7 +18,7 @@ from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums
-from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
+from keras_paragrad.engine.losses.terms import LossTerm, arguments_of, compute_loss
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.storage.gathering import watch_gathered
@@ -27,7 +27,6 @@ from keras_paragrad.storage.row_gradients import scale_gradients
 
 Data = TypeVar("Data")
 Result = TypeVar("Result")
-Form = TypeVar("Form")
 # Maps a model, the arguments of its `compute_loss` and the recorded loss terms to the weight.
 Normalize = Callable[[keras.Model, LossArguments, list[LossTerm]], Normalizer]
 # Takes the arguments of a `Normalize`.
@@ -69,42 +68,44 @@ class StepContext(NamedTuple):
     in_loop: bool = False
 
 
-class ForwardBackwardResult(NamedTuple):
-    """The result of a forward and backward pass.
+class Gradient(NamedTuple):
+    """The gradient of a slice or a batch.
 
     Attributes:
         gradients: A gradient for each of the model's `trainable_weights`, or `None` where there is none.
-        loss: The model's loss.
-        y_pred: The model's outputs.
-        weight: The gradient's weight, or `None` if not measured.
-        sums: Numerators and denominators of the losses, or `None` if Keras tracks them.
+        loss: The model's loss, or `None` if it is in `sums`.
+        weight: The gradient's weight, or `None` if not requested.
+        sums: Numerators and denominators of the losses in the logs, or `None` if Keras tracks them.
+        show: For a whole batch, updates loss and metrics as Keras does after the update, and returns the logs.
     """
 
     gradients: Gradients
-    loss: tf.Tensor
-    y_pred: Structure
+    loss: tf.Tensor | None
     weight: Normalizer | None
-    sums: LossSums | None
+    sums: LossSums | None = None
+    show: Callable[[], StepLogs] | None = None
+
+    def counting_as_one(self) -> "Gradient":
+        """The gradient with weight 1, so that all replicas count alike."""
+        weight = self.weight and self.weight._replace(value=tf.ones_like(self.weight.value))
+        return self._replace(weight=weight)
 
 
-def forward_backward(context: StepContext, data: Batch) -> ForwardBackwardResult:
-    """Runs Keras's `train_step` from the inputs to the gradients."""
+def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Structure]:
+    """Runs Keras's `train_step` from the inputs to the gradients; also returns the outputs."""
     model, normalize, scale = context.model, context.normalize, context.scale_by_replicas
     undivided = normalize is not None or scale is not None
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
         # Layers may compute losses too, and add them.
         with as_one_replica() if undivided else contextlib.nullcontext():
-            y_pred = call_model(model, x, training=True)
-            arguments = {"x": x, "y": y, "y_pred": y_pred, "sample_weight": sample_weight}
-            with recorded_terms(model, untracked=context.sums) as terms:
-                loss = model._compute_loss(**arguments, training=True)
+            loss, arguments, terms = compute_loss(model, data, untracked=context.sums)
         scaled_loss, shown = scale(model, loss, arguments, terms) if scale else (loss, None)
         with tape.stop_recording():
             weight = normalize(model, arguments, terms) if normalize else None
             sums = None
             if context.sums:
-                sums = loss_sums(model, loss, terms, rows_of(x), weight or shown, divided=not undivided)
+                rows = rows_of(arguments["x"])
+                sums = loss_sums(model, loss, terms, rows, weight or shown, divided=not undivided)
             if context.look:
                 # Last: terms cache what they compute, and this computes it in another graph.
                 context.look(model, arguments, terms)
@@ -116,10 +117,10 @@ def forward_backward(context: StepContext, data: Batch) -> ForwardBackwardResult
         scaled = model.optimizer.scale_loss(weighted)
     with _with_replica_weight(model, factor), regather_in_backward(scaled):
         gradients = tape.gradient(scaled, [source(variable) for variable in model.trainable_weights])
-    return ForwardBackwardResult(gradients, loss, y_pred, weight, sums)
+    return Gradient(gradients, loss, weight, sums), arguments["y_pred"]
 
 
-def forward_backward_in_function(context: StepContext, data: Batch) -> ForwardBackwardResult:
+def forward_backward_in_function(context: StepContext, data: Batch) -> tuple[Gradient, Structure]:
     """`forward_backward` as a function in the step's graph.
 
     On several replicas XLA can compile this function alone, as it knows one device. The replica's weight depends on the
@@ -128,48 +129,33 @@ def forward_backward_in_function(context: StepContext, data: Batch) -> ForwardBa
     In a loop without XLA, max-pooling has to be in a function: in a graph with a cycle, oneDNN replaces TensorFlow's
     kernels in no fixed order, and in some processes misses the one of the gradient, which then takes ten times as long.
     """
-    by_xla, weigh_replica = context.by_xla, context.weigh_replica
-
-    def compute(data: Batch) -> tuple[Any, tuple[Normalizer | None, LossSums | None]]:
-        result = forward_backward(context._replace(weigh_replica=None) if by_xla else context, data)
-        value = None if result.weight is None else result.weight.value
-        vector = result.sums.vector if result.sums else None
-        return (result.gradients, result.loss, result.y_pred, value, vector), (result.weight, result.sums)
-
-    (gradients, loss, y_pred, value, vector), (weight, sums) = call_in_function(compute, data, by_xla=by_xla)
-    # All but the tensors, which are of the function's graph.
-    weight = weight and weight._replace(value=value)
-    sums = sums and sums._replace(vector=vector)
-    if by_xla and weight is not None and weigh_replica:
-        factor = weigh_replica(weight)
-        _time_wait(gradients, factor)
-        gradients = scale_gradients(gradients, context.model.trainable_weights, factor)
-    return ForwardBackwardResult(gradients, loss, y_pred, weight, sums)
+    weigh_replica = context.weigh_replica if context.by_xla else None
+    inside = context._replace(weigh_replica=None) if context.by_xla else context
+    gradient, y_pred = call_in_function(functools.partial(forward_backward, inside), data, by_xla=context.by_xla)
+    return scale_by_replica(context.model, gradient, weigh_replica), y_pred
 
 
-def call_in_function(
-    function: Callable[[Data], tuple[Result, Form]], data: Data, *, by_xla: bool = True
-) -> tuple[Result, Form]:
+def call_in_function(function: Callable[[Data], Result], data: Data, *, by_xla: bool = True) -> Result:
     """Calls a function on one replica without inlining it; its tensors keep their masks.
 
     Args:
-        function: Maps data to nested tensors, and to what else is known once it is traced.
+        function: Maps data to nested tensors and other values, which are those of the trace.
         data: Nested tensors.
         by_xla: Whether XLA compiles the function.
     """
     attributes = None if by_xla else {NO_INLINE: True}
-    traced: list[Form] = []
+    traced: list[Result] = []
 
     # Traced on each replica: a shared function would run on the first one's device.
     @tf.function(jit_compile=by_xla, autograph=False, experimental_attributes=attributes)
     def call(data: Data):
-        outputs, form = function(data)
-        traced.append(form)
-        return outputs, [mask_of(output) for output in keras.tree.flatten(outputs)]
+        traced.append(function(data))
+        tensors = [leaf for leaf in keras.tree.flatten(traced[-1]) if isinstance(leaf, _TENSORS)]
+        return tensors, list(map(mask_of, tensors))
 
-    outputs, masks = call(data)
-    marked = [with_mask(*pair) for pair in zip(keras.tree.flatten(outputs), masks, strict=True)]
-    return keras.tree.pack_sequence_as(outputs, marked), traced[-1]
+    tensors = map(with_mask, *call(data))
+    leaves = [next(tensors) if isinstance(leaf, _TENSORS) else leaf for leaf in keras.tree.flatten(traced[-1])]
+    return keras.tree.pack_sequence_as(traced[-1], leaves)
 
 
 def replica_weight_of(model: keras.Model) -> tf.Tensor:
@@ -191,37 +177,9 @@ def _with_replica_weight(model: keras.Model, factor: tf.Tensor | None) -> Genera
         state.replica_weights = {replica: each for replica, each in state.replica_weights.items() if replica != here}
 
 
+# What leaves a function as another tensor than it is within.
+_TENSORS = (tf.Tensor, tf.IndexedSlices, tf.SparseTensor, tf.RaggedTensor)
 _CONVOLUTIONS = tuple(layer for name, layer in vars(keras.layers).items() if "Conv" in name)
-
-
-class Gradient(NamedTuple):
-    """The gradient of a slice or a batch.
-
-    Attributes:
-        gradients: A gradient for each of the model's `trainable_weights`, or `None` where there is none.
-        loss: The model's loss, or `None` if it is in `sums`.
-        rows: Number of examples, a scalar.
-        weight: The gradient's weight, or `None` if not requested.
-        sums: Numerators and denominators of the losses in the logs, or `None` if Keras tracks them.
-        show: For a whole batch, updates loss and metrics as Keras does after the update, and returns the logs.
-    """
-
-    gradients: Gradients
-    loss: tf.Tensor | None
-    rows: tf.Tensor
-    weight: Normalizer | None
-    sums: LossSums | None = None
-    show: Callable[[], StepLogs] | None = None
-
-    def of_all(self, gradients: Gradients, rows: tf.Tensor, divisor: tf.Tensor, losses: tf.Tensor) -> "Gradient":
-        """The gradient of the batch that this slice is from, with the sums over all its slices."""
-        weight = self.weight and self.weight._replace(value=divisor)
-        return Gradient(gradients, None, rows, weight, self.sums and self.sums._replace(vector=losses))
-
-    def counting_as_one(self) -> "Gradient":
-        """The gradient with weight 1, so that all replicas count alike."""
-        weight = self.weight and self.weight._replace(value=tf.ones_like(self.weight.value))
-        return self._replace(weight=weight)
 
 
 class ReplicaWeight:
@@ -255,11 +213,11 @@ def gradient_of(context: StepContext, data: Batch, **how: Any) -> Gradient:
     """
     context = context._replace(**how)
     model, replica_batch = context.model, context.replica_batch
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     in_function = context.by_xla or (context.in_loop and is_slower_in_loop(model))
-    result = (forward_backward_in_function if in_function else forward_backward)(context, data)
-    batch = {"x": x, "y": y, "y_pred": result.y_pred, "sample_weight": sample_weight}
-    sums = result.sums and result.sums.zero_unless(replica_batch.nonempty)
+    gradient, y_pred = (forward_backward_in_function if in_function else forward_backward)(context, data)
+    assert gradient.loss is not None, "a pass has computed it"
+    batch = arguments_of(data, y_pred)
+    sums = gradient.sums and gradient.sums.zero_unless(replica_batch.nonempty)
     show = None
     if context.present is not None:
         present = tf.logical_and(context.present(data), replica_batch.rows > 0)
@@ -267,13 +225,14 @@ def gradient_of(context: StepContext, data: Batch, **how: Any) -> Gradient:
         if has_metrics(model):
             replica_batch.only(present).run(lambda: update_metrics(model, _select_rows(batch, present)))
     elif not context.sums and replica_batch.nonempty is None:
-        show = functools.partial(track_batch, model, result.loss, batch)
+        show = functools.partial(track_batch, model, gradient.loss, batch)
     else:
         replica_batch.run(lambda: update_metrics(model, batch))
     if context.normalize is not None:
-        check_metrics(model, y, result.y_pred, sample_weight)
-    weight = result.weight and result.weight._replace(value=replica_batch.weight(result.weight.value))
-    return Gradient(replica_batch.gradients(result.gradients), result.loss, rows_of(x), weight, sums, show)
+        check_metrics(model, batch)
+    weight = gradient.weight and gradient.weight._replace(value=replica_batch.weight(gradient.weight.value))
+    gradients = replica_batch.gradients(gradient.gradients)
+    return gradient._replace(gradients=gradients, weight=weight, sums=sums, show=show)
 
 
 def is_slower_in_loop(model: keras.Model) -> bool:
@@ -299,9 +258,9 @@ def track_batch(model: keras.Model, loss: tf.Tensor, batch: LossArguments) -> St
     return model.compute_metrics(**batch)
 
 
-def scale_by_replica(model: keras.Model, gradient: Gradient, weigh_replica: WeighReplica) -> Gradient:
-    """A model's gradient times this replica's weight."""
-    if gradient.weight is None:
+def scale_by_replica(model: keras.Model, gradient: Gradient, weigh_replica: WeighReplica | None) -> Gradient:
+    """A model's gradient times this replica's weight, if both have one."""
+    if gradient.weight is None or weigh_replica is None:
         return gradient
     factor = weigh_replica(gradient.weight)
     _time_wait(gradient.gradients, factor)

@@ -12,7 +12,6 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import WeightScope
 from keras_paragrad.compat.private import FuncGraph
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, LossArguments, Step, StepLogs
@@ -20,8 +19,8 @@ from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.comparing import compare_examples
-from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of
-from keras_paragrad.engine.tracing.untouched import untouched
+from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of, static_row_count
+from keras_paragrad.engine.tracing.untouched import trace_rows
 
 _log = logging.getLogger("keras_paragrad")
 # What TensorFlow's and Keras's errors say of tensors that don't fit each other, and no error of ours.
@@ -95,13 +94,6 @@ def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable
     Raises:
         IndivisibleError: The rows of a batch are no examples.
     """
-
-    def whole(tensor: Any) -> tf.Tensor | None:
-        if tensor is None:
-            return None
-        rows, *inner = tensor.shape
-        return tf.compat.v1.placeholder(tensor.dtype, [rows and rows * parts, *inner])
-
     try:
         yield
     except IndivisibleError:
@@ -109,9 +101,9 @@ def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable
     except (ValueError, tf.errors.InvalidArgumentError) as error:
         if not _OF_SHAPES.search(str(error)):
             raise
+        rows = static_row_count(data)
         try:
-            with FuncGraph("whole_batch").as_default(), untouched(model, WeightScope()):
-                trace(tf.nest.map_structure(whole, data))
+            trace_rows(model, trace, data, rows and rows * parts)
         except Exception:
             # The model's own error.
             raise error from None

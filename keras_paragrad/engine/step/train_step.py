@@ -1,6 +1,7 @@
 """The training step of one replica: its stages, in the order in which a step runs them."""
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import keras
@@ -8,7 +9,6 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compile_by_layer
-from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import all_layers, check_no_row_states
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
@@ -21,6 +21,7 @@ from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result
 from keras_paragrad.engine.losses.loss_normalization import scale_by_replicas, warn_of_uniform
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
+from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.apply import apply_gradient
 from keras_paragrad.engine.step.building import build_optimizers_outside_of_graphs
@@ -61,13 +62,14 @@ class TrainStep(NamedTuple):
         step, split = self.division.step, self.stages.split
         if step is None:
             return self._run_undivided(data)
-        if isinstance(step, WholeStep) or not (self.division.cut or self.stages.apply):
-            return step.run_on_replica(data, replica_batch)
+        if isinstance(step, WholeStep):
+            return step.run(data)
         if split and self.division.cut:
             batch = replica_batch.filled(data)
             return step.run_in_slices(split.slices(batch), batch, replica_batch)
         with self._accumulating():
-            logs = step.run_micro_batch(data, replica_batch, self.end if self.update else None)
+            end = self.end if self.update else None
+            logs = step.run_whole(data, replica_batch, end, in_window=self.stages.apply is not None)
         if not self.update:
             self.end()
         return logs
@@ -167,15 +169,10 @@ class TrainStep(NamedTuple):
         with gather_before_pass(self.model) if gather_first else compile_by_layer(self._by_layer):
             if self.division.whole_loss:
                 return self._of_whole_loss(context, data)
-            explained = explaining_rows(self.model, data, replica_count(), self._trace)
+            trace = functools.partial(compute_loss, self.model)
+            explained = explaining_rows(self.model, data, replica_count(), trace)
             with explained if replica_count() > 1 or self.division.cut else contextlib.nullcontext():
                 return self._of_parts(context, data)
-
-    def _trace(self, data: Batch) -> None:
-        """Traces the forward pass and the loss."""
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        y_pred = call_model(self.model, x, training=True)
-        self.model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
 
     def _of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch whose loss compares examples."""
@@ -199,7 +196,7 @@ class TrainStep(NamedTuple):
             gradient = split(self._context_of(context._replace(weigh_replica=None), split), data)
         except IndivisibleError as refusal:
             raise IndivisibleError(f"{split.undivided} {refusal}") from None
-        return scale_by_replica(self.model, gradient, context.weigh_replica) if context.weigh_replica else gradient
+        return scale_by_replica(self.model, gradient, context.weigh_replica)
 
     @property
     def _is_uniform(self) -> bool:

@@ -19,9 +19,9 @@ from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, LossAr
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums
-from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
+from keras_paragrad.engine.losses.terms import LossTerm, arguments_of, recorded_terms
 from keras_paragrad.engine.probes.independence import check_metrics
-from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, track_batch
 from keras_paragrad.engine.step.operations import check_runs_twice
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
@@ -36,7 +36,7 @@ class OutputForm(NamedTuple):
     """The layout of the tensors of a forward pass: leaves of the outputs, masks, and losses that layers added.
 
     Attributes:
-        structure: The nested outputs.
+        structure: The nesting of the outputs.
         masked: The indices of the leaves that have a mask.
         adding: The layers that added a loss with a value for each example.
     """
@@ -66,7 +66,8 @@ def forward(model: keras.Model, x: Structure, *, training: bool = True) -> tuple
     masked = tuple(index for index, mask in enumerate(masks) if mask is not None)
     added = added_losses_by_layer(model)
     tensors = [*leaves, *(mask for mask in masks if mask is not None), *(loss for _, loss in added)]
-    return tensors, OutputForm(y_pred, masked, tuple(layer for layer, _ in added))
+    structure = keras.tree.map_structure(lambda leaf: None, y_pred)
+    return tensors, OutputForm(structure, masked, tuple(layer for layer, _ in added))
 
 
 def trace(model: keras.Model, run: Callable[[], Result]) -> Result:
@@ -183,8 +184,7 @@ def whole_loss(context: StepContext, data: Batch, tensors: Sequence[tf.Tensor], 
     # All replicas compute the same gradient, and their shares are summed.
     share = tf.constant(1 / replica_count())
     gradients = [scale_gradient(each, share) for each in of_weights]
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-    batch = {"x": x, "y": y, "y_pred": form.pack(tensors), "sample_weight": sample_weight}
+    batch = arguments_of(data, form.pack(tensors))
     sums = _share_of_sums(model, loss, terms, rows) if context.sums else None
     return WholeLoss(loss, [rows.of_replica(each) for each in cotangents], gradients, sums, batch)
 
@@ -257,10 +257,10 @@ def gradient_of_replica(context: StepContext, data: Batch) -> Gradient:
     whole = whole_loss(context, data, tensors, form)
     weights = [source(variable) for variable in model.trainable_weights]
     gradients = context.replica_batch.gradients(_gradients(tape, tensors, weights, whole.cotangents))
-    return gradient_of_batch(context, data, list(map(add_gradients, gradients, whole.gradients)), whole)
+    return gradient_of_batch(context, list(map(add_gradients, gradients, whole.gradients)), whole)
 
 
-def gradient_of_batch(context: StepContext, data: Batch, gradients: Gradients, whole: WholeLoss) -> Gradient:
+def gradient_of_batch(context: StepContext, gradients: Gradients, whole: WholeLoss) -> Gradient:
     """The `Gradient` of a replica batch, which is summed over the replicas.
 
     On one device, Keras's trackers get the loss and the metrics; on several, metrics are updated here.
@@ -268,11 +268,11 @@ def gradient_of_batch(context: StepContext, data: Batch, gradients: Gradients, w
     model, batch = context.model, whole.batch
     if whole.sums is None:
         show = functools.partial(track_batch, model, whole.loss, batch)
-        return Gradient(list(gradients), whole.loss, rows_of(batch["x"]), None, None, show)
+        return Gradient(list(gradients), whole.loss, None, None, show)
     context.replica_batch.run(lambda: update_metrics(model, batch))
-    check_metrics(model, batch["y"], batch["y_pred"], batch["sample_weight"])
+    check_metrics(model, batch)
     weight = Normalizer(tf.constant(1.0), summed=True)
-    return Gradient(list(gradients), whole.loss, rows_of(batch["x"]), weight, whole.sums)
+    return Gradient(list(gradients), whole.loss, weight, whole.sums)
 
 
 def evaluate_whole(model: keras.Model, data: Batch, batch: ReplicaBatch) -> tuple[Structure, LossSums]:

@@ -8,17 +8,20 @@ import sys
 import sysconfig
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.global_state import state_of_thread
-from keras_paragrad.compat.private import get_stateless_scope
+from keras_paragrad.compat.layers import WeightScope
+from keras_paragrad.compat.private import FuncGraph, get_stateless_scope
 from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
+Result = TypeVar("Result")
 _OF_KERAS = (keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, keras.random.SeedGenerator)
 # Their attributes are not followed: what they hold belongs to others, or is in no Python attribute.
 _LEFT_ALONE = (keras.optimizers.Optimizer, keras.Variable, keras.KerasTensor, tf.Tensor, tf.Variable, type)
@@ -90,6 +93,16 @@ def trace_untouched(model: object, function: Callable[..., Any], *specs: Any) ->
     """Traces a function that calls a model, for such tensors, into a graph that never runs; undoes the side effects."""
     with untouched(model, never_run()):
         return tf.function(releasing(function), autograph=False).get_concrete_function(*specs)
+
+
+def trace_rows(model: object, function: Callable[[Any], Result], data: Batch, rows: int | None) -> Result:
+    """Traces a function for such a batch of so many rows into a graph that never runs; undoes the side effects."""
+
+    def placeholder(tensor: Any) -> tf.Tensor | None:
+        return None if tensor is None else tf.compat.v1.placeholder(tensor.dtype, [rows, *tensor.shape[1:]])
+
+    with FuncGraph("never_run").as_default(), untouched(model, WeightScope()):
+        return function(tf.nest.map_structure(placeholder, data))
 
 
 def without_assignments() -> contextlib.AbstractContextManager[object]:

@@ -1,0 +1,152 @@
+"""Compares the gradients of parts with that of the whole, and tells differences from rounding and randomness."""
+
+import abc
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.compat.types import Batch, Structure
+from keras_paragrad.engine.division.cut import RowCut
+from keras_paragrad.engine.probes.trial import take_rows
+
+# The largest relative error of a gradient that is no finding, in single and in half precision. Faults are off by 1e-4
+# and more.
+TOLERANCE, TOLERANCE_OF_HALF_PRECISION = 1e-4, 3e-2
+# A finding is this many times what another order of the rows, another seed, or other last digits change.
+_TIMES_NOISE = 10
+_LAST_DIGITS = 1e-6
+
+
+class Difference(NamedTuple):
+    """How far the weighted gradients of parts are from the gradient of the whole.
+
+    Attributes:
+        error: The norm of the difference over the norm of the gradient.
+        rows, parts: The rows of the whole, and the number of its parts.
+        call: The index of the call of an optimizer that gets the gradient.
+    """
+
+    error: float
+    rows: int
+    parts: int
+    call: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"On {self.rows} rows of the first batch, the weighted gradients of {self.parts} parts are "
+            f"{self.error:.1e} off the gradient of the whole"
+        )
+
+
+class WeightedGradient(NamedTuple):
+    """The gradient of some rows, an array for each weight, and what their loss is divided by: 0 for a sum."""
+
+    gradient: list[np.ndarray]
+    divisor: float
+
+
+class PartComparison(abc.ABC):
+    """Compares the weighted gradients of parts of a batch with those of the whole.
+
+    Attributes:
+        half_precision: Whether they are computed in half precision.
+        draws: Whether random numbers are drawn, once something was computed.
+    """
+
+    half_precision: bool
+    draws: bool = False
+
+    @abc.abstractmethod
+    def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
+        """For each call of an optimizer, the gradient of the rows from `first` on.
+
+        If `changed`, of what differs in the last digits, with other random numbers.
+        """
+
+    def compare(self, data: Batch, cut: RowCut) -> Difference | None:
+        """The first difference of the parts from the whole that noise doesn't explain."""
+        rows = self.prepare(cut.take(data), cut)
+        if rows is None:
+            return None
+        # What makes no difference but by rounding and randomness.
+        changed = functools.cache(lambda: list(self._changed(rows)))
+        for call, (whole, total) in enumerate(self.gradients(rows, cut)):
+            error = _finding(whole, total, lambda call=call: (each[call] for each in changed()), self.half_precision)
+            if error:
+                return Difference(error, len(cut.rows), len(cut.bounds), call)
+        return None
+
+    def gradients(self, rows: Batch, cut: RowCut) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
+        """For each call, the gradient of the whole, and the weighted sum of the parts' gradients."""
+        wholes = self.run(rows, 0)
+        totals = [[np.zeros_like(each) for each in whole.gradient] for whole in wholes]
+        for start, stop in cut.bounds:
+            parts = self.run(take_rows(rows, start, stop), start)
+            for whole, total, part in zip(wholes, totals, parts, strict=True):
+                share = part.divisor / whole.divisor if whole.divisor else 1.0
+                self.add(total, part.gradient, share, start, stop)
+        return [(whole.gradient, total) for whole, total in zip(wholes, totals, strict=True)]
+
+    def prepare(self, rows: Batch, cut: RowCut) -> Batch | None:
+        """What the gradient is computed from, if it can be."""
+        return rows
+
+    def add(self, total: list[np.ndarray], gradient: list[np.ndarray], share: float, start: int, stop: int) -> None:
+        """Adds the weighted gradient of a part."""
+        for sums, part in zip(total, gradient, strict=True):
+            sums += share * part
+
+    def _changed(self, rows: Batch) -> Iterable[list[list[np.ndarray]]]:
+        yield [each.gradient for each in self.run(rows, 0, changed=True)]
+        if not self.draws:
+            # Rows in another order would draw other random numbers.
+            yield self.reordered(rows)
+
+    def reordered(self, rows: Batch) -> list[list[np.ndarray]]:
+        """The gradients of the same rows in another order."""
+        return [each.gradient for each in self.run(reverse_rows(rows), 0)]
+
+
+def _finding(
+    whole: list[np.ndarray],
+    total: list[np.ndarray],
+    changed: Callable[[], Iterable[list[np.ndarray]]],
+    half_precision: bool,
+) -> float:
+    """The relative error of parts' summed gradients, or 0 where it is no finding; `changed` returns others like it."""
+    error = relative_error(whole, total)
+    if error is None or error <= (TOLERANCE_OF_HALF_PRECISION if half_precision else TOLERANCE):
+        return 0.0
+    noise = max((relative_error(whole, each) or 0.0 for each in changed()), default=0.0)
+    return 0.0 if error <= _TIMES_NOISE * noise else error
+
+
+def relative_error(whole: list[np.ndarray], other: list[np.ndarray]) -> float | None:
+    """The norm of the difference over the norm of the whole; `None` if that is 0 or not finite."""
+    norm = _norm(whole)
+    if not np.isfinite(norm) or not norm:
+        # Nothing can be learned from it, nor by the model.
+        return None
+    return _norm([first - second for first, second in zip(whole, other, strict=True)]) / norm
+
+
+def _norm(tensors: list[np.ndarray]) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(each)) for each in tensors)))
+
+
+def change_last_digits(nested: Any) -> Any:
+    """Nested tensors whose real numbers differ in the last digits of float32."""
+
+    def change(each: Any) -> Any:
+        return each * tf.cast(1 + _LAST_DIGITS, each.dtype) if each is not None and each.dtype.is_floating else each
+
+    return keras.tree.map_structure(change, nested)
+
+
+def reverse_rows(nested: Structure) -> Structure:
+    """The rows of nested tensors in reverse order."""
+    return keras.tree.map_structure(lambda each: None if each is None else tf.reverse(each, [0]), nested)
