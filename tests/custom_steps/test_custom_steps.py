@@ -607,3 +607,23 @@ def test_uniform_says_what_it_needs(kind, says):
     model = compiled(kind, optimizer=optimizer, jit_compile=False)
     with pytest.warns(UserWarning, match=f"micro-batches of one size, a loss that is a mean.*{says}"):
         fitted(model, 4, callbacks=[ExactAccumulation()])
+
+
+class MixedLog(models.Autoencoder):
+    """Returns the mean over the epoch plus the loss of the batch, of which slices have several."""
+
+    def train_step(self, data):
+        images, _ = data[0]
+        with tf.GradientTape() as tape:
+            mean, _ = ops.split(self.encoder(images), 2, axis=-1)
+            loss = ops.mean(ops.square(images - self.decoder(mean)))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
+        self.tracker.update_state(loss)
+        return {"mean": self.tracker.result(), "mixed": self.tracker.result() + loss}
+
+
+def test_a_log_of_a_result_and_the_batch_is_refused_in_slices():
+    model = compiled(MixedLog)
+    refused = pytest.raises(ValueError, match="of MixedLog returns 'mixed', computed from the result of a metric and")
+    with microbatch(model, 4), refused:
+        model.fit(*data_of(model), batch_size=11, **OPTIONS)

@@ -189,6 +189,13 @@ _STEP = [
         "distribution/checkpoint/test_shards.py::test_killed_while_writing",
     ),
     _fault(
+        "a log of a metric's result and the last slice's number is shown",
+        "engine/custom_step/analysis.py",
+        "is_mixed = is_result and self.step.sources([value], given=results).by_slice",
+        "is_mixed = False",
+        "custom_steps/test_custom_steps.py::test_a_log_of_a_result_and_the_batch_is_refused_in_slices",
+    ),
+    _fault(
         "training waits for the file of a backup",
         "distribution/checkpoint/backup.py",
         "        if not self.background:\n            self._finish()\n",

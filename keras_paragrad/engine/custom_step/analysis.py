@@ -56,10 +56,12 @@ class LoggedValue(NamedTuple):
         phase: The first phase in which it can be computed.
         by_slice: Whether it is computed from the rows of a slice alone. Others, such as the result of a metric, are the
             batch's in the last slice.
+        mixed: Its name, if it is computed from the result of a metric and, beside that, from the rows.
     """
 
     phase: int
     by_slice: bool
+    mixed: str = ""
 
 
 class WeightChange(NamedTuple):
@@ -206,7 +208,12 @@ class _PhaseAnalysis:
             return None
         sources = self.step.sources([value])
         is_result = any(variable in self.step.metrics for variable, _ in sources.reads)
-        return LoggedValue(self._phase_of(sources, by_slice=sources.by_slice), sources.by_slice and not is_result)
+        results = [state for key, state in self.step.values.items() if key in self.step.metrics]
+        is_mixed = is_result and self.step.sources([value], given=results).by_slice
+        phase = self._phase_of(sources, by_slice=sources.by_slice)
+        return LoggedValue(
+            phase, sources.by_slice and not is_result, self.step.log_names.get(id(value), "a value") if is_mixed else ""
+        )
 
     def _phase_of(self, sources: Sources, *, by_slice: bool, at: int = sys.maxsize) -> int:
         """The first phase in which a value can be computed, of the changes before a position."""

@@ -72,6 +72,7 @@ class CustomStep:
 
     def run_in_slices(self, slices: BatchSlices, batch: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the step on the slices of a batch or replica batch, and returns its logs."""
+        self._check_slices()
         weights = _BatchWeights(batch, replica_batch, self.weightings)
 
         def update(call: ApplyCall, gradients: Gradients) -> None:
@@ -141,6 +142,15 @@ class CustomStep:
             if scope and state.by_slice:
                 state.variable.assign(scope.value_of(state.variable))
         return logs
+
+    def _check_slices(self) -> None:
+        mixed = [log.mixed for log in self.analysis.logs if log and log.mixed]
+        if mixed:
+            raise IndivisibleError(
+                f"The train_step of {type(self.model).__name__} returns {', '.join(mixed)}, computed from the result of "
+                "a metric and from the rows of the batch, of which the last slice's would be shown. Return both by "
+                "themselves, or update a metric with what is computed from the rows."
+            )
 
     def _check_window(self) -> None:
         name, optimizers = type(self.model).__name__, [call.optimizer for call in self.analysis.calls]

@@ -75,6 +75,7 @@ class StepGraph:
     Attributes:
         applies: The calls of `apply`, in order.
         logs: The values that the step returns, flat.
+        log_names: Their names, by the `id` of a value.
         values: The last value that each variable of the model is assigned, by the variable's id.
         assigned_at: The positions of the assignments of each variable, by its id.
         variables: The variables of the model and of the optimizers, by id.
@@ -104,7 +105,9 @@ class StepGraph:
                 # Synchronized layers would wait for other replicas.
                 normalize_by_moving_statistics(model)
             batch = keras.tree.map_structure(_placeholder, data)
-            self.logs = keras.tree.flatten(train_step_of(model)(batch))
+            logs = train_step_of(model)(batch)
+        self.logs = keras.tree.flatten(logs)
+        self.log_names = {id(value): repr(name) for name, value in logs.items()} if isinstance(logs, dict) else {}
         self.values, self.assigned_at, self.losses = scope.values, scope.positions, scope.losses
         self._position = {operation: index for index, operation in enumerate(self._graph.get_operations())}
         self._batch = {tensor.op for tensor in keras.tree.flatten(batch) if tensor is not None}
@@ -176,11 +179,12 @@ class StepGraph:
         """The operations of the graph, by position."""
         return self._graph.get_operations()
 
-    def sources(self, values: Iterable[object]) -> Sources:
-        """What values are computed from; those that aren't of the graph are constants."""
+    def sources(self, values: Iterable[object], given: Iterable[object] = ()) -> Sources:
+        """What values are computed from, beside given ones; those that aren't of the graph are constants."""
         pending = [operation for value in values for operation in _operations_of(value)]
         pending = [operation for operation in pending if operation.graph is self._graph]
-        visited, reads, by_slice = set(), set(), False
+        visited = {operation for value in given for operation in _operations_of(value)}
+        reads, by_slice = set(), False
         while pending:
             operation = pending.pop()
             if operation in visited:
