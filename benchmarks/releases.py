@@ -22,7 +22,8 @@ PAIRS = {
     "3.10-2.19": ["keras==3.10.*", "tensorflow==2.19.*"],
     "3.12-2.20": ["keras==3.12.*", "tensorflow==2.20.*"],
     "3.15-2.21": ["keras==3.15.*", "tensorflow==2.21.*"],
-    "pre": ["--pre", "keras", "tensorflow"],
+    # Pip takes pre-releases of what is bounded by one.
+    "pre": ["keras", "tensorflow>=2.19.0.dev0"],
 }
 CASES = ROOT / "tests" / "every_component.py"
 VERSIONS = """
