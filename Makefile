@@ -15,14 +15,16 @@ PAIRS := 3.10-2.19 3.12-2.20 3.15-2.21
 LINTERS := ^(pyright|ruff)==
 constraints-pinned := cat constraints.txt
 constraints-newest := grep -E '$(LINTERS)' constraints.txt
-constraints-pre := $(constraints-newest)
+# Pip takes pre-releases of what is bounded by one.
+constraints-pre = { $(constraints-newest); echo 'tensorflow>=2.19.0.dev0'; }
 constraints-pair = { $(constraints-newest); printf 'keras==%s.*\ntensorflow==%s.*\n' $(subst -, ,$(RELEASES)); }
-# KerasHub takes no release of Keras before 3.15.
-EXTRA := $(if $(filter $(RELEASES),$(filter-out 3.15-2.21,$(PAIRS))),test,dev)
-# TensorFlow's are held back by tensorflow-text, which KerasHub does without. Keras's and KerasHub's have names of their own,
-# and share files with the releases, so they are installed again once those are gone.
-PRE_RELEASES := $(PIP) install --pre --upgrade tensorflow && $(PIP) uninstall -y keras keras-hub tensorflow-text \
-	&& $(PIP) install --pre --no-deps --force-reinstall keras-nightly keras-hub-nightly
+# KerasHub takes no release of Keras before 3.15, and asks for tensorflow-text, which holds TensorFlow's pre-releases back and
+# isn't there for Python 3.14. It does without.
+EXTRA := $(if $(filter $(RELEASES),pre $(filter-out 3.15-2.21,$(PAIRS))),test,dev)
+# Keras's pre-releases have a name of their own, by which TensorFlow's ask for them, and share files with the releases; so they
+# are installed again once both are gone.
+PRE_RELEASES = $(PIP) install -c $< grain kagglehub regex sentencepiece tokenizers && $(PIP) uninstall -y keras keras-nightly \
+	&& $(PIP) install --pre --no-deps keras-nightly keras-hub-nightly
 CONSTRAINTS := $(or $(constraints-$(if $(filter $(RELEASES),$(PAIRS)),pair,$(RELEASES))),$(error \
 	RELEASES is pinned, newest, pre or one of $(PAIRS), not $(RELEASES)))
 

@@ -22,12 +22,14 @@ PAIRS = {
     "3.10-2.19": ["keras==3.10.*", "tensorflow==2.19.*"],
     "3.12-2.20": ["keras==3.12.*", "tensorflow==2.20.*"],
     "3.15-2.21": ["keras==3.15.*", "tensorflow==2.21.*"],
-    "pre": ["--pre", "keras", "tensorflow"],
+    # Pip takes pre-releases of what is bounded by one.
+    "pre": ["keras", "tensorflow>=2.19.0.dev0"],
 }
 CASES = ROOT / "tests" / "every_component.py"
 VERSIONS = """
-import keras, platform, tensorflow
-print(keras.__version__, tensorflow.__version__, platform.python_version())
+import json, keras, platform, tensorflow
+versions = keras.__version__, tensorflow.__version__, platform.python_version()
+print(json.dumps(dict(zip(("keras", "tensorflow", "python"), versions))))
 """
 WORKERS = """
 import json, sys
@@ -38,31 +40,41 @@ print(json.dumps({"case": "DistributedFit, two workers", **exactness_cell.run({"
 HELD = 1e-6
 
 
+def install(python, pair, *packages, command=("install",)):
+    """Installs a pair of releases into an environment, and packages with it; or downloads them, by `command`."""
+    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, *command, "-q", *PAIRS[pair], *packages], check=True)
+    if pair == "pre":
+        # Keras's pre-releases have a name of their own, by which TensorFlow's ask for them, and share files.
+        subprocess.run([*pip, "uninstall", "-qq", "-y", "keras", "keras-nightly"], check=True)
+        subprocess.run([*pip, *command, "-q", "--pre", "--no-deps", "keras-nightly"], check=True)
+
+
+def versions_in(python, **options):
+    """The releases in an environment."""
+    run = subprocess.run([python, "-P", "-c", VERSIONS], capture_output=True, text=True, check=True, **options)
+    return json.loads(run.stdout.splitlines()[-1])
+
+
 def python_of(pair, environments):
     """The Python of a pair's environment, which is made if it isn't there."""
     folder = environments / pair
     python = folder / "bin" / "python"
-    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
     if not (folder / ".made").exists():
         venv.create(folder, clear=True, with_pip=True)
-        subprocess.run([*pip, *PAIRS[pair], "dp-accounting>=0.6,<0.7", "rich>=13.7"], check=True)
-        if pair == "pre":
-            # Keras's pre-releases have a name of their own, and share files with the releases.
-            subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "keras"], check=True)
-            subprocess.run([*pip, "--pre", "--no-deps", "keras-nightly"], check=True)
+        install(python, pair, "dp-accounting>=0.6,<0.7", "rich>=13.7")
         (folder / ".made").touch()
-    return python, pip
+    return python
 
 
 def measured(pair, environments, limit):
     """The releases of a pair, and the result of each case."""
-    python, pip = python_of(pair, environments)
+    python = python_of(pair, environments)
     (wheel,) = (ROOT / "dist").glob("*.whl")
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
     subprocess.run([*pip, "--force-reinstall", "--no-deps", wheel], check=True)
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     options = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
-    installed = subprocess.run([python, "-P", "-c", VERSIONS], check=True, **options)
-    keras, tensorflow, version = installed.stdout.split()[-3:]
     start, results = time.monotonic(), {}
     for command in (["-P", CASES], ["-P", "-c", WORKERS]):
         left = limit - (time.monotonic() - start)
@@ -73,20 +85,27 @@ def measured(pair, environments, limit):
         results |= {each.pop("case"): each for each in lines}
     for name, result in results.items():
         print(f"{pair}: {name}: {result.get('error', result.get('difference'))}", file=sys.stderr, flush=True)
-    return {"keras": keras, "tensorflow": tensorflow, "python": version, "cases": results}
+    return {**versions_in(python, env=environment), "cases": results}
+
+
+def parsed(parser):
+    """The arguments of a command for the pairs that it names, all by default."""
+    parser.add_argument("pairs", nargs="*", metavar="pair", help=f"of {', '.join(PAIRS)}")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.pairs) - PAIRS.keys():
+        parser.error(f"{', '.join(sorted(unknown))}: not among {', '.join(PAIRS)}")
+    arguments.pairs = arguments.pairs or list(PAIRS)
+    return arguments
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("pairs", nargs="*", metavar="pair", help=f"of {', '.join(PAIRS)}")
     parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help="where they are, or are made")
     parser.add_argument("--limit", type=float, default=300, help="the most seconds that the cases of a pair may take")
-    arguments = parser.parse_args()
-    if unknown := set(arguments.pairs) - PAIRS.keys():
-        parser.error(f"{', '.join(sorted(unknown))}: not among {', '.join(PAIRS)}")
+    arguments = parsed(parser)
     saved = json.loads(SAVED.read_text()) if SAVED.exists() else {}
     wrong = []
-    for pair in arguments.pairs or PAIRS:
+    for pair in arguments.pairs:
         found = measured(pair, arguments.environments, arguments.limit)
         # What was refused before may be refused; what held has to hold.
         before = saved.get(pair, {"cases": {}})["cases"]

@@ -151,7 +151,6 @@ def processor_times(name: str, what: str) -> str:
     )
 
 
-# By page and by the name of a table there, what writes it.
 def releases() -> str:
     """By component, the largest difference from one device on whole batches, on each pair of releases."""
     pairs = saved("releases")
@@ -179,6 +178,24 @@ def soak() -> str:
     return table(head, [[*(row[name] for name in ["", *head[1:4]]), f"{row['error']:.0e}"] for row in rows])
 
 
+def installation() -> str:
+    """By pair of releases, the seconds from an empty environment to the end of README's first script."""
+    steps = ("download", "install", "script")
+    rows = [
+        [
+            f"{each['keras'].partition('.dev')[0]}, {each['tensorflow']}",
+            *(f"{each['bytes'][step] / 1e6:.0f}" for step in steps[:2]),
+            *(f"{each[step]['seconds']:.0f}" for step in steps),
+            f"{sum(each[step]['seconds'] for step in steps):.0f}",
+            f"{sum(each[step]['processor seconds'] for step in steps):.0f}",
+        ]
+        for each in saved("installation").values()
+    ]
+    sizes, seconds = ["MB downloaded", "MB installed"], ["download, s", "installation, s", "script, s", "all, s"]
+    return table(["Keras, TensorFlow", *sizes, *seconds, "processor time, s"], rows)
+
+
+# By page and by the name of a table there, what writes it.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"stock Keras": stock_errors, "costs": costs},
     "docs/index.md": {"stock Keras": stock_errors},
@@ -186,7 +203,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "accumulation": exactness_of_accumulation,
         "distribution": exactness_of_distribution,
     },
-    "docs/benchmarks/releases.md": {"releases": releases},
+    "docs/benchmarks/releases.md": {"releases": releases, "installation": installation},
     "docs/guides/elastic.md": {"soak": soak},
     "docs/benchmarks/distribution.md": {
         "backups": functools.partial(

@@ -160,8 +160,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
     # `MirroredStrategy` and other replicas.
     "replicas": (
         Hook("keras.layers", "BatchNormalization._moments", ("inputs", "mask")),
-        Hook("keras.src.trainers.data_adapters.py_dataset_adapter", "PyDatasetAdapter._finite_generator"),
-        Hook("keras.src.trainers.data_adapters.py_dataset_adapter", "PyDatasetAdapter._infinite_generator"),
+        Hook("keras.src.trainers.data_adapters.py_dataset_adapter", "PyDatasetAdapter._get_iterator"),
         _assigned("keras.src.backend.tensorflow.trainer", "TFEpochIterator._distributed_dataset"),
         _assigned("keras.src.trainers.epoch_iterator", "EpochIterator._num_batches"),
         _assigned(

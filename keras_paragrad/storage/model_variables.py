@@ -169,7 +169,10 @@ def rename_keys(optimizer: keras.optimizers.Optimizer, keys: dict[str | int, str
         for attribute in vars(each).values():
             if isinstance(attribute, dict):
                 for key in keys.keys() & attribute.keys():
-                    attribute[keys[key]] = attribute.pop(key)
+                    value = attribute[key]
+                    # TensorFlow doesn't see what `pop` changes in a dictionary that it tracks, and saves that no more.
+                    del attribute[key]
+                    attribute[keys[key]] = value
             elif isinstance(attribute, set):
                 # The variables excluded from weight decay.
                 old = keys.keys() & attribute

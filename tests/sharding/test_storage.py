@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
+from keras.src.utils import tracking
 from transforms import shifted
 
 from keras_paragrad import DistributedFit, GradientNoiseScale, GradientTelemetry, microbatch
@@ -16,6 +17,7 @@ from keras_paragrad.engine.step import gradient
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.storage import regathering
 from keras_paragrad.storage import sharded as sharded_module
+from keras_paragrad.storage.model_variables import rename_keys
 from keras_paragrad.storage.sharded import sharded_value
 from keras_paragrad.storage.sharding import Partition
 
@@ -278,3 +280,14 @@ def test_refusals():
         other = OwnStep([keras.Input((16,)), keras.layers.Dense(3)])
         other.compile("sgd", "mse")
     whole.prepare(other).undo()
+
+
+def test_an_optimizer_is_saved_after_its_keys_were_renamed(tmp_path):
+    """As in the `build` of Keras 3.16, which Keras doesn't track, so that TensorFlow does."""
+    optimizer = keras.optimizers.SGD()
+    with tracking.DotNotTrackScope():
+        optimizer.decays_by_key = {}
+    optimizer.decays_by_key["old"] = True
+    rename_keys(optimizer, {"old": "new"})
+    assert dict(optimizer.decays_by_key) == {"new": True}
+    assert tf.train.Checkpoint(optimizer=optimizer).write(str(tmp_path / "checkpoint"))

@@ -147,8 +147,8 @@ class CustomStep:
         mixed = [log.mixed for log in self.analysis.logs if log and log.mixed]
         if mixed:
             raise IndivisibleError(
-                f"The train_step of {type(self.model).__name__} returns {', '.join(mixed)}, computed from the result of "
-                "a metric and from the rows of the batch, of which the last slice's would be shown. Return both by "
+                f"The train_step of {type(self.model).__name__} returns {', '.join(mixed)}, computed from the result "
+                "of a metric and from the rows of the batch, of which the last slice's would be shown. Return both by "
                 "themselves, or update a metric with what is computed from the rows."
             )
 

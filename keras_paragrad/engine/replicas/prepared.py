@@ -2,12 +2,12 @@
 
 import collections
 import contextlib
+import copy
 import functools
 import inspect
-import itertools
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import keras
@@ -177,20 +177,19 @@ def use_enqueuer_per_iterator(adapter: Adapter) -> None:
         return
     dataset, shuffle, enqueuer_class = adapter.py_dataset, adapter.shuffle, type(adapter.enqueuer)
 
-    def batches() -> Iterator[Batch]:
-        enqueuer = enqueuer_class(
+    def batches() -> Generator[Batch]:
+        # A copy has the number of the epoch, from which Keras 3.16 draws the order.
+        reader = copy.copy(adapter)
+        reader.enqueuer = enqueuer_class(
             dataset, dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size, shuffle
         )
-        enqueuer.start()
         try:
-            for batch in itertools.islice(enqueuer.get(), dataset.num_batches):
-                yield adapter._standardize_batch(batch)
+            yield from type(adapter)._get_iterator(reader)
         finally:
-            enqueuer.stop()
+            reader.enqueuer.stop()
 
-    # Without an enqueuer, Keras reads from one of these two.
     adapter.enqueuer = None
-    adapter._finite_generator = adapter._infinite_generator = batches
+    adapter._get_iterator = batches
 
 
 def warn_if_unprepared(strategy: tf.distribute.Strategy) -> None:
