@@ -17,6 +17,8 @@ from keras_paragrad.distribution.launch.tasks import Layout, Task
 from keras_paragrad.plain_text import counted
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The status if too few machines are left: to be tried again.
+_TOO_FEW = os.EX_TEMPFAIL
 # The status of workers that were told to stop, and have made a backup.
 _STOPPED = 128 + signal.SIGTERM
 # What to do after a run that hasn't ended well.
@@ -112,7 +114,7 @@ class _Worlds:
             self._output.end_run()
             if status == 0 or gang.signalled:
                 return status
-            if status == MEETS_AGAIN and gang.failed is None:
+            if status == MEETS_AGAIN:
                 seats = list(range(layout.workers))
                 self._output.say(f"going on with {counted(len(seats), 'worker')}")
                 continue
@@ -136,7 +138,7 @@ class _Worlds:
                 status, gang = self._run_gang_of(nodes, layout, meeting, gangs)
                 if status == 0 or gang.signalled or not may_meet_again:
                     return status
-                if status == MEETS_AGAIN and gang.failed is None:
+                if status == MEETS_AGAIN:
                     continue
                 if not self._may_restart(status):
                     return status
@@ -148,7 +150,7 @@ class _Worlds:
             if gangs == 1:
                 raise
             self._output.say(f"too few nodes are left: {error}")
-            return MEETS_AGAIN
+            return _TOO_FEW
         finally:
             meetings.close()
 
@@ -162,11 +164,11 @@ class _Worlds:
             gang = self._gang(layout.tasks(os.environ, nodes.place), number, nodes.end)
             status = gang.run()
             self._output.end_run()
-            return status or self._await_nodes(nodes, number), gang
+            return status or self._await_nodes(nodes, gang, number), gang
         finally:
             nodes.close()
 
-    def _await_nodes(self, nodes: Nodes, number: int) -> int:
+    def _await_nodes(self, nodes: Nodes, gang: Gang, number: int) -> int:
         """Tells the others that this machine is done, and waits on the first one for all; returns the exit status."""
         nodes.end(0)
         while nodes.running:
@@ -175,6 +177,7 @@ class _Worlds:
                 self._output.say(f"node {event.node}: {event.reason}")
                 return event.status
             if isinstance(event, Signalled):
+                gang.signalled = True
                 nodes.end(128 + event.number, f"received {signal.Signals(event.number).name}", leaves=True)
                 return 128 + event.number
         return 0
