@@ -68,6 +68,7 @@ class Gang:
             it); 128 plus the signal that the launcher received; `MEETS_AGAIN`; or 0.
         signalled: Whether the launcher received a signal.
         failed: The task that failed, if one of this machine did.
+        killed: Whether that was killed by a signal, and so had no time for a backup.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Gang:
         self.status = 0
         self.signalled = False
         self.failed: Task | None = None
+        self.killed = False
         self._number = number
         self._grace = grace
         self._output = output
@@ -137,6 +139,7 @@ class Gang:
         if member.status != 0:
             self.failed = member.task
             self.status = _exit_status(member.status)
+            self.killed = member.status is None or member.status < 0
             failure = f"{member.task.label} {_describe_exit(member.status)} after {_format_seconds(member.seconds)}"
             self._on_failure(self.status, failure, False)
             self._end_others(failure)
