@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from keras_paragrad.distribution import Backup
 from keras_paragrad.distribution.checkpoint import background
 from keras_paragrad.distribution.checkpoint.content import Content, VariableInShards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
+from keras_paragrad.distribution.checkpoint.interruptions import TrainingInterrupted
 from keras_paragrad.distribution.checkpoint.resuming import common_backup
 
 ROWS, BATCH = 80, 4
@@ -218,3 +220,52 @@ def kill_at(operations: int) -> None:
         setattr(os, name, counted(getattr(os, name)))
     write, touched = background.write_shards, counted(lambda shard: shard)
     background.write_shards = lambda directory, name, shards: write(directory, name, map(touched, shards))
+
+
+def _end_of(files: type[BackupFiles], defect: str) -> None:
+    """Has this worker be late, or its disk fail, where the other one depends on it."""
+    worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+    read, write = background._Posts.read, files.write
+
+    def read_late(posts: Any, name: str) -> Any:
+        time.sleep(0.7)
+        return read(posts, name)
+
+    def fail(*_: Any) -> Any:
+        raise OSError("the disk is gone")
+
+    def write_late(*words: Any) -> Path:
+        time.sleep(2)
+        return write(*words)
+
+    if defect == "reads late" and worker == 1:
+        background._Posts.read = read_late
+    elif defect == "lists nothing" and worker == 0:
+        files.shards = property(fail)
+    elif defect == "writes nothing" and worker == 0:
+        files.write = fail
+    elif defect == "writes late" and worker == 0:
+        files.write = write_late
+
+
+class Sigterm(keras.callbacks.Callback):
+    """A notice to the first worker after a batch."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch + 1 == 4 and '"index": 0' in os.environ["TF_CONFIG"]:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stopped_with_a_defect(argument: dict[str, Any]) -> list[Any]:
+    """Trains as one of two workers until SIGTERM; whether it was saved, and the backups that are there then."""
+    use_devices(1)
+    _end_of(BackupFiles, argument["defect"])
+    dist = distributed(0, argument["shard"])
+    with dist.scope():
+        model = build()
+    callbacks = [Sigterm(), Backup(argument["directory"], every=argument["every"], check_every=1)]
+    try:
+        dist.fit(model, *data(), batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
+    except TrainingInterrupted as stopped:
+        return [stopped.saved, (Path(argument["directory"]) / "epoch-000000-batch-0000000004.backup").exists()]
+    return []

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
@@ -11,6 +12,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from keras_paragrad.distribution.launch.worlds import Supervision, _Worlds
 
 pytestmark = pytest.mark.fast
 
@@ -353,6 +356,31 @@ elif size == 2:
     assert sizes(launcher.starts()) == [3, 2, 3]
     assert "[launch] the workers that were lost are started again: all make a backup, and go on together" in err
     assert err.splitlines()[-1] == "[launch] going on with 3 workers"
+
+
+def test_lost_workers_are_not_started_again_for_what_is_done(launcher):
+    """A worker has ended well: the others, killed by SIGTERM, would have all begin anew, without backups."""
+    script = TRAINS + "if size == 3 and index == 1: sys.exit(3)\nif size == 3: time.sleep(60)\n"
+    script += "signal.signal(signal.SIGTERM, signal.SIG_DFL)\nif index == 1: time.sleep(3)"
+    status, _, err = launcher.run(script, "--workers", "2:3", "--regrow-seconds", "1.5")
+    assert (status, sizes(launcher.starts())) == (0, [3, 2]), err
+
+
+@pytest.mark.parametrize("losses", [1, 30, 1100])
+def test_many_workers_are_lost(losses):
+    """The time until they are started again, doubled each time, stays one that a timer can wait for."""
+    worlds = _Worlds([], Supervision(1, 2000, 1.0, 60.0), None, queue.SimpleQueue())
+    timer = worlds._regrowth(1, losses)
+    assert timer.interval == min(60 * 2 ** (losses - 1), 86400)
+    timer.cancel()
+
+
+def test_workers_that_are_killed_by_sigterm_have_failed(launcher):
+    """They made no backup to go on from, so that they are not started again without end."""
+    script = "started(); os.kill(os.getpid(), signal.SIGTERM)"
+    status, _, err = launcher.run(script, "--workers", "2", "--max-restarts", "2")
+    assert status == 143
+    assert sum("restarting all processes, restart" in line for line in err) == 2
 
 
 def test_a_worker_that_is_told_to_stop_leaves(launcher):

@@ -63,14 +63,14 @@ class Machines:
     def script(self, text: str) -> None:
         (self.directory / "train.py").write_text(COMMON + text)
 
-    def start(self, rank: int, *options: str, nodes: int | str = 2, token: str | None = TOKEN) -> subprocess.Popen:
+    def start(self, rank: int, *options: str, nodes: int | str = 2, token: str | None = TOKEN, before: str = ""):
         words = [f"--nodes={nodes}", f"--node-rank={rank}", f"--rendezvous={self.rendezvous}"]
         words += [f"--node-address=127.0.0.{2 + rank}", *options, "train.py"]
         environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1", "TMPDIR": str(self.directory)}
         environment.pop("KERAS_PARAGRAD_TOKEN", None)
         environment |= {"KERAS_PARAGRAD_TOKEN": token} if token else {}
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", START, "launch", *words],
+            [sys.executable, "-P", "-c", before + START, "launch", *words],
             cwd=self.directory,
             env=environment,
             stdout=subprocess.PIPE,
@@ -303,6 +303,112 @@ def test_too_few_machines_are_left(machines, lost):
     said = "\n".join(err)
     assert "[launch] too few nodes are left: " in said
     assert "--wait 3600" in said and err[-1].startswith("[launch] the same command resumes")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_first_waits_for_the_others(machines, number):
+    """Its own workers are done; the signal ends it, and isn't taken for a failure after which all begin again."""
+    machines.script("if index:\n    wait_for('go')")
+    first, second = [machines.start(rank, "--max-restarts=3", "--wait=1") for rank in range(2)]
+    wait_until(lambda: len(machines.starts()) == 2)
+    time.sleep(0.5)
+    first.send_signal(number)
+    ((status, err),) = ended(first)
+    assert status == 128 + number, err
+    assert not any("restarting" in line for line in err)
+    assert ended(second)[0][0] == 75
+
+
+def test_a_status_of_75_is_a_failure(machines):
+    machines.script("if index:\n    wait_for('go')\n    sys.exit(75)\nwait_for('ends')")
+    started = [machines.start(rank, "--max-restarts=1") for rank in range(2)]
+    (machines.directory / "go").touch()
+    for status, err in ended(*started):
+        assert status == 75, err
+        assert any("restart 1 of 1" in line for line in err)
+    assert sum(start[0] == 1 for start in machines.starts()) == 2
+
+
+def test_the_first_hears_of_a_status_of_75(machines):
+    machines.script("if index:\n    wait_for('go')\n    sys.exit(75)")
+    started = [machines.start(rank) for rank in range(2)]
+    wait_until(lambda: len(machines.starts()) == 2)
+    time.sleep(0.5)
+    (machines.directory / "go").touch()
+    assert [status for status, _ in ended(*started)] == [75, 75]
+
+
+def test_a_machine_with_other_options_comes_late(machines):
+    """It is refused alone; the others train on."""
+    worlds = Worlds(machines, "1:3")
+    worlds.start(0, 1)
+    worlds.wait_for("2", "3")
+    ((status, err),) = ended(machines.start(2, nodes="1:4"))
+    assert status == 2
+    assert err[-1].endswith("Node 0 has --nodes 1:3, and node 2 1:4. Start all machines with the same.")
+    found = worlds.end()
+    assert [status for status, _ in found.values()] == [0, 0], found
+    assert len(machines.starts()) == 2
+
+
+def test_a_machine_that_comes_when_another_is_done(machines):
+    """There is nothing left to go on with: backups are removed, and all would begin anew."""
+    machines.script("if index:\n    wait_for('go')")
+    started = [machines.start(rank, nodes="1:3") for rank in range(2)]
+    wait_until(lambda: len(machines.starts()) == 2)
+    time.sleep(0.5)
+    late = machines.start(2, "--startup-timeout=1", nodes="1:3")
+    assert "has reached" in late.stderr.readline()
+    time.sleep(0.5)
+    (machines.directory / "go").touch()
+    found = ended(*started, late)
+    assert [status for status, _ in found] == [0, 0, 1], found
+    assert len(machines.starts()) == 2
+
+
+# Told to stop, it takes a second to make a backup.
+STOPS = """
+import signal
+def stop(*_):
+    Path("told").touch()
+    time.sleep(1)
+    sys.exit(143)
+signal.signal(signal.SIGTERM, stop)
+Path(f"ready{index}").touch()
+while not Path("done").exists():
+    time.sleep(0.02)
+"""
+
+
+def test_a_signal_while_all_make_a_backup(machines):
+    """The launcher's status is that of the signal, though its workers were told to stop for another reason."""
+    machines.script(STOPS)
+    first = machines.start(0, nodes="1:2")
+    wait_until((machines.directory / "ready0").exists)
+    second = machines.start(1, "--startup-timeout=1", nodes="1:2")
+    wait_until((machines.directory / "told").exists)
+    first.send_signal(signal.SIGTERM)
+    ((status, err),) = ended(first)
+    assert status == 143, err
+    assert err[-1].startswith("[launch] the same command resumes")
+    assert ended(second)[0][0] == 1
+
+
+def test_a_machine_that_ends_first_is_waited_for(machines):
+    """It has not gone, though it has closed its connection and takes a moment to come again."""
+    machines.script(STOPS.replace("time.sleep(1)", "time.sleep(1 - index)"))
+    slow = "import time; from keras_paragrad.distribution.launch import nodes; join = nodes._join; times = []; "
+    slow += "nodes._join = lambda *words: (times and time.sleep(2), times.append(1), join(*words))[2]; "
+    started = {0: machines.start(0, nodes="2:3"), 1: machines.start(1, nodes="2:3", before=slow)}
+    wait_until(lambda: (machines.directory / "ready0").exists() and (machines.directory / "ready1").exists())
+    started[2] = machines.start(2, nodes="2:3")
+    wait_until(lambda: len(machines.starts()) >= 4)
+    time.sleep(3)
+    (machines.directory / "done").touch()
+    found = ended(*started.values())
+    assert [status for status, _ in found] == [0, 0, 0], found
+    assert not any("nodes 0, 2 have come" in line for line in found[0][1])
+    assert len(machines.starts()) == 5
 
 
 def test_a_signal_while_waiting(machines):

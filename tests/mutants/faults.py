@@ -198,8 +198,8 @@ _STEP = [
     _fault(
         "training waits for the file of a backup",
         "distribution/checkpoint/backup.py",
-        "        if not self.background:\n            self._finish()\n",
-        "        self._finish()\n",
+        "return self.background or self._finish()",
+        "return self._finish()",
         "distribution/checkpoint/test_backup.py::test_training_goes_on_while_a_backup_is_written",
     ),
     _fault(

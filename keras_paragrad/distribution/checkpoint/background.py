@@ -4,6 +4,7 @@ import contextlib
 import json
 import secrets
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -84,7 +85,7 @@ class BackupWriter:
     @classmethod
     def finish_in(cls, files: BackupFiles) -> None:
         """Waits for what an earlier `fit` of this process still writes to a directory."""
-        for writer in [writer for writer in cls._running if writer.files.directory == files.directory]:
+        for writer in [writer for writer in list(cls._running) if writer.files.directory == files.directory]:
             writer.abandon()
 
     @property
@@ -101,8 +102,11 @@ class BackupWriter:
             if self._placement.worker == 0:
                 self._thread.join()
             gather(self._strategy, [0])
+            self._thread.join()
+            # Another worker's thread may still read what the chief has posted.
+            gather(self._strategy, [0])
+            self._posts.remove()
         self._thread.join()
-        self._posts.remove()
 
     def abandon(self) -> None:
         """Waits for what this worker writes, but for no other worker: one of them may be lost."""
@@ -121,8 +125,11 @@ class BackupWriter:
             elif snapshot.content is not None:
                 self.files.write(snapshot.position, snapshot.content.to_bytes())
         except Exception as failure:
+            # Its frames would keep the copy of the state.
+            traceback.clear_frames(failure.__traceback__)
             self.failure = failure
         finally:
+            del snapshot
             self._has_posted.set()
             self._running.discard(self)
 
@@ -136,16 +143,22 @@ class BackupWriter:
         self._posts.post(str(worker), written)
         self._has_posted.set()
         if worker == 0:
+            # `None` if the directory can't be read: which shards are useless isn't known then.
+            named = None
             try:
-                self._write_main(snapshot)
+                try:
+                    self._write_main(snapshot)
+                finally:
+                    named = self.files.shards
             except Exception as error:
                 failure = failure or error
-            self._posts.post(_CHIEF, [self.files.shards, str(failure or "")])
+            self._posts.post(_CHIEF, [named, str(failure or "")])
         named, reason = self._posts.read(_CHIEF)
         # Even after a failure: shards that no backup names are useless.
-        with contextlib.suppress(OSError):
-            remove_shards(self.files.directory, named)
-        if snapshot.key not in named:
+        if named is not None:
+            with contextlib.suppress(OSError):
+                remove_shards(self.files.directory, named)
+        if snapshot.key not in (named or ()):
             raise failure or OSError(f"worker 0 wrote no backup: {reason}")
 
     def _write_shards(self, snapshot: Snapshot) -> ShardFile:

@@ -212,11 +212,10 @@ class Backup(keras.callbacks.Callback):
         Returns:
             Whether this worker succeeded; only the chief writes what isn't in shards.
         """
-        self._begin()
-        return self._finish()
+        return self._begin() and self._finish()
 
-    def _begin(self) -> None:
-        """Copies the state, and begins to write it."""
+    def _begin(self) -> bool:
+        """Copies the state, and begins to write it; returns whether this worker has not failed yet."""
         self._check_optimizers()
         before = time.monotonic()
         self._finish()
@@ -229,15 +228,14 @@ class Backup(keras.callbacks.Callback):
                 waited,
             )
         self._writer = BackupWriter(self.files, self._strategy, self._snapshot())
-        if not self.background:
-            self._finish()
+        return self.background or self._finish()
 
     def _finish(self) -> bool:
         """Waits for the backup that is being written, if any; returns whether this worker succeeded."""
         if self._writer is None:
             return True
+        self._writer.wait()
         writer, self._writer = self._writer, None
-        writer.wait()
         self._report(writer)
         return writer.failure is None
 
@@ -283,7 +281,8 @@ class Backup(keras.callbacks.Callback):
             try:
                 content = self._content(sections, values)
             except UnstorableError as error:
-                failure = error
+                # Its frames would keep the copy of the state.
+                failure = error.with_traceback(None)
         return Snapshot(self._position, content, key, shards, failure)
 
     def _content(self, sections: dict[str, list[keras.Variable]], values: Values) -> Content:
@@ -336,7 +335,8 @@ class Backup(keras.callbacks.Callback):
             _log.warning("The backups could not be removed: %s. The next fit would resume from them.", error)
 
     def _stop(self) -> None:
-        saved = self.save()
+        # All leave once the chief has written: one that ended before would have a launcher end the chief.
+        saved = bool(gather(self._strategy, [int(self.save())]).all())
         self.leave()
         outcome = f"a backup is in {self.files.directory}" if saved else "no backup could be written"
         _log.warning("SIGTERM: training stops in %s; %s. Run the same command to resume.", self._position, outcome)

@@ -23,16 +23,24 @@ _SURVIVOR_SECONDS = 60.0
 class _NodeServer(RendezvousServer):
     """Admits each machine once, since two may have been given one rank."""
 
+    # What the first machine has, once it trains: another one that has something else is refused alone.
+    facts: Mapping[str, Any] | None = None
+
     def admit(self, caller: Caller, rank: int) -> None:
-        if rank not in self.callers:
+        if rank in self.callers:
+            first = self.callers[rank].host
+            refusal = f"Node {rank} has come already, from {first}. Give each machine its own --node-rank, from 0."
+            self._refuse(caller, refusal, f"has the rank of node {rank}, which has come from {first}")
+        elif self.facts and (differs := _difference(self.facts, rank, caller.message["facts"])):
+            self._refuse(caller, differs, f"has other options or another release: {differs.partition('. ')[0]}")
+        else:
             keep_alive(caller.connection)
             super().admit(caller, rank)
-            return
-        first = self.callers[rank].host
-        refusal = f"Node {rank} has come already, from {first}. Give each machine its own --node-rank, from 0."
+
+    def _refuse(self, caller: Caller, refusal: str, why: str) -> None:
         _answer(caller, self._signer, {"refused": refusal})
         caller.message = {}
-        self._reject(caller, f"has the rank of node {rank}, which has come from {first}")
+        self._reject(caller, why)
 
     def release(self) -> dict[int, Caller]:
         """Hands over the connections of the machines that have come, which stay open."""
@@ -95,6 +103,7 @@ class Door:
     def watch(self, on_come: Callable[[str], None]) -> None:
         """Listens while training goes on, and calls `on_come`, in a thread, with the first machines that come then."""
         self._meets.clear()
+        cast("_NodeServer", self._server).facts = node_facts(self._meeting, {"worker": []})
         self._watcher = threading.Thread(target=self._watch, args=(on_come,), daemon=True)
         self._watcher.start()
 
@@ -149,17 +158,24 @@ def _in_words(ranks: Sequence[int]) -> str:
 
 def _plan(facts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """The cluster of all machines' workers, in order of ranks; or what differs between them."""
-    for name in ("--nodes", "keras_paragrad"):
-        for rank, each in facts.items():
-            if each.get(name) != facts[0][name]:
-                differs = f"Node 0 has {name} {facts[0][name]}, and node {rank} {each.get(name)}."
-                return {"refused": f"{differs} Start all machines with the same."}
+    for rank, each in facts.items():
+        if differs := _difference(facts[0], rank, each):
+            return {"refused": differs}
     workers: list[str] = []
     firsts: dict[str, int] = {}
     for rank, each in facts.items():
         firsts[str(rank)] = len(workers)
         workers += map(str, each["workers"])
     return {"jobs": {"worker": workers}, "firsts": firsts, "ranks": list(facts), "run": secrets.token_hex(16)}
+
+
+def _difference(first: Mapping[str, Any], rank: int, other: Mapping[str, Any]) -> str:
+    """What has to be the same on the first and another machine and isn't; empty if nothing."""
+    for name in ("--nodes", "keras_paragrad"):
+        if other.get(name) != first[name]:
+            differs = f"Node 0 has {name} {first[name]}, and node {rank} {other.get(name)}."
+            return f"{differs} Start all machines with the same."
+    return ""
 
 
 def _answer(caller: Caller, signer: MessageSigner, plan: Mapping[str, Any]) -> None:

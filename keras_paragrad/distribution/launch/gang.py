@@ -60,14 +60,15 @@ class Gang:
         output: Receives the members' output.
         events: Delivers signals to the launcher.
         number: The number of this gang; events about others are ignored.
-        on_failure: Called once with the exit status, the reason and whether this machine leaves, if a member fails or a
-            signal is received.
+        on_failure: Called with the exit status, the reason and whether this machine leaves, when the gang is ended: a
+            member or another machine has failed, a signal was received, or all meet again.
 
     Attributes:
         status: The exit status: that of the failed member, by the shell's convention (128 plus the signal that killed
             it); 128 plus the signal that the launcher received; `MEETS_AGAIN`; or 0.
         signalled: Whether the launcher received a signal.
         failed: The task that failed, if one of this machine did.
+        killed: Whether that was killed by a signal, and so had no time for a backup.
     """
 
     def __init__(
@@ -84,11 +85,14 @@ class Gang:
         self.status = 0
         self.signalled = False
         self.failed: Task | None = None
+        self.killed = False
         self._number = number
         self._grace = grace
         self._output = output
         self._events = events
         self._ending = self._resizing = self._cut_short = False
+        # Whether a worker, here or elsewhere, has ended well: there is nothing that a larger gang could go on with.
+        self._is_done = False
         self._interrupts = 0
         self._leading_job = "chief" if any(task.job == "chief" for task in tasks) else "worker"
         self._running = [
@@ -135,26 +139,35 @@ class Gang:
         if member.status != 0:
             self.failed = member.task
             self.status = _exit_status(member.status)
+            self.killed = member.status is None or member.status < 0
             failure = f"{member.task.label} {_describe_exit(member.status)} after {_format_seconds(member.seconds)}"
             self._on_failure(self.status, failure, False)
             self._end_others(failure)
-        elif not any(other.task.job == self._leading_job for other in self._running):
+        else:
+            self._is_done = True
+        if not self._ending and not any(other.task.job == self._leading_job for other in self._running):
             self._end(signal.SIGTERM)
 
     def _handle_node(self, ended: NodeEnded) -> None:
         """Ends the gang if another machine's has failed, or is to be resized."""
-        if ended.gang != self._number or not ended.status or self._ending:
+        if ended.gang != self._number or self._ending:
             return
         if ended.status == MEETS_AGAIN:
             self._resize(ended.reason)
-        else:
+        elif ended.status:
             self.status = ended.status
-            self._end_others(f"node {ended.node}: {ended.reason}")
+            failure = f"node {ended.node}: {ended.reason}"
+            # The first machine hears that this one has not gone, and comes to the next meeting.
+            self._on_failure(self.status, failure, False)
+            self._end_others(failure)
+        else:
+            self._is_done = True
 
     def _resize(self, reason: str) -> None:
         """Ends the gang by SIGTERM, at which its members make a backup."""
-        if not self._ending:
+        if not self._ending and not self._is_done:
             self._resizing = True
+            self._on_failure(MEETS_AGAIN, reason, False)
             self._output.say(f"{reason}: all make a backup, and go on together")
             self._output.divert()
             self._end(signal.SIGTERM)
@@ -182,16 +195,17 @@ class Gang:
     def _forward(self, number: int) -> None:
         """Forwards a signal once; kills on the second SIGINT."""
         self._interrupts += number == signal.SIGINT
-        self.signalled = True
-        if not self._ending:
+        if not self._ending or (self._resizing and not self.signalled):
             self.status = 128 + number
-            self._end(number)
+            if not self._ending:
+                self._end(number)
             name = signal.Signals(number).name
             self._on_failure(self.status, f"received {name}", True)
             self._output.say(f"received {name}; what still runs after {self._grace:g} s is killed")
         elif self._interrupts > 1:
             for member in self._running:
                 member.kill()
+        self.signalled = True
 
     def _destroy(self) -> None:
         for member in self._running:

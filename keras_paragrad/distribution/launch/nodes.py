@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import os
 import secrets
 import socket
 import threading
@@ -24,8 +23,8 @@ from keras_paragrad.distribution.launch.tasks import Layout, Place
 from keras_paragrad.distribution.listening import host_of, port_of
 from keras_paragrad.distribution.rendezvous_server import LONGEST
 
-# The status with which all end a gang to meet again: to be tried again.
-MEETS_AGAIN = os.EX_TEMPFAIL
+# The status with which all end a gang to meet again; no process ends with it.
+MEETS_AGAIN = -1
 
 
 @dataclass(frozen=True)
@@ -129,11 +128,12 @@ class Nodes:
             reason = "was lost: its launcher was killed, its machine is down, or the network failed"
             ended = NodeEnded(rank, 1, reason, leaves=True)
         self._running.discard(rank)
-        if ended.leaves:
+        if ended.leaves or not ended.status:
             self.gone.add(ended.node)
+        # First here: the others answer what they are told.
+        self._on_ended(dataclasses.replace(ended, gang=self._gang))
         if ended.status and self._rank == 0:
             self._tell(ended)
-        self._on_ended(dataclasses.replace(ended, gang=self._gang))
 
 
 class Meetings:
@@ -201,7 +201,6 @@ class Meetings:
         if self._door is not None and self._goes_on:
 
             def meet_again(comers: str) -> None:
-                nodes.end(MEETS_AGAIN, f"{comers} came")
                 on_ended(NodeEnded(0, MEETS_AGAIN, f"{comers} came", gang=gang))
 
             self._door.watch(meet_again)

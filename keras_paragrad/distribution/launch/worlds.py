@@ -17,8 +17,12 @@ from keras_paragrad.distribution.launch.tasks import Layout, Task
 from keras_paragrad.plain_text import counted
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# The status if too few machines are left: to be tried again.
+_TOO_FEW = os.EX_TEMPFAIL
 # The status of workers that were told to stop, and have made a backup.
 _STOPPED = 128 + signal.SIGTERM
+# A day, in seconds: the longest time until workers are started again that doubling comes to.
+_LONGEST_REGROW = 24 * 3600.0
 # What to do after a run that hasn't ended well.
 _RESUMES = (
     "the same command resumes, from the newest backup, if the script makes backups: "
@@ -112,16 +116,18 @@ class _Worlds:
             self._output.end_run()
             if status == 0 or gang.signalled:
                 return status
-            if status == MEETS_AGAIN and gang.failed is None:
+            if status == MEETS_AGAIN:
                 seats = list(range(layout.workers))
                 self._output.say(f"going on with {counted(len(seats), 'worker')}")
                 continue
-            if not self._may_restart(status):
+            # Killed by SIGTERM, it has made no backup: restarts without end would come to nothing.
+            stopped = status == _STOPPED and not gang.killed
+            if not self._may_restart(stopped):
                 return status
             if gang.failed is not None and gang.failed.job == "worker" and len(seats) > supervision.least:
                 losses += 1
                 del seats[gang.failed.index]
-            self._say_restarting(status, f" with {counted(len(seats), 'worker')}" if losses else "")
+            self._say_restarting(stopped, f" with {counted(len(seats), 'worker')}" if losses else "")
 
     def run_nodes(self, layout: Layout, meeting: Meeting) -> int:
         """Runs this machine's workers, in a cluster of all machines that there are."""
@@ -136,11 +142,12 @@ class _Worlds:
                 status, gang = self._run_gang_of(nodes, layout, meeting, gangs)
                 if status == 0 or gang.signalled or not may_meet_again:
                     return status
-                if status == MEETS_AGAIN and gang.failed is None:
+                if status == MEETS_AGAIN:
                     continue
-                if not self._may_restart(status):
+                stopped = status == _STOPPED
+                if not self._may_restart(stopped):
                     return status
-                self._say_restarting(status)
+                self._say_restarting(stopped)
         except StoppedError as stopped:
             self._output.say(f"received {signal.Signals(stopped.number).name} before all nodes had come")
             return 128 + stopped.number
@@ -148,7 +155,7 @@ class _Worlds:
             if gangs == 1:
                 raise
             self._output.say(f"too few nodes are left: {error}")
-            return MEETS_AGAIN
+            return _TOO_FEW
         finally:
             meetings.close()
 
@@ -162,11 +169,11 @@ class _Worlds:
             gang = self._gang(layout.tasks(os.environ, nodes.place), number, nodes.end)
             status = gang.run()
             self._output.end_run()
-            return status or self._await_nodes(nodes, number), gang
+            return status or self._await_nodes(nodes, gang, number), gang
         finally:
             nodes.close()
 
-    def _await_nodes(self, nodes: Nodes, number: int) -> int:
+    def _await_nodes(self, nodes: Nodes, gang: Gang, number: int) -> int:
         """Tells the others that this machine is done, and waits on the first one for all; returns the exit status."""
         nodes.end(0)
         while nodes.running:
@@ -175,6 +182,7 @@ class _Worlds:
                 self._output.say(f"node {event.node}: {event.reason}")
                 return event.status
             if isinstance(event, Signalled):
+                gang.signalled = True
                 nodes.end(128 + event.number, f"received {signal.Signals(event.number).name}", leaves=True)
                 return 128 + event.number
         return 0
@@ -192,21 +200,22 @@ class _Worlds:
         """A timer that ends a gang, so that one of all workers of this machine can go on."""
         if not self._supervision.regrow:
             return None
-        seconds = self._supervision.regrow * 2 ** (losses - 1)
+        # No power of more than 20, which a float may not hold.
+        seconds = min(self._supervision.regrow * 2 ** min(losses - 1, 20), _LONGEST_REGROW)
         resize = Resize(gang, "the workers that were lost are started again")
         timer = threading.Timer(seconds, self._events.put, [resize])
         timer.daemon = True
         timer.start()
         return timer
 
-    def _may_restart(self, status: int) -> bool:
-        """Whether to start again after a gang that ended with this status; one that was told to stop hasn't failed."""
-        self._restarts += status != _STOPPED
+    def _may_restart(self, stopped: bool) -> bool:
+        """Whether to start again; a gang that was told to stop hasn't failed."""
+        self._restarts += not stopped
         return self._restarts <= self._supervision.max_restarts and self._supervision.max_restarts > 0
 
-    def _say_restarting(self, status: int, what: str = "") -> None:
+    def _say_restarting(self, stopped: bool, what: str = "") -> None:
         why = f"restart {self._restarts} of {self._supervision.max_restarts}"
-        self._output.say(f"restarting all processes{what}, {'as one was told to stop' if status == _STOPPED else why}")
+        self._output.say(f"restarting all processes{what}, {'as one was told to stop' if stopped else why}")
 
     def _signal_received(self) -> int:
         with contextlib.suppress(queue.Empty):

@@ -1,11 +1,13 @@
 """One process that is broken off and started again ends where an undisturbed one does."""
 
 import contextlib
+import gc
 import logging
 import os
 import signal
 import threading
 import time
+import weakref
 
 import keras
 import numpy as np
@@ -17,7 +19,7 @@ from histories import CASES, MICRO_BATCHES, MicroBatches, assert_same
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
 from keras_paragrad.distribution.checkpoint import backup as backup_module
 from keras_paragrad.distribution.checkpoint.backup import Backup
-from keras_paragrad.distribution.checkpoint.content import Content
+from keras_paragrad.distribution.checkpoint.content import Content, UnstorableError
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
 from keras_paragrad.distribution.checkpoint.interruptions import TrainingInterrupted
 from keras_paragrad.distribution.replicas.parallelism import ReplicaPreparation
@@ -281,6 +283,47 @@ def test_training_goes_on_with_a_full_disk(tmp_path, caplog):
     assert "No backup could be written at epoch 3: [Errno 27] File too large" in said[0]
     assert "the last one is epoch-000001-batch-0000000000.backup. Free some space in" in said[0]
     assert [path.name for path in tmp_path.iterdir()] == ["epoch-000001-batch-0000000000.backup"]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_sigterm_with_a_full_disk_says_so(background, tmp_path, monkeypatch, caplog):
+    def full(self, position, content, shards=""):
+        raise OSError("no space")
+
+    monkeypatch.setattr(BackupFiles, "write", full)
+    stop = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: batch == 2 and os.kill(os.getpid(), signal.SIGTERM)
+    )
+    with pytest.raises(TrainingInterrupted) as stopped:
+        fit(plain(), [stop, Backup(tmp_path, background=background)])
+    assert not stopped.value.saved
+    assert "no backup could be written. Run the same command" in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError, UnstorableError])
+def test_a_failure_keeps_no_copy_of_the_state(error, tmp_path, monkeypatch):
+    copies = []
+
+    def fail(self, shards=()):
+        raise error("not now")
+
+    def remember(self, *words):
+        content = contents(self, *words)
+        copies.extend(weakref.ref(value) for value in content.values["model"])
+        if error is UnstorableError:
+            raise UnstorableError("not now")
+        return content
+
+    contents = Backup._content
+    monkeypatch.setattr(Content, "to_bytes", fail)
+    monkeypatch.setattr(Backup, "_content", remember)
+    gc.disable()
+    try:
+        fit(plain(), [Backup(tmp_path, every=4)], epochs=1)
+    finally:
+        gc.enable()
+    assert copies
+    assert not any(copy() is not None for copy in copies)
 
 
 def test_training_goes_on_while_a_backup_is_written(tmp_path, monkeypatch):

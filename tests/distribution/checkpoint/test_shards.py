@@ -134,3 +134,24 @@ def test_killed_while_writing(shard):
     assert (status, damage, values, (epoch, batch)) == (0, [], [operations], (1, operations // 2))
     # Nothing that a killed process left is there any longer.
     assert len(told["left"]) == 4
+
+
+@pytest.mark.slow(15)
+@pytest.mark.parametrize(
+    ("defect", "shard", "saved"),
+    [
+        ("reads late", "parameters", True),
+        ("lists nothing", "parameters", False),
+        ("writes nothing", "parameters", False),
+        ("writes nothing", None, False),
+        ("writes late", None, True),
+    ],
+)
+def test_one_worker_is_late_or_its_disk_fails(defect, shard, saved, tmp_path):
+    """No worker waits for what doesn't come, and all leave together: once the backup is there, or isn't to be."""
+    argument = {"defect": defect, "shard": shard, "directory": str(tmp_path), "every": 2}
+    found = own_process.call(
+        backed_up_shards.stopped_with_a_defect, argument, own_process.environments_of_workers(2), 40
+    )
+    assert [each[0] for each in found] == [saved] * 2
+    assert [each[1] for each in found] == [saved or defect == "lists nothing"] * 2
