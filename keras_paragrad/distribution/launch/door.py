@@ -100,7 +100,7 @@ class Door:
             _answer(caller, self._signer, plan)
         return {rank: caller.connection for rank, caller in callers.items()}, plan
 
-    def watch(self, on_come: Callable[[str], None]) -> None:
+    def watch(self, on_come: Callable[[list[int]], None]) -> None:
         """Listens while training goes on, and calls `on_come`, in a thread, with the first machines that come then."""
         self._meets.clear()
         cast("_NodeServer", self._server).facts = node_facts(self._meeting, {"worker": []})
@@ -130,13 +130,13 @@ class Door:
             return True
         return now - changed >= _SETTLE and (not survivors or now - began >= _SURVIVOR_SECONDS)
 
-    def _watch(self, on_come: Callable[[str], None]) -> None:
+    def _watch(self, on_come: Callable[[list[int]], None]) -> None:
         server, has_told = cast("_NodeServer", self._server), False
         while not self._meets.is_set():
             server.wait(LOOK)
             if server.callers and not has_told:
                 has_told = True
-                on_come(_in_words(sorted(server.callers)))
+                on_come(sorted(server.callers))
 
     def _stop_watching(self) -> None:
         self._meets.set()
@@ -147,10 +147,10 @@ class Door:
 
 def _missing(meeting: Meeting, server: RendezvousServer) -> str:
     """The machines that haven't come, in words."""
-    return _in_words([rank for rank in range(1, meeting.most) if rank not in server.callers])
+    return nodes_in_words([rank for rank in range(1, meeting.most) if rank not in server.callers])
 
 
-def _in_words(ranks: Sequence[int]) -> str:
+def nodes_in_words(ranks: Sequence[int]) -> str:
     """Machines, in words."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return ", ".join(f"node {rank}" for rank in ranks[:8]) + more

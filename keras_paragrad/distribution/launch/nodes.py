@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keras_paragrad.distribution.launch.door import Door
+from keras_paragrad.distribution.launch.door import Door, nodes_in_words
 from keras_paragrad.distribution.launch.meeting import (
     LOOK,
     Meeting,
@@ -25,6 +25,8 @@ from keras_paragrad.distribution.rendezvous_server import LONGEST
 
 # The status with which all end a gang to meet again; no process ends with it.
 MEETS_AGAIN = -1
+# Seconds until a machine that comes again is taken for one whose connection was lost.
+_PATIENCE = 5.0
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Nodes:
         self._on_ended = on_ended
         self._telling_lock = threading.Lock()
         self._failed = False
+        self._has_ended = {rank: threading.Event() for rank in connections}
         # Who the others hear from through this machine.
         self._running = set(connections) if meeting.rank == 0 else set[int]()
         for rank, connection in connections.items():
@@ -92,6 +95,11 @@ class Nodes:
     def running(self) -> bool:
         """On the first machine, whether another one's workers still run."""
         return bool(self._running)
+
+    def wait_for_end(self, rank: int, seconds: float) -> None:
+        """Waits until it is known how a machine of this cluster ended: one that comes again may have failed before."""
+        if rank in self._has_ended:
+            self._has_ended[rank].wait(seconds)
 
     def end(self, status: int, reason: str = "", leaves: bool = False) -> None:
         """Tells the others that this machine's workers are done, or have failed."""
@@ -132,6 +140,7 @@ class Nodes:
             self.gone.add(ended.node)
         # First here: the others answer what they are told.
         self._on_ended(dataclasses.replace(ended, gang=self._gang))
+        self._has_ended[rank].set()
         if ended.status and self._rank == 0:
             self._tell(ended)
 
@@ -200,8 +209,10 @@ class Meetings:
         nodes = self._nodes = Nodes(meeting, connections, plan, gang, on_ended)
         if self._door is not None and self._goes_on:
 
-            def meet_again(comers: str) -> None:
-                on_ended(NodeEnded(0, MEETS_AGAIN, f"{comers} came", gang=gang))
+            def meet_again(comers: list[int]) -> None:
+                for rank in comers:
+                    nodes.wait_for_end(rank, _PATIENCE)
+                on_ended(NodeEnded(0, MEETS_AGAIN, f"{nodes_in_words(comers)} came", gang=gang))
 
             self._door.watch(meet_again)
         elif self._door is not None:
