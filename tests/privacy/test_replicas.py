@@ -1,5 +1,7 @@
 """Private training on replicas: the updates of one device, with one draw of noise for all."""
 
+import itertools
+
 import keras
 import numpy as np
 import own_process
@@ -12,7 +14,7 @@ from keras_paragrad.distribution import Pipeline
 from keras_paragrad.privacy import AdaptiveClip, make_private
 
 
-def trained(dist, clip_norm, jit, *, run_eagerly=False):
+def trained(dist, clip_norm, jit, *, seed=19, run_eagerly=False):
     """Three updates; workers take six, below."""
     x, y = some_data(48)
     with dist.scope():
@@ -23,7 +25,7 @@ def trained(dist, clip_norm, jit, *, run_eagerly=False):
             noise_multiplier=0.5,
             expected_batch_size=16,
             delta=1e-3,
-            seed=19,
+            seed=seed,
             physical_batch_size=16,
         )
         # Without metrics, XLA compiles all physical batches in one call.
@@ -45,14 +47,15 @@ def trained(dist, clip_norm, jit, *, run_eagerly=False):
 # With the parameters, the optimizer's variables are in shards, too.
 @pytest.mark.parametrize("shard", [None, "parameters", pytest.param("optimizer", marks=pytest.mark.long)])
 def test_replicas_take_the_updates_of_one_device(shard, jit, clip_norm):
-    # Tracing takes longer than the updates.
-    _, expected, shown = trained(DistributedFit("none"), clip_norm, jit=False, run_eagerly=True)
     two = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], shard=shard, min_shard_bytes=1)
-    private, found, history = trained(two, clip_norm, jit)
-    sizes = [len(draw) for draw in draws_of(private, private.privacy.updates)]
-    # Of an odd number, replicas have unequal shares: of 17 rows 9 and 8, which are two physical batches and one.
-    assert any(size % 2 for size in sizes)
-    assert 17 in sizes or isinstance(clip_norm, dict | AdaptiveClip)
+    # Of an odd number, replicas have unequal shares: of 17 rows 9 and 8, which are two physical batches and one. What
+    # is drawn depends on the optimizer's configuration too, which differs between releases of Keras.
+    for seed in itertools.count(19):
+        # Tracing takes longer than the updates.
+        plain, expected, shown = trained(DistributedFit("none"), clip_norm, jit=False, seed=seed, run_eagerly=True)
+        if any(len(draw) % 2 and len(draw) > 16 for draw in draws_of(plain, plain.privacy.updates)):
+            break
+    _, found, history = trained(two, clip_norm, jit, seed=seed)
     largest = max(np.abs(each).max() for each in expected)
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6 * largest, rtol=0)

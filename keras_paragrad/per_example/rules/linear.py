@@ -1,6 +1,7 @@
 """Linear maps: sums over positions of outer products, for dense, einsum and convolution layers."""
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -265,16 +266,24 @@ def bias_gradients(cotangent: tf.Tensor, shape: Sequence[int], bias: keras.Varia
 def bias_axes(cotangent: tf.Tensor, shape: Sequence[int]) -> list[int]:
     """The output axes along which a bias added in the given shape varies.
 
-    Keras adds a bias with one axis larger than 1 to the last axis if the lengths match, otherwise to the second,
-    whichever axis it was meant for (`keras.ops.add` takes it to `tf.nn.bias_add`); the gradient goes where the bias
-    went.
+    The gradient goes where `keras.ops.add` put the bias. Before Keras 3.16, one with one axis larger than 1 went to the
+    last axis if the lengths match, otherwise to the second, whichever axis it was meant for.
     """
     rank = cotangent.shape.rank
     axes = [axis for axis, size in enumerate(shape, start=rank - len(shape)) if size > 1]
-    size = shape[axes[0] - rank] if len(axes) == 1 else None
+    size = shape[axes[0] - rank] if len(axes) == 1 and _biases_go_to_the_last_axis() else None
     if size is not None and size in (cotangent.shape[1], cotangent.shape[-1]):
         return [rank - 1 if size == cotangent.shape[-1] else 1]
     return axes
+
+
+@functools.cache
+def _biases_go_to_the_last_axis() -> bool:
+    """Whether Keras adds a bias of the second axis to the last one, if that is as long."""
+    # In a graph nothing runs, so that devices can still be configured.
+    with tf.Graph().as_default():
+        added: Any = keras.ops.add(tf.zeros([1, 2, 1, 2]), tf.zeros([1, 2, 1, 1])).op
+        return added.type == "BiasAdd" and added.get_attr("data_format") == b"NHWC"
 
 
 def merge_axes(tensor: tf.Tensor, first: int, last: int) -> tf.Tensor:
