@@ -80,5 +80,6 @@ def row_sums_of_all(tensors: Iterable[tf.Tensor], by_xla: bool = False) -> tf.Te
 
 
 def _prevent_fusion(sums: tf.Tensor) -> tf.Tensor:
-    # The maximum is a no-op that keeps XLA from fusing this sum with the next.
-    return tf.maximum(sums, float("-inf"))
+    # The maximum is a no-op that keeps XLA from fusing this sum with the next. In this order: of TensorFlow 2.22 it
+    # returns the second where one of them is NaN.
+    return tf.maximum(float("-inf"), sums)

@@ -73,7 +73,8 @@ def keep_with_graphs_of(owner: object) -> Callable[[], None]:
 def _graph_of(function: Callable[..., object]) -> tf.Graph | None:
     """The graph of a gradient function, found through its closures."""
     level = [function]
-    for _ in range(2):
+    # From TensorFlow 2.22 what it registers holds no results, but the user's function still may hold tensors.
+    for _ in range(3):
         contents = [content for each in level for content in closure_contents(each)]
         tensors = [leaf for content in contents for leaf in tf.nest.flatten(content) if hasattr(leaf, "graph")]
         if tensors:
