@@ -49,7 +49,7 @@ def check_mesh_options(options: Options) -> None:
     if world := os.environ.get(WORLD):
         raise ValueError(
             f"A mesh needs all of its devices, and the launcher may go on with fewer: it was started with {world}. "
-            f"Write the one number that the mesh is for: launch --workers {world.rpartition(':')[2]} --max-restarts 10."
+            f"Write one number there, of workers or nodes: {world.rpartition(':')[2]}, with --max-restarts 10."
         )
     if not options.exact:
         raise ValueError("exact=False, but a mesh trains as one device does. Leave exact out.")
