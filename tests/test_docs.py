@@ -303,7 +303,7 @@ NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 # By benchmarks' page, the files of the numbers in its tables.
 MEASURED = {
     "accumulation": ("accumulation", "memory", "contrastive", "custom_steps"),
-    "distribution": ("distribution",),
+    "distribution": ("distribution", "backups"),
     "input_gradients": ("input_gradients",),
     "per_example": ("per_example",),
     "privacy": ("privacy",),

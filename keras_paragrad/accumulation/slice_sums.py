@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from keras_paragrad.compat.optimizer import say_rows_are_summed, unwrap_loss_scale
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, Scalar
-from keras_paragrad.engine.losses.sums import zero_sums
+from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.losses.sums import LossSums, zero_sums
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, gradient_of
 from keras_paragrad.storage.row_gradients import accumulate_gradient, is_overwritten, scale_gradient, sum_dtype
@@ -116,7 +117,8 @@ class SliceSums:
             return tf.cast(gradient, variable.dtype)
 
         gradients = [mean(index, variable) for index, variable in enumerate(self.variables)]
-        return Gradient(gradients, None, weight._replace(value=divisor), sums._replace(vector=total.losses))
+        normalizer = Normalizer(divisor, weight.summed, weight.stated)
+        return Gradient(gradients, None, normalizer, LossSums(total.losses, sums.form))
 
 
 def rows_at(data: Data, first: tf.Tensor | int, count: tf.Tensor | int, *, in_bounds: bool = False) -> Data:

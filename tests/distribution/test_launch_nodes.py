@@ -18,7 +18,14 @@ from keras_paragrad.cli.main import main
 pytestmark = pytest.mark.fast
 
 TOKEN = "0123456789abcdef"
-START = "import sys; sys.argv[0] = 'keras-paragrad'; from keras_paragrad.cli.main import main; sys.exit(main())"
+# With SIGINT as at a terminal: a shell has it ignored where the tests run in the background.
+START = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.argv[0] = "keras-paragrad"
+from keras_paragrad.cli.main import main
+sys.exit(main())
+"""
 # What every script begins with: who it is, and its process, in a file.
 COMMON = """
 import json, os, sys, time
