@@ -217,6 +217,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "docs/guides/elastic.md": {"soak": soak},
     "docs/benchmarks/distribution.md": {
         "backups": functools.partial(backups, "fast"),
+        "slow backups": functools.partial(backups, "slow"),
     },
     "docs/benchmarks/index.md": {
         "startup of a CNN": functools.partial(as_saved, "startup", "Seconds to the end of the first update: CNN"),
