@@ -97,12 +97,12 @@ def integer_range(least: int, most: int) -> Callable[[str], Range]:
 
     def read(word: str) -> Range:
         first, colon, last = word.partition(":")
-        found = Range(read_one(first), read_one(last if colon else first))
-        if found.least > found.most:
+        limits = Range(read_one(first), read_one(last if colon else first))
+        if limits.least > limits.most:
             raise argparse.ArgumentTypeError(
-                f"the least comes first, as in {found.most}:{found.least}, got {quote(word)}"
+                f"the least comes first, as in {limits.most}:{limits.least}, got {quote(word)}"
             )
-        return found
+        return limits
 
     return read
 

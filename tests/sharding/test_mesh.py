@@ -245,9 +245,7 @@ def test_keys_of_other_models_of_a_family_are_named_once():
 
 def test_a_mesh_needs_all_of_its_workers(monkeypatch):
     monkeypatch.setenv("KERAS_PARAGRAD_WORLD", "2:4")
-    with pytest.raises(
-        ValueError, match="it was started with 2:4. Write one number there, of workers or nodes: 4"
-    ):
+    with pytest.raises(ValueError, match="it was started with 2:4. Write one number there, of workers or nodes: 4"):
         DistributedFit(mesh={"batch": 2}, layout="auto")
 
 

@@ -29,7 +29,7 @@ _CHIEF = "chief"
 
 
 class Snapshot(NamedTuple):
-    """A copy of the state of training in host memory.
+    """The state of training in host memory.
 
     Attributes:
         position: The position of training.
@@ -134,7 +134,7 @@ class BackupWriter:
             self._running.discard(self)
 
     def _write_in_shards(self, snapshot: Snapshot) -> None:
-        """Writes this worker's shards and, on the chief, the backup that names those of all."""
+        """Writes this worker's shards and, on the chief, the backup that names the shards of all workers."""
         worker, failure, written = self._placement.worker, None, None
         try:
             written = self._write_shards(snapshot)

@@ -47,8 +47,8 @@ class Backup(keras.callbacks.Callback):
 
     A backup holds the variables of the model, the optimizer (including an open window of an `AccumulatingOptimizer`)
     and the metrics, the states of random seeds, the epoch and batch, and the state of `EarlyStopping`,
-    `ReduceLROnPlateau`, `ModelCheckpoint` and custom callbacks with `get_state` and `set_state`. It is copied to host
-    memory between two steps, and written by a thread while training goes on. The
+    `ReduceLROnPlateau`, `ModelCheckpoint` and custom callbacks with `get_state` and `set_state`. It is read
+    between two steps, and written by a thread while training goes on. The
     chief writes it, after every worker has written its shards; writes are atomic, and checksums are
     verified before use. A backup can be restored on a different number of replicas and workers, and under another
     `shard=`. Pass this as the last callback of `fit`, on every worker, and use a separate
@@ -68,7 +68,7 @@ class Backup(keras.callbacks.Callback):
         delete_when_done: Whether to remove the backups when `fit` completes; otherwise the next `fit` resumes from
             them.
         background: Whether training goes on while a backup is written. It waits for the file at the end of `fit`, on
-            SIGTERM, and when the next backup is due. A copy of the state is in host memory meanwhile.
+            SIGTERM, and when the next backup is due. The state that was read is in host memory meanwhile.
 
     Raises:
         ValueError: An argument is invalid; or when `fit` begins: arguments differ between workers, or the backup is of
@@ -215,7 +215,7 @@ class Backup(keras.callbacks.Callback):
         return self._begin() and self._finish()
 
     def _begin(self) -> bool:
-        """Copies the state, and begins to write it; returns whether this worker has not failed yet."""
+        """Reads the state, and begins to write it; returns whether this worker has not failed yet."""
         self._check_optimizers()
         before = time.monotonic()
         self._finish()
@@ -269,7 +269,7 @@ class Backup(keras.callbacks.Callback):
             )
 
     def _snapshot(self) -> Snapshot:
-        """A copy of the state at this position; every worker calls this."""
+        """The state at this position; every worker calls this."""
         placement, sections = replica_placement(self._strategy), seam.variables_of_run(self.model)
         values = variable_values(placement, sections)
         key, shards = "", []

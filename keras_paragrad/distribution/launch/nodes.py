@@ -62,7 +62,7 @@ class Nodes:
         place: This machine's part of the cluster.
         ranks: The machines that have come.
         restarts: How often all have been restarted after a failure.
-        gone: On the first machine, those of the others that won't come again by themselves.
+        gone: On the first machine, the ranks of machines that won't come again by themselves.
     """
 
     def __init__(

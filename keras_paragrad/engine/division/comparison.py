@@ -1,4 +1,4 @@
-"""Compares the gradients of parts with that of the whole, and tells differences from rounding and randomness."""
+"""Compares gradients of parts with the gradient of the whole, and tells differences from rounding and randomness."""
 
 import abc
 import functools
@@ -50,7 +50,7 @@ class WeightedGradient(NamedTuple):
 
 
 class PartComparison(abc.ABC):
-    """Compares the weighted gradients of parts of a batch with those of the whole.
+    """Compares the weighted gradients of parts of a batch with the gradients of the whole.
 
     Attributes:
         half_precision: Whether they are computed in half precision.

@@ -183,7 +183,7 @@ def value_of(variable: keras.Variable, *, replace_tiny: bool = True) -> tf.Tenso
     else:
         value = tf.convert_to_tensor(local)
     if tuple(value.shape) != tuple(variable.shape):
-        # A shard. Gathering those of other workers is a collective as well.
+        # A shard. Gathering the shards of other workers is a collective as well.
         if np.prod(variable.shape) > MOST_ELEMENTS:
             raise Inconclusive(f"{variable.path} is in shards, and large")
         return _draw_weight(variable, value.dtype)
@@ -211,7 +211,7 @@ def _values_of_loss_weights(model: keras.layers.Layer, *, replace_tiny: bool) ->
 
 
 def _draw_weight(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
-    """Draws values that are not near zero; those of matrices have both signs, or all rows would be much alike."""
+    """Draws values that are not near zero; matrices get both signs, or all rows would be much alike."""
     draw = np.random.default_rng(zlib.crc32(variable.path.encode()))
     values = draw.uniform(0.05, 0.15, tuple(variable.shape))
     return tf.cast(values if values.ndim < 2 else values * draw.choice([-1.0, 1.0], values.shape), dtype)

@@ -139,7 +139,7 @@ def call_in_function(function: Callable[[Data], Result], data: Data, *, by_xla: 
     """Calls a function on one replica without inlining it; its tensors keep their masks.
 
     Args:
-        function: Maps data to nested tensors and other values, which are those of the trace.
+        function: Maps data to nested tensors and other values; the latter are returned as they were traced.
         data: Nested tensors.
         by_xla: Whether XLA compiles the function.
     """
