@@ -148,7 +148,7 @@ class CustomStep:
         if mixed:
             raise IndivisibleError(
                 f"The train_step of {type(self.model).__name__} returns {', '.join(mixed)}, computed from the result "
-                "of a metric and from the rows of the batch: the number of the last slice would be shown. Return both by "
+                "of a metric and from the rows of the batch: the last slice alone would be shown. Return both by "
                 "themselves, or update a metric with what is computed from the rows."
             )
 
