@@ -6,10 +6,10 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
-from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
+from keras_paragrad.accumulation.slice_sums import SliceSums
 from keras_paragrad.compat.layers import ReadScope
 from keras_paragrad.compat.types import Batch, Gradients, Structure
-from keras_paragrad.engine.replicas.replica_batch import rows_of, static_row_count
+from keras_paragrad.engine.replicas.replica_batch import rows_at, rows_of, static_row_count
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_loop
 from keras_paragrad.engine.step.whole_loss import OutputForm, backward, forward, gradient_of_batch, trace, whole_loss
 

@@ -1,6 +1,6 @@
 """Combines the gradients of slices into that of the batch."""
 
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -12,8 +12,6 @@ from keras_paragrad.engine.losses.sums import LossSums, zero_sums
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, gradient_of
 from keras_paragrad.storage.row_gradients import accumulate_gradient, is_overwritten, scale_gradient, sum_dtype
-
-Data = TypeVar("Data")
 
 
 class RunningSums(NamedTuple):
@@ -119,35 +117,3 @@ class SliceSums:
         gradients = [mean(index, variable) for index, variable in enumerate(self.variables)]
         normalizer = Normalizer(divisor, weight.summed, weight.stated)
         return Gradient(gradients, None, normalizer, LossSums(total.losses, sums.form))
-
-
-def rows_at(data: Data, first: tf.Tensor | int, count: tf.Tensor | int, *, in_bounds: bool = False) -> Data:
-    """Consecutive rows of every tensor in a batch.
-
-    Args:
-        data: The batch.
-        first: The first row.
-        count: The number of rows.
-        in_bounds: Whether all these rows are known to exist.
-    """
-
-    def part_of(tensor: Any) -> Any:
-        if tensor is None:
-            return None
-        if isinstance(tensor, tf.SparseTensor):
-            others = tensor.dense_shape[1:]
-            start = tf.concat([tf.cast([first], "int64"), tf.zeros_like(others)], 0)
-            part = tf.sparse.slice(tensor, start, tf.concat([tf.cast([count], "int64"), others], 0))
-            # Unbuilt layers need the static shape of a row.
-            part.set_shape([None, *tensor.shape[1:]])
-            return part
-        static = isinstance(count, int) and count <= (tensor.shape[0] or 0)
-        if isinstance(tensor, tf.Tensor) and (static or in_bounds):
-            # Unlike `tf.gather`, copies nothing if rows are aligned in memory.
-            known: Any = tensor.shape[1:]
-            sizes = tf.shape(tensor)[1:] if None in known else tf.constant(known.as_list(), tf.int32)
-            return tf.slice(tensor, tf.concat([[first], tf.zeros_like(sizes)], 0), tf.concat([[count], sizes], 0))
-        # XLA checks the bounds of `tf.slice` even in branches that never run.
-        return tf.gather(tensor, first + tf.range(count))
-
-    return keras.tree.map_structure(part_of, data)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS
 from keras_paragrad.accumulation.gradient_cache import GradientCache
-from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums, rows_at
+from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums
 from keras_paragrad.arguments import check_choice_or_function, check_flag, check_instance, check_integer
 from keras_paragrad.compat.data import Adapter, sample_rows
 from keras_paragrad.compat.types import Batch
@@ -17,9 +17,10 @@ from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
-from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_of, static_row_count
+from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_at, rows_of, static_row_count
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
+from keras_paragrad.engine.step.fixed_parts import FixedParts, check_parts, enable_determinism
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.stages import BatchSlices
@@ -62,6 +63,9 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
             `"sum"` or a function of `(x, y, y_pred, sample_weight)` states it. See `AccumulatingOptimizer`.
         prove: Whether the first batch proves, before the first update, that its slices give the gradient of the whole.
             What Keras itself defines, and is known to divide, isn't computed again.
+        deterministic: The number of parts, 8 for `True`, that every batch is computed in, of at most `size` rows each.
+            Their gradients, losses and metrics are added in a fixed order, so that weights are the same to the last bit
+            as with `DistributedFit(deterministic=...)` on any number of devices.
 
     Returns:
         A handle: `undo()`, or leaving a `with` block, restores the model's own training step. Its attribute `size` is
@@ -87,7 +91,13 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
     """
 
     def __init__(
-        self, model: keras.Model, size: int | str, *, weighting: str | DivisorFunction = "auto", prove: bool = True
+        self,
+        model: keras.Model,
+        size: int | str,
+        *,
+        weighting: str | DivisorFunction = "auto",
+        prove: bool = True,
+        deterministic: bool | int = False,
     ):
         check_instance("model", model, keras.Model, "a Keras model")
         check_flag("prove", prove)
@@ -96,7 +106,13 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
             check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, PARAMETERS), DIVIDER
         )
         builder = StepBuilder.of(model)
-        if not isinstance(builder.stages.split, Slices | UnchosenSlices | None):
+        parts = check_parts(deterministic)
+        if parts and checked == "auto":
+            raise ValueError(
+                f"size='auto' chooses the rows of a slice, and deterministic={deterministic} their number. Write "
+                f"microbatch(model, size=64, deterministic={deterministic}), for instance."
+            )
+        if not isinstance(builder.stages.split, Slices | UnchosenSlices | FixedParts | None):
             raise ValueError(
                 f"The batches of {model.name!r} are cut into micro-batches already, by the pipeline that it was "
                 "prepared for. Leave microbatch out, and write Pipeline(..., microbatches=...)."
@@ -108,16 +124,19 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
             )
         warn_of_batch_statistics(model)
         self.model = model
-        self._slices: Slices | UnchosenSlices = (
-            UnchosenSlices(measure, prove) if checked == "auto" else Slices(checked, measure, prove)
-        )
+        self._slices: Slices | UnchosenSlices | FixedParts
+        if parts:
+            self._slices = FixedParts(parts, measure, prove, checked)
+            enable_determinism()
+        else:
+            self._slices = UnchosenSlices(measure, prove) if checked == "auto" else Slices(checked, measure, prove)
         builder.fill(split=self._slices)
 
     @property
     def size(self) -> int | str:
         """The maximum number of examples in a slice; `"auto"` until the first `fit` has chosen it."""
         filler = StepBuilder.of(self.model).stages.split
-        return filler.size if isinstance(filler, Slices) else self._slices.size
+        return (filler if isinstance(filler, Slices) else self._slices).size
 
     def undo(self) -> None:
         """Restores the model's own training step."""

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -13,6 +13,21 @@ from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import TensorVariable
 
 
+def first_row(rows: tf.Tensor | int, part: tf.Tensor | int, parts: int) -> Any:
+    """The first row of a part of a batch: sizes differ by at most one row, and the larger parts come first."""
+    size, larger = divmod(rows, parts) if isinstance(rows, int) else (rows // parts, tf.math.floormod(rows, parts))
+    least = min if isinstance(larger, int) and isinstance(part, int) else tf.minimum
+    return part * size + least(part, larger)
+
+
+def parts_per_replica(parts: int, replicas: int) -> int:
+    """How many consecutive parts of a batch a replica computes: a power of two, so that they are a branch of a tree."""
+    count = 1
+    while count * replicas < parts:
+        count *= 2
+    return count
+
+
 class ReplicaPlacement(NamedTuple):
     """Which of a strategy's replicas are in this process.
 
@@ -20,11 +35,21 @@ class ReplicaPlacement(NamedTuple):
         replicas: Number of replicas of all workers.
         local: Number of replicas on this worker.
         first: Index of this worker's first replica.
+        parts: The number of parts of a batch that replicas get whole; they divide its rows, if `None`.
     """
 
     replicas: int
     local: int
     first: int
+    parts: int | None = None
+
+    def first_row(self, rows: tf.Tensor | int, replica: tf.Tensor | int) -> Any:
+        """The first row of a batch that a replica gets; of the replica after the last one, the number of rows."""
+        if self.parts is None:
+            return first_row(rows, replica, self.replicas)
+        part = replica * parts_per_replica(self.parts, self.replicas)
+        part = min(part, self.parts) if isinstance(part, int) else tf.minimum(part, self.parts)
+        return first_row(rows, part, self.parts)
 
     @property
     def workers(self) -> int:
@@ -37,11 +62,11 @@ class ReplicaPlacement(NamedTuple):
         return self.first // self.local
 
 
-def replica_placement(strategy: tf.distribute.Strategy) -> ReplicaPlacement:
-    """Which of a strategy's replicas are in this process."""
+def replica_placement(strategy: tf.distribute.Strategy, parts: int | None = None) -> ReplicaPlacement:
+    """Which of a strategy's replicas are in this process; `parts` as in `ReplicaPlacement`."""
     replicas = REPLICAS_IN_SYNC.fget(strategy)
     if replicas == 1:
-        return ReplicaPlacement(1, 1, 0)
+        return ReplicaPlacement(1, 1, 0, parts)
     indices = []
 
     def record(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
@@ -49,7 +74,7 @@ def replica_placement(strategy: tf.distribute.Strategy) -> ReplicaPlacement:
         return tf.constant(0)
 
     strategy.experimental_distribute_values_from_function(record)
-    return ReplicaPlacement(replicas, len(indices), min(indices))
+    return ReplicaPlacement(replicas, len(indices), min(indices), parts)
 
 
 def set_worker_strategy(model: keras.Model, strategy: tf.distribute.Strategy | None) -> None:

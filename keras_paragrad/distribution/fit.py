@@ -34,6 +34,7 @@ from keras_paragrad.distribution.training import check_fit_arguments, check_over
 from keras_paragrad.distribution.workers import all_or_none
 from keras_paragrad.engine.replicas.prepared import warn_if_unprepared
 from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.fixed_parts import enable_determinism
 from keras_paragrad.exports import passing_options_to, with_arguments_of
 from keras_paragrad.memory.estimate import Estimate
 from keras_paragrad.plain_text import InNotebooks
@@ -75,6 +76,9 @@ class DistributedFit(InNotebooks):
             `"sample_weight"`, `"mask"`, `"sum"` or a function of `(x, y, y_pred, sample_weight)` states it.
         prove: Whether the first batch proves, before the first update, that the replicas' parts give the gradient of
             the whole. What Keras itself defines, and is known to divide, isn't computed again.
+        deterministic: The number of parts, 8 for `True`, that every batch is computed in, wherever they are computed.
+            Their gradients, losses and metrics are added in a fixed order, so that weights are the same to the last bit
+            on any number of devices and workers of one kind.
         shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"` or `"already_sharded"`.
         pack_bytes: Bytes of gradients per bucket; 0 is a single bucket, except that between CPUs gradients of 1 MiB
             and more are reduced separately.
@@ -116,6 +120,8 @@ class DistributedFit(InNotebooks):
         self._parallelism = parallelism_of(self.options, self.hardware)
         launched = self._parallelism.parts_if_launched if self.plan.launched else ()
         look_for("models", "steps", "data", *self._parallelism.parts, *launched)
+        if self.options.deterministic:
+            enable_determinism()
         if self.plan.shard.value != "none":
             look_for("shards", "memory")
         self._strategies = self._parallelism.strategy(self.plan, self.hardware, self.options)

@@ -33,6 +33,7 @@ from keras_paragrad.distribution.decisions import (
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
+from keras_paragrad.engine.step.fixed_parts import check_parts
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 
 CHOICES = {
@@ -81,6 +82,7 @@ class Options:
     exact: bool = True
     weighting: str | DivisorFunction = "auto"
     prove: bool = True
+    deterministic: bool | int = False
     shard_policy: str = "auto"
     pack_bytes: int | None = None
     shard: str | None = None
@@ -100,6 +102,7 @@ class Options:
         checked["min_shard_bytes"] = check_integer("min_shard_bytes", self.min_shard_bytes, least=1)
         checked["device_bytes"] = check_integer("device_bytes", self.device_bytes, example=16 * 2**30, optional=True)
         checked["pack_bytes"] = check_integer("pack_bytes", self.pack_bytes, least=0, optional=True)
+        checked["deterministic"] = check_parts(self.deterministic)
         seconds = functools.partial(check_number, least=1, most=LONGEST_WAIT)
         checked["startup_timeout"] = seconds("startup_timeout", self.startup_timeout)
         checked["collective_timeout"] = seconds("collective_timeout", self.collective_timeout, optional=True)
@@ -110,6 +113,22 @@ class Options:
         if self.devices is not None:
             object.__setattr__(self, "devices", planner_of(self).canonical_devices(self.devices))
         self._check_together()
+
+    def _check_deterministic(self) -> None:
+        """Refuses what isn't the same on any number of devices."""
+        if not planner_of(self).adds_in_order:
+            raise ValueError(
+                f"deterministic={self.deterministic} adds the gradients of parts of a batch in a fixed order, which "
+                "replicas of the whole model do: not a mesh, a pipeline or parameter servers. Leave it out, or write "
+                'strategy="auto".'
+            )
+        depend = {"exact": True, "batch": "global", "shard_policy": ("auto", "data")}
+        for name, right in depend.items():
+            if (value := getattr(self, name)) not in (right if isinstance(right, tuple) else (right,)):
+                raise ValueError(
+                    f"{name}={value!r} has batches or gradients depend on the number of replicas, and with "
+                    f"deterministic={self.deterministic} they don't. Leave one of the two out."
+                )
 
     @property
     def given(self) -> tf.distribute.Strategy | None:
@@ -133,6 +152,8 @@ class Options:
                 f'device_bytes={self.device_bytes} is only used by shard="auto", but shard is {self.shard!r}. Write '
                 'shard="auto", or leave device_bytes out.'
             )
+        if self.deterministic:
+            self._check_deterministic()
         fixed = ("collective_timeout", "communication", "devices", "pack_bytes")
         changed = [name for name in fixed if getattr(self, name) not in (None, "auto")]
         if self.given is not None and changed:
@@ -166,9 +187,11 @@ class Planner(abc.ABC):
     Attributes:
         precedence: `asked` is called on the classes of the package in ascending order.
         accepts: The classes of the objects that select it as `strategy`.
+        adds_in_order: Whether it takes `deterministic`, and adds the gradients of parts in a fixed order.
     """
 
     precedence: ClassVar[int] = 0
+    adds_in_order: ClassVar[bool] = False
     accepts: ClassVar[tuple[type, ...]] = ()
 
     @classmethod

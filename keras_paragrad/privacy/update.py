@@ -10,11 +10,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.accumulation.slice_sums import RunningSums, rows_at
+from keras_paragrad.accumulation.slice_sums import RunningSums
 from keras_paragrad.accumulation.slices import Slices
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.losses.logs import has_metrics
+from keras_paragrad.engine.replicas.replica_batch import rows_at
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_xla_loop
 from keras_paragrad.privacy.sampling import present_rows

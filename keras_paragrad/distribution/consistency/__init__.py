@@ -2,7 +2,7 @@
 
 from keras_paragrad.distribution.consistency.compare import SAME_SCRIPT, check_same_training, check_same_weights
 from keras_paragrad.distribution.consistency.describe import describe_training, versions
-from keras_paragrad.distribution.consistency.fitting import AgreeEachEpoch, ComparedFit, with_agreement
+from keras_paragrad.distribution.consistency.fitting import AgreeEachEpoch, ComparedFit, shard_again, with_agreement
 
 __all__ = [
     "SAME_SCRIPT",
@@ -11,6 +11,7 @@ __all__ = [
     "check_same_training",
     "check_same_weights",
     "describe_training",
+    "shard_again",
     "versions",
     "with_agreement",
 ]

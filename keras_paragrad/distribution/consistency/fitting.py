@@ -196,21 +196,21 @@ class ComparedFit:
 
     Args:
         model: The model.
-        shard_policy: How workers share data that is not sharded yet; see `distributed_dataset`.
+        shard_policy, parts: How workers share data that is not sharded yet; see `distributed_dataset`.
     """
 
-    def __init__(self, model: keras.Model, shard_policy: str = "auto"):
+    def __init__(self, model: keras.Model, shard_policy: str = "auto", parts: int | None = None):
         self._model = model
-        self.shard_policy = shard_policy
+        self.shard_policy, self.parts = shard_policy, parts
         self._agreement: AgreeEachEpoch | None = None
 
     @classmethod
-    def of(cls, model: keras.Model, shard_policy: str = "auto") -> "ComparedFit":
+    def of(cls, model: keras.Model, shard_policy: str = "auto", parts: int | None = None) -> "ComparedFit":
         """The one that a model already has, or a new one."""
         installed = model.__dict__.get("fit")
         if not isinstance(installed, cls):
-            return cls(model, shard_policy)
-        installed.shard_policy = shard_policy
+            return cls(model, shard_policy, parts)
+        installed.shard_policy, installed.parts = shard_policy, parts
         return installed
 
     def __call__(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
@@ -241,17 +241,25 @@ class ComparedFit:
 
     def sharded(self, adapter: Adapter, steps: int | None) -> DistributedData | None:
         """Data sharded so that each batch is that of one device; `None` if it is sharded already."""
-        reread_data = reread(adapter)
-        if reread_data is None:
-            return None
-        x, options = reread_data
-        data = distributed_dataset(
-            self._model.distribute_strategy, x, steps_per_epoch=steps, shard_policy=self.shard_policy, **options
-        )
-        if self._agreement is not None and self._agreement.data is None:
+        data = shard_again(self._model, self.shard_policy, self.parts, adapter, steps)
+        if data is not None and self._agreement is not None and self._agreement.data is None:
             # Keras reads the training data first.
             self._agreement.data = data
         return data
+
+
+def shard_again(
+    model: keras.Model, shard_policy: str, parts: int | None, adapter: Adapter, steps: int | None
+) -> DistributedData | None:
+    """The data that Keras reads through an adapter as `distributed_dataset`; `None` if it is that already."""
+    reread_data = reread(adapter)
+    if reread_data is None:
+        return None
+    x, options = reread_data
+    strategy = model.distribute_strategy
+    return distributed_dataset(
+        strategy, x, steps_per_epoch=steps, shard_policy=shard_policy, parts=parts or None, **options
+    )
 
 
 def given_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:

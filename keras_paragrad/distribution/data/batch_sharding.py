@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice
 from keras_paragrad.compat.data import count_files, shard_files_of_worker
-from keras_paragrad.compat.types import Batch, Dataset, FitData, Scalar, Specs, Structure
+from keras_paragrad.compat.types import Batch, Dataset, FitData, Specs, Structure
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.decisions import SHARD_POLICIES
 from keras_paragrad.engine.replicas.replica_batch import DIFFERENT_ROWS
@@ -83,29 +83,30 @@ _unconverted = tf.autograph.experimental.do_not_convert
 def shard_batches(batches: Dataset, placement: ReplicaPlacement) -> Dataset:
     """Splits each batch into a shard for each replica, in order, and yields those of this worker."""
     if placement.local == 1:
-        take_shard = _unconverted(lambda *batch: shard(_whole(batches, batch), placement.first, placement.replicas))
+        take_shard = _unconverted(lambda *batch: shard(_whole(batches, batch), placement.first, placement))
         return batches.map(take_shard, num_parallel_calls=tf.data.AUTOTUNE)
     rows = _rows_of_every_batch(batches)
     if rows is not None and placement.local == placement.replicas:
         # Static bounds need no tf.function, and static shapes tell the step that no replica's shard is empty.
-        bounds = [bound(rows, index, placement.local) for index in range(placement.local + 1)]
+        bounds = [placement.first_row(rows, index) for index in range(placement.local + 1)]
         return batches.rebatch(tf.constant(np.diff(bounds), tf.int64))
-    return _sharded(batches, range(placement.first, placement.first + placement.local), placement.replicas)
+    return _sharded(batches, range(placement.first, placement.first + placement.local), placement)
 
 
 def split_batches(batches: Dataset, parts: int) -> Dataset:
     """Splits each batch into `parts` smaller ones of consecutive rows, without empty ones."""
     if parts == 1:
         return batches
-    return _sharded(batches, range(parts), parts).filter(_unconverted(lambda *batch: count_rows(batch) > 0))
+    shards = _sharded(batches, range(parts), ReplicaPlacement(parts, parts, 0))
+    return shards.filter(_unconverted(lambda *batch: count_rows(batch) > 0))
 
 
-def shard(batch: Batch, index: tf.Tensor | int, shards: int) -> Batch:
-    """Shard `index` of a batch."""
+def shard(batch: Batch, index: tf.Tensor | int, placement: ReplicaPlacement) -> Batch:
+    """The shard of a batch for the replica `index`."""
     rows = _static_rows(batch) if isinstance(index, int) else None
     if rows is None:
         rows, index = count_rows(batch), tf.cast(index, tf.int64)
-    start, stop = (bound(rows, number, shards) for number in (index, index + 1))
+    start, stop = (placement.first_row(rows, replica) for replica in (index, index + 1))
     return tf.nest.map_structure(lambda leaf: _slice(leaf, start, stop), batch)
 
 
@@ -139,13 +140,13 @@ def check_batches(spec: Specs, replicas: int, rows: int | None = None) -> None:
         )
 
 
-def _sharded(batches: Dataset, selection: range, shards: int) -> Dataset:
+def _sharded(batches: Dataset, selection: range, placement: ReplicaPlacement) -> Dataset:
     """The selected shards of each batch, one after another."""
     indices = tf.data.Dataset.range(selection.start, selection.stop)
 
     @_unconverted
     def of_batch(*batch: Any) -> Dataset:
-        return indices.map(_unconverted(lambda index: shard(_whole(batches, batch), index, shards)))
+        return indices.map(_unconverted(lambda index: shard(_whole(batches, batch), index, placement)))
 
     return batches.flat_map(of_batch)
 
@@ -171,13 +172,6 @@ def _static_rows(batch: Batch | Specs) -> int | None:
         return None
     counts = {leaf.shape[0] for leaf in leaves if leaf.shape.rank}
     return counts.pop() if len(counts) == 1 else None
-
-
-def bound(rows: Scalar, index: tf.Tensor | int, shards: int) -> Any:
-    """The first row of a shard."""
-    if isinstance(rows, int):
-        return index * (rows // shards) + min(index, rows % shards)
-    return index * (rows // shards) + tf.minimum(index, tf.math.floormod(rows, shards))
 
 
 def _rows(leaf: Any) -> tf.Tensor:

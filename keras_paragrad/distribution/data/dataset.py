@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_instance
+from keras_paragrad.arguments import check_instance, check_integer
 from keras_paragrad.compat.data import adapter_of, reads_arrays
 from keras_paragrad.compat.types import Dataset, FitData
 from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
@@ -43,6 +43,7 @@ def distributed_dataset(
     cache: bool | str | PathLike[str] = False,
     prefetch: bool | int = True,
     seed: int | None = None,
+    parts: int | None = None,
 ) -> DistributedData:
     """Splits each batch that one device would train on into a shard for each replica, over all workers in order.
 
@@ -70,6 +71,8 @@ def distributed_dataset(
         prefetch: Whether to prefetch batches, or how many.
         seed: The shuffling seed; the first worker's is used. By default the seed of
             `keras.utils.set_random_seed`, else one that the first worker draws.
+        parts: The number of parts of a batch, of which each replica gets some whole; for
+            `DistributedFit(deterministic=parts)`, which passes it on.
 
     Returns:
         The `x` for `fit`, `evaluate` or `predict`.
@@ -88,7 +91,8 @@ def distributed_dataset(
     [[0, 1], [2, 3], [4]]
     """
     check_instance("strategy", strategy, tf.distribute.Strategy, "a tf.distribute.Strategy")
-    placement = replica_placement(strategy)
+    parts = check_integer("parts", parts, optional=True, example=8)
+    placement = replica_placement(strategy, parts)
 
     def check_options() -> DataOptions:
         request = DataOptions(
@@ -102,6 +106,12 @@ def distributed_dataset(
 
     def open_data() -> tuple[str, Source]:
         policy = choose_policy(request.shard_policy, x, placement.workers)
+        if parts and policy != "data":
+            raise ValueError(
+                f'shard_policy="{policy}" has each worker read data of its own, so batches depend on the number of '
+                "workers, and deterministic training can't. Pass all the data on every worker, and write "
+                'shard_policy="data".'
+            )
         return policy, open_source((x, y, sample_weight), request, policy, placement, common)
 
     policy, source = all_or_none(strategy, open_data)

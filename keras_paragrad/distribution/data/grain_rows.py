@@ -8,7 +8,6 @@ import keras
 from keras_paragrad.compat.data import adapter_of, is_grain
 from keras_paragrad.compat.types import Batch, FitData
 from keras_paragrad.compat.workers import ReplicaPlacement
-from keras_paragrad.distribution.data.batch_sharding import bound
 from keras_paragrad.distribution.data.sources import StreamSource, is_endless
 
 
@@ -77,10 +76,11 @@ class _WorkerRows:
 
     def __getitem__(self, index: int) -> Batch:
         _, elements, size = self._batches
-        replicas, local, first = self._placement
+        placement = self._placement
         start = index * size
         count = min(size, self._total - start)
-        numbers = range(start + bound(count, first, replicas), start + bound(count, first + local, replicas))
+        bounds = [placement.first_row(count, placement.first + local) for local in (0, placement.local)]
+        numbers = range(start + bounds[0], start + bounds[1])
         rows = [elements[number] for number in numbers]
         if any(row is None for row in rows):
             raise ValueError(

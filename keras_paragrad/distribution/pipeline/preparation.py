@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
+from keras_paragrad.accumulation.slice_sums import SliceSums
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
 from keras_paragrad.compat.variables import variable_bytes
@@ -29,7 +29,7 @@ from keras_paragrad.engine.pipeline.placement import (
     placing_by_inputs,
     slot_bytes_by_device,
 )
-from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of, static_row_count
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_at, rows_of, static_row_count
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.gradient import Gradient, StepContext

@@ -19,7 +19,7 @@ from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.compat.workers import NamedDevicesStrategy, barrier, replica_placement
-from keras_paragrad.distribution.consistency import ComparedFit
+from keras_paragrad.distribution.consistency import ComparedFit, shard_again
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.decisions.strategy import decide_strategy
 from keras_paragrad.distribution.hardware import Hardware
@@ -29,13 +29,15 @@ from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.losses.refusals import count_layers, layers_of_batch_statistics
+from keras_paragrad.engine.losses.refusals import count_layers, layers_of_batch_statistics, warn_of_batch_statistics
 from keras_paragrad.engine.losses.weightings import DivisorFunction
 from keras_paragrad.engine.replicas.prepared import (
     distributing_datasets_with,
     install_on_replicas,
     uninstall_from_replicas,
 )
+from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.fixed_parts import FixedParts
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.storage.creation import may_be_in_shards
@@ -84,13 +86,14 @@ class ReplicaPreparation(Preparation):
         jit: bool | None = None,
         shard_policy: str = "auto",
         prove: bool = True,
+        deterministic: int = 0,
     ):
-        super().__init__(model, exact, weighting, jit, shard_policy, prove)
+        super().__init__(model, exact, weighting, jit, shard_policy, prove, deterministic)
 
     def renew(self) -> None:
         """Fills *take* with the loss normalization; on several workers, replaces `fit`, `evaluate` and `predict`."""
         model = self.model
-        exact, weighting, jit, shard_policy, prove = self.settings
+        exact, weighting, jit, shard_policy, prove, parts = self.settings
         _check_shards(model, exact)
         replicas = model.distribute_strategy.num_replicas_in_sync
         if replicas > 1:
@@ -109,15 +112,43 @@ class ReplicaPreparation(Preparation):
             self.set_jit_compile(jit)
         by_xla = replicas > 1 and bool(model.jit_compile) and not self._all_reduces_in_forward_pass()
         several = replica_placement(model.distribute_strategy).workers > 1
-        compared = ComparedFit.of(model, shard_policy) if several else None
+        compared = ComparedFit.of(model, shard_policy, parts or None) if several else None
         take = Take(None if deferred_refusal else normalize, by_xla, deferred_refusal, prove)
-        install_on_replicas(model, take, compared.sharded if compared else None)
+        distribute = functools.partial(shard_again, model, shard_policy, parts) if parts else None
+        self._divide_in_order(parts, weighting, jit, replicas)
+        install_on_replicas(model, take, compared.sharded if compared else distribute)
         if compared:
             evaluate = functools.partial(_with_barrier, type(model).evaluate, model)
             predict = functools.partial(_with_barrier, _predict_in_order, model)
             self.replace(fit=compared, evaluate=evaluate, predict=predict)
 
+    def _divide_in_order(self, parts: int, weighting: str | DivisorFunction, jit: bool | None, replicas: int) -> None:
+        """Fills *split* with parts whose sums are added in a fixed order, or empties it if none are wanted."""
+        builder = StepBuilder.of(self.model)
+        split = builder.stages.split
+        in_order = split if isinstance(split, FixedParts) else None
+        if not parts:
+            if in_order and in_order.made_by == DIVIDER.configured_by:
+                builder.fill(split=None)
+            return
+        if split is not None and (in_order is None or in_order.parts != parts):
+            raise ValueError(
+                f"The batches of {self.model.name!r} are cut into slices already, which deterministic={parts} does too. "
+                f"Write microbatch(model, size, deterministic={parts}), or leave microbatch out."
+            )
+        if synchronized := [each.name for each in layers_of_batch_statistics(self.model) if each.synchronized]:
+            raise ValueError(
+                f"{', '.join(synchronized)} normalize with the statistics of all replicas, which are added in no fixed "
+                f"order. Write BatchNormalization(synchronized=False), whose statistics are those of each of the {parts} "
+                "parts of a batch on any number of devices, or GroupNormalization."
+            )
+        if in_order is None:
+            in_order = FixedParts(parts, self._normalization(weighting), made_by=DIVIDER.configured_by)
+        builder.fill(split=in_order._replace(prove=self.settings[5], jit=jit, replicas=replicas))
+        warn_of_batch_statistics(self.model)
+
     def stop(self) -> None:
+        self._divide_in_order(0, "auto", None, 1)
         uninstall_from_replicas(self.model)
 
     def _normalization(self, weighting: str | DivisorFunction) -> LossNormalization:
@@ -213,6 +244,7 @@ class DataParallel(Parallelism):
     """One replica or several; the default."""
 
     precedence = 100
+    adds_in_order = True
     parts = ("replicas",)
 
     @classmethod
@@ -242,11 +274,19 @@ class DataParallel(Parallelism):
 
     def prepare(self, model: keras.Model, run: PlannedRun) -> Preparation:
         options, jit = run.options, run.options.jit
-        if jit == "auto":
+        if jit == "auto" and options.deterministic:
+            # What XLA computes differs in the last bits, so it is used wherever it was asked for, or nowhere.
+            jit = None
+        elif jit == "auto":
             # Keras disables XLA under every strategy, unless it is requested explicitly.
             unset = run.strategies.models.num_replicas_in_sync > 1 and may_choose_xla(model)
             jit = run.plan.jit.value != "none" if unset else None
-        return ReplicaPreparation.of(model, options.exact, options.weighting, jit, options.shard_policy, options.prove)
+        return ReplicaPreparation.of(
+            model, options.exact, options.weighting, jit, options.shard_policy, options.prove, options.deterministic
+        )
+
+    def data(self, run: PlannedRun, x: FitData, y: FitData, sample_weight: FitData, **options: Any) -> DistributedData:
+        return super().data(run, x, y, sample_weight, parts=run.options.deterministic or None, **options)
 
 
 def _mirrored(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy:

@@ -20,11 +20,13 @@ class Normalizer(NamedTuple):
             gradients, weighted by it.
         summed: Whether the loss is a sum, so that gradients are summed.
         stated: The user's `weighting`, or `None` if it follows from the compiled losses.
+        of_one_device: Whether the gradient is the whole batch's on the first replica, and zero on the others.
     """
 
     value: tf.Tensor
     summed: bool = False
     stated: str | None = None
+    of_one_device: bool = False
 
 
 class UnknownDivisorError(ValueError):

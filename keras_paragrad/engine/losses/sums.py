@@ -6,7 +6,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
+from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.model import overrides_compute_loss
 from keras_paragrad.compat.types import Scalar
 from keras_paragrad.compat.variables import SavedVariables
@@ -192,15 +192,24 @@ class TrackedLosses:
         sums: The losses of this replica.
         window: The losses of the window's micro-batches so far, if gradients are accumulated.
         ends: Whether this micro-batch ends the window.
+        on_first: Whether the first replica holds the whole sums, and the others zeros, so that nothing is rounded.
 
     Attributes:
         part: The tensor to all-reduce.
     """
 
-    def __init__(self, model: keras.Model, sums: LossSums, window: LossWindow | None = None, *, ends: bool = False):
+    def __init__(
+        self,
+        model: keras.Model,
+        sums: LossSums,
+        window: LossWindow | None = None,
+        *,
+        ends: bool = False,
+        on_first: bool = False,
+    ):
         self.model: keras.Model = model
         self.form: LossForm = sums.form
-        self.window, self.ends = window, ends
+        self.window, self.ends, self.on_first = window, ends, on_first
         # Sums, and then the totals and counts that the trackers have of the window: see `LossWindow`.
         entries = 1 + len(sums.form.factors)
         self.part = tf.concat([sums.vector, tf.zeros([2 * entries], sums.vector.dtype)], 0)
@@ -233,7 +242,7 @@ class TrackedLosses:
         batches = tf.cast(rows > 0, rows.dtype)
         counts = tf.stack([rows, *(rows if by_rows else batches for by_rows in self.form.by_rows)])
         if self.window is not None:
-            state = tf.concat([sums, values * counts, counts], 0) / replicas
+            state = self._of_replica(tf.concat([sums, values * counts, counts], 0), replicas)
             self.window.state.assign(tf.zeros_like(state) if self.ends else state)
         totals, counts = values * counts - added_totals, counts - added_counts
         added = []
@@ -242,5 +251,11 @@ class TrackedLosses:
             if called[index]:
                 added += [(tracker.total, totals[index]), (tracker.count, counts[index])]
         for variable, value in added:
-            variable.assign_add(value / replicas)
+            variable.assign_add(self._of_replica(value, replicas))
         return added
+
+    def _of_replica(self, total: tf.Tensor, replicas: int) -> tf.Tensor:
+        """What this replica holds of a sum over `replicas` replicas."""
+        if not self.on_first:
+            return total / replicas
+        return total if replica_index() == 0 else tf.zeros_like(total)

@@ -1,13 +1,15 @@
 """Replica batches, which are empty on some replicas if a batch has fewer examples than there are replicas."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, Structure
+
+Data = TypeVar("Data")
 
 
 def rows_of(x: Structure) -> tf.Tensor:
@@ -63,6 +65,38 @@ def no_examples(what: str) -> str:
         "are put one after the other have none. Pad each graph to the same number of nodes and edges, accumulate over "
         "batches with AccumulatingOptimizer, or save memory with keras_paragrad.recompute(model)."
     )
+
+
+def rows_at(data: Data, first: tf.Tensor | int, count: tf.Tensor | int, *, in_bounds: bool = False) -> Data:
+    """Consecutive rows of every tensor in a batch.
+
+    Args:
+        data: The batch.
+        first: The first row.
+        count: The number of rows.
+        in_bounds: Whether all these rows are known to exist.
+    """
+
+    def part_of(tensor: Any) -> Any:
+        if tensor is None:
+            return None
+        if isinstance(tensor, tf.SparseTensor):
+            others = tensor.dense_shape[1:]
+            start = tf.concat([tf.cast([first], "int64"), tf.zeros_like(others)], 0)
+            part = tf.sparse.slice(tensor, start, tf.concat([tf.cast([count], "int64"), others], 0))
+            # Unbuilt layers need the static shape of a row.
+            part.set_shape([None, *tensor.shape[1:]])
+            return part
+        static = isinstance(count, int) and count <= (tensor.shape[0] or 0)
+        if isinstance(tensor, tf.Tensor) and (static or in_bounds):
+            # Unlike `tf.gather`, copies nothing if rows are aligned in memory.
+            known: Any = tensor.shape[1:]
+            sizes = tf.shape(tensor)[1:] if None in known else tf.constant(known.as_list(), tf.int32)
+            return tf.slice(tensor, tf.concat([[first], tf.zeros_like(sizes)], 0), tf.concat([[count], sizes], 0))
+        # XLA checks the bounds of `tf.slice` even in branches that never run.
+        return tf.gather(tensor, first + tf.range(count))
+
+    return keras.tree.map_structure(part_of, data)
 
 
 class ReplicaBatch(NamedTuple):

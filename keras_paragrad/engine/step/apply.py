@@ -64,7 +64,7 @@ class Contribution(NamedTuple):
         if normalizer.summed:
             return cls(1.0, share, decay=0.0)
         value = tf.cast(normalizer.value, "float32")
-        return cls(value / share, value)
+        return cls(value if normalizer.of_one_device else value / share, value)
 
 
 def apply_gradient(

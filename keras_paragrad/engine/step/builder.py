@@ -261,6 +261,7 @@ class StepBuilder:
             self._build_variables,
             functools.partial(divisions.find, stages),
             FirstBatchProof(self.model, stages, divisions),
+            stages.running,
             by_xla=whole,
             on_mesh=stages.mesh.wrap if stages.mesh else None,
         )

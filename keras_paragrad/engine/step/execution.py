@@ -1,5 +1,6 @@
 """The outermost part of a train function: takes batches from the iterator, and runs compiled steps on them."""
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -134,6 +135,7 @@ def compile_steps(
     build: Callable[[BatchIterator], None] = lambda iterator: None,
     divide: Callable[[Any, Specs], None] = lambda iterator, specs: None,
     proof: FirstBatchProof | None = None,
+    running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     *,
     by_xla: bool = True,
     on_mesh: OnMesh | None = None,
@@ -152,6 +154,7 @@ def compile_steps(
         build: Called with the iterator before each call; makes the variables that the steps need.
         divide: Called with the iterator, and the specs of its batches on a replica; finds how these are divided.
         proof: Sees the batches of the first update before their steps.
+        running: Makes the context in which steps are traced and run.
     """
     compiled = [CompiledStep(model, step, take, guard, by_xla, on_mesh) for step in steps]
     by_host = _by_host(model, compiled, proof, cuts=take is not None)
@@ -186,7 +189,8 @@ def compile_steps(
         if of_tensors and not model.run_eagerly:
             divide(iterator, keras.tree.map_structure(_without_optional, batch_spec(iterator)))
         try:
-            logs = (by_host if proof and proof.pending else execute)(iterator, updates)
+            with running():
+                logs = (by_host if proof and proof.pending else execute)(iterator, updates)
         except tf.errors.InvalidArgumentError as error:
             explain_different_rows(error)
             if guard:

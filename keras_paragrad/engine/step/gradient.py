@@ -54,6 +54,7 @@ class StepContext(NamedTuple):
         present: Masks the rows that are examples; all are, if `None`.
         by_xla: Whether XLA compiles the pass alone.
         in_loop: Whether the pass is traced in a loop.
+        of_one_device: Whether gradients are one device's, and not divided by the number of replicas.
     """
 
     model: keras.Model
@@ -66,6 +67,7 @@ class StepContext(NamedTuple):
     present: Present | None = None
     by_xla: bool = False
     in_loop: bool = False
+    of_one_device: bool = False
 
 
 class Gradient(NamedTuple):
@@ -112,7 +114,7 @@ def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Struc
             factor = context.weigh_replica(weight) if weight is not None and context.weigh_replica else None
             _time_wait([loss], factor)
         weighted = scaled_loss if factor is None else scaled_loss * tf.cast(factor, loss.dtype)
-        if weight is not None and not weight.summed and replica_count() > 1:
+        if weight is not None and not weight.summed and replica_count() > 1 and not context.of_one_device:
             weighted *= tf.cast(1 / replica_count(), weighted.dtype)
         scaled = model.optimizer.scale_loss(weighted)
     with _with_replica_weight(model, factor), regather_in_backward(scaled):
@@ -136,11 +138,15 @@ def forward_backward_in_function(context: StepContext, data: Batch) -> tuple[Gra
 
 
 def call_in_function(function: Callable[[Data], Result], data: Data, *, by_xla: bool = True) -> Result:
-    """Calls a function on one replica without inlining it; its tensors keep their masks.
+    """Calls a function on one replica without inlining it; see `in_function`."""
+    return in_function(function, by_xla=by_xla)(data)
+
+
+def in_function(function: Callable[[Data], Result], *, by_xla: bool = True) -> Callable[[Data], Result]:
+    """A function of one replica that TensorFlow doesn't inline; its tensors keep their masks.
 
     Args:
-        function: Maps data to nested tensors and other values; the latter are returned as they were traced.
-        data: Nested tensors.
+        function: Maps data to nested tensors and other values; the latter are returned as they were last traced.
         by_xla: Whether XLA compiles the function.
     """
     attributes = None if by_xla else {NO_INLINE: True}
@@ -153,9 +159,12 @@ def call_in_function(function: Callable[[Data], Result], data: Data, *, by_xla: 
         tensors = [leaf for leaf in keras.tree.flatten(traced[-1]) if isinstance(leaf, _TENSORS)]
         return tensors, list(map(mask_of, tensors))
 
-    tensors = map(with_mask, *call(data))
-    leaves = [next(tensors) if isinstance(leaf, _TENSORS) else leaf for leaf in keras.tree.flatten(traced[-1])]
-    return keras.tree.pack_sequence_as(traced[-1], leaves)
+    def call_and_pack(data: Data) -> Result:
+        tensors = map(with_mask, *call(data))
+        leaves = [next(tensors) if isinstance(leaf, _TENSORS) else leaf for leaf in keras.tree.flatten(traced[-1])]
+        return keras.tree.pack_sequence_as(traced[-1], leaves)
+
+    return call_and_pack
 
 
 def replica_weight_of(model: keras.Model) -> tf.Tensor:

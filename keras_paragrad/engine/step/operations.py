@@ -172,7 +172,10 @@ _CALLING = {"Case", "If", "StatefulPartitionedCall", "While"}
 _VARIABLES = ("ReadVariable", "Assign", "Resource", "VarHandle", "VarIsInitialized")
 _RANDOM = ("Random", "Multinomial", "TruncatedNormal", "ParameterizedTruncated", "Stateful", "Rng")
 
-_ASSIGNING = ("Assign", "Resource", "LookupTableInsert", "LookupTableRemove")
+_ASSIGNING = (
+    *("Assign", "LookupTableInsert", "LookupTableRemove", "ResourceApply", "ResourceCountUpTo", "ResourceScatter"),
+    *("ResourceSparseApply", "ResourceStridedSliceAssign"),
+)
 
 
 def check_repeatable(name: str, operations: Iterable[tf.Operation]) -> None:
@@ -200,24 +203,44 @@ def check_repeatable(name: str, operations: Iterable[tf.Operation]) -> None:
         )
 
 
+class HiddenState(NamedTuple):
+    """An operation that draws random numbers, or changes a state, unknown to Keras.
+
+    Attributes:
+        operation: The operation.
+        problem: A clause: what it does.
+        advice: A clause: what to write instead.
+    """
+
+    operation: tf.Operation
+    problem: str
+    advice: str
+
+
+def find_hidden_state(operations: Iterable[tf.Operation]) -> HiddenState | None:
+    """The first operation whose result depends on a state unknown to Keras, or that changes one."""
+    for operation in _stateful(operations):
+        if any(word in operation.type for word in _RANDOM):
+            advice = "Draw with keras.random, with seed=a keras.random.SeedGenerator that is an attribute of the layer"
+            return HiddenState(operation, "draws random numbers", advice)
+        if operation.type.startswith(_ASSIGNING):
+            advice = "Make it with self.add_weight, as an attribute of the layer"
+            return HiddenState(operation, "assigns to a tf.Variable that Keras does not know", advice)
+    return None
+
+
 def check_runs_twice(name: str, operations: Iterable[tf.Operation]) -> None:
     """Refuses operations that would draw other random numbers, or change a state twice, if a forward pass runs twice.
 
     Raises:
         ValueError: There is one. The message says what to write instead.
     """
-    for operation in _stateful(operations):
-        random = any(word in operation.type for word in _RANDOM)
-        if random or operation.type.startswith(_ASSIGNING):
-            problem, advice = (
-                ("draws random numbers", "Draw with keras.random, with seed=a keras.random.SeedGenerator")
-                if random
-                else ("assigns to a tf.Variable that Keras does not know", "Make it with self.add_weight")
-            )
-            raise ValueError(
-                f"The loss of {name!r} compares examples, so each slice of a batch runs twice, and its operation "
-                f"{operation.name!r} ({operation.type}) {problem}. {advice} that is an attribute of the layer."
-            )
+    if hidden := find_hidden_state(operations):
+        operation = hidden.operation
+        raise ValueError(
+            f"The loss of {name!r} compares examples, so each slice of a batch runs twice, and its operation "
+            f"{operation.name!r} ({operation.type}) {hidden.problem}. {hidden.advice}."
+        )
 
 
 def _stateful(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:

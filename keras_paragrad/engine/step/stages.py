@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import keras
 import tensorflow as tf
@@ -140,6 +140,17 @@ class Split(Protocol):
         ...
 
 
+class OrderedSplit(Split, Protocol):
+    """Fills the *split* stage, and sums over the replicas itself, in a fixed order."""
+
+    sums_replicas: bool
+    """The gradient, the losses and the weight are the whole batch's on the first replica, and zero on the others."""
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which steps are traced and run."""
+        ...
+
+
 class Apply(Protocol):
     """Fills the *combine* and *apply* stages: accumulates gradients, and decides when to update."""
 
@@ -251,7 +262,17 @@ class Stages(NamedTuple):
             return bool(self.take and self.take.by_xla)
         transform = self.chain and self.chain.outside_xla
         slices = self.split and is_slower_in_xla_loop(model) and not overrides_train_step(model)
+        slices = slices or self.sums_replicas
         return bool(model.jit_compile and (transform or slices))
+
+    @property
+    def sums_replicas(self) -> bool:
+        """Whether the *split* stage is an `OrderedSplit`."""
+        return getattr(self.split, "sums_replicas", False)
+
+    def running(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which steps are traced and run."""
+        return cast(OrderedSplit, self.split).running() if self.sums_replicas else contextlib.nullcontext()
 
     @property
     def prove(self) -> bool:

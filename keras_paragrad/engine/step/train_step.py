@@ -97,7 +97,8 @@ class TrainStep(NamedTuple):
 
     def __call__(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         """Runs the stages on the data of a replica batch, and returns the logs."""
-        replica_weight = ReplicaWeight(replica_batch) if replica_count() > 1 else None
+        several = replica_count() > 1
+        replica_weight = ReplicaWeight(replica_batch) if several and not self.stages.sums_replicas else None
         # An accumulating optimizer weights the replicas itself.
         context = StepContext(self.model, replica_batch, weigh_replica=None if self._accumulator else replica_weight)
         # Split, gradient, combine.
@@ -109,7 +110,7 @@ class TrainStep(NamedTuple):
         if replica_weight and whole and not self._accumulator:
             factor = tf.constant(1.0) if gradient.weight is None else replica_weight(gradient.weight)
             observe_before_all_reduce(self.model, gradient.gradients, factor)
-        shared = AllReducedResults(self.model, losses) if self.stages.take and replica_weight else None
+        shared = AllReducedResults(self.model, losses) if self.stages.take and several else None
         if losses and shared is None:
             losses.track()
         weight = self._weight_in_window(gradient, replica_weight)
@@ -135,7 +136,8 @@ class TrainStep(NamedTuple):
     def _track_losses(self, gradient: Gradient, replica_batch: ReplicaBatch) -> TrackedLosses | None:
         """The losses to log, or `None` where Keras tracks them."""
         if gradient.sums is not None:
-            return TrackedLosses(self.model, gradient.sums, self.window, ends=self.update)
+            on_first = self.stages.sums_replicas
+            return TrackedLosses(self.model, gradient.sums, self.window, ends=self.update, on_first=on_first)
         if gradient.show is None and (loss := gradient.loss) is not None:
             replica_batch.run(lambda: track_loss(self.model, loss, replica_batch.rows))
         return None

@@ -1,0 +1,413 @@
+"""Batches in a fixed number of parts, whose sums are added in one order: the same bits on any number of replicas."""
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple, cast
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.arguments import check_integer
+from keras_paragrad.compat.collectives import (
+    as_one_replica,
+    cross_replica,
+    replica_count,
+    replica_index,
+    replicas_are_traced_apart,
+    sum_over_replicas,
+)
+from keras_paragrad.compat.model import all_variables, may_choose_xla, step_metrics
+from keras_paragrad.compat.optimizer import unwrap_loss_scale
+from keras_paragrad.compat.types import Batch, Gradients
+from keras_paragrad.compat.workers import first_row, parts_per_replica
+from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.losses.sums import LossSums
+from keras_paragrad.engine.losses.terms import arguments_of
+from keras_paragrad.engine.probes.independence import check_metrics
+from keras_paragrad.engine.probes.pure_function import is_seed
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, cut_rows_of, rows_at
+from keras_paragrad.engine.step.gradient import Gradient, StepContext, forward_backward, in_function
+from keras_paragrad.engine.step.indivisible import DeferredRefusal
+from keras_paragrad.engine.step.operations import find_hidden_state
+from keras_paragrad.engine.step.stages import BatchSlices
+from keras_paragrad.storage.row_gradients import accumulate_gradient, is_overwritten, scale_gradient
+
+# Steps between the seeds of two parts: the golden ratio times 2**32, so that no two parts draw each other's numbers.
+_BETWEEN_SEEDS = 0x9E3779B9
+_NO_REWRITING = "disable_meta_optimizer"
+_MOST_PARTS = 1024
+
+
+def check_parts(deterministic: object) -> int:
+    """The argument `deterministic`: the number of parts of a batch, 8 for `True`, and 0 for `False`."""
+    parts = check_integer("deterministic", deterministic, least=2, most=_MOST_PARTS, also=(True, False), example=8)
+    return {True: 8, False: 0}[parts] if isinstance(parts, bool) else parts
+
+
+def enable_determinism() -> None:
+    """Has TensorFlow's operations give the same bits in each run of this process."""
+    tf.config.experimental.enable_op_determinism()
+
+
+class PartSums(NamedTuple):
+    """What a part of a batch adds to the whole.
+
+    Attributes:
+        gradients: The gradients of the trainable weights that have one, times the part's weight.
+        divisor: The weight: what the loss of the part was divided by.
+        losses: The part's `LossSums.vector`.
+        metrics: What it adds to the states of metrics.
+        states: How it changes the states of layers.
+        parts: 1, or 0 for a part without rows.
+    """
+
+    gradients: list[tf.Tensor]
+    divisor: tf.Tensor
+    losses: tf.Tensor
+    metrics: list[tf.Tensor]
+    states: list[tf.Tensor]
+    parts: tf.Tensor
+
+
+class FixedParts(NamedTuple):
+    """Fills the *split* stage: parts of a batch that are the same wherever they are computed.
+
+    Attributes:
+        parts: The number of parts of every batch.
+        normalize: Computes the weight of a part.
+        prove: Whether the first batch is to prove that its parts give what it gives.
+        most_rows: The most rows that a part may have.
+        jit: Whether XLA compiles parts; as the model was compiled, if `None`.
+        made_by: The component that fills the stage.
+        replicas: The number of replicas that divide the parts.
+        sums_replicas: See `OrderedSplit`.
+    """
+
+    parts: int
+    normalize: LossNormalization
+    prove: bool = True
+    most_rows: int = 2**31 - 1
+    jit: bool | None = None
+    made_by: str = "microbatch"
+    replicas: int = 1
+    sums_replicas: bool = True
+
+    @property
+    def size(self) -> int:
+        """The most rows that a part may have."""
+        return self.most_rows
+
+    @property
+    def deferred_refusal(self) -> DeferredRefusal | None:
+        """Every batch is divided, so nothing is refused later."""
+        return None
+
+    @property
+    def undivided(self) -> str:
+        """The first sentence of the error for a batch that can't be cut."""
+        return f"With deterministic={self.parts} every batch is computed in {self.parts} parts."
+
+    def part_rows(self, rows: int) -> int:
+        """The rows of the largest part of a replica's rows."""
+        return max(1, -(-rows // min(self.parts, parts_per_replica(self.parts, self.replicas))))
+
+    def cuts(self, data: Batch) -> bool:
+        """Every batch is cut."""
+        return True
+
+    def slices(self, data: Batch) -> BatchSlices:
+        """Refuses a `train_step` of the model's own, whose updates would have to be added in order too."""
+        raise IndivisibleError(
+            f"deterministic={self.parts} takes Keras's own train_step: gradients that another applies itself aren't "
+            "added in a fixed order. Override compute_loss instead of train_step, or leave deterministic out."
+        )
+
+    def of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
+        """Refuses a loss that compares examples, which is no sum over parts."""
+        raise IndivisibleError(
+            f"The loss compares examples of different parts. Leave deterministic={self.parts} out: such a loss is "
+            "computed on the outputs of the whole batch."
+        )
+
+    @contextlib.contextmanager
+    def running(self) -> Generator[None]:
+        """Context in which steps are traced and run: TensorFlow leaves the order of their operations as it is."""
+        options = tf.config.optimizer.get_experimental_options()
+        tf.config.optimizer.set_experimental_options({_NO_REWRITING: True})
+        try:
+            yield
+        finally:
+            tf.config.optimizer.set_experimental_options({_NO_REWRITING: options.get(_NO_REWRITING, False)})
+
+    def __call__(self, context: StepContext, data: Batch) -> Gradient:
+        """The gradient of the batch on all replicas: on the first one, with zeros on the others.
+
+        Summing it over the replicas then moves its bits and changes none.
+        """
+        self._check_replicas()
+        part = _Part(context._replace(by_xla=self._by_xla(context.model)), self.parts)
+        sums = [part(data, number, *bounds) for number, bounds in self._bounds(context.replica_batch, data)]
+        total = part.add_in_order(sums)
+        if replica_count() > 1:
+            total = part.add_in_order(_from_replicas(total))
+        part.assign(total)
+        return part.gradient(total)
+
+    def _by_xla(self, model: keras.Model) -> bool:
+        """Whether XLA compiles parts: only what was asked for is the same on all devices."""
+        return bool(model.jit_compile and not may_choose_xla(model)) if self.jit is None else self.jit
+
+    def _check_replicas(self) -> None:
+        """Refuses replicas that don't get whole parts."""
+        if replica_count() > 1 and not replicas_are_traced_apart():
+            raise IndivisibleError(
+                f"deterministic={self.parts} needs a program for each replica, and TensorFlow traces one for all cores "
+                "of a TPU. Leave it out on TPUs."
+            )
+        if replica_count() != self.replicas:
+            raise IndivisibleError(
+                f"The batches of {replica_count()} replicas aren't divided into {self.parts} parts. Write "
+                f"DistributedFit(..., deterministic={self.parts}), and dist.fit(model, ...)."
+            )
+
+    def _bounds(self, batch: ReplicaBatch, data: Batch) -> list[tuple[int, tuple[Any, Any]]]:
+        """The number, first row and number of rows of each part that this replica computes: at least one."""
+        count = parts_per_replica(self.parts, replica_count())
+        first = min(replica_index() * count, self.parts - 1)
+        count = max(1, min(count, self.parts - replica_index() * count))
+        # A replica without rows has a filler, which is no example.
+        rows = cut_rows_of(data) if batch.nonempty is None else batch.rows
+        if self.made_by == "microbatch":
+            _check_size(rows, count, self.most_rows, self.parts)
+        firsts = [first_row(rows, part, count) for part in range(count + 1)]
+        return [(first + part, (firsts[part], firsts[part + 1] - firsts[part])) for part in range(count)]
+
+
+def _check_size(rows: tf.Tensor | int, count: int, most_rows: int, parts: int) -> None:
+    """Refuses parts that are larger than stated."""
+    largest = -(-rows // count)
+    message = (
+        f"A batch in deterministic={parts} parts has parts of more than size={most_rows} rows. Write a larger size, a "
+        f"smaller batch_size, or deterministic={2 * parts}."
+    )
+    if isinstance(largest, int):
+        if largest > most_rows:
+            raise ValueError(message)
+    else:
+        tf.debugging.Assert(largest <= most_rows, [message])
+
+
+class _Part:
+    """One part of a batch as a function of its rows and number, traced once for each shape of rows on each replica."""
+
+    def __init__(self, context: StepContext, parts: int):
+        self.context, self.model, self.parts = context, context.model, parts
+        self.variables = self.model.trainable_weights
+        metrics = {id(variable): variable for metric in step_metrics(self.model) for variable in metric.variables}
+        weights = set(map(id, self.variables))
+        self.metrics = list(metrics.values())
+        known = [each for each in all_variables(self.model) if id(each) not in weights and id(each) not in metrics]
+        # All states that a part may change, and those that it does.
+        self.seeds = [each for each in known if is_seed(each)]
+        self.known = {id(each): each for each in known}
+        self.states: list[keras.Variable] = []
+        self._check_metrics()
+        self._compute = in_function(self._sums, by_xla=context.by_xla)
+        self._add = in_function(self._sum_of_two, by_xla=False)
+        # A mean over a part is larger than over the batch, and could overflow where the loss is scaled.
+        self._share = 1 / parts if unwrap_loss_scale(self.model.optimizer) is not self.model.optimizer else 1.0
+        self._present: list[int] = []
+        self._last: Any = None
+        self._after: list[tf.Tensor] = []
+
+    def _check_metrics(self) -> None:
+        if names := [each.path for each in self.metrics if each.aggregation != "sum"]:
+            raise IndivisibleError(
+                f"The states of metrics {', '.join(names)} aren't summed over replicas, so they can't be added in a "
+                "fixed order. Create them with add_variable(..., aggregation='sum'), or leave deterministic out."
+            )
+
+    def __call__(self, data: Batch, number: int, first: tf.Tensor | int, count: tf.Tensor | int) -> PartSums:
+        """The sums of the rows from `first` on, after those of the parts before it on this device."""
+        rows = rows_at(data, first, count)
+        never_empty = isinstance(count, int) and count > 0
+        batch = ReplicaBatch(tf.convert_to_tensor(count), None if never_empty else tf.convert_to_tensor(count > 0))
+        with tf.control_dependencies(None if tf.executing_eagerly() else self._after):
+            sums = self._compute((batch.filled(rows), tf.constant(number, tf.uint32), batch.nonempty))
+        self._after = [sums.divisor]
+        return sums
+
+    def _sums(self, arguments: tuple[Batch, tf.Tensor, tf.Tensor | None]) -> PartSums:
+        """Computes a part without side effects."""
+        data, number, nonempty = arguments
+        starts = {id(seed): _seed_of_part(seed, number) for seed in self.seeds}
+        mapping = [(seed, starts[id(seed)]) for seed in self.seeds]
+        mapping += [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self.metrics]
+        context = self.context._replace(weigh_replica=lambda weight: tf.constant(self._share), of_one_device=True)
+        with as_one_replica(), _RecordingScope(mapping, collect_losses=True) as scope:
+            gradient, y_pred = forward_backward(context, data)
+            batch = arguments_of(data, y_pred)
+            if has_metrics(self.model):
+                update_metrics(self.model, batch)
+            added = [tf.convert_to_tensor(scope.get_current_value(variable)) for variable in self.metrics]
+        if context.normalize is not None:
+            check_metrics(self.model, batch)
+        self._check_states(scope)
+        assert gradient.weight is not None and gradient.sums is not None, "the split stage weights every part"
+        self._last = gradient
+        changes = []
+        for variable in self.states:
+            start = starts.get(id(variable), variable.value)
+            changes.append(_change(variable, start, scope.get_current_value(variable), number))
+
+        weight = tf.constant(1.0) if gradient.weight.summed else tf.cast(gradient.weight.value, "float32")
+        gradients = self._weighted(gradient.gradients, weight)
+        sums = PartSums(gradients, weight, gradient.sums.vector, added, changes, tf.constant(1.0))
+        if nonempty is None:
+            return sums
+        return keras.tree.map_structure(lambda each: tf.where(nonempty, each, tf.zeros_like(each)), sums)
+
+    def _weighted(self, gradients: Gradients, weight: tf.Tensor) -> list[tf.Tensor]:
+        """Dense gradients times the weight of the part, where there are any."""
+        self._present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        factor = weight / self._share
+        dense: list[Any] = [tf.convert_to_tensor(cast(Any, gradients[index])) for index in self._present]
+        return [
+            accumulate_gradient(self.variables[index], None, gradient, factor)
+            for index, gradient in zip(self._present, dense, strict=True)
+        ]
+
+    def _check_states(self, scope: "_RecordingScope") -> None:
+        """Notes the states that a part changes, and refuses those that Keras or the model doesn't know."""
+        otherwise = f", or leave deterministic={self.parts} out."
+        metrics = set(map(id, self.metrics))
+        changed = [each for each in scope.assigned.values() if id(each) not in metrics]
+        if unknown := [each.path for each in changed if id(each) not in self.known]:
+            raise IndivisibleError(
+                f"The step assigns to {', '.join(unknown)}, which the model doesn't list among its variables. Give "
+                "layers that draw random numbers a keras.random.SeedGenerator, and make other states attributes of a "
+                f"layer{otherwise}"
+            )
+        graph = tf.compat.v1.get_default_graph()
+        if hidden := find_hidden_state(graph.get_operations()):
+            raise IndivisibleError(
+                f"The step's operation {hidden.operation.name!r} ({hidden.operation.type}) {hidden.problem}. "
+                f"{hidden.advice}{otherwise}"
+            )
+        self.states = changed
+
+    def add_in_order(self, sums: Sequence[PartSums]) -> PartSums:
+        """Adds neighbors, then neighbors of these sums, and so on: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))."""
+        sums = list(sums)
+        while len(sums) > 1:
+            pairs = [sums[index : index + 2] for index in range(0, len(sums), 2)]
+            sums = [pair[0] if len(pair) == 1 else self._add(pair) for pair in pairs]
+        return sums[0]
+
+    def _sum_of_two(self, pair: Sequence[PartSums]) -> PartSums:
+        """The sum of two neighbors; of float8 scales, which are no sums, the larger one."""
+        overwritten = [is_overwritten(self.variables[index]) for index in self._present]
+        one, other = pair
+        gradients = [
+            tf.maximum(first, second) if larger else first + second
+            for larger, first, second in zip(overwritten, one.gradients, other.gradients, strict=True)
+        ]
+        rest = [keras.tree.map_structure(tf.add, *fields) for fields in zip(one[1:], other[1:], strict=True)]
+        return PartSums(gradients, *rest)
+
+    def assign(self, total: PartSums) -> None:
+        """Adds the sums to the states of metrics, on the first replica, and of layers, on all."""
+        if replica_index() == 0:
+            for variable, added in zip(self.metrics, total.metrics, strict=True):
+                variable.assign_add(added)
+        for variable, change in zip(self.states, total.states, strict=True):
+            change = change / tf.cast(total.parts, change.dtype) if _is_averaged(variable) else change
+            _assign_on_all(variable, tf.convert_to_tensor(variable.value) + change)
+
+    def gradient(self, total: PartSums) -> Gradient:
+        """The gradient of the batch, on the first replica; zeros on the others."""
+        weight, sums = self._last.weight, self._last.sums
+        first = replica_index() == 0
+        divisor = tf.constant(1.0) if weight.summed else total.divisor
+        gradients: list[Any] = [None] * len(self.variables)
+        finish = in_function(self._mean, by_xla=False)
+        for index, gradient in zip(self._present, finish((total.gradients, divisor)), strict=True):
+            larger = is_overwritten(self.variables[index])
+            gradients[index] = gradient if first or larger else tf.zeros_like(gradient)
+        value = divisor if first else tf.zeros_like(divisor)
+        vector = total.losses if first else tf.zeros_like(total.losses)
+        normalizer = Normalizer(value, weight.summed, weight.stated, of_one_device=True)
+        return Gradient(gradients, None, normalizer, LossSums(vector, sums.form))
+
+    def _mean(self, arguments: tuple[list[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
+        """The sums divided by the divisor. Adding zero makes -0.0 what a sum over replicas makes of it."""
+        total, divisor = arguments
+        factor = tf.math.reciprocal_no_nan(divisor)
+        variables = [self.variables[index] for index in self._present]
+        means = [
+            each if is_overwritten(variable) else scale_gradient(each, factor) + tf.zeros([], each.dtype)
+            for each, variable in zip(total, variables, strict=True)
+        ]
+        return [tf.cast(mean, variable.dtype) for mean, variable in zip(means, variables, strict=True)]
+
+
+class _RecordingScope(keras.StatelessScope):
+    """A stateless scope that remembers the variables that are assigned in it, by `id`."""
+
+    assigned: dict[int, keras.Variable]
+
+    def __enter__(self) -> "_RecordingScope":
+        self.assigned = {}
+        super().__enter__()
+        return self
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        self.assigned[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+def _seed_of_part(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
+    """The state of a seed generator in a part: another sequence of random numbers for each part."""
+    value = tf.convert_to_tensor(seed.value)
+    return value + tf.cast(tf.stack([number * tf.constant(_BETWEEN_SEEDS, tf.uint32), 0]), value.dtype)
+
+
+def _change(variable: keras.Variable, start: Any, after: Any, number: tf.Tensor) -> tf.Tensor:
+    """How a part changes a state; of counters and seeds, which all parts change alike, the first part's change."""
+    change = tf.convert_to_tensor(after) - tf.convert_to_tensor(start)
+    if _is_averaged(variable) or variable.aggregation == "sum":
+        return change
+    return tf.where(tf.equal(number, 0), change, tf.zeros_like(change))
+
+
+def _is_averaged(variable: keras.Variable) -> bool:
+    """Whether the changes of a state by parts are averaged, as those of batch normalization are."""
+    return variable.aggregation == "mean" and tf.as_dtype(variable.dtype).is_floating
+
+
+def _from_replicas(sums: PartSums) -> list[PartSums]:
+    """The sums of all replicas, in order, on each of them: a sum with zeros moves bits and changes none."""
+    tensors = keras.tree.flatten(sums)
+    rows = [
+        tf.stack([each if replica == replica_index() else tf.zeros_like(each) for replica in range(replica_count())])
+        for each in tensors
+    ]
+    gathered = sum_over_replicas(rows)
+    by_replica = zip(*(tf.unstack(each, replica_count()) for each in gathered), strict=True)
+    return [keras.tree.pack_sequence_as(sums, list(each)) for each in by_replica]
+
+
+def _assign_on_all(variable: keras.Variable, value: tf.Tensor) -> None:
+    """Assigns a value that is the same on all replicas, without averaging it, which would round."""
+    if not isinstance(variable.value, tf.distribute.DistributedValues):
+        variable.assign(value)
+        return
+    extended = tf.distribute.get_strategy().extended
+
+    def assign(per_replica: Callable[..., Any], values: Any) -> None:
+        extended.update(variable.value, lambda local, new: local.assign(new), args=(values,), group=False)
+
+    cross_replica(assign, value)
