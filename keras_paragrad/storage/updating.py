@@ -70,6 +70,12 @@ def is_elementwise(optimizer: keras.optimizers.Optimizer) -> bool:
     return type(optimizer).update_step in _ELEMENTWISE and "update_step" not in vars(optimizer)
 
 
+def clips_norms_of_shards(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> bool:
+    """Whether an optimizer clips by norms, which are sums over the shards of variables."""
+    clips = any(inner.clipnorm or inner.global_clipnorm for inner in updating_optimizers(optimizer))
+    return clips and any(storage_of(variable).divided for variable in variables)
+
+
 def squared_norms(
     optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: Sequence[keras.Variable]
 ) -> list[tf.Tensor | None]:
@@ -83,10 +89,9 @@ def squared_norms(
     Returns:
         A scalar for each gradient. Empty where no optimizer clips by norms, or no variable is divided.
     """
-    storages = [storage_of(variable) for variable in variables]
-    clips = any(inner.clipnorm or inner.global_clipnorm for inner in updating_optimizers(optimizer))
-    if not clips or not any(each.divided for each in storages):
+    if not clips_norms_of_shards(optimizer, variables):
         return []
+    storages = [storage_of(variable) for variable in variables]
     scales_itself = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     scale = optimizer.dynamic_scale if scales_itself else optimizer.loss_scale_factor
     squares: list[Any] = [

@@ -108,47 +108,56 @@ class ReplicaPreparation(Preparation):
         elif normalize:
             normalize.check(model)
             self._warn_of_batch_statistics()
-        if jit is not None:
+        # Keras turns XLA off in models where determinism is on; parts are compiled nevertheless, if asked for.
+        if jit is not None and not parts:
             self.set_jit_compile(jit)
         by_xla = replicas > 1 and bool(model.jit_compile) and not self._all_reduces_in_forward_pass()
         several = replica_placement(model.distribute_strategy).workers > 1
         compared = ComparedFit.of(model, shard_policy, parts or None) if several else None
-        take = Take(None if deferred_refusal else normalize, by_xla, deferred_refusal, prove)
         distribute = functools.partial(shard_again, model, shard_policy, parts) if parts else None
-        self._divide_in_order(parts, weighting, jit, replicas)
+        ordered = self._divide_in_order(parts, weighting, prove, jit is True, replicas) if parts else None
+        if ordered is None:
+            self._divide_as_before()
+        take = Take(None if deferred_refusal else normalize, by_xla, deferred_refusal, prove, ordered)
         install_on_replicas(model, take, compared.sharded if compared else distribute)
         if compared:
             evaluate = functools.partial(_with_barrier, type(model).evaluate, model)
             predict = functools.partial(_with_barrier, _predict_in_order, model)
             self.replace(fit=compared, evaluate=evaluate, predict=predict)
 
-    def _divide_in_order(self, parts: int, weighting: str | DivisorFunction, jit: bool | None, replicas: int) -> None:
-        """Fills *split* with parts whose sums are added in a fixed order, or empties it if none are wanted."""
-        builder = StepBuilder.of(self.model)
-        split = builder.stages.split
-        in_order = split if isinstance(split, FixedParts) else None
-        if not parts:
-            if in_order and in_order.made_by == DIVIDER.configured_by:
-                builder.fill(split=None)
-            return
-        if split is not None and (in_order is None or in_order.parts != parts):
-            raise ValueError(
-                f"The batches of {self.model.name!r} are cut into slices already, which deterministic={parts} does too. "
-                f"Write microbatch(model, size, deterministic={parts}), or leave microbatch out."
-            )
-        if synchronized := [each.name for each in layers_of_batch_statistics(self.model) if each.synchronized]:
+    def _divide_in_order(
+        self, parts: int, weighting: str | DivisorFunction, prove: bool, by_xla: bool, replicas: int
+    ) -> FixedParts:
+        """Fills *split* with parts whose sums are added in a fixed order, and returns them."""
+        model = self.model
+        synchronized = [layer.name for layer in layers_of_batch_statistics(model) if layer.synchronized]
+        if synchronized:
             raise ValueError(
                 f"{', '.join(synchronized)} normalize with the statistics of all replicas, which are added in no fixed "
-                f"order. Write BatchNormalization(synchronized=False), whose statistics are those of each of the {parts} "
-                "parts of a batch on any number of devices, or GroupNormalization."
+                "order. Write BatchNormalization(synchronized=False), which normalizes each part of a batch by its own "
+                "statistics, or GroupNormalization."
             )
-        if in_order is None:
-            in_order = FixedParts(parts, self._normalization(weighting), made_by=DIVIDER.configured_by)
-        builder.fill(split=in_order._replace(prove=self.settings[5], jit=jit, replicas=replicas))
-        warn_of_batch_statistics(self.model)
+        warn_of_batch_statistics(model)
+        split = StepBuilder.of(model).stages.split
+        if split is None:
+            split = FixedParts(parts, self._normalization(weighting), prove, made_by=DIVIDER.configured_by)
+        if not isinstance(split, FixedParts) or split.parts != parts:
+            raise ValueError(
+                f"The batches of {model.name!r} are cut into slices already, which deterministic={parts} does too. "
+                f"Write microbatch(model, size, deterministic={parts}), or leave microbatch out."
+            )
+        split = split._replace(by_xla=by_xla, replicas=replicas)
+        StepBuilder.of(model).fill(split=split)
+        return split
+
+    def _divide_as_before(self) -> None:
+        """Empties *split* if `_divide_in_order` has filled it."""
+        split = StepBuilder.of(self.model).stages.split
+        if isinstance(split, FixedParts) and split.made_by == DIVIDER.configured_by:
+            StepBuilder.of(self.model).fill(split=None)
 
     def stop(self) -> None:
-        self._divide_in_order(0, "auto", None, 1)
+        self._divide_as_before()
         uninstall_from_replicas(self.model)
 
     def _normalization(self, weighting: str | DivisorFunction) -> LossNormalization:
@@ -275,8 +284,8 @@ class DataParallel(Parallelism):
     def prepare(self, model: keras.Model, run: PlannedRun) -> Preparation:
         options, jit = run.options, run.options.jit
         if jit == "auto" and options.deterministic:
-            # What XLA computes differs in the last bits, so it is used wherever it was asked for, or nowhere.
-            jit = None
+            # What XLA computes differs in the last bits, so it is used on all numbers of devices or on none.
+            jit = False
         elif jit == "auto":
             # Keras disables XLA under every strategy, unless it is requested explicitly.
             unset = run.strategies.models.num_replicas_in_sync > 1 and may_choose_xla(model)

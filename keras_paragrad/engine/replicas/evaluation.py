@@ -1,5 +1,6 @@
 """Evaluates and predicts on replicas: every example once, and in order."""
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -37,6 +38,10 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
             return run_custom_test_step(model, data, take.normalize)
         replica_batch = ReplicaBatch.of(data)
         filled = replica_batch.filled(data)
+        if take.ordered:
+            compute = functools.partial(_compute_losses, model, take=take)
+            sums = take.ordered.evaluate(model, replica_batch, filled, compute)
+            return _results(model, TrackedLosses(model, sums, on_first=True))
         normalize = take.normalize
         if normalize and replica_count() > 1 and compares_examples(model, filled, normalize, training=False):
             # Every replica has the loss of the whole batch, so an empty one has its share as well.
@@ -49,10 +54,16 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
         replica_batch.run(lambda: update_metrics(model, batch))
         if take.normalize is not None:
             check_metrics(model, batch)
-        shared = AllReducedResults(model, TrackedLosses(model, sums))
-        return shared.results(sum_over_replicas(shared.parts))
+        return _results(model, TrackedLosses(model, sums))
 
-    return compile_steps(model, [step], take=take)
+    running = take.ordered.running if take.ordered else contextlib.nullcontext
+    return compile_steps(model, [step], take=take, running=running)
+
+
+def _results(model: keras.Model, losses: TrackedLosses) -> StepLogs:
+    """The logs of all replicas, once metrics are updated with a batch."""
+    shared = AllReducedResults(model, losses)
+    return shared.results(sum_over_replicas(shared.parts))
 
 
 def static_test_step(model: keras.Model, data: Batch) -> StepLogs:

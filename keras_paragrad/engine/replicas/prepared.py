@@ -83,7 +83,7 @@ def install_on_replicas(model: keras.Model, take: Take, distribute: Distribute |
         # Compiled functions stay valid.
         return
     builder.fill(take=take)
-    if model.distribute_strategy.num_replicas_in_sync == 1:
+    if model.distribute_strategy.num_replicas_in_sync == 1 and not take.ordered:
         return
     separate_added_losses(model)
     gather_at_calls(model)

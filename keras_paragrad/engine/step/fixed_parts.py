@@ -16,9 +16,9 @@ from keras_paragrad.compat.collectives import (
     replicas_are_traced_apart,
     sum_over_replicas,
 )
-from keras_paragrad.compat.model import all_variables, may_choose_xla, step_metrics
+from keras_paragrad.compat.model import all_variables, step_metrics
 from keras_paragrad.compat.optimizer import unwrap_loss_scale
-from keras_paragrad.compat.types import Batch, Gradients
+from keras_paragrad.compat.types import Batch, Gradients, Structure
 from keras_paragrad.compat.workers import first_row, parts_per_replica
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
@@ -32,11 +32,14 @@ from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, cut_rows_
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, forward_backward, in_function
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.operations import find_hidden_state
-from keras_paragrad.engine.step.stages import BatchSlices
+from keras_paragrad.engine.step.stages import BatchSlices, ComputeLosses
 from keras_paragrad.storage.row_gradients import accumulate_gradient, is_overwritten, scale_gradient
+from keras_paragrad.storage.updating import clips_norms_of_shards
 
 # Steps between the seeds of two parts: the golden ratio times 2**32, so that no two parts draw each other's numbers.
 _BETWEEN_SEEDS = 0x9E3779B9
+# Maps the context of a pass and a batch to its gradients, weight and losses, and to the predictions.
+RunPart = Callable[[StepContext, Batch], tuple[Gradient, Structure]]
 _NO_REWRITING = "disable_meta_optimizer"
 _MOST_PARTS = 1024
 
@@ -80,7 +83,7 @@ class FixedParts(NamedTuple):
         normalize: Computes the weight of a part.
         prove: Whether the first batch is to prove that its parts give what it gives.
         most_rows: The most rows that a part may have.
-        jit: Whether XLA compiles parts; as the model was compiled, if `None`.
+        by_xla: Whether XLA compiles parts.
         made_by: The component that fills the stage.
         replicas: The number of replicas that divide the parts.
         sums_replicas: See `OrderedSplit`.
@@ -90,7 +93,7 @@ class FixedParts(NamedTuple):
     normalize: LossNormalization
     prove: bool = True
     most_rows: int = 2**31 - 1
-    jit: bool | None = None
+    by_xla: bool = False
     made_by: str = "microbatch"
     replicas: int = 1
     sums_replicas: bool = True
@@ -147,18 +150,28 @@ class FixedParts(NamedTuple):
 
         Summing it over the replicas then moves its bits and changes none.
         """
+        part = _Part(context._replace(by_xla=self.by_xla), self.parts, forward_backward)
+        total = self._total(part, context.replica_batch, data)
+        return part.gradient(total)
+
+    def evaluate(self, model: keras.Model, batch: ReplicaBatch, data: Batch, compute: ComputeLosses) -> LossSums:
+        """The losses of a batch on all replicas: on the first one, with zeros on the others; updates the metrics."""
+
+        def evaluated(context: StepContext, data: Batch) -> tuple[Gradient, Structure]:
+            y_pred, losses = compute(data)
+            return Gradient([None] * len(model.trainable_weights), None, Normalizer(tf.constant(1.0)), losses), y_pred
+
+        part = _Part(StepContext(model, batch, by_xla=self.by_xla), self.parts, evaluated)
+        return part.losses(self._total(part, batch, data))
+
+    def _total(self, part: "_Part", batch: ReplicaBatch, data: Batch) -> PartSums:
+        """The sums over all parts of a batch, on every replica; adds to the states of metrics and layers."""
         self._check_replicas()
-        part = _Part(context._replace(by_xla=self._by_xla(context.model)), self.parts)
-        sums = [part(data, number, *bounds) for number, bounds in self._bounds(context.replica_batch, data)]
-        total = part.add_in_order(sums)
+        total = part.add_in_order([part(data, number, *bounds) for number, bounds in self._bounds(batch, data)])
         if replica_count() > 1:
             total = part.add_in_order(_from_replicas(total))
         part.assign(total)
-        return part.gradient(total)
-
-    def _by_xla(self, model: keras.Model) -> bool:
-        """Whether XLA compiles parts: only what was asked for is the same on all devices."""
-        return bool(model.jit_compile and not may_choose_xla(model)) if self.jit is None else self.jit
+        return total
 
     def _check_replicas(self) -> None:
         """Refuses replicas that don't get whole parts."""
@@ -203,8 +216,8 @@ def _check_size(rows: tf.Tensor | int, count: int, most_rows: int, parts: int) -
 class _Part:
     """One part of a batch as a function of its rows and number, traced once for each shape of rows on each replica."""
 
-    def __init__(self, context: StepContext, parts: int):
-        self.context, self.model, self.parts = context, context.model, parts
+    def __init__(self, context: StepContext, parts: int, run: RunPart):
+        self.context, self.model, self.parts, self._run = context, context.model, parts, run
         self.variables = self.model.trainable_weights
         metrics = {id(variable): variable for metric in step_metrics(self.model) for variable in metric.variables}
         weights = set(map(id, self.variables))
@@ -214,20 +227,28 @@ class _Part:
         self.seeds = [each for each in known if is_seed(each)]
         self.known = {id(each): each for each in known}
         self.states: list[keras.Variable] = []
-        self._check_metrics()
+        self._check()
         self._compute = in_function(self._sums, by_xla=context.by_xla)
         self._add = in_function(self._sum_of_two, by_xla=False)
         # A mean over a part is larger than over the batch, and could overflow where the loss is scaled.
-        self._share = 1 / parts if unwrap_loss_scale(self.model.optimizer) is not self.model.optimizer else 1.0
+        optimizer = self.model.optimizer
+        self._share = 1 / parts if optimizer is not None and unwrap_loss_scale(optimizer) is not optimizer else 1.0
         self._present: list[int] = []
         self._last: Any = None
         self._after: list[tf.Tensor] = []
 
-    def _check_metrics(self) -> None:
+    def _check(self) -> None:
+        """Refuses sums whose order depends on the number of replicas."""
+        if self.model.optimizer is not None and clips_norms_of_shards(self.model.optimizer, self.variables):
+            raise IndivisibleError(
+                "The norm of a gradient in shards is added shard by shard, so its last bits depend on their number. "
+                f"Write clipvalue in place of clipnorm, or leave shard or deterministic={self.parts} out."
+            )
         if names := [each.path for each in self.metrics if each.aggregation != "sum"]:
             raise IndivisibleError(
                 f"The states of metrics {', '.join(names)} aren't summed over replicas, so they can't be added in a "
-                "fixed order. Create them with add_variable(..., aggregation='sum'), or leave deterministic out."
+                "fixed order. Create them with add_variable(..., aggregation='sum'), or leave "
+                f"deterministic={self.parts} out."
             )
 
     def __call__(self, data: Batch, number: int, first: tf.Tensor | int, count: tf.Tensor | int) -> PartSums:
@@ -248,7 +269,7 @@ class _Part:
         mapping += [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self.metrics]
         context = self.context._replace(weigh_replica=lambda weight: tf.constant(self._share), of_one_device=True)
         with as_one_replica(), _RecordingScope(mapping, collect_losses=True) as scope:
-            gradient, y_pred = forward_backward(context, data)
+            gradient, y_pred = self._run(context, data)
             batch = arguments_of(data, y_pred)
             if has_metrics(self.model):
                 update_metrics(self.model, batch)
@@ -329,7 +350,7 @@ class _Part:
 
     def gradient(self, total: PartSums) -> Gradient:
         """The gradient of the batch, on the first replica; zeros on the others."""
-        weight, sums = self._last.weight, self._last.sums
+        weight = self._last.weight
         first = replica_index() == 0
         divisor = tf.constant(1.0) if weight.summed else total.divisor
         gradients: list[Any] = [None] * len(self.variables)
@@ -338,9 +359,13 @@ class _Part:
             larger = is_overwritten(self.variables[index])
             gradients[index] = gradient if first or larger else tf.zeros_like(gradient)
         value = divisor if first else tf.zeros_like(divisor)
-        vector = total.losses if first else tf.zeros_like(total.losses)
         normalizer = Normalizer(value, weight.summed, weight.stated, of_one_device=True)
-        return Gradient(gradients, None, normalizer, LossSums(vector, sums.form))
+        return Gradient(gradients, None, normalizer, self.losses(total))
+
+    def losses(self, total: PartSums) -> LossSums:
+        """The losses of the batch, on the first replica; zeros on the others."""
+        vector = total.losses if replica_index() == 0 else tf.zeros_like(total.losses)
+        return LossSums(vector, self._last.sums.form)
 
     def _mean(self, arguments: tuple[list[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
         """The sums divided by the divisor. Adding zero makes -0.0 what a sum over replicas makes of it."""

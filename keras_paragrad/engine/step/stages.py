@@ -10,10 +10,14 @@ import tensorflow as tf
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.types import Batch, Step
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.sums import LossSums
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.gradient import Gradient, Present, StepContext, is_slower_in_xla_loop
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.telemetry.watch import Observe, Telemetry
 
+# Maps a batch to the predictions and the losses.
+ComputeLosses = Callable[[Batch], tuple[Any, LossSums]]
 # Files save the states of transforms as attributes of the optimizer, numbered in their order.
 _STATE = "gradient_transform_"
 
@@ -72,12 +76,14 @@ class Take(NamedTuple):
         by_xla: Whether XLA compiles each replica's forward and backward pass.
         deferred_refusal: On one replica, warns of what several would refuse.
         prove: Whether the first batch is to prove that parts give what the whole gives.
+        ordered: Evaluates in a fixed order too, if not `None`.
     """
 
     normalize: LossNormalization | None = None
     by_xla: bool = False
     deferred_refusal: DeferredRefusal | None = None
     prove: bool = True
+    ordered: "OrderedSplit | None" = None
 
 
 class BatchSlices(NamedTuple):
@@ -148,6 +154,10 @@ class OrderedSplit(Split, Protocol):
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Context in which steps are traced and run."""
+        ...
+
+    def evaluate(self, model: keras.Model, batch: ReplicaBatch, data: Batch, compute: ComputeLosses) -> LossSums:
+        """The losses of a batch, whose parts `compute` evaluates; adds to the states of metrics."""
         ...
 
 
