@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 
 import keras_paragrad
-from keras_paragrad.cli import PROGRAM, completions, docs, doctor, estimate, explain, launch, report
+from keras_paragrad.cli import PROGRAM, completions, digest, docs, doctor, estimate, explain, launch, report
 from keras_paragrad.cli.parser import Parser
 
 # None imports Keras or TensorFlow before it runs, so that help, version and completions are quick.
 COMMANDS = {
     "completions": completions,
+    "digest": digest,
     "docs": docs,
     "doctor": doctor,
     "estimate": estimate,

@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -14,6 +15,7 @@ from keras_paragrad.compat.optimizer import held_optimizers, nested_optimizers
 from keras_paragrad.compat.private import FuncGraph, KerasSaveable, UninitializedVariable
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import DType
+from keras_paragrad.compat.workers import replica_placement
 
 
 class SavedVariables(KerasSaveable, AutoTrackable):
@@ -89,8 +91,24 @@ class SavedVariables(KerasSaveable, AutoTrackable):
         """Reads what `save_own_variables` wrote; zeros where nothing was written."""
         self.__dict__["loads"] += 1
         for name, variable in self.variables.items():
-            value = store[name] if name in store else keras.ops.zeros(variable.shape, variable.dtype)
-            variable.assign(value)
+            assign_sum(variable, store[name] if name in store else keras.ops.zeros(variable.shape, variable.dtype))
+
+
+def assign_sum(variable: keras.Variable, value: Any) -> None:
+    """Assigns a value, in cross-replica context; of a sum over replicas, to the first replica.
+
+    Equal shares on all replicas, as TensorFlow assigns them, may add up to other bits.
+    """
+    distributed: Any = variable.value
+    on_read = getattr(distributed, "synchronization", None) == tf.VariableSynchronization.ON_READ
+    # A variable with a storage is in shards.
+    whole = isinstance(distributed, tf.distribute.DistributedValues) and not hasattr(distributed, "storage")
+    if variable.aggregation != "sum" or not (on_read and whole):
+        variable.assign(value)
+        return
+    has_first = replica_placement(distributed.distribute_strategy).first == 0
+    for index, local in enumerate(distributed.values):
+        local.assign(value if has_first and index == 0 else tf.zeros_like(local))
 
 
 # Smaller variables are allocated: seeds, counters, rates and statistics are also read outside of steps.

@@ -12,7 +12,7 @@ from keras_paragrad.compat.model import all_layers, compile_config, optimizers_o
 from keras_paragrad.compat.optimizer import held_optimizers
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Array
-from keras_paragrad.compat.variables import SavedVariables
+from keras_paragrad.compat.variables import SavedVariables, assign_sum
 
 Sections = dict[str, list[keras.Variable]]
 
@@ -76,14 +76,14 @@ def assign_all(sections: Sections, values: dict[str, Iterable[np.ndarray]]) -> N
     """Assigns values to the variables; called on all workers, whose number may have changed."""
     for name, variables in sections.items():
         for variable, value in zip(variables, values[name], strict=True):
-            variable.assign(value)
+            assign_sum(variable, value)
 
 
 def add_all(sections: Sections, values: dict[str, Iterable[np.ndarray]]) -> None:
     """Adds the values of another replica to the variables; called on all workers."""
     for name, variables in sections.items():
         for variable, value in zip(variables, values[name], strict=True):
-            variable.assign(variable.numpy() + value)
+            assign_sum(variable, variable.numpy() + value)
 
 
 def build_optimizer(model: keras.Model) -> None:

@@ -27,6 +27,8 @@ _TINY = 1e-3
 _log = logging.getLogger("keras_paragrad")
 
 State = list[tf.Tensor]
+# The name that `keras.random.SeedGenerator` gives its state.
+SEED_STATE = "seed_generator_state"
 
 
 class UnknownState(Inconclusive):
@@ -136,8 +138,7 @@ class PureFunction:
 
 def is_seed(variable: keras.Variable) -> bool:
     """Whether a variable is the state of a `keras.random.SeedGenerator`."""
-    # The name that `keras.random.SeedGenerator` gives its state.
-    return variable.name == "seed_generator_state"
+    return variable.name == SEED_STATE
 
 
 class _KnownVariablesScope(keras.StatelessScope):

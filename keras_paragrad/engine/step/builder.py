@@ -35,6 +35,7 @@ from keras_paragrad.engine.step.building import (
     is_fully_built,
     losses_built,
 )
+from keras_paragrad.engine.step.data_order import follow_data_order
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.interception import install_transform, noticing_applies
@@ -231,6 +232,7 @@ class StepBuilder:
         if optimizer is not None:
             install_transform(optimizer, self.stages.chain, shown=bool(self.stages.observe or self.stages.telemetry))
             save_states(self.model.optimizer, self.stages.transforms or ())
+            follow_data_order(self.model, follow=self.stages.sums_replicas)
         self._updating = optimizer
         for other in self._others:
             install_transform(other, None)

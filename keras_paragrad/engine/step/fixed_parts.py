@@ -29,6 +29,7 @@ from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.probes.pure_function import is_seed
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, cut_rows_of, rows_at
+from keras_paragrad.engine.step.data_order import DataOrder, checksum_of_part
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, forward_backward, in_function
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.operations import find_hidden_state
@@ -65,6 +66,7 @@ class PartSums(NamedTuple):
         metrics: What it adds to the states of metrics.
         states: How it changes the states of layers.
         parts: 1, or 0 for a part without rows.
+        data: The part's `checksum_of_part`, in training.
     """
 
     gradients: list[tf.Tensor]
@@ -73,6 +75,7 @@ class PartSums(NamedTuple):
     metrics: list[tf.Tensor]
     states: list[tf.Tensor]
     parts: tf.Tensor
+    data: list[tf.Tensor]
 
 
 class FixedParts(NamedTuple):
@@ -233,6 +236,7 @@ class _Part:
         # A mean over a part is larger than over the batch, and could overflow where the loss is scaled.
         optimizer = self.model.optimizer
         self._share = 1 / parts if optimizer is not None and unwrap_loss_scale(optimizer) is not optimizer else 1.0
+        self._order = DataOrder.of(self.model) if run is forward_backward else None
         self._present: list[int] = []
         self._last: Any = None
         self._after: list[tf.Tensor] = []
@@ -286,7 +290,8 @@ class _Part:
 
         weight = tf.constant(1.0) if gradient.weight.summed else tf.cast(gradient.weight.value, "float32")
         gradients = self._weighted(gradient.gradients, weight)
-        sums = PartSums(gradients, weight, gradient.sums.vector, added, changes, tf.constant(1.0))
+        read = [checksum_of_part(data, number)] if self._order else []
+        sums = PartSums(gradients, weight, gradient.sums.vector, added, changes, tf.constant(1.0), read)
         if nonempty is None:
             return sums
         return keras.tree.map_structure(lambda each: tf.where(nonempty, each, tf.zeros_like(each)), sums)
@@ -347,6 +352,8 @@ class _Part:
         for variable, change in zip(self.states, total.states, strict=True):
             change = change / tf.cast(total.parts, change.dtype) if _is_averaged(variable) else change
             _assign_on_all(variable, tf.convert_to_tensor(variable.value) + change)
+        if self._order:
+            _assign_on_all(self._order.state, self._order.after(*total.data))
 
     def gradient(self, total: PartSums) -> Gradient:
         """The gradient of the batch, on the first replica; zeros on the others."""

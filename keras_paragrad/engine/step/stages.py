@@ -146,11 +146,13 @@ class Split(Protocol):
         ...
 
 
-class OrderedSplit(Split, Protocol):
-    """Fills the *split* stage, and sums over the replicas itself, in a fixed order."""
+class OrderedSplit(Protocol):
+    """What a filler of the *split* stage also has if it sums over the replicas itself, in a fixed order."""
 
-    sums_replicas: bool
-    """The gradient, the losses and the weight are the whole batch's on the first replica, and zero on the others."""
+    @property
+    def sums_replicas(self) -> bool:
+        """True: the gradient, losses and weight are the whole batch's on the first replica, and zero on the others."""
+        ...
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Context in which steps are traced and run."""

@@ -1,0 +1,49 @@
+"""Print digests of weights, optimizer and data order, to compare two trainings bit for bit."""
+
+import argparse
+
+from keras_paragrad.arguments import quote
+from keras_paragrad.cli.parser import add_examples, complete_paths, refuse
+from keras_paragrad.cli.waiting import Say, while_waiting
+
+_PAGE = "guides/elastic"
+_DIFFER = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the arguments of `digest`."""
+    add_examples(parser, "digest backups\ndigest model.keras other.keras", _PAGE)
+    complete_paths(
+        parser.add_argument(
+            "paths",
+            nargs="+",
+            metavar="PATH",
+            help="a directory of backups (the newest counts), a backup, a .keras or .weights.h5 file, or a checkpoint",
+        )
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the digests; returns 0, 3 if those of several paths differ, or 2 if there is nothing to digest."""
+    return while_waiting("digest", lambda say: _printed(arguments.paths, say))
+
+
+def _printed(paths: list[str], say: Say) -> int:
+    import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
+    from keras_paragrad.distribution.checkpoint.files import DamagedBackupError
+    from keras_paragrad.distribution.digest import digest_of
+
+    digests = []
+    for path in paths:
+        say(f"reading {quote(path)}")
+        try:
+            digests.append(digest_of(path))
+        except (DamagedBackupError, OSError, ValueError) as error:
+            return refuse("digest", error)
+        print(digests[-1].source)
+        print("\n".join(f"  {line}" for line in digests[-1].lines()))
+    fields = ("weights", "optimizer", "data_order")
+    differing = [field for field in fields if len({getattr(digest, field) for digest in digests}) > 1]
+    if len(digests) > 1:
+        print(f"They differ in {', '.join(differing).replace('_', ' ')}." if differing else "They are the same.")
+    return _DIFFER if differing else 0

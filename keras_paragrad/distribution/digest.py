@@ -1,0 +1,153 @@
+"""Digests of trained state, for two trainings to be compared: of weights, optimizer, and data order."""
+
+import hashlib
+import math
+import os
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+
+from keras_paragrad.distribution.checkpoint.content import Content, VariableInShards
+from keras_paragrad.distribution.checkpoint.file_format import ShardFile, is_intact, position_of, read_shards
+from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError
+from keras_paragrad.engine.probes.pure_function import SEED_STATE
+from keras_paragrad.storage.model_variables import training_variables
+
+_WEIGHTS, _OPTIMIZER, _DATA = "weights", "optimizer", "data order"
+# The sections of a backup, and of `training_variables`.
+_SECTIONS = {"model": _WEIGHTS, "optimizer": _OPTIMIZER}
+_KINDS = "a directory of backups, a backup, a .keras or .weights.h5 file, or a tf.train.Checkpoint"
+
+
+class Digest(NamedTuple):
+    """SHA-256 of the values that training leaves, in hexadecimal; of none of a kind, `None`.
+
+    It depends on the values, their shapes and dtypes, and not on names or the kind of file.
+
+    Attributes:
+        weights: Of the model's variables, with statistics, and without the states of seeds.
+        optimizer: Of the optimizer's variables, with accumulated gradients.
+        data_order: Of the checksum of all batches that deterministic training has read.
+        source: What was read.
+    """
+
+    weights: str | None
+    optimizer: str | None
+    data_order: str | None
+    source: str
+
+    def lines(self) -> list[str]:
+        """The digests in words, a line each."""
+        named = {_WEIGHTS: self.weights, _OPTIMIZER: self.optimizer, _DATA: self.data_order}
+        return [f"{name:<12}{value or 'not in it'}" for name, value in named.items()]
+
+
+def digest_of(source: keras.Model | str | os.PathLike[str]) -> Digest:
+    """The digest of a model, or of a file that holds its state.
+
+    Args:
+        source: A built model; or a directory of backups, of which the newest counts, a backup, a `.keras` or
+            `.weights.h5` file, or the prefix of a `tf.train.Checkpoint`.
+
+    Raises:
+        ValueError: There is nothing of these kinds there. The message says what there is.
+        DamagedBackupError: The backup was changed since it was written.
+    """
+    if not isinstance(source, (str, os.PathLike)):
+        return _digest_of_values(_values_of_model(source), source.name)
+    path = Path(source)
+    if path.is_dir() and (backups := BackupFiles(path).paths()):
+        path = backups[0]
+    if path.is_file() and position_of(path):
+        values = _values_of_backup(path)
+    elif path.is_file() and zipfile.is_zipfile(path):
+        values = _values_of_archive(path)
+    elif path.is_file() and path.suffix == ".h5":
+        values = _values_of_h5(path)
+    else:
+        path, values = _values_of_checkpoint(path)
+    return _digest_of_values(values, str(path))
+
+
+# Each value, with what it is of.
+Values = Iterable[tuple[str | None, np.ndarray]]
+
+
+def _digest_of_values(values: Values, source: str) -> Digest:
+    digests: dict[str, list[bytes]] = {}
+    for kind, value in ((kind, value) for kind, value in values if kind is not None):
+        head = f"{value.dtype.name} {value.shape} ".encode()
+        digests.setdefault(kind, []).append(hashlib.sha256(head + np.ascontiguousarray(value).tobytes()).digest())
+    # In the order of their digests: files of different kinds have different orders and names.
+    sums = {kind: hashlib.sha256(b"".join(sorted(each))).hexdigest() for kind, each in digests.items()}
+    return Digest(sums.get(_WEIGHTS), sums.get(_OPTIMIZER), sums.get(_DATA), source)
+
+
+def _kind_of(name: str, kind: str | None = None) -> str | None:
+    """What a variable is of, by its path; `None` for seeds, which Keras's own files leave out."""
+    parts = name.split("/")
+    if SEED_STATE in parts or parts[0] == "save_counter":
+        return None
+    if "data_order" in parts:
+        return _DATA
+    return kind or (_OPTIMIZER if "optimizer" in parts and "_trainable_variables" not in parts else _WEIGHTS)
+
+
+def _values_of_model(model: keras.Model) -> Iterator[tuple[str | None, np.ndarray]]:
+    sections = training_variables(model)
+    for section, kind in _SECTIONS.items():
+        for variable in sections[section]:
+            yield _kind_of(variable.path, kind), keras.ops.convert_to_numpy(variable)
+
+
+def _values_of_backup(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
+    content = Content.from_bytes(BackupFiles(path.parent).read(path).content)
+    for file in content.shards:
+        if not is_intact(path.parent, file):
+            raise DamagedBackupError(f"{path}: {file.name}, its shards, is missing or was changed")
+    for section, kind in _SECTIONS.items():
+        for name, value in zip(content.names[section], content.values[section], strict=True):
+            if isinstance(value, VariableInShards):
+                value = _joined(path.parent, content.shards, content.replicas, value)
+            yield _kind_of(name, kind), value
+
+
+def _joined(directory: Path, files: Any, replicas: int, variable: VariableInShards) -> np.ndarray:
+    """A variable from the shards of all workers."""
+    each = replicas // len(files)
+    bytes_of_worker = each * variable.size * variable.dtype.itemsize
+    parts = [read_shards(directory, ShardFile(*file), each * variable.begin, bytes_of_worker) for file in files]
+    flat = np.concatenate(parts).view(variable.dtype)
+    return flat[: math.prod(variable.shape)].reshape(variable.shape)
+
+
+def _values_of_archive(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
+    with zipfile.ZipFile(path) as archive, archive.open("model.weights.h5") as file:
+        yield from _values_of_h5(file)
+
+
+def _values_of_h5(file: Any) -> Iterator[tuple[str | None, np.ndarray]]:
+    import h5py
+
+    found: list[tuple[str | None, np.ndarray]] = []
+    with h5py.File(file, "r") as weights:
+        weights.visititems(
+            lambda name, item: found.append((_kind_of(name), item[()])) if isinstance(item, h5py.Dataset) else None
+        )
+    yield from found
+
+
+def _values_of_checkpoint(path: Path) -> tuple[Path, Values]:
+    import tensorflow as tf
+
+    prefix = tf.train.latest_checkpoint(str(path)) if path.is_dir() else str(path)
+    if prefix is None or not Path(f"{prefix}.index").is_file():
+        kind = "a directory without backups or checkpoints" if path.is_dir() else "a file" if path.exists() else None
+        raise ValueError(f"{str(path)!r} is {kind or 'missing'}. Name {_KINDS}.")
+    reader = tf.train.load_checkpoint(prefix)
+    names = [name for name in reader.get_variable_to_shape_map() if name.endswith("/.ATTRIBUTES/VARIABLE_VALUE")]
+    return Path(prefix), ((_kind_of(name), reader.get_tensor(name)) for name in sorted(names))

@@ -1,0 +1,75 @@
+"""A checksum of the batches that deterministic training has read, in their order."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.compat.types import Batch
+from keras_paragrad.compat.variables import SavedVariables
+
+# Odd numbers whose bits are mixed, as in the finalizer of MurmurHash3.
+_MULTIPLIERS = (-49064778989728563, -4265267296055464877)
+_HALF = 31
+_PRIME = 2**31 - 1
+_ATTRIBUTE = "data_order"
+
+
+class DataOrder(SavedVariables):
+    """The checksum, saved with the optimizer: two numbers below 2**31, which a sum over replicas keeps."""
+
+    def __init__(self):
+        super().__init__()
+        self.state = self.add(_ATTRIBUTE, (2,), "int64")
+
+    @classmethod
+    def of(cls, model: keras.Model) -> "DataOrder | None":
+        """The checksum of a model in deterministic training."""
+        return vars(model.optimizer).get(_ATTRIBUTE) if model.optimizer is not None else None
+
+    def after(self, batch: tf.Tensor) -> tf.Tensor:
+        """The checksum after another batch, given the sum of `checksum_of_part` over its parts."""
+        return tf.math.floormod(tf.convert_to_tensor(self.state.value) * 48271 + batch, _PRIME)
+
+
+def follow_data_order(model: keras.Model, *, follow: bool) -> None:
+    """Begins a `DataOrder` of a model, or ends it."""
+    if model.optimizer is None or (DataOrder.of(model) is not None) == follow:
+        return
+    if not follow:
+        delattr(model.optimizer, _ATTRIBUTE)
+        return
+    with tf.init_scope(), model.distribute_strategy.scope():
+        setattr(model.optimizer, _ATTRIBUTE, DataOrder())
+
+
+def checksum_of_part(data: Batch, number: tf.Tensor) -> tf.Tensor:
+    """A checksum of the values in a part of a batch, of their places, and of the part's number: two int64 numbers."""
+    total = tf.zeros([], tf.int64)
+    for index, leaf in enumerate(tf.nest.flatten(data, expand_composites=True)):
+        values = _as_integers(leaf)
+        places = tf.range(1, tf.size(values, tf.int64) + 1, dtype=tf.int64) * (2 * index + 1)
+        total += tf.reduce_sum(_mixed(values) * _mixed(places))
+    mixed = _mixed(total + tf.cast(number, tf.int64))
+    mask = tf.constant(_PRIME, tf.int64)
+    return tf.stack([tf.bitwise.bitwise_and(mixed, mask), tf.bitwise.bitwise_and(_shifted(mixed), mask)])
+
+
+def _as_integers(leaf: Any) -> tf.Tensor:
+    """The bits of a tensor's values, as a flat int64 tensor."""
+    if leaf.dtype == tf.string:
+        return tf.reshape(tf.strings.to_hash_bucket_fast(leaf, 2**62), [-1])
+    if leaf.dtype.is_floating or leaf.dtype.is_complex:
+        leaf = tf.bitcast(leaf, {2: tf.int16, 4: tf.int32, 8: tf.int64}.get(leaf.dtype.size, tf.int8))
+    return tf.reshape(tf.cast(leaf, tf.int64), [-1])
+
+
+def _mixed(values: tf.Tensor) -> tf.Tensor:
+    """Integers whose every bit depends on all bits of the others, modulo 2**64."""
+    for multiplier in _MULTIPLIERS:
+        values = tf.bitwise.bitwise_xor(values, _shifted(values)) * multiplier
+    return values
+
+
+def _shifted(values: tf.Tensor) -> tf.Tensor:
+    return tf.bitwise.right_shift(values, tf.constant(_HALF, tf.int64))
