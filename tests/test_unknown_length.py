@@ -1,4 +1,4 @@
-"""Data of unknown length: every component counts an update for each batch, where Keras counts one more an epoch."""
+"""Data of unknown length: components count an update for each batch; Keras before 3.16, one more an epoch."""
 
 import functools
 
@@ -105,9 +105,9 @@ def check(model):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_keras_counts_one_update_too_many_an_epoch():
+def test_keras_before_3_16_counts_one_update_too_many_an_epoch():
     # Otherwise, what the pages say of it is out of date.
-    assert int(fit(build()).optimizer.iterations) == 8
+    assert int(fit(build()).optimizer.iterations) == (8 if keras.version() < "3.16" else 6)
 
 
 @pytest.mark.parametrize("way", WAYS)
