@@ -1,6 +1,6 @@
 """The devices of a process, and what there is to be known of them."""
 
-import importlib.metadata
+import importlib
 import platform
 import shutil
 import subprocess
@@ -11,6 +11,7 @@ import tensorflow as tf
 from gpu_parts.case import Machine
 from keras_paragrad.distribution.hardware import memory_by_name
 
+# By their modules: a distribution may have another name, as `keras-nightly`.
 VERSIONS = ("tensorflow", "keras", "keras_paragrad", "numpy")
 # Of each of two logical devices on one card, in MiB.
 PART_OF_A_CARD = 6 * 1024
@@ -57,7 +58,7 @@ def described() -> dict[str, Any]:
         "CUDA of TensorFlow's build": build.get("cuda_version", ""),
         "cuDNN of TensorFlow's build": build.get("cudnn_version", ""),
         "Python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in VERSIONS},
+        **{name: importlib.import_module(name).__version__ for name in VERSIONS},
     }
 
 

@@ -81,10 +81,11 @@ def count_after(tensors: Sequence[tf.Tensor]) -> None:
     if tf.executing_eagerly() or "make_train_function" in vars(model):
         # Steps of our own are never inlined.
         return
-    counters = [each.iterations for outer in optimizers_of(model) for each in updating_optimizers(outer)]
     with tf.control_dependencies([each for each in tensors if tf.is_tensor(each)]):
-        for counter in counters:
-            tf.convert_to_tensor(counter.value)
+        for outer in optimizers_of(model):
+            for optimizer in updating_optimizers(outer):
+                # Under Keras's own accumulation, the property reads the counter, and is no variable.
+                tf.convert_to_tensor(optimizer.iterations)
 
 
 def step_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
