@@ -101,14 +101,15 @@ def assign_sum(variable: keras.Variable, value: Any) -> None:
     """
     distributed: Any = variable.value
     on_read = getattr(distributed, "synchronization", None) == tf.VariableSynchronization.ON_READ
-    # A variable with a storage is in shards.
-    whole = isinstance(distributed, tf.distribute.DistributedValues) and not hasattr(distributed, "storage")
-    if variable.aggregation != "sum" or not (on_read and whole):
+    if variable.aggregation != "sum" or not on_read or not isinstance(distributed, tf.distribute.DistributedValues):
         variable.assign(value)
         return
+    value = tf.cast(value, distributed.dtype)
+    # The zero that changes no sum, and that an open window's weight has: +0.0 is that of a window not begun.
+    others = tf.where(tf.equal(value, 0), value, -tf.zeros_like(value)) if value.dtype.is_floating else value * 0
     has_first = replica_placement(distributed.distribute_strategy).first == 0
     for index, local in enumerate(distributed.values):
-        local.assign(value if has_first and index == 0 else tf.zeros_like(local))
+        local.assign(value if has_first and index == 0 else others)
 
 
 # Smaller variables are allocated: seeds, counters, rates and statistics are also read outside of steps.
