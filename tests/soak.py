@@ -78,11 +78,8 @@ def trained(kind: str, folder: str | None, pace: float = 0.02) -> dict[str, Any]
     # Deterministic training has the same bits in any world: the weights, with dropout, and the history.
     kind, _, same_bits = kind.partition(", ")
     determinism = {"deterministic": bool(same_bits)}
-    dist = (
-        DistributedFit(shard="parameters" if kind == "shards" else None, **options)
-        if folder
-        else DistributedFit("none", **options)
-    )
+    shard = "parameters" if kind == "shards" else None
+    dist = DistributedFit(shard=shard, **determinism) if folder else DistributedFit("none", **determinism)
     keras.utils.set_random_seed(1)
     callbacks, options = [], {"batch_size": BATCH_SIZE}
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)

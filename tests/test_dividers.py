@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.accumulation.slice_sums import SliceSums, rows_at
+from keras_paragrad.accumulation.slice_sums import SliceSums
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.probes.comparing import compares_examples
+from keras_paragrad.engine.replicas.replica_batch import rows_at
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.indivisible import DeferredRefusal

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS
+from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS, check_parts
 from keras_paragrad.accumulation.gradient_cache import GradientCache
 from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums
 from keras_paragrad.arguments import check_choice_or_function, check_flag, check_instance, check_integer
@@ -20,7 +20,7 @@ from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
 from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_at, rows_of, static_row_count
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
-from keras_paragrad.engine.step.fixed_parts import FixedParts, check_parts, enable_determinism
+from keras_paragrad.engine.step.fixed_parts import FixedParts, enable_determinism
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.stages import BatchSlices
@@ -126,7 +126,8 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         self.model = model
         self._slices: Slices | UnchosenSlices | FixedParts
         if parts:
-            self._slices = FixedParts(parts, measure, prove, checked)
+            on_replicas = f"Write DistributedFit(..., deterministic={parts}), and dist.fit(model, ...)."
+            self._slices = FixedParts(parts, measure, prove, checked, for_replicas=on_replicas)
             enable_determinism()
         else:
             self._slices = UnchosenSlices(measure, prove) if checked == "auto" else Slices(checked, measure, prove)

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import keras
 import tensorflow as tf
 
+from keras_paragrad.accumulation.advice import check_parts
 from keras_paragrad.arguments import (
     check_choice,
     check_choice_or_function,
@@ -33,7 +34,6 @@ from keras_paragrad.distribution.decisions import (
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
-from keras_paragrad.engine.step.fixed_parts import check_parts
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 
 CHOICES = {

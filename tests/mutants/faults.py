@@ -513,10 +513,38 @@ _INPUTS = [
 _DISTRIBUTION = [
     _fault(
         "a batch loses the rows that don't divide evenly among replicas",
-        "distribution/data/batch_sharding.py",
-        "return index * (rows // shards) + min(index, rows % shards)",
-        "return index * (rows // shards)",
+        "compat/workers.py",
+        "return part * size + least(part, larger)",
+        "return part * size",
         "distribution/data/test_batch_sharding.py::test_sizes",
+    ),
+    _fault(
+        "deterministic training adds parts in the order in which replicas have them",
+        "engine/step/fixed_parts.py",
+        "            pairs = [sums[index : index + 2] for index in range(0, len(sums), 2)]",
+        "            pairs = [sums[:2], *([each] for each in sums[2:])]",
+        "distribution/test_deterministic.py::test_the_same_bits_in_any_world",
+    ),
+    _fault(
+        "deterministic training draws the same random numbers in every part",
+        "engine/step/fixed_parts.py",
+        "return value + tf.cast(tf.stack([number * tf.constant(_BETWEEN_SEEDS, tf.uint32), 0]), value.dtype)",
+        "return value + tf.cast(tf.stack([number * tf.constant(0, tf.uint32), 0]), value.dtype)",
+        "distribution/test_deterministic.py::test_parts_draw_numbers_of_their_own",
+    ),
+    _fault(
+        "deterministic training averages the changes of states over parts that have no rows",
+        "engine/step/fixed_parts.py",
+        "change = change / tf.cast(total.parts, change.dtype) if _is_averaged(variable) else change",
+        "change = change / tf.cast(8, change.dtype) if _is_averaged(variable) else change",
+        "distribution/test_deterministic.py::test_batch_statistics_of_fewer_rows_than_parts",
+    ),
+    _fault(
+        "a sum over replicas is restored in equal shares",
+        "compat/variables.py",
+        "local.assign(value if has_first and index == 0 else others)",
+        "local.assign(value / len(distributed.values))",
+        "distribution/test_deterministic.py::test_resumed_elsewhere_within_a_window",
     ),
     _fault(
         "a shuffled epoch is in another order on each worker",

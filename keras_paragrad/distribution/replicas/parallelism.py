@@ -140,20 +140,20 @@ class ReplicaPreparation(Preparation):
         warn_of_batch_statistics(model)
         split = StepBuilder.of(model).stages.split
         if split is None:
-            split = FixedParts(parts, self._normalization(weighting), prove, made_by=DIVIDER.configured_by)
+            split = FixedParts(parts, self._normalization(weighting))
         if not isinstance(split, FixedParts) or split.parts != parts:
             raise ValueError(
                 f"The batches of {model.name!r} are cut into slices already, which deterministic={parts} does too. "
                 f"Write microbatch(model, size, deterministic={parts}), or leave microbatch out."
             )
-        split = split._replace(by_xla=by_xla, replicas=replicas)
+        split = split.on_replicas(replicas, prove=prove, by_xla=by_xla)
         StepBuilder.of(model).fill(split=split)
         return split
 
     def _divide_as_before(self) -> None:
         """Empties *split* if `_divide_in_order` has filled it."""
         split = StepBuilder.of(self.model).stages.split
-        if isinstance(split, FixedParts) and split.made_by == DIVIDER.configured_by:
+        if isinstance(split, FixedParts) and split.normalize.divider is DIVIDER:
             StepBuilder.of(self.model).fill(split=None)
 
     def stop(self) -> None:

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, cast
 import keras
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.collectives import (
     as_one_replica,
     cross_replica,
@@ -37,18 +36,12 @@ from keras_paragrad.engine.step.stages import BatchSlices, ComputeLosses
 from keras_paragrad.storage.row_gradients import accumulate_gradient, is_overwritten, scale_gradient
 from keras_paragrad.storage.updating import clips_norms_of_shards
 
+_ANY_ROWS = 2**31 - 1
 # Steps between the seeds of two parts: the golden ratio times 2**32, so that no two parts draw each other's numbers.
 _BETWEEN_SEEDS = 0x9E3779B9
 # Maps the context of a pass and a batch to its gradients, weight and losses, and to the predictions.
 RunPart = Callable[[StepContext, Batch], tuple[Gradient, Structure]]
 _NO_REWRITING = "disable_meta_optimizer"
-_MOST_PARTS = 1024
-
-
-def check_parts(deterministic: object) -> int:
-    """The argument `deterministic`: the number of parts of a batch, 8 for `True`, and 0 for `False`."""
-    parts = check_integer("deterministic", deterministic, least=2, most=_MOST_PARTS, also=(True, False), example=8)
-    return {True: 8, False: 0}[parts] if isinstance(parts, bool) else parts
 
 
 def enable_determinism() -> None:
@@ -87,7 +80,7 @@ class FixedParts(NamedTuple):
         prove: Whether the first batch is to prove that its parts give what it gives.
         most_rows: The most rows that a part may have.
         by_xla: Whether XLA compiles parts.
-        made_by: The component that fills the stage.
+        for_replicas: What to write where several replicas divide batches.
         replicas: The number of replicas that divide the parts.
         sums_replicas: See `OrderedSplit`.
     """
@@ -95,11 +88,15 @@ class FixedParts(NamedTuple):
     parts: int
     normalize: LossNormalization
     prove: bool = True
-    most_rows: int = 2**31 - 1
+    most_rows: int = _ANY_ROWS
     by_xla: bool = False
-    made_by: str = "microbatch"
+    for_replicas: str = ""
     replicas: int = 1
     sums_replicas: bool = True
+
+    def on_replicas(self, replicas: int, *, prove: bool, by_xla: bool) -> "FixedParts":
+        """The same parts, divided by so many replicas."""
+        return self._replace(replicas=replicas, prove=prove, by_xla=by_xla)
 
     @property
     def size(self) -> int:
@@ -153,7 +150,7 @@ class FixedParts(NamedTuple):
 
         Summing it over the replicas then moves its bits and changes none.
         """
-        part = _Part(context._replace(by_xla=self.by_xla), self.parts, forward_backward)
+        part = PartFunction(context._replace(by_xla=self.by_xla), self.parts, forward_backward)
         total = self._total(part, context.replica_batch, data)
         return part.gradient(total)
 
@@ -164,10 +161,10 @@ class FixedParts(NamedTuple):
             y_pred, losses = compute(data)
             return Gradient([None] * len(model.trainable_weights), None, Normalizer(tf.constant(1.0)), losses), y_pred
 
-        part = _Part(StepContext(model, batch, by_xla=self.by_xla), self.parts, evaluated)
+        part = PartFunction(StepContext(model, batch, by_xla=self.by_xla), self.parts, evaluated)
         return part.losses(self._total(part, batch, data))
 
-    def _total(self, part: "_Part", batch: ReplicaBatch, data: Batch) -> PartSums:
+    def _total(self, part: "PartFunction", batch: ReplicaBatch, data: Batch) -> PartSums:
         """The sums over all parts of a batch, on every replica; adds to the states of metrics and layers."""
         self._check_replicas()
         total = part.add_in_order([part(data, number, *bounds) for number, bounds in self._bounds(batch, data)])
@@ -185,8 +182,7 @@ class FixedParts(NamedTuple):
             )
         if replica_count() != self.replicas:
             raise IndivisibleError(
-                f"The batches of {replica_count()} replicas aren't divided into {self.parts} parts. Write "
-                f"DistributedFit(..., deterministic={self.parts}), and dist.fit(model, ...)."
+                f"The batches of {replica_count()} replicas aren't divided into {self.parts} parts. {self.for_replicas}"
             )
 
     def _bounds(self, batch: ReplicaBatch, data: Batch) -> list[tuple[int, tuple[Any, Any]]]:
@@ -196,7 +192,7 @@ class FixedParts(NamedTuple):
         count = max(1, min(count, self.parts - replica_index() * count))
         # A replica without rows has a filler, which is no example.
         rows = cut_rows_of(data) if batch.nonempty is None else batch.rows
-        if self.made_by == "microbatch":
+        if self.most_rows < _ANY_ROWS:
             _check_size(rows, count, self.most_rows, self.parts)
         firsts = [first_row(rows, part, count) for part in range(count + 1)]
         return [(first + part, (firsts[part], firsts[part + 1] - firsts[part])) for part in range(count)]
@@ -216,7 +212,7 @@ def _check_size(rows: tf.Tensor | int, count: int, most_rows: int, parts: int) -
         tf.debugging.Assert(largest <= most_rows, [message])
 
 
-class _Part:
+class PartFunction:
     """One part of a batch as a function of its rows and number, traced once for each shape of rows on each replica."""
 
     def __init__(self, context: StepContext, parts: int, run: RunPart):
@@ -272,7 +268,7 @@ class _Part:
         mapping = [(seed, starts[id(seed)]) for seed in self.seeds]
         mapping += [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self.metrics]
         context = self.context._replace(weigh_replica=lambda weight: tf.constant(self._share), of_one_device=True)
-        with as_one_replica(), _RecordingScope(mapping, collect_losses=True) as scope:
+        with as_one_replica(), RecordingScope(mapping, collect_losses=True) as scope:
             gradient, y_pred = self._run(context, data)
             batch = arguments_of(data, y_pred)
             if has_metrics(self.model):
@@ -306,7 +302,7 @@ class _Part:
             for index, gradient in zip(self._present, dense, strict=True)
         ]
 
-    def _check_states(self, scope: "_RecordingScope") -> None:
+    def _check_states(self, scope: "RecordingScope") -> None:
         """Notes the states that a part changes, and refuses those that Keras or the model doesn't know."""
         otherwise = f", or leave deterministic={self.parts} out."
         metrics = set(map(id, self.metrics))
@@ -386,12 +382,12 @@ class _Part:
         return [tf.cast(mean, variable.dtype) for mean, variable in zip(means, variables, strict=True)]
 
 
-class _RecordingScope(keras.StatelessScope):
+class RecordingScope(keras.StatelessScope):
     """A stateless scope that remembers the variables that are assigned in it, by `id`."""
 
     assigned: dict[int, keras.Variable]
 
-    def __enter__(self) -> "_RecordingScope":
+    def __enter__(self) -> "RecordingScope":
         self.assigned = {}
         super().__enter__()
         return self

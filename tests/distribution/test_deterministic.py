@@ -1,0 +1,310 @@
+"""`deterministic=`: the same bits on one device, in slices, on any number of replicas and workers, and when resumed."""
+
+import functools
+import hashlib
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import own_process
+import pytest
+import tensorflow as tf
+from deterministic_training import build_model, compile_model, make_data, train, train_in_world
+
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, microbatch, transform_gradients
+from keras_paragrad.distribution import Pipeline
+from keras_paragrad.distribution.digest import Digest, digest_of
+from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.step import fixed_parts
+
+layers = keras.layers
+KINDS = ("convolutions", *(pytest.param(kind, marks=pytest.mark.slow(60)) for kind in ("recurrent", "attention")))
+
+
+def world(replicas: int, **options: object) -> DistributedFit:
+    if replicas == 1:
+        return DistributedFit("none", deterministic=8, **options)
+    return DistributedFit("mirrored", [f"CPU:{index}" for index in range(replicas)], deterministic=8, **options)
+
+
+def of(digest: Digest) -> tuple[str | None, ...]:
+    return digest[:3]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits_in_any_world(kind):
+    one, history = train(world(1), kind)
+    two, history_of_two = train(world(2), kind)
+    assert of(one) == of(two)
+    assert history == history_of_two
+    sliced, history_in_slices = train(8, kind)
+    assert of(sliced) == of(one)
+    assert history_in_slices["loss"] == history["loss"]
+    assert history_in_slices["accuracy"] == history["accuracy"]
+
+
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_more_replicas(replicas):
+    """With three, the last one computes no part."""
+    one = train(world(1), "convolutions")
+    task = {"replicas": replicas, "kind": "convolutions"}
+    (other,) = own_process.call(train_in_world, task, [{}], seconds=200)
+    assert (list(of(one[0])), one[1]) == (other["digest"], other["history"])
+
+
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_workers(workers):
+    one = train(world(1), "convolutions")
+    environments = own_process.environments_of_workers(workers)
+    for other in own_process.call(train_in_world, {"kind": "convolutions"}, environments, seconds=300):
+        assert (list(of(one[0])), one[1]) == (other["digest"], other["history"])
+
+
+def test_gradients_are_those_of_whole_batches():
+    """Against plain Keras, on batches that 8 doesn't divide, the last one of fewer rows than parts."""
+
+    def trained(dist: DistributedFit | None) -> list[np.ndarray]:
+        keras.utils.set_random_seed(3)
+        x, y = make_data("convolutions")
+        model = compile_model(keras.Sequential([keras.Input(x.shape[1:]), layers.Flatten(), layers.Dense(5)]))
+        data = x[:75], y[:75], np.linspace(0, 2, 75, dtype="float32")
+        fit = model.fit if dist is None else functools.partial(dist.fit, model)
+        fit(*data[:2], sample_weight=data[2], batch_size=23, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for ours, expected in zip(trained(world(1)), trained(None), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
+
+
+def test_accumulation_and_clipping():
+    def optimizer() -> keras.optimizers.Optimizer:
+        return AccumulatingOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.01), steps=2)
+
+    one, two = (train(world(replicas), "convolutions", optimizer) for replicas in (1, 2))
+    assert (of(one[0]), one[1]) == (of(two[0]), two[1])
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+def test_shards(shard):
+    one, history = train(world(1), "recurrent")
+    sharded, history_of_shards = train(world(2, shard=shard, min_shard_bytes=1), "recurrent")
+    assert (of(one), history) == (of(sharded), history_of_shards)
+
+
+def test_prepared_models_are_trained_alike():
+    assert of(train(world(1), "convolutions", prepared=True)[0]) == of(train(world(2), "convolutions")[0])
+
+
+def test_parts_draw_numbers_of_their_own():
+    """With dropout of all but a few values, equal rows in all parts would give all parts one gradient."""
+    dist, x = world(1), np.ones((64, 32), "float32")
+    with dist.scope():
+        keras.utils.set_random_seed(0)
+        model = keras.Sequential([keras.Input((32,)), layers.Dropout(0.5), layers.Dense(1, use_bias=False)])
+        model.compile(keras.optimizers.SGD(1.0), "mae")
+    before = model.get_weights()[0]
+    dist.fit(model, x, np.full((64, 1), 1e6, "float32"), batch_size=64, verbose=0)
+    # The mean over rows of what is kept, times two. If all parts drew the same, it would be a multiple of 1/4.
+    change = (model.get_weights()[0] - before).ravel()
+    assert np.any(np.abs(change * 4 - np.round(change * 4)) > 1e-3)
+
+
+def test_batch_statistics_of_fewer_rows_than_parts():
+    """Five rows are five parts, each with statistics of its own; their changes are averaged, with none of empty ones."""
+    dist, x = world(1), np.arange(20, dtype="float32").reshape(5, 4)
+    with dist.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.BatchNormalization(momentum=0.5), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match="statistics"):
+        dist.fit(model, x, x[:, :1], batch_size=5, verbose=0)
+    np.testing.assert_allclose(model.layers[0].moving_mean.numpy(), 0.5 * x.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(model.layers[0].moving_variance.numpy(), np.full(4, 0.5), rtol=1e-6)
+
+
+@pytest.mark.slow(60)
+@pytest.mark.parametrize("shard", [None, "parameters"])
+def test_resumed_elsewhere_within_a_window(shard, tmp_path):
+    """Interrupted after 5 batches, in the second of three micro-batches of a window; resumed on another world."""
+    whole = train(world(1), "recurrent", windows=3)
+    for number, (before, after) in enumerate([(1, 2), (4, 3)]):
+        task = {"kind": "recurrent", "windows": 3, "backups": str(tmp_path / str(number)), "shard": shard}
+        interrupted = {**task, "replicas": before, "interrupt_after": 5}
+        assert own_process.call(train_in_world, interrupted, [{}], seconds=200) == [None]
+        (resumed,) = own_process.call(train_in_world, {**task, "replicas": after}, [{}], seconds=200)
+        assert (list(of(whole[0])), whole[1]) == (resumed["digest"], resumed["history"])
+
+
+def test_the_digest_shows_another_order_of_additions(monkeypatch):
+    def add_in_turn(part: fixed_parts.PartFunction, sums: list[fixed_parts.PartSums]) -> fixed_parts.PartSums:
+        return functools.reduce(lambda total, each: part._add([total, each]), sums)
+
+    expected, _ = train(world(1), "recurrent")
+    monkeypatch.setattr(fixed_parts.PartFunction, "add_in_order", add_in_turn)
+    added, _ = train(world(1), "recurrent")
+    assert added.weights != expected.weights
+    assert added.data_order == expected.data_order
+
+
+def test_the_digest_shows_another_order_of_rows():
+    expected, _ = train(world(1), "recurrent")
+    reordered, _ = train(world(1), "recurrent", seed=5)
+    assert reordered.data_order != expected.data_order
+
+
+def test_files_have_the_digest_of_the_model(tmp_path, capfd):
+    model, dist = build_model("recurrent"), world(1)
+    compile_model(model)
+    x, y = make_data("recurrent")
+    backups = dist.callbacks(tmp_path / "backups", delete_when_done=False)
+    dist.fit(model, x, y, batch_size=64, verbose=0, callbacks=backups)
+    expected = digest_of(model)
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    checkpoint = tf.train.Checkpoint(model=model, optimizer=model.optimizer).write(str(tmp_path / "checkpoint"))
+    paths = [tmp_path / "backups", tmp_path / "model.keras", tmp_path / "model.weights.h5", checkpoint]
+    for path in paths:
+        assert of(digest_of(path)) == of(expected), path
+    assert of(digest_of(keras.saving.load_model(tmp_path / "model.keras")))[:2] == of(expected)[:2]
+    command = [sys.executable, "-m", "keras_paragrad", "digest"]
+    alike = subprocess.run([*command, *map(str, paths)], capture_output=True, text=True, check=True)
+    assert alike.stdout.splitlines()[-1] == "They are the same."
+    assert alike.stdout.count(str(expected.weights)) == len(paths)
+    dist.fit(model, x, y, batch_size=64, verbose=0)
+    model.save(tmp_path / "later.keras")
+    other = subprocess.run([*command, str(paths[1]), str(tmp_path / "later.keras")], capture_output=True, text=True)
+    assert (other.returncode, other.stdout.splitlines()[-1]) == (3, "They differ in weights, optimizer, data order.")
+
+
+def test_nothing_to_digest(tmp_path):
+    (tmp_path / "notes.txt").write_text("none")
+    file = tmp_path / "notes.txt"
+    for path, found in [(tmp_path, "without backups or checkpoints"), (file, "is a file"), ("x", "missing")]:
+        with pytest.raises(ValueError, match=found):
+            digest_of(path)
+
+
+class OwnStep(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"loss": loss}
+
+
+class Counting(layers.Layer):
+    """Counts its calls in a variable of TensorFlow's."""
+
+    def build(self, shape):
+        self.count = tf.Variable(0.0, trainable=False)
+
+    def call(self, x):
+        self.count.assign_add(1.0)
+        return x
+
+
+class Drawing(layers.Layer):
+    def call(self, x):
+        return x + tf.random.normal(tf.shape(x), seed=1)
+
+
+class DrawingWithoutSeed(layers.Layer):
+    def call(self, x):
+        return x + keras.random.normal(keras.ops.shape(x))
+
+
+REFUSED = {
+    "own step": (lambda: OwnStep(), "Override compute_loss"),
+    "a variable of TensorFlow": (lambda: keras.Sequential([Counting(), layers.Dense(1)]), "add_weight"),
+    "numbers of TensorFlow": (lambda: keras.Sequential([Drawing(), layers.Dense(1)]), "SeedGenerator"),
+    "numbers of no seed": (lambda: keras.Sequential([DrawingWithoutSeed(), layers.Dense(1)]), "SeedGenerator"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_models(name):
+    make, advice = REFUSED[name]
+    dist, x = world(1), np.ones((16, 4), "float32")
+    with dist.scope():
+        model = make()
+        model.compile("sgd", "mse")
+    with pytest.raises((IndivisibleError, ValueError), match=advice):
+        dist.fit(model, x, x[:, :1], verbose=0)
+
+
+def test_refused_together():
+    for options, advice in [
+        ({"exact": False}, "exact=False"),
+        ({"batch": "per_replica"}, "per_replica"),
+        ({"shard_policy": "file"}, "shard_policy"),
+        ({"strategy": Pipeline(2, 2)}, "replicas of the whole model"),
+    ]:
+        with pytest.raises(ValueError, match=advice):
+            DistributedFit(deterministic=8, **options)
+
+
+def test_refused_with_shards():
+    dist = world(2, shard="parameters", min_shard_bytes=1)
+    with dist.scope():
+        model = build_model("recurrent")
+        model.compile(keras.optimizers.Adam(global_clipnorm=1.0), "sparse_categorical_crossentropy")
+    with pytest.raises(IndivisibleError, match="clipvalue"):
+        dist.fit(model, *make_data("recurrent"), batch_size=64, verbose=0)
+
+
+def test_refused_synchronized_statistics():
+    dist = world(2)
+    with dist.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.BatchNormalization(synchronized=True), layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="synchronized=False"):
+        dist.prepare(model)
+
+
+def test_slices_of_a_fixed_number():
+    model = compile_model(build_model("recurrent"))
+    with pytest.raises(ValueError, match="size='auto'"):
+        microbatch(model, "auto", deterministic=8)
+    microbatch(model, 4, deterministic=8)
+    with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="parts of more than size=4 rows"):
+        model.fit(*make_data("recurrent"), batch_size=64, verbose=0)
+
+
+def test_slices_on_replicas_need_whole_parts():
+    dist = DistributedFit("mirrored", ["CPU:0", "CPU:1"])
+    with dist.scope():
+        model = compile_model(build_model("recurrent"))
+    microbatch(model, 64, deterministic=8)
+    with pytest.raises(IndivisibleError, match=r"DistributedFit\(\.\.\., deterministic=8\)"):
+        dist.fit(model, *make_data("recurrent"), batch_size=64, verbose=0)
+
+
+def test_transformed_gradients():
+    """A transform gets the gradient of the whole batch, the same bits in any world."""
+
+    def seen(replicas: int) -> list[str]:
+        dist, sums = world(replicas), []
+        with dist.scope():
+            keras.utils.set_random_seed(1)
+            model = compile_model(build_model("recurrent"))
+
+        def note(gradients, variables):
+            flat = tf.concat([tf.reshape(each, [-1]) for each in gradients], 0)
+            tf.py_function(lambda value: sums.append(hashlib.sha256(value.numpy().tobytes()).hexdigest()), [flat], [])
+            return gradients
+
+        transform_gradients(model, note)
+        dist.fit(model, *make_data("recurrent"), batch_size=64, shuffle=False, verbose=0)
+        return sums[::replicas]
+
+    assert seen(1) == seen(2)
