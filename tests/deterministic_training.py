@@ -17,7 +17,10 @@ ROWS, BATCH_SIZE = 139, 64
 
 
 def build_model(kind: str) -> keras.Model:
-    if kind == "convolutions":
+    if kind == "dense":
+        inputs = keras.Input((6,))
+        x = layers.Dropout(0.3)(layers.Dense(16, activation="tanh")(inputs))
+    elif kind == "convolutions":
         inputs = keras.Input((8, 8, 3))
         x = layers.GroupNormalization(4)(layers.Conv2D(8, 3, activation="relu")(inputs))
         x = layers.Dropout(0.3)(layers.GlobalAveragePooling2D()(layers.Conv2D(8, 3)(x)))
@@ -41,8 +44,9 @@ def compile_model(model: keras.Model, optimizer: Any = None) -> keras.Model:
 def make_data(kind: str) -> tuple[np.ndarray, np.ndarray]:
     draw = np.random.default_rng(0)
     labels = draw.integers(0, 5, ROWS)
-    if kind == "convolutions":
-        return draw.normal(size=(ROWS, 8, 8, 3)).astype("float32"), labels
+    if kind in ("convolutions", "dense"):
+        shape = (8, 8, 3) if kind == "convolutions" else (6,)
+        return draw.normal(size=(ROWS, *shape)).astype("float32"), labels
     return draw.integers(0, 20, (ROWS, 7)).astype("int32"), labels
 
 

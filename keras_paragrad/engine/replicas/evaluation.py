@@ -40,7 +40,9 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
         filled = replica_batch.filled(data)
         if take.ordered:
             compute = functools.partial(_compute_losses, model, take=take)
-            sums = take.ordered.evaluate(model, replica_batch, filled, compute)
+            # A part is a function of its own, in which no weight can be gathered.
+            with gather_before_pass(model):
+                sums = take.ordered.evaluate(model, replica_batch, filled, compute)
             return _results(model, TrackedLosses(model, sums, on_first=True))
         normalize = take.normalize
         if normalize and replica_count() > 1 and compares_examples(model, filled, normalize, training=False):
