@@ -188,6 +188,25 @@ def soak() -> str:
     return table(head, [[*(row[name] for name in ["", *head[1:4]]), f"{row['error']:.0e}"] for row in rows])
 
 
+def worlds() -> str:
+    """By form and sequence of worlds, the difference from one device, and the digest of deterministic training."""
+    (forms,) = saved("worlds").values()
+    rows = []
+    for form, sequences in forms.items():
+        for name, found in sequences.items():
+            alike = found["digest"] == sequences["1"]["digest"] and found["history is the same"]
+            error = f"{found['error']:.0e}".replace("0e+00", "0")
+            rows.append([form, name, error, f"`{found['digest'][0][:12]}`", "yes" if alike else "no"])
+    head = [
+        "form",
+        "replicas",
+        "difference from one device",
+        "weights, deterministic",
+        "optimizer, data, history alike",
+    ]
+    return table(head, rows)
+
+
 def installation() -> str:
     """By pair of releases, the seconds from an empty environment to the end of README's first script."""
     steps = ("download", "install", "script")
@@ -215,6 +234,10 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/benchmarks/releases.md": {"releases": releases, "installation": installation},
     "docs/guides/elastic.md": {"soak": soak},
+    "docs/guides/deterministic.md": {
+        "worlds": worlds,
+        "cost": functools.partial(as_saved, "deterministic", "Milliseconds a step"),
+    },
     "docs/benchmarks/distribution.md": {
         "backups": functools.partial(backups, "fast"),
         "slow backups": functools.partial(backups, "slow"),

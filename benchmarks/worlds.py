@@ -2,11 +2,13 @@
 
     python benchmarks/worlds.py            # ten minutes on two cores; writes benchmarks/results/worlds.json
 
-Each world is a process with so many replicas, on logical devices of the CPU. Another one takes over within an epoch, in
-the middle of a window, from a backup. In the last sequence, processes are killed by SIGKILL after batches drawn at random.
+Each world is a process with so many replicas, on logical devices of the CPU. Another one takes over within an epoch,
+in the middle of a window, from a backup. In the last sequence, processes are killed by SIGKILL after batches drawn at
+random.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -173,21 +175,18 @@ def main() -> None:
         return
     names = [*SEQUENCES, KILLS]
     table: dict[str, dict[str, Any]] = {form: {} for form in FORMS}
-    with tempfile.TemporaryDirectory() as folder:
-        found = {
-            (name, deterministic): run_sequence(
-                name, Path(folder) / f"{deterministic}-{name}", deterministic=deterministic
-            )
-            for deterministic in (False, True)
-            for name in names
-        }
+    found: dict[tuple[str, bool], dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        for same_bits, name in itertools.product((False, True), names):
+            folder = Path(temporary) / f"{same_bits}-{name}"
+            found[name, same_bits] = run_sequence(name, folder, deterministic=same_bits)
     for form in FORMS:
         for name in names:
-            one, same_bits = found[name, False][form], found[name, True][form]
+            plain, deterministic = found[name, False][form], found[name, True][form]
             table[form][name] = {
-                "error": error(one, found["1", False][form]),
-                "digest": same_bits["digest"],
-                "history is the same": same_bits["history"] == found["1", True][form]["history"],
+                "error": error(plain, found["1", False][form]),
+                "digest": deterministic["digest"],
+                "history is the same": deterministic["history"] == found["1", True][form]["history"],
             }
             print(form, name, table[form][name], flush=True)
     RESULTS.write_text(json.dumps({"By form and sequence of worlds": table}, indent=1) + "\n")
