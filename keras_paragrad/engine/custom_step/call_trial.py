@@ -41,10 +41,9 @@ def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Bat
         parts: list[_CallTrial] = []
 
         def compare(batch: Any) -> bool:
-            expected = whole(batch, 0)
+            expected = whole.effects(batch)
             parts[:] = parts or [_CallTrial(model, calls, remote, rows, whole.divides)]
-            found = parts[0](batch, 0)
-            pairs = zip(expected, found, strict=True)
+            pairs = zip(expected, parts[0].effects(batch), strict=True)
             return all(gradients_match(*pair, half_precision=whole.half_precision) for pair in pairs)
 
         if not all(over_draws(model, data, size, compare, rows)):
@@ -76,7 +75,7 @@ class _CallTrial(TrialStep):
         rows: int,
         divides: list[bool] | None,
     ):
-        super().__init__(model, calls, (), remote, rows)
+        super().__init__(model, calls, remote, rows)
         self.divides, self._finds = divides or [], divides is None
         self._index = 0
 
@@ -88,11 +87,14 @@ class _CallTrial(TrialStep):
         with intercepting(self):
             yield
 
-    def others(self, logs: StepLogs, scope: keras.StatelessScope) -> list[list[tf.Tensor]]:
-        """What the step reports and assigns."""
-        states = [scope.get_current_value(each) for each in self.variables if not (each.trainable or is_seed(each))]
-        values = [*keras.tree.flatten(logs), *states]
-        return [[tf.cast(each, "float32") for each in values if each is not None]]
+    def others(self, logs: StepLogs) -> list[list[tf.Tensor]]:
+        return [[tf.cast(each, "float32") for each in keras.tree.flatten(logs) if each is not None]]
+
+    def effects(self, data: Batch) -> list[list[tf.Tensor]]:
+        """The gradients, what the step reports, and what it assigns."""
+        results, after = self(data)
+        states = zip(self.variables, after, strict=True)
+        return [*results, [tf.cast(value, "float32") for variable, value in states if not is_seed(variable)]]
 
     def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
         sizes = {int(each.shape[0]) for each in keras.tree.flatten((arguments, keywords)) if has_rows(each)}

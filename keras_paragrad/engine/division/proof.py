@@ -1,6 +1,5 @@
 """The proof on the first batch: parts of its rows, weighted as `fit` weights them, give the gradient of the whole."""
 
-import functools
 from typing import Any
 
 import keras
@@ -30,8 +29,6 @@ from keras_paragrad.engine.probes.row_independence import (
     has_losses_per_example,
 )
 from keras_paragrad.engine.probes.trial import Inconclusive, row_count, run_trial, take_rows
-from keras_paragrad.engine.replicas.replica_batch import static_row_count
-from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
 # The most bytes that the tensors of a whole batch may take together, beside a step. A larger batch is proved by its
 # outputs, if they take no more than this or than the tensors of one part.
@@ -115,7 +112,7 @@ def measure_batch_statistics(
             if fitting < 2 and size == 1:
                 return None
             cut = RowCut.of_parts(count, size, fitting) if fitting > 1 else RowCut.of_parts(count, size // 2, 2)
-            if division.draws:
+            if division.function.draws:
                 division = _DividedPass(model, normalize, len(cut.rows), as_trained=True)
         return division.difference(rows, cut)
 
@@ -131,10 +128,9 @@ class _DividedPass(PartComparison):
     def __init__(
         self, model: keras.Model, normalize: LossNormalization | None, total: int, *, as_trained: bool = False
     ):
-        self.model, self.normalize, self.total, self.as_trained = model, normalize, total, as_trained
+        self.model, self.normalize = model, normalize
         self.half_precision = uses_half_precision(model)
-        # Parts that draw random numbers draw those for their rows.
-        self._functions: dict[int, PureFunction] = {}
+        self.function = PureFunction(model, self.compute, any_rows=True, as_trained=as_trained, total=total)
 
     def difference(self, data: Batch, cut: RowCut) -> Difference | None:
         """The difference of the parts from the whole, rounding and all; `None` if there is no gradient."""
@@ -143,30 +139,19 @@ class _DividedPass(PartComparison):
         return None if error is None else Difference(error, len(cut.rows), len(cut.bounds))
 
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
-        function = self._function_of(first)
-        (gradients, divisor), _ = function(rows, change_last_digits(function.reseed()) if changed else None)
+        state = change_last_digits(self.function.reseed()) if changed else None
+        (gradients, divisor), _ = self.function(rows, state, first)
+        self.draws = bool(self.function.draws)
         return [WeightedGradient([np.asarray(each, "float64") for each in gradients], float(divisor))]
 
     def graph(self, rows: Batch) -> tf.Graph:
         """The graph in which the gradient of some rows is computed."""
-        return self._function_of(0).graph(rows)
+        return self.function.graph(rows)
 
-    def _function_of(self, first: int) -> PureFunction:
-        key = first if self.draws else 0
-        if key not in self._functions:
-            self._functions[key] = PureFunction(
-                self.model, functools.partial(self.compute, first), any_rows=True, as_trained=self.as_trained
-            )
-        return self._functions[key]
-
-    def compute(self, first: int, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def compute(self, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Traces the gradient."""
-        with (
-            random_numbers_by_row(first, static_row_count(data), self.total) as numbers,
-            watch_weights(self.model) as gradients_of,
-        ):
+        with watch_weights(self.model) as gradients_of:
             loss, divisor = self.loss(data)
-        self.draws = numbers.draws > 0
         return gradients_of(loss), divisor
 
     def loss(self, data: Batch, y_pred: Structure = None) -> tuple[tf.Tensor, tf.Tensor]:
@@ -192,7 +177,7 @@ class _DividedLoss(_DividedPass):
         outputs = outputs_of_parts(self.model, rows, cut, self.most_bytes)
         return None if outputs is None else (rows, outputs)
 
-    def compute(self, first: int, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def compute(self, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Traces the gradient with respect to the outputs."""
         rows, outputs = data
         real = [each for each in keras.tree.flatten(outputs[0]) if each.dtype.is_floating]

@@ -1,6 +1,7 @@
 """The proof on the first batch, for a `train_step` of the model's own."""
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.types import Batch
@@ -48,20 +49,21 @@ class _DividedStep(PartComparison):
 
     def __init__(self, step: CustomStep, total: int):
         self.weightings = step.weightings
-        self.trial = TrialStep(step.model, step.calls, step.analysis.states, {}, total)
+        self.trial = TrialStep(step.model, step.calls, {}, total)
         self.half_precision = self.trial.half_precision
 
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         rows = _change_inputs(rows) if changed else rows
         arguments = arguments_of(rows)
         divisors = [float(each.divisor(arguments)) if each.divisor else 0.0 for each in self.weightings]
-        gradients = self.trial(rows, first)
-        self.draws = self.trial.draws
+        calls, _ = self.trial(rows, None, first)
+        self.draws = bool(self.trial.draws)
+        gradients = [[np.asarray(each, "float64") for each in gradient] for gradient in calls]
         return list(map(WeightedGradient, gradients, divisors))
 
     def graph(self, rows: Batch) -> tf.Graph:
         """The graph in which the gradients of some rows are computed."""
-        return self.trial.graph(rows, 0)
+        return self.trial.graph(rows)
 
 
 def _change_inputs(rows: Batch) -> Batch:

@@ -13,8 +13,8 @@ from keras_paragrad.engine.losses.number_updates import counting_numbers
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision
-from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial, take_rows
-from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, over_draws
+from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial
+from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, compute_parts, over_draws
 
 # What of the parts makes up the whole batch's: sums of numbers, of numbers times rows, of weights, and of numbers times
 # weights; and whether weights are in proportion to rows.
@@ -145,7 +145,7 @@ def scalars_of_test_step(model: keras.Model, data: Batch) -> NumberParts | None:
         function = PureFunction(model, compute)
 
         def compare(rows: Batch) -> NumberParts:
-            whole, *parts = (function(each)[0] for each in (rows, *(take_rows(rows, *each) for each in BOUNDS)))
+            whole, *parts = compute_parts(function, rows)
             return compare_scalars(whole, parts, half_precision=half_precision)
 
         return in_all_draws(over_draws(model, data, size, compare))

@@ -22,8 +22,6 @@ from keras_paragrad.engine.probes.trial import (
     synthetic_rows,
     take_rows,
 )
-from keras_paragrad.engine.replicas.replica_batch import static_row_count
-from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
 _ROWS = 8
 # The size of the first part: of two equal ones, or of unequal ones, as the last batch of an epoch has.
@@ -31,8 +29,8 @@ _EVEN, _UNEVEN = 4, 6
 # The ranges of rows: in the second, minima and maxima change that were far away.
 RANGES = ((0.1, 0.9), (-1e3, 1e3))
 
-# Maps rows, and the values of variables, to what is computed and to their new values.
-RunFromState = Callable[[Any, State], tuple[Any, State]]
+# Maps rows, the values of variables, and the number of the first row, to what is computed and to their new values.
+RunFromState = Callable[[Any, State, int], tuple[Any, State]]
 
 
 def split_dependent_metrics(
@@ -102,7 +100,7 @@ def layers_dependent_on(model: keras.Model, batches: Iterable[Batch], split: "Ba
     if computes_rows_independently(model):
         return []
     owners = _state_owners(model)
-    compute = PureFunction(model, lambda x: _train_on_part(model, x, split), any_rows=True)
+    compute = PureFunction(model, lambda x: _train(model, (x,)), any_rows=True, total=split.rows)
     found: list[str] = []
     for index, batch in enumerate(batches):
         try:
@@ -144,19 +142,19 @@ def split_dependent_states(
     """
     reseeded = [value + 1 if is_seed(each) else value for each, value in zip(variables, start, strict=True)]
     part, rest = take_rows(batch, 0, split.first), take_rows(batch, split.first, split.rows)
-    (_, whole), (_, random), (_, first) = run(batch, start), run(batch, reseeded), run(part, start)
-    alone, last = run(rest, start)
+    (_, whole), (_, random), (_, first) = run(batch, start, 0), run(batch, reseeded, 0), run(part, start, 0)
+    alone, last = run(rest, start, split.first)
     # Either may come first: without aggregation, a replica keeps its own.
     orders = ((first, last), (last, first)) if split.on_replicas else ()
     ends = [[_aggregate(*each) for each in zip(variables, *order, strict=True)] for order in orders]
     changed = [not _close(*each) for each in zip(start, first, strict=True)]
     read = False
     if split.in_sequence:
-        ends.append(run(rest, first)[1])
+        ends.append(run(rest, first, split.first)[1])
         # With the same random numbers, what the first part has changed makes the difference.
         seeds = zip(variables, start, first, strict=True)
-        after = run(rest, [before if is_seed(each) else value for each, before, value in seeds])[0]
-        same = zip(*map(_numbers, (alone, run(rest, start)[0], after)), strict=True)
+        after = run(rest, [before if is_seed(each) else value for each, before, value in seeds], split.first)[0]
+        same = zip(*map(_numbers, (alone, run(rest, start, split.first)[0], after)), strict=True)
         read = any(_close(one, again) and not _close(one, other) for one, again, other in same)
 
     def differs(index: int) -> bool:
@@ -257,13 +255,6 @@ def _owners_of_resources(model: keras.layers.Layer, resources: list[tf.Tensor]) 
 def _train(model: keras.layers.Layer, inputs: tuple[Structure, ...]) -> list[tf.Tensor]:
     outputs = call_model(model, *inputs, training=True)
     return [each for each in (*keras.tree.flatten(outputs), *added_losses(model)) if tf.is_tensor(each)]
-
-
-def _train_on_part(model: keras.layers.Layer, x: Structure, split: BatchSplit) -> list[tf.Tensor]:
-    """What `_train` returns, with the random numbers that the whole batch draws for the same rows."""
-    rows = static_row_count(x)
-    with random_numbers_by_row(split.first if rows == split.rows - split.first else 0, rows, split.rows):
-        return _train(model, (x,))
 
 
 def reset_state(model: keras.Model) -> State:

@@ -25,12 +25,10 @@ from keras_paragrad.engine.probes.trial import (
     SIZES,
     Inconclusive,
     gradients_match,
-    row_count,
     run_trial,
     synthetic_rows,
     take_rows,
 )
-from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
 Result = TypeVar("Result")
 # The rows of the whole and of the first part: parts have different sizes.
@@ -121,7 +119,7 @@ class _Trial:
 
     def __init__(self, model: keras.Model, candidates: list[Weighting]):
         self.model, self.candidates = model, candidates
-        self.compute = PureFunction(model, self._gradients)
+        self.compute = PureFunction(model, self._gradients, total=ROWS)
         self.half_precision = uses_half_precision(model)
         self.has_mask = False
         self._random: bool | None = None
@@ -141,16 +139,15 @@ class _Trial:
         return trial._replace(ambiguous=self.has_mask and not masked and WEIGHTINGS["mask"] in trial.fitting)
 
     def _compare(self, batch: Batch) -> _Draw:
-        parts = [take_rows(batch, *rows) for rows in BOUNDS]
         if self._random is None:
             self._random = self._is_random(batch)
         if self._random:
-            return _Draw(self._errors_on_average(batch, parts), False)
-        whole, *of_parts = (self.compute(each)[0] for each in (batch, *parts))
+            return _Draw(self._errors_on_average(batch), False)
+        whole, *of_parts = compute_parts(self.compute, batch)
         shares = shares_of([result[2] for result in of_parts], whole[2])
         errors = errors_of(whole[0], [result[0] for result in of_parts], shares, half_precision=self.half_precision)
         if whole[4]:
-            others = [self.compute(each, self._drawn)[0][3] for each in (batch, *parts)]
+            others = [result[3] for result in compute_parts(self.compute, batch, self._drawn)]
             values = [result[4] for result in (whole, *of_parts)]
             for added in ([result[3] for result in (whole, *of_parts)], others, values):
                 with contextlib.suppress(Inconclusive):
@@ -175,9 +172,7 @@ class _Trial:
 
         Both are often weighted so lightly that their errors would pass as rounding, and are not in a training.
         """
-        count = row_count(data)
-        first = FIRST if count == ROWS - FIRST else 0
-        with random_numbers_by_row(first, count, ROWS), watch_weights(self.model) as gradients_of:
+        with watch_weights(self.model) as gradients_of:
             loss, inputs, _ = compute_loss(self.model, data)
             # Of an unreduced loss, Keras differentiates the sum.
             loss = tf.cast(tf.reduce_sum(loss), "float32")
@@ -194,15 +189,15 @@ class _Trial:
         whole, reseeded = self.compute(batch)[0], self.compute(batch, self.compute.reseed())[0]
         return not gradients_match(whole[0], reseeded[0], half_precision=self.half_precision)
 
-    def _errors_on_average(self, batch: Batch, parts: list[Batch]) -> list[float]:
+    def _errors_on_average(self, batch: Batch) -> list[float]:
         """Those of the mean losses of samples: a wrong divisor is usually off by a multiple."""
 
-        def sample(rows: Batch, offset: int) -> tuple[np.ndarray, Any]:
-            states = (self.compute.reseed(by=offset + draw) for draw in range(_SAMPLES))
-            results = [self.compute(rows, state)[0] for state in states]
+        def sample(number: int, start: int, stop: int) -> tuple[np.ndarray, Any]:
+            states = (self.compute.reseed(by=_SAMPLES * number + draw) for draw in range(_SAMPLES))
+            results = [self.compute(take_rows(batch, start, stop), state, start)[0] for state in states]
             return np.array([float(loss) for _, loss, *_ in results]), results[-1][2]
 
-        (whole, divisors), *of_parts = (sample(each, _SAMPLES * number) for number, each in enumerate((batch, *parts)))
+        (whole, divisors), *of_parts = (sample(number, *rows) for number, rows in enumerate(((0, ROWS), *BOUNDS)))
         errors = []
         for shares in shares_of([part for _, part in of_parts], divisors).T:
             total = np.sum([losses * share for (losses, _), share in zip(of_parts, shares, strict=True)], axis=0)
@@ -210,6 +205,11 @@ class _Trial:
             error, scale = abs(whole.mean() - total.mean()), abs(whole.mean())
             errors.append(0.0 if error <= max(0.1 * scale, 5 * noise) else float(error / max(scale, 1e-30)))
         return errors
+
+
+def compute_parts(compute: PureFunction, batch: Batch, state: State | None = None) -> list[Any]:
+    """What is computed of a whole batch, and of each of its parts."""
+    return [compute(take_rows(batch, *rows), state, rows[0])[0] for rows in ((0, ROWS), *BOUNDS)]
 
 
 def shares_of(of_parts: Sequence[Sequence[Array]], whole: Sequence[Array]) -> np.ndarray:
