@@ -256,8 +256,8 @@ _STEP = [
     _fault(
         "replicas count the same, whatever their shards hold",
         "engine/step/gradient.py",
-        "return tf.where(total > 0, value * replica_count() / total, one)",
-        "return one",
+        "return tf.where(total > 0, value / total, equal_share(weight))",
+        "return tf.constant(equal_share(weight))",
         "distribution/test_fit.py::test_a_replica_without_rows_adds_nothing",
     ),
     _fault(

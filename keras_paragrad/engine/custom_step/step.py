@@ -15,7 +15,6 @@ from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, 
 from keras_paragrad.engine.custom_step.run import SlicedStep, next_call
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions, make_variables, suspended_scope
 from keras_paragrad.engine.custom_step.weighting import find_weightings, sums_in_step
-from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.log_reducer import LogReducer, reducing_metrics
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.number_updates import counting_numbers
@@ -24,7 +23,7 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, weighting_of
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
-from keras_paragrad.engine.step.apply import apply_gradient
+from keras_paragrad.engine.step.apply import Contribution, apply_gradient
 from keras_paragrad.engine.step.building import build_layers_by_step
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.step.stages import BatchSlices
@@ -217,18 +216,15 @@ class _BatchWeights:
 
     def apply(self, call: ApplyCall, weighting: Weighting, gradients: Gradients) -> None:
         """Updates with the sum of all replicas' weighted gradients, or accumulates it in the optimizer's window."""
-        gradients = self.replica_batch.gradients(gradients)
-        normalizer = None
+        gradients, contribution = self.replica_batch.gradients(gradients), None
         if find_accumulator(call.optimizer) is None:
-            factor = self.share(weighting, self.batch)
+            gradients = scale_gradients(gradients, call.variables, self.share(weighting, self.batch))
         elif weighting.divisor is None:
-            factor, normalizer = tf.constant(1.0), Normalizer(tf.constant(1.0), summed=True)
+            contribution = Contribution.of(WEIGHTINGS["sum"].normalizer({}))
         else:
-            # Keras divides the loss by the number of replicas.
-            factor = tf.constant(1.0 / replica_count())
-            normalizer = Normalizer(self.divisor(weighting, self.batch))
-        scaled = scale_gradients(gradients, call.variables, factor)
-        apply_gradient(call.optimizer, call.variables, scaled, normalizer, whole=True)
+            divisor = self.divisor(weighting, self.batch)
+            contribution = Contribution(divisor, divisor)
+        apply_gradient(call.optimizer, call.variables, gradients, contribution, whole=True)
 
 
 def step_signature(data: Batch, normalize: LossNormalization) -> tuple[object, ...]:

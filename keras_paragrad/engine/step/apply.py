@@ -30,6 +30,7 @@ from keras_paragrad.compat.optimizer import (
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar
 from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.step.gradient import equal_share
 from keras_paragrad.engine.step.interception import noticing_applies
 from keras_paragrad.storage.row_gradients import scale_gradient
 from keras_paragrad.storage.storage import (
@@ -56,22 +57,18 @@ class Contribution(NamedTuple):
 
     @classmethod
     def of(cls, normalizer: Normalizer | None) -> "Contribution":
-        """The contribution of a gradient whose loss was divided by a normalizer; all count the same, if `None`."""
-        # Keras divides the loss by the number of replicas, so that their gradients can be summed.
-        share = 1.0 / replica_count()
-        if normalizer is None:
-            return cls(1.0, share)
-        if normalizer.summed:
-            return cls(1.0, share, decay=0.0)
+        """The contribution of a `Gradient` whose loss was divided by a normalizer; all count the same, if `None`."""
+        if normalizer is None or normalizer.summed:
+            return cls(1.0, 1.0 / replica_count(), decay=1.0 if normalizer is None else 0.0)
         value = tf.cast(normalizer.value, "float32")
-        return cls(value if normalizer.of_one_device else value / share, value)
+        return cls(value / equal_share(normalizer), value)
 
 
 def apply_gradient(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
     gradients: Gradients,
-    weight: Normalizer | None = None,
+    contribution: Contribution | None = None,
     *,
     whole: bool,
     also_reduce: Sequence[tf.Tensor] = (),
@@ -82,7 +79,7 @@ def apply_gradient(
         optimizer: The optimizer.
         variables: The weights to update.
         gradients: A gradient for each of them, or `None`.
-        weight: Their weight in an accumulation window, or `None` if all count the same.
+        contribution: What they count for in an accumulation window, or `None` if all count the same.
         whole: Whether the sum over the replicas is exactly the batch's gradient. Then gradients are all-reduced before
             they are clipped, as on one device. An accumulating optimizer all-reduces them itself.
         also_reduce: Other tensors to all-reduce in the same collective.
@@ -99,7 +96,6 @@ def apply_gradient(
     divided = [pair for pair in zip(gradients, variables, strict=True) if any_divided(pair[1:])]
     say_rows_are_summed(optimizer, [gradient for gradient, _ in divided], [variable for _, variable in divided])
     if accumulator or replica_count() == 1 or not whole:
-        contribution = None if weight is None else Contribution.of(weight)
         if accumulator:
             # Gradients of sharded variables are accumulated in shards, so they are weighted and reduced here.
             gradients = reduce_divided_gradients(gradients, variables, contribution.scale if contribution else None)

@@ -23,12 +23,13 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
 from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
-from keras_paragrad.engine.step.apply import apply_gradient
+from keras_paragrad.engine.step.apply import Contribution, apply_gradient
 from keras_paragrad.engine.step.building import build_optimizers_outside_of_graphs
 from keras_paragrad.engine.step.gradient import (
     Gradient,
     ReplicaWeight,
     StepContext,
+    equal_share,
     gradient_of,
     scale_by_replica,
     track_loss,
@@ -108,19 +109,21 @@ class TrainStep(NamedTuple):
         losses = self._track_losses(gradient, replica_batch)
         whole = gradient.weight is not None or self.stages.chain is not None
         if replica_weight and whole and not self._accumulator:
-            factor = tf.constant(1.0) if gradient.weight is None else replica_weight(gradient.weight)
+            weight = gradient.weight
+            factor = tf.constant(1.0) if weight is None else replica_weight(weight) / equal_share(weight)
             observe_before_all_reduce(self.model, gradient.gradients, factor)
         shared = AllReducedResults(self.model, losses) if self.stages.take and several else None
         if losses and shared is None:
             losses.track()
         weight = self._weight_in_window(gradient, replica_weight)
+        contribution = None if weight is None else Contribution.of(weight)
         # Observe, transform and apply, within the optimizer: see `install_transform`.
         with self._accumulating():
             sums = apply_gradient(
                 self.model.optimizer,
                 self.model.trainable_weights,
                 gradient.gradients,
-                weight,
+                contribution,
                 whole=whole,
                 also_reduce=shared.parts if shared else (),
             )
@@ -150,7 +153,7 @@ class TrainStep(NamedTuple):
         if replica_weight is None or weight.summed:
             return None
         # Micro-batches are weighted uniformly; this replica has a part of one.
-        return Normalizer(replica_weight(weight) / replica_count())
+        return Normalizer(replica_weight(weight))
 
     @property
     def _by_xla(self) -> bool:
