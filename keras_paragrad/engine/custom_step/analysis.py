@@ -105,15 +105,7 @@ class StepAnalysis(NamedTuple):
 
 
 def analyze_step(model: keras.Model, data: Batch) -> StepAnalysis:
-    """Analyzes a model's own `train_step`.
-
-    Args:
-        model: A built model.
-        data: Tensors with the shapes and dtypes of a slice.
-
-    Raises:
-        IndivisibleError: The step can't be divided.
-    """
+    """Analyzes a model's own `train_step`, for slices of such shapes and dtypes; refuses one that can't be divided."""
     return _PhaseAnalysis(StepGraph(model, data)).analyze()
 
 

@@ -59,12 +59,7 @@ def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Bat
 class _CallTrial(TrialStep):
     """Runs a step on synthetic rows with calls in parts, or whole, which finds those that have a row for each row.
 
-    Args:
-        model: A built model with its own `train_step`.
-        calls: Its calls of optimizers.
-        remote: The values of variables that can't be read here, by their ids.
-        rows: The number of rows.
-        divides: For each call of a layer, whether it runs in parts; `None` finds which of them may.
+    `divides` says for each call of a layer whether it runs in parts; `None` finds which of them may.
     """
 
     def __init__(

@@ -35,10 +35,8 @@ from keras_paragrad.storage.updating import check_optimizer_of_shards, install_s
 class CustomStep:
     """A model's own `train_step`, analyzed for one signature of the data, weighting and divider.
 
-    Args:
-        model: A built model.
-        data: Tensors with the shapes and dtypes of a batch or a slice.
-        normalize: States what the losses are divided by; with the weighting `"auto"`, a trial finds it.
+    `data` has the shapes and dtypes of a batch or a slice; with the weighting `"auto"`, a trial finds what losses
+    divide by.
 
     Raises:
         IndivisibleError: The step can't be divided.
@@ -102,12 +100,8 @@ class CustomStep:
     ) -> StepLogs:
         """Runs the step on a batch that isn't cut, and updates with the gradients of all replicas; returns its logs.
 
-        Args:
-            data: The batch, or a replica's part of it.
-            replica_batch: Its rows.
-            end: Updates the weights at the end of a window; `None` before the end: then no state changes but those that
-                each slice of a batch changes.
-            in_window: Whether the batch is a micro-batch of a window.
+        In a window, `end` updates the weights at its end; before it is `None`, and no state changes but those that each
+        slice of a batch changes.
         """
         if in_window:
             self._check_window()
@@ -234,11 +228,7 @@ def step_signature(data: Batch, normalize: LossNormalization) -> tuple[object, .
 
 
 def prepare_optimizers(calls: Sequence[ApplyCall]) -> None:
-    """Checks and builds the optimizers that a step calls, and makes them update weights where these live.
-
-    Raises:
-        ValueError: An optimizer would take shards for whole variables.
-    """
+    """Checks and builds the optimizers that a step calls, and makes them update weights where these live."""
     for call in calls:
         if any_divided(call.variables):
             check_optimizer_of_shards(call.optimizer)

@@ -57,11 +57,8 @@ class _TrialScope(keras.StatelessScope):
 class TrialStep(PureFunction):
     """The gradients of a step on rows, for each call of `apply`, as a pure function of the variables but weights.
 
-    Args:
-        model: A model with its own `train_step`.
-        calls: Its calls of optimizers.
-        remote: The values of variables that can't be read here, by their ids.
-        rows: The number of rows of the whole.
+    `remote` has the values of variables that can't be read here, by their ids; `rows` is the number of rows of the
+    whole.
     """
 
     def __init__(
@@ -144,14 +141,8 @@ def find_weightings(
 ) -> tuple[list[Weighting], NumberParts | None]:
     """The weighting of each call of an optimizer, and what makes up the step's numbers, if that could be tried.
 
-    A weighting is the first with which parts of a batch give the call's gradient.
-
-    Args:
-        model: A built model with its own `train_step`.
-        analysis: What the step does.
-        data: Tensors with the shapes and dtypes of a batch.
-        stated: The weighting that the user states, if any: no other is taken.
-        divider: What divides the step, if it is divided.
+    A weighting is the first with which parts of a batch give the call's gradient; only the `stated` one, if there is
+    one. `divider` is what divides the step, if it is divided.
 
     Raises:
         IndivisibleError: None fits, or parts of a batch leave other states than the whole.

@@ -21,14 +21,7 @@ _TOLERANCE, _TOLERANCE_OF_HALF_PRECISION = 1e-3, 3e-2
 
 
 class MetricDifference(NamedTuple):
-    """A metric's result on rows of the first batch.
-
-    Attributes:
-        name: The metric's name.
-        whole: The largest result on the whole.
-        parts: The result on its parts.
-        number: The number of parts.
-    """
+    """A metric's largest result on the whole first batch, and on its parts, of which there are `number`."""
 
     name: str
     whole: float
@@ -56,8 +49,6 @@ def find_metric_differences(
     """Computes the metrics on rows of the first batch and on parts of them; returns those that differ.
 
     Args:
-        model: A built and compiled model with Keras's `train_step`, whose metrics are built.
-        data: The first batch.
         size: The rows that one part holds.
         parts: The number of parts of an update.
         on_replicas: Whether the states of the parts are aggregated; else a part follows another.

@@ -53,8 +53,6 @@ def find_difference(
     """Computes rows of the first batch whole and in parts; `None` if only rounding or randomness sets them apart.
 
     Args:
-        model: A built and compiled model with Keras's `train_step`, whose losses are built.
-        data: The first batch.
         size: The rows that one part holds.
         parts: The number of parts of an update.
         normalize: Computes the weight of a part; all weigh alike, if `None`.
@@ -204,11 +202,7 @@ class _DividedLoss(_DividedPass):
 
 
 def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut, most_bytes: int) -> Structure | None:
-    """The outputs for all rows, computed part by part, and their masks; `None` if they take more bytes than these.
-
-    Raises:
-        Inconclusive: An output has no row for each example.
-    """
+    """The outputs for all rows, computed part by part, and their masks; `None` if they take more bytes than these."""
 
     def forward(data: Any) -> tuple[Structure, list[tf.Tensor | None]]:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)

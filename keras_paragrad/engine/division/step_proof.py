@@ -18,15 +18,7 @@ from keras_paragrad.storage.storage import any_divided
 def find_difference_of_step(
     model: keras.Model, step: CustomStep, data: Batch, size: int, parts: int
 ) -> Difference | None:
-    """Finds the first optimizer call whose parts don't add up to the whole gradient.
-
-    Args:
-        model: A built model with its own `train_step`.
-        step: The analyzed step, which says how its calls are weighted.
-        data: The rows of the first update.
-        size: The rows that one part holds.
-        parts: The number of parts of an update.
-    """
+    """Finds the first optimizer call whose parts, of `size` rows, don't add up to the gradient of the whole update."""
     if any_divided(model.trainable_variables):
         # Other workers hold some of the weights, and don't wait for this one.
         return None

@@ -85,11 +85,7 @@ def _is_number(tensor: tf.Tensor) -> bool:
 
 
 def compare_scalars(whole: Sequence[Array], parts: Sequence[Sequence[Array]], *, half_precision: bool) -> NumberParts:
-    """What makes up the numbers of a trial.
-
-    Raises:
-        Inconclusive: The parts have other numbers.
-    """
+    """What makes up the numbers of a trial; inconclusive, if the parts have other numbers."""
     tolerance = _IN_HALF_PRECISION if half_precision else _TOLERANCE
     return NumberParts(
         *(_compare(np.asarray(each[0]), each[1:], tolerance) for each in zip(whole, *parts, strict=True))

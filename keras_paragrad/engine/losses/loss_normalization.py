@@ -34,11 +34,7 @@ class LossNormalization:
     divider: Divider = dataclasses.field(compare=False)
 
     def check(self, model: keras.Model) -> None:
-        """Refuses a model that can't be divided, whatever its loss divides by.
-
-        Raises:
-            IndivisibleError: The model has a custom `train_step`.
-        """
+        """Refuses a model that can't be divided, whatever its loss divides by."""
         if refusal := self.find_refusal(model):
             raise IndivisibleError(refusal)
 
@@ -65,14 +61,7 @@ class LossNormalization:
     def _normalizer(
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, tried: bool = True
     ) -> Normalizer:
-        """The normalizer as the user states it, as it follows from the losses, or as a trial finds it.
-
-        Args:
-            model: The model.
-            arguments: The arguments of its `compute_loss`.
-            terms: The terms of its compiled losses.
-            tried: Whether what is stated is held to a trial.
-        """
+        """The normalizer as it is stated (and held to a trial, if `tried`), or as the losses or a trial show it."""
         stated = self._stated(model, arguments, terms)
         if stated is not None:
             if tried and self.weighting != "auto":
@@ -93,11 +82,7 @@ class LossNormalization:
         return stated if reason is None else self._find(model, arguments, reason).normalizer(arguments)
 
     def in_custom_step(self, model: keras.Model, data: Batch, terms: Sequence[LossTerm], what: str) -> Normalizer:
-        """The weight of a part of a batch in a custom `test_step`, for a scalar that errors call `what`.
-
-        Raises:
-            ValueError: The normalizer is unknown.
-        """
+        """The weight of a part of a batch in a custom `test_step`, for a scalar that errors call `what`."""
         if terms or self.weighting in ("examples", "sample_weight", "sum") or callable(self.weighting):
             arguments = arguments_of(data, terms[0].y_pred if terms else None)
             self._check_rows(model, arguments, list(terms), training=False)
@@ -234,7 +219,7 @@ def warn_of_uniform(model: keras.Model, arguments: LossArguments, terms: list[Lo
 def scale_by_replicas(
     model: keras.Model, loss: tf.Tensor, arguments: LossArguments, terms: list[LossTerm]
 ) -> tuple[tf.Tensor, Normalizer | None]:
-    """A replica's loss such that the sum over the replicas is that of the batch, if all have equally many examples.
+    """A replica's loss such that, for equal replica batches, the sum over the replicas is the batch's.
 
     Means and what layers add are divided by the number of replicas, as Keras divides them, and sums are not. Of a
     model's own `compute_loss`, and of a loss that returns one number, a trial shows which it is. Also returns the

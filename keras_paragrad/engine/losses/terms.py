@@ -234,15 +234,7 @@ class ComputedLoss(NamedTuple):
 def compute_loss(
     model: keras.Model, data: Batch, *, y_pred: Structure = None, training: bool = True, untracked: bool = True
 ) -> ComputedLoss:
-    """Computes the loss of a batch as Keras does.
-
-    Args:
-        model: A compiled model.
-        data: The batch.
-        y_pred: The outputs, if the model isn't to be called.
-        training: Whether the batch is trained on.
-        untracked: As in `recorded_terms`.
-    """
+    """Computes the loss of a batch, or of its outputs if given, as Keras does; `untracked` as in `recorded_terms`."""
     arguments = arguments_of(data, y_pred)
     if y_pred is None:
         arguments["y_pred"] = call_model(model, arguments["x"], training=training)

@@ -36,11 +36,10 @@ RunFromState = Callable[[Any, State, int], tuple[Any, State]]
 def split_dependent_metrics(
     model: keras.Model, y: Structure, y_pred: Structure, sample_weight: Structure, *, on_replicas: bool
 ) -> tuple[list[str], list[str]]:
-    """Finds the compiled metrics whose results change when a batch is split into two parts.
+    """The compiled metrics whose results change for two equal parts of a batch, and those for unequal parts only.
 
-    On replicas, the states of the parts are summed; otherwise the parts are sequential. Returns the names of metrics
-    that change for equal parts, and of those that change for unequal parts only. Both are empty if the metrics can't be
-    called on synthetic rows.
+    On replicas, the states of the parts are summed; otherwise the parts are sequential. None if they can't be called on
+    synthetic rows.
     """
 
     def results(batch: Batch):
@@ -75,13 +74,8 @@ def split_dependent_metrics(
 def split_dependent_layers(model: keras.Model, x: Any, *, on_replicas: bool, in_sequence: bool) -> list[str]:
     """Finds layers whose state depends on how synthetic rows are split, or is read after other parts.
 
-    Ignores batch normalization, seeds, and states that depend on random numbers which aren't those of rows.
-
-    Args:
-        model: A built model.
-        x: Its inputs, whose shapes and dtypes are used.
-        on_replicas: Whether parts are taken at the same time, and their states aggregated.
-        in_sequence: Whether parts are taken one after the other.
+    Ignores batch normalization, seeds, and states that depend on random numbers which aren't those of rows. On
+    replicas, parts are taken at the same time and their states aggregated; `in_sequence`, one after the other.
     """
     split = BatchSplit(on_replicas, in_sequence, _ROWS, _UNEVEN)
 
@@ -131,14 +125,7 @@ def split_dependent_states(
 ) -> list[keras.Variable]:
     """The variables whose values after two parts aren't those after the whole, or are read after the first part.
 
-    Leaves out those that other seeds change.
-
-    Args:
-        variables: The variables.
-        run: Maps a batch, or a part of it, and their values to what is computed, and to their new values.
-        start: Their values.
-        batch: Rows.
-        split: How the batch is split.
+    Leaves out those that other seeds change. `run` maps rows and the variables' values to results and new values.
     """
     reseeded = [value + 1 if is_seed(each) else value for each, value in zip(variables, start, strict=True)]
     part, rest = take_rows(batch, 0, split.first), take_rows(batch, split.first, split.rows)

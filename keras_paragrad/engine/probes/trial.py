@@ -31,16 +31,11 @@ class Inconclusive(Exception):  # noqa: N818  (an answer, not a failure)
 
 
 def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, question: str | None) -> Result:
-    """Returns the first result of `run` that raises no error; if all raise, logs that and returns `otherwise`.
+    """The first result of `run`, for one of its `choices`, that raises no error; `otherwise`, if all raise.
 
     `run` is called in a separate thread, where no strategy, graph, tape, device or state of Keras is active, so it
-    never waits for other replicas or workers.
-
-    Args:
-        run: The trial.
-        *choices: Its argument, in the order in which to try them.
-        otherwise: The result if it raises for all.
-        question: What the trial answers, for the log: a clause that begins with "whether". `None` logs nothing.
+    never waits for other replicas or workers. If all raise, the log says that it was not checked what `question` asks,
+    a clause that begins with "whether", if any.
     """
 
     def alone(choice: Any) -> Result:
@@ -76,15 +71,11 @@ def synthetic_rows(
     labels: bool = False,
     tokens: int = 2,
 ) -> Any:
-    """Draws eager tensors of `rows` rows, with the shapes and dtypes of a batch.
-
-    Integers are 0 or 1 by default, which are valid classes and tokens of every vocabulary.
+    """Draws eager tensors with the shapes and dtypes of a batch: real numbers, and 0 or 1, valid classes and tokens.
 
     Args:
         nested: Tensors, placeholders or `tf.TensorSpec` of `(batch, ...)`; some may be `None`.
-        rows: Number of rows.
-        seed: Seed of the draw.
-        size: The size of axes of unknown size.
+        rows, seed, size: The number of rows, the seed of the draw, the size of axes of unknown size.
         low, high: Range of real numbers.
         labels: Whether real numbers are 0 or 1 too: Keras casts classes to float.
         tokens: Integers are below this.

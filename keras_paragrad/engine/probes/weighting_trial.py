@@ -87,14 +87,9 @@ class WeightingTrial(NamedTuple):
 
 
 def try_weightings(model: keras.Model, arguments: LossArguments, stated: Weighting | None) -> WeightingTrial | None:
-    """Tries what a model's loss divides by; `None` if it can't be computed on synthetic rows.
+    """Tries what a model's loss divides by, and what is stated; `None` if it can't be computed on synthetic rows.
 
     Losses alone would show less: before training, predictions may be all the same, and so are means of their losses.
-
-    Args:
-        model: A built and compiled model.
-        arguments: The arguments of its `compute_loss`, whose shapes and dtypes are used.
-        stated: What the user states, to be tried as well.
     """
     candidates = list(WEIGHTINGS.values())
     if stated is not None and stated not in candidates:
@@ -229,8 +224,7 @@ def errors_of(
     """The relative error of the parts' gradients, weighted by each candidate; 0 where only rounding makes it.
 
     Args:
-        whole: The gradient of the whole, a tensor for each weight.
-        of_parts: Those of the parts.
+        whole, of_parts: The gradient of the whole, a tensor for each weight, and those of the parts.
         shares: The weight of each part, for each candidate: `(parts, candidates)`.
         half_precision: Whether they were computed in half precision.
         rounding: The largest relative error that only rounding makes; by what computed it, if `None`.
@@ -265,7 +259,7 @@ def _rounding() -> float:
 def over_draws(
     model: keras.Model, batch: Batch, size: int, compare: Callable[[Any], Result], count: int = ROWS
 ) -> list[Result]:
-    """What `compare` returns for several batches of synthetic rows: as usual, far apart, padded, with labels to ignore.
+    """Runs `compare` on several batches of synthetic rows: typical, far apart, padded, and with labels to ignore.
 
     Labels are 0 and 1, or between them for losses that need others than 0. Only rows that are far apart, with all
     tokens of a vocabulary, are sent to different experts.
@@ -273,9 +267,8 @@ def over_draws(
     Args:
         model: The model, whose `Masking` layers say what is padded with.
         batch: Tensors with its shapes and dtypes: `x`, `y` and `sample_weight`, or the first of them.
-        size: The size of axes of unknown size.
+        size, count: The size of axes of unknown size, and the number of rows.
         compare: Takes a batch of the same nesting.
-        count: The number of rows.
 
     Raises:
         Inconclusive: No batch tells anything.

@@ -106,7 +106,6 @@ class ParameterServerModel:
     """Runs a model's steps on workers, with its weights on parameter servers.
 
     Args:
-        model: A compiled model, created under a `ParameterServerStrategy`.
         sender: Sends steps to workers.
         check: Called before a train function is built; raises if the model can't be trained with parameter servers.
 

@@ -76,12 +76,11 @@ def apply_gradient(
     """Passes gradients to an optimizer; called on every replica.
 
     Args:
-        optimizer: The optimizer.
-        variables: The weights to update.
-        gradients: A gradient for each of them, or `None`.
+        optimizer, variables, gradients: The optimizer, the weights to update, and a gradient for each of them, or
+            `None`.
         contribution: What they count for in an accumulation window, or `None` if all count the same.
-        whole: Whether the sum over the replicas is exactly the batch's gradient. Then gradients are all-reduced before
-            they are clipped, as on one device. An accumulating optimizer all-reduces them itself.
+        whole: Whether the sum over the replicas is exactly the batch's gradient. Then gradients are all-reduced
+            before they are clipped, as on one device. An accumulating optimizer all-reduces them itself.
         also_reduce: Other tensors to all-reduce in the same collective.
 
     Returns:
@@ -164,14 +163,12 @@ def apply_everywhere(
     variables: Sequence[keras.Variable],
     norms: Sequence[tf.Tensor | None] = (),
 ) -> None:
-    """Applies all-reduced gradients on every replica; called in cross-replica context.
+    """Applies all-reduced gradients on every replica; called in cross-replica context, with a built optimizer.
 
     Args:
         per_replica: Runs a function on every replica; see `keras_paragrad.compat.collectives.cross_replica`.
-        optimizer: A built optimizer.
-        gradients: A gradient or `None` for each variable, grouped by replica.
-        variables: The variables that the optimizer was built with.
-        norms: The results of `squared_norms`, grouped by replica.
+        gradients, norms: Grouped by replica: a gradient or `None` for each variable, and the results of
+            `squared_norms`.
     """
     by_replica: dict[int, Sequence[tf.Tensor | None]] = {}
     unreduced = UnreducedOptimizers()

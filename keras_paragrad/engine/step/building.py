@@ -101,12 +101,7 @@ class _ReplacedBuild(MethodPatch):
 
 
 def build_layers_by_step(model: keras.Model, data: Batch) -> None:
-    """Builds a model's layers and metrics by running its `train_step` on two synthetic rows, without any update.
-
-    Args:
-        model: A model whose `train_step` is its own.
-        data: Tensors, or `keras.KerasTensor`, with the shapes and dtypes of a batch.
-    """
+    """Builds the layers and metrics of a model by its own `train_step`, on two synthetic rows, without any update."""
     # Compiled losses and metrics create theirs when they are first called.
     compiled = [each for each in (model._compile_loss, model._compile_metrics) if each is not None]
     built = all(layer.built for layer in all_layers(model))
@@ -220,11 +215,7 @@ def _first_batch(iterator: EpochIterator) -> Batch:
 
 
 def check_compiled_in_scope(model: keras.Model) -> None:
-    """Refuses a model built in a strategy's scope whose optimizer or metrics were created outside of it.
-
-    Raises:
-        ValueError: The message says what to write.
-    """
+    """Refuses a model built in a strategy's scope whose optimizer or metrics were created outside of it."""
     if not isinstance(model.distribute_strategy, _MIRRORED):
         return
     if outside := [each.name for each in other_optimizers(model) if not all(map(_is_distributed, _counters(each)))]:

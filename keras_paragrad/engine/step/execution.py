@@ -33,8 +33,7 @@ class CompiledStep:
     Inlined, a counter in it could advance for a batch that turns out not to exist.
 
     Args:
-        model: The model. Its `jit_compile` and `run_eagerly` apply.
-        step: Runs on each replica.
+        model, step: The model, whose `jit_compile` and `run_eagerly` apply, and what runs on each replica.
         take: Divides batches among replicas; Keras does, if `None`.
         guard: Checks the size of batches.
         by_xla: Whether XLA may compile the step.
@@ -84,11 +83,8 @@ class CompiledStep:
     def run_next(self, iterator: Any, check: Callable[[Batch], Conclusion | None] | None = None) -> StepLogs:
         """Runs the step on the next batch, traced for the element spec of the iterator and not for that batch's shape.
 
-        A function that also takes the batch would hold the step's graph a second time: 5 kB an operation.
-
-        Args:
-            iterator: The iterator.
-            check: Sees the batch before the step is traced, and returns what is called after that, if anything.
+        A function that also takes the batch would hold the step's graph a second time: 5 kB an operation. `check` sees
+        the batch before the step is traced, and returns what is called after that, if anything.
         """
         if check is not None or not self._in_functions:
             batch = iterator.get_next()
@@ -146,8 +142,7 @@ def compile_steps(
 
     Args:
         model: The model. Its `jit_compile`, `run_eagerly` and `steps_per_execution` apply.
-        steps: One step, or two: without and with an update.
-        schedule: The *apply* stage, which picks one of two steps.
+        steps: One step, or two: without and with an update, of which `schedule` picks one.
         take, guard, by_xla, on_mesh: As in `CompiledStep`.
         skipped: Maps a number of batches to how many of them to skip.
         on_resumed: Called with the last skipped batch, before the first step.

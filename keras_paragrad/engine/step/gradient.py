@@ -142,9 +142,7 @@ def call_in_function(function: Callable[[Data], Result], data: Data, *, by_xla: 
 def in_function(function: Callable[[Data], Result], *, by_xla: bool = True) -> Callable[[Data], Result]:
     """A function of one replica that TensorFlow doesn't inline; its tensors keep their masks.
 
-    Args:
-        function: Maps data to nested tensors and other values; the latter are returned as they were last traced.
-        by_xla: Whether XLA compiles the function.
+    Other values that it returns are returned as they were last traced. XLA compiles it, if `by_xla`.
     """
     attributes = None if by_xla else {NO_INLINE: True}
     traced: list[Result] = []

@@ -179,11 +179,7 @@ _ASSIGNING = (
 
 
 def check_repeatable(name: str, operations: Iterable[tf.Operation]) -> None:
-    """Refuses operations whose second run may differ, as they use a state other than Keras's variables.
-
-    Raises:
-        ValueError: There is one. The message says what to write instead.
-    """
+    """Refuses operations whose second run may differ, as they use a state other than Keras's variables."""
     for operation in _stateful(operations):
         kind = operation.type
         if kind in _REPEATABLE or kind.startswith(("Collective", "Nccl")):
@@ -204,13 +200,7 @@ def check_repeatable(name: str, operations: Iterable[tf.Operation]) -> None:
 
 
 class HiddenState(NamedTuple):
-    """An operation that draws random numbers, or changes a state, unknown to Keras.
-
-    Attributes:
-        operation: The operation.
-        problem: A clause: what it does.
-        advice: A clause: what to write instead.
-    """
+    """An operation that draws random numbers, or changes a state, unknown to Keras; what it does, and what to write."""
 
     operation: tf.Operation
     problem: str
@@ -230,11 +220,7 @@ def find_hidden_state(operations: Iterable[tf.Operation]) -> HiddenState | None:
 
 
 def check_runs_twice(name: str, operations: Iterable[tf.Operation]) -> None:
-    """Refuses operations that would draw other random numbers, or change a state twice, if a forward pass runs twice.
-
-    Raises:
-        ValueError: There is one. The message says what to write instead.
-    """
+    """Refuses operations that would draw other random numbers, or change a state twice, if they run twice."""
     if hidden := find_hidden_state(operations):
         operation = hidden.operation
         raise ValueError(

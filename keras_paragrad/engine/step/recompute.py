@@ -209,13 +209,9 @@ class _Run:
 
 
 class Recomputed:
-    """A function of tensors that runs again in the backward pass.
+    """A function of tensors that runs again in the backward pass; of nested ones, only the outermost is recomputed.
 
-    Args:
-        function: Calls layers. Of nested functions, only the outermost is recomputed.
-        name: The function's name in errors.
-        layers: The layers that it calls.
-        owner: The layer to which the losses of these layers are added.
+    It calls `layers`; the losses that these add are added to `owner`. Errors name it by `name`.
     """
 
     def __init__(

@@ -47,18 +47,10 @@ def choose_train_function(
     batches: Callable[[], int],
     updates_each_batch: bool,
 ) -> TrainFunction:
-    """Makes a train function that picks one of two for each call.
+    """Makes a train function that runs one of two for each call: `watching`, where `telemetry` wants that, or `plain`.
 
-    Args:
-        plain: The train function without telemetry.
-        watching: The train function with telemetry.
-        telemetry: Chooses the calls to watch.
-        ahead: Plans the updates, or `None` if the host doesn't.
-        batches: Returns the number of batches in the next call; 0, not to watch, if some of them are skipped.
-        updates_each_batch: Whether every batch makes an update, if `ahead` is `None`.
-
-    Returns:
-        A function for `model.train_function`.
+    `ahead` plans the updates, if the host does; else `updates_each_batch` says whether every batch makes one. `batches`
+    returns the number of batches in the next call; 0, not to watch, if some of them are skipped.
     """
 
     def train_function(iterator: BatchIterator) -> StepLogs:

@@ -70,9 +70,7 @@ def observe_before_all_reduce(model: keras.Model, gradients: Gradients, factor: 
 class Observation(MethodPatch):
     """The observer of the step that is being traced, attached to the innermost optimizer.
 
-    Attributes:
-        rows: The number of examples on each replica.
-        before_optimizer: Whether the gradients of replica batches are observed before they reach the optimizer.
+    `before_optimizer`: whether the gradients of replica batches are observed before they reach the optimizer.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, observe: Observe):
