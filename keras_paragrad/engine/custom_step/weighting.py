@@ -242,11 +242,9 @@ def _compare(
 ) -> tuple[list[list[float]], NumberParts | None]:
     """For each call, the errors of the candidates; and what makes up the step's numbers."""
     whole, *of_parts = compute_parts(step, data)
-
-    def divisors(rows: Batch) -> list[Any]:
-        return [each.divisor(arguments_of(rows)) if each.divisor else 0.0 for each in candidates]
-
-    shares = shares_of([divisors(take_rows(data, *each)) for each in BOUNDS], divisors(data))
+    arguments = [arguments_of(take_rows(data, *rows)) for rows in ((0, ROWS), *BOUNDS)]
+    total, *divisors = [[each.value(rows) for each in candidates] for rows in arguments]
+    shares = shares_of(divisors, total)
     errors = [
         errors_of(whole[index], [part[index] for part in of_parts], shares, half_precision=step.half_precision)
         for index in range(len(step.calls))

@@ -47,7 +47,7 @@ class _DividedStep(PartComparison):
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         rows = _change_inputs(rows) if changed else rows
         arguments = arguments_of(rows)
-        divisors = [float(each.divisor(arguments)) if each.divisor else 0.0 for each in self.weightings]
+        divisors = [float(each.value(arguments)) for each in self.weightings]
         calls, _ = self.trial(rows, None, first)
         self.draws = bool(self.trial.draws)
         gradients = [[np.asarray(each, "float64") for each in gradient] for gradient in calls]

@@ -54,8 +54,7 @@ def tracing_for_mesh(model: keras.Model, outputs: OutputLayouts) -> Generator[No
     """
     with (
         _distribution_set(outputs),
-        _unrolled(model),
-        _with_constants(model),
+        _with_own_attributes(model),
         pinning_between_layers(model),
         substituted_operations(),
     ):
@@ -99,36 +98,24 @@ def _distribute_tensor(tensors: Structure, layout: Layout) -> Structure:
 
 
 @contextlib.contextmanager
-def _with_constants(model: keras.Model) -> Generator[None]:
-    """Context in which tensors that layers hold, such as means and variances, are constants of the graph.
+def _with_own_attributes(model: keras.Model) -> Generator[None]:
+    """Context in which recurrent layers unroll their loops, which DTensor can't run, and layers hold constants.
 
-    A step on a mesh can't capture tensors.
+    A step on a mesh can't capture tensors, such as means and variances.
     """
     with contextlib.ExitStack() as stack:
         for layer in all_layers(model):
-            constants = {name: tf.constant(each.numpy()) for name, each in vars(layer).items() if _is_array(each)}
-            if constants:
-                stack.enter_context(attributes(layer, **constants))
+            values: dict[str, Any] = {
+                name: tf.constant(each.numpy()) for name, each in vars(layer).items() if _is_array(each)
+            }
+            if isinstance(layer, keras.layers.RNN):
+                values["unroll"] = True
+            stack.enter_context(attributes(layer, **values))
         yield
 
 
 def _is_array(value: object) -> bool:
     return isinstance(value, tf.Tensor) and hasattr(value, "numpy") and bool(value.shape.rank)
-
-
-@contextlib.contextmanager
-def _unrolled(model: keras.Model) -> Generator[None]:
-    """Context in which recurrent layers unroll their loops, which DTensor can't run."""
-    layers: list[keras.layers.RNN] = [
-        each for each in all_layers(model) if isinstance(each, keras.layers.RNN) and not each.unroll
-    ]
-    for layer in layers:
-        layer.unroll = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.unroll = False
 
 
 # DTensor has no rule for these; some of them end the process.

@@ -53,9 +53,8 @@ class _Traced(NamedTuple):
 def _find(model: Any, arguments: LossArguments, divider: Divider, training: bool) -> bool | str:
     """Runs the trials; returns a refusal if a layer mixes examples too."""
     # Training and evaluation share this answer.
-    comparison = once_per_compile(
-        ("comparison", _is_required(model)), model, arguments, lambda: _compare(model, arguments)
-    )
+    key = ("comparison", _is_required(model))
+    comparison = once_per_compile(key, model, arguments, lambda: _compare(model, arguments))
     if not comparison:
         return False
     if layer := _mixing_layer(model, arguments["x"], divider, training):
@@ -85,13 +84,8 @@ def _is_required(model: Any) -> bool:
 
 def _compare(model: Any, arguments: LossArguments) -> bool | str:
     """Whether the loss of synthetic rows compares examples, or why outputs of parts can't be put together for it."""
-    traced = run_trial(
-        lambda size: _trace(model, arguments, size),
-        *SIZES,
-        otherwise=None,
-        # What is refused then says why.
-        question=None,
-    )
+    # What is refused then says why.
+    traced = run_trial(lambda size: _trace(model, arguments, size), *SIZES, otherwise=None, question=None)
     return traced is not None and _compares(model, traced) and (traced.refusal or True)
 
 

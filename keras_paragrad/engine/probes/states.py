@@ -54,17 +54,10 @@ def split_dependent_metrics(
             return [], []
         targets = synthetic_rows(y, _ROWS, seed=0, size=size, labels=True)
         batch = (targets, *synthetic_rows((y_pred, sample_weight), _ROWS, seed=1, size=size))
-        compute, start = PureFunction(model, results), reset_state(model)
-        (whole, _), (reseeded, _) = compute(batch, start), compute(batch, compute.reseed(start))
+        whole, reseeded, *splits = _results(model, results, batch, _EVEN, _UNEVEN, on_replicas=on_replicas)
         if not all(_close(whole[name], reseeded[name]) for name in whole):
             raise Inconclusive("a metric is random")
-
-        def changed(rows: int):
-            parts = [take_rows(batch, 0, rows), take_rows(batch, rows, _ROWS)]
-            split = results_after_parts(compute, parts, start, on_replicas=on_replicas)
-            return [name for name in whole if not _close(whole[name], split[name])]
-
-        even, uneven = changed(_EVEN), changed(_UNEVEN)
+        even, uneven = ([name for name in whole if not _close(whole[name], split[name])] for split in splits)
         return even, [name for name in uneven if name not in even]
 
     question = "whether metrics depend on how a batch is split"
@@ -201,14 +194,11 @@ def split_dependent_call_metrics(
             return []
         x, weights = synthetic_rows((arguments["x"], arguments["sample_weight"]), _ROWS, seed=1, size=size)
         data = x, synthetic_rows(arguments["y"], _ROWS, seed=0, size=size, labels=True), weights
-        compute, start = PureFunction(model, results), reset_state(model)
-        (whole, _), (reseeded, _) = compute(data, start), compute(data, compute.reseed(start))
-        parts = [take_rows(data, 0, _UNEVEN), take_rows(data, _UNEVEN, _ROWS)]
-        split = results_after_parts(compute, parts, start, on_replicas=on_replicas)
+        of_metrics = zip(*_results(model, results, data, _UNEVEN, on_replicas=on_replicas), strict=True)
         # Those that another seed changes are random, and tell nothing.
         return [
             metric.name
-            for metric, whole, reseeded, split in zip(metrics, whole, reseeded, split, strict=True)
+            for metric, (whole, reseeded, split) in zip(metrics, of_metrics, strict=True)
             if all(map(_close, whole, reseeded)) and not all(map(_close, whole, split))
         ]
 
@@ -242,6 +232,16 @@ def _owners_of_resources(model: keras.layers.Layer, resources: list[tf.Tensor]) 
 def _train(model: keras.layers.Layer, inputs: tuple[Structure, ...]) -> list[tf.Tensor]:
     outputs = call_model(model, *inputs, training=True)
     return [each for each in (*keras.tree.flatten(outputs), *added_losses(model)) if tf.is_tensor(each)]
+
+
+def _results(
+    model: keras.Model, results: Callable[[Any], Any], batch: Batch, *firsts: int, on_replicas: bool
+) -> list[Any]:
+    """The results after a batch, after it with other seeds, and after two parts, the first of each of these sizes."""
+    compute, start = PureFunction(model, results), reset_state(model)
+    whole = [compute(batch, state)[0] for state in (start, compute.reseed(start))]
+    parts = [[take_rows(batch, 0, first), take_rows(batch, first, _ROWS)] for first in firsts]
+    return [*whole, *(results_after_parts(compute, each, start, on_replicas=on_replicas) for each in parts)]
 
 
 def reset_state(model: keras.Model) -> State:

@@ -176,7 +176,7 @@ class _Trial:
         gradients = gradients_of(loss)
         if not gradients:
             raise Inconclusive("the loss has no gradient")
-        divisors = [each.divisor(inputs) if each.divisor else tf.zeros([]) for each in self.candidates]
+        divisors = [tf.cast(each.value(inputs), "float32") for each in self.candidates]
         total = [tf.add_n(added)] if added else []
         return gradients, loss, divisors, gradients_of(total[0]) if added else [], total
 
