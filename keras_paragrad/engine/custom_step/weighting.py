@@ -241,12 +241,11 @@ def _compare(
     step: TrialStep, data: Batch, candidates: Sequence[Weighting]
 ) -> tuple[list[list[float]], NumberParts | None]:
     """For each call, the errors of the candidates; and what makes up the step's numbers."""
-    whole, *of_parts = compute_parts(step, data)
+    whole, *of_parts = results = compute_parts(step, data)
     arguments = [arguments_of(take_rows(data, *rows)) for rows in ((0, ROWS), *BOUNDS)]
-    total, *divisors = [[each.value(rows) for each in candidates] for rows in arguments]
-    shares = shares_of(divisors, total)
+    shares = shares_of([[each.value(rows) for each in candidates] for rows in arguments])
     errors = [
-        errors_of(whole[index], [part[index] for part in of_parts], shares, half_precision=step.half_precision)
+        errors_of([each[index] for each in results], shares, half_precision=step.half_precision)
         for index in range(len(step.calls))
     ]
     scalars = None

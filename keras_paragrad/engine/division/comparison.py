@@ -11,13 +11,9 @@ import tensorflow as tf
 
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.division.cut import RowCut
+from keras_paragrad.engine.probes.tolerances import GRADIENT, TIMES_NOISE
 from keras_paragrad.engine.probes.trial import take_rows
 
-# The largest relative error of a gradient that is no finding, in single and in half precision. Faults are off by 1e-4
-# and more.
-TOLERANCE, TOLERANCE_OF_HALF_PRECISION = 1e-4, 3e-2
-# A finding is this many times what another order of the rows, another seed, or other last digits change.
-_TIMES_NOISE = 10
 _LAST_DIGITS = 1e-6
 
 
@@ -119,10 +115,10 @@ def _finding(
 ) -> float:
     """The relative error of parts' summed gradients, or 0 where it is no finding; `changed` returns others like it."""
     error = relative_error(whole, total)
-    if error is None or error <= (TOLERANCE_OF_HALF_PRECISION if half_precision else TOLERANCE):
+    if error is None or error <= GRADIENT.of(half_precision):
         return 0.0
     noise = max((relative_error(whole, each) or 0.0 for each in changed()), default=0.0)
-    return 0.0 if error <= _TIMES_NOISE * noise else error
+    return 0.0 if error <= TIMES_NOISE * noise else error
 
 
 def relative_error(whole: list[np.ndarray], other: list[np.ndarray]) -> float | None:

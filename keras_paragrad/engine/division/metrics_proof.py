@@ -14,10 +14,8 @@ from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision
 from keras_paragrad.engine.probes.row_independence import is_kerass_own_metric
 from keras_paragrad.engine.probes.states import reset_state, results_after_parts
+from keras_paragrad.engine.probes.tolerances import METRIC, TINY
 from keras_paragrad.engine.probes.trial import row_count, run_trial, take_rows
-
-# The largest relative difference of a result that is no finding, in single and in half precision.
-_TOLERANCE, _TOLERANCE_OF_HALF_PRECISION = 1e-3, 3e-2
 
 
 class MetricDifference(NamedTuple):
@@ -70,7 +68,7 @@ def find_metric_differences(
         whole, reordered = (compute(each, start)[0] for each in (batch, reverse_rows(batch)))
         divided = [take_rows(batch, *bounds) for bounds in cut.bounds]
         split = results_after_parts(compute, divided, start, on_replicas=on_replicas)
-        tolerance = _TOLERANCE_OF_HALF_PRECISION if uses_half_precision(model) else _TOLERANCE
+        tolerance = METRIC.of(uses_half_precision(model))
         # One that depends on the order of rows is random, or numerically unstable.
         return [
             MetricDifference(name, _largest(whole[name]), _largest(split[name]), len(cut.bounds))
@@ -83,7 +81,7 @@ def find_metric_differences(
 
 
 def _close(one: Any, other: Any, tolerance: float) -> bool:
-    return np.allclose(one, other, rtol=tolerance, atol=1e-6, equal_nan=True)
+    return np.allclose(one, other, rtol=tolerance, atol=TINY, equal_nan=True)
 
 
 def _largest(result: Any) -> float:

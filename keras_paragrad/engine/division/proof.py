@@ -10,7 +10,6 @@ from keras_paragrad.compat.layers import call_model, mask_of, with_mask
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.division.comparison import (
-    TOLERANCE_OF_HALF_PRECISION,
     Difference,
     PartComparison,
     WeightedGradient,
@@ -28,6 +27,7 @@ from keras_paragrad.engine.probes.row_independence import (
     find_changed_outputs,
     has_losses_per_example,
 )
+from keras_paragrad.engine.probes.tolerances import GRADIENT
 from keras_paragrad.engine.probes.trial import Inconclusive, row_count, run_trial, take_rows
 
 # The most bytes that the tensors of a whole batch may take together, beside a step. A larger batch is proved by its
@@ -88,7 +88,7 @@ def find_layer_that_mixes(model: keras.Model, data: Batch, size: int) -> str | N
     first, second = take_rows(x, 0, count), take_rows(x, 1, count)
 
     def find() -> str | None:
-        pair = RowPair((first,), (second,), slice(1, count), slice(None), TOLERANCE_OF_HALF_PRECISION)
+        pair = RowPair((first,), (second,), slice(1, count), slice(None), GRADIENT.half)
         return find_changed_outputs(model, pair, training=True)
 
     return run_trial(lambda _: find(), 0, otherwise=None, question=None)

@@ -13,14 +13,13 @@ from keras_paragrad.engine.losses.number_updates import counting_numbers
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.probes.independence import once_per_compile
 from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision
+from keras_paragrad.engine.probes.tolerances import NUMBER
 from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial
 from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, compute_parts, over_draws
 
 # What of the parts makes up the whole batch's: sums of numbers, of numbers times rows, of weights, and of numbers times
 # weights; and whether weights are in proportion to rows.
 NUMBERS, MEANS, WEIGHTS, PRODUCTS, BY_ROWS = "numbers", "means", "weights", "products", "by rows"
-# Of the numbers' sum, in single and in half precision.
-_TOLERANCE, _IN_HALF_PRECISION = 1e-4, 3e-2
 
 MadeUpBy = set[str]
 
@@ -86,7 +85,7 @@ def _is_number(tensor: tf.Tensor) -> bool:
 
 def compare_scalars(whole: Sequence[Array], parts: Sequence[Sequence[Array]], *, half_precision: bool) -> NumberParts:
     """What makes up the numbers of a trial; inconclusive, if the parts have other numbers."""
-    tolerance = _IN_HALF_PRECISION if half_precision else _TOLERANCE
+    tolerance = NUMBER.of(half_precision)
     return NumberParts(
         *(_compare(np.asarray(each[0]), each[1:], tolerance) for each in zip(whole, *parts, strict=True))
     )

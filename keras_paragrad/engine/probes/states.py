@@ -14,6 +14,7 @@ from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.probes.pure_function import PureFunction, State, UnknownState, is_seed
 from keras_paragrad.engine.probes.row_independence import computes_rows_independently, has_value_per_example
+from keras_paragrad.engine.probes.tolerances import STATE, STATE_CHANGE, STATE_ROUNDING, TINY
 from keras_paragrad.engine.probes.trial import (
     SIZES,
     Inconclusive,
@@ -269,15 +270,15 @@ def _aggregate(variable: keras.Variable, *values: tf.Tensor) -> tf.Tensor:
 
 
 def _close(one: Any, other: Any) -> bool:
-    return np.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+    return np.allclose(one, other, rtol=STATE, atol=TINY, equal_nan=True)
 
 
 def _changed_alike(start: Any, one: Any, other: Any) -> bool:
-    """Whether a state has changed alike: where it changes slowly, what differs is small, and large numbers round."""
+    """Whether a state has changed alike."""
     before, one, other = (np.asarray(each, "float64") for each in (start, one, other))
     most = np.abs(one - before)[np.isfinite(one)].max(initial=0)
-    rounding = 3e-7 * np.abs(one[np.isfinite(one)]).max(initial=0)
-    return np.allclose(one, other, rtol=0, atol=1e-3 * most + rounding, equal_nan=True)
+    rounding = STATE_ROUNDING * np.abs(one[np.isfinite(one)]).max(initial=0)
+    return np.allclose(one, other, rtol=0, atol=STATE_CHANGE * most + rounding, equal_nan=True)
 
 
 def _numbers(results: Any) -> list[np.ndarray]:

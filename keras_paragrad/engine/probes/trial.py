@@ -12,13 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.types import Array, Batch, Structure
+from keras_paragrad.engine.probes.tolerances import OF_ALL, OF_WEIGHT
 
 # The sizes to try for axes of unknown size: a short sequence, then an image that can be halved often.
 SIZES = (8, 64)
 # The most elements of a synthetic tensor, and of a weight whose gradient is compared.
 MOST_ELEMENTS = 2**25
-# Tolerances of gradients: of a weight's largest entry, of the largest of all, and of the latter in half precision.
-_OF_WEIGHT, _OF_ALL, _OF_ALL_IN_HALF_PRECISION = 1e-3, 1e-5, 3e-2
 
 _log = logging.getLogger("keras_paragrad")
 _thread = threading.local()
@@ -148,9 +147,9 @@ def gradients_match(first: Sequence[Array], second: Sequence[Array], *, half_pre
     largest = [np.abs(np.concatenate([a.ravel(), b.ravel()])).max(initial=0) for a, b in pairs]
     of_all = max(largest, default=0)
     if half_precision:
-        return all(np.allclose(a, b, rtol=0, atol=_OF_ALL_IN_HALF_PRECISION * of_all, equal_nan=True) for a, b in pairs)
+        return all(np.allclose(a, b, rtol=0, atol=OF_ALL.half * of_all, equal_nan=True) for a, b in pairs)
     # A gradient of rounding errors alone, such as an attention's key bias has, differs from run to run.
     return all(
-        np.allclose(a, b, rtol=0, atol=_OF_WEIGHT * size + _OF_ALL * of_all, equal_nan=True)
+        np.allclose(a, b, rtol=0, atol=OF_WEIGHT * size + OF_ALL.single * of_all, equal_nan=True)
         for (a, b), size in zip(pairs, largest, strict=True)
     )
