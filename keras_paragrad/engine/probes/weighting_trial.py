@@ -211,7 +211,7 @@ def compute_parts(compute: PureFunction, batch: Batch, state: State | None = Non
 
 
 def shares_of(divisors: Sequence[Sequence[Any]]) -> np.ndarray:
-    """The weight of each part for each candidate `(parts, candidates)`, from the divisors of the whole and the parts."""
+    """The weight of each part for each candidate `(parts, candidates)`, from divisors of the whole and the parts."""
     total, *of_parts = np.asarray(divisors, "float64")
     return np.where(total == 0, 1.0, np.asarray(of_parts) / np.where(total == 0, 1.0, total))
 
