@@ -40,13 +40,14 @@ def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any
     if layer.built and all(inner.built for inner in layer._flatten_layers()):
         return
 
-    def of_any_size(tensor: tf.Tensor | np.ndarray | keras.KerasTensor):
-        if tensor is None:
-            return None
-        # Weights depend on the shape of an example, not on the batch size.
-        return keras.KerasTensor((None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
+    compute_output_spec(layer, *keras.tree.map_structure(_of_any_size, arguments), **keywords)
 
-    compute_output_spec(layer, *keras.tree.map_structure(of_any_size, arguments), **keywords)
+
+def _of_any_size(tensor: tf.Tensor | np.ndarray | keras.KerasTensor | None) -> keras.KerasTensor | None:
+    """A batch of any size: weights depend on the shape of an example, and not on the batch size."""
+    if tensor is None:  # an optional input
+        return None
+    return keras.KerasTensor((None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
 
 
 def has_build(layer: keras.layers.Layer) -> bool:
@@ -65,20 +66,16 @@ def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, d
     if iterator is not None:
         data_batch = _first_batch(iterator)
 
-    def of_any_size(tensor: tf.Tensor | tf.distribute.DistributedValues):
-        local = strategy.experimental_local_results(tensor)[0]
-        if local is None:  # an optional input
-            return None
-        return keras.KerasTensor((None, *local.shape[1:]), keras.backend.standardize_dtype(local.dtype))
-
+    local = keras.tree.map_structure(lambda tensor: strategy.experimental_local_results(tensor)[0], data_batch)
+    data_batch = keras.tree.map_structure(_of_any_size, local)
     with as_on_replica(strategy), _optimizer_left_to_step(model):
         try:
-            model._symbolic_build(data_batch=keras.tree.map_structure(of_any_size, data_batch))
+            model._symbolic_build(data_batch=data_batch)
         except Exception:
             # A custom `train_step` need not call the model.
             if not overrides_train_step(model):
                 raise
-            build_layers_by_step(model, keras.tree.map_structure(of_any_size, data_batch))
+            build_layers_by_step(model, data_batch)
 
 
 def _optimizer_left_to_step(model: keras.Model) -> contextlib.AbstractContextManager[object]:
