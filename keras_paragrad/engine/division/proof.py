@@ -159,7 +159,7 @@ class _DividedPass(PartComparison):
         total = tf.cast(tf.reduce_sum(loss), "float32")
         if self.normalize is None:
             return total, tf.constant(float(row_count(arguments["x"])))
-        weight = self.normalize.of_computed_loss(self.model, arguments, terms)
+        weight = self.normalize.normalizer(self.model, arguments, terms, tried=False)
         return total, tf.zeros([]) if weight.summed else tf.cast(weight.value, "float32")
 
 

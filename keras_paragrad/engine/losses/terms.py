@@ -69,14 +69,9 @@ class LossTerm:
             return tf.convert_to_tensor(self.loss.call(*arguments))
 
     @property
-    def prediction_mask(self) -> tf.Tensor | None:
-        """The mask that the model's output carries, or `None`."""
-        return get_keras_mask(self.y_pred)
-
-    @property
     def masks(self) -> list[tf.Tensor]:
         """The masks of the model's output and of the loss's values: none, one or both."""
-        return [mask for mask in (self.prediction_mask, get_keras_mask(self.values)) if mask is not None]
+        return [mask for mask in map(get_keras_mask, (self.y_pred, self.values)) if mask is not None]
 
     @functools.cached_property
     def mask(self) -> tf.Tensor | None:

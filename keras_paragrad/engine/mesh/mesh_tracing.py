@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from typing import Any
 
 import keras
@@ -60,7 +60,9 @@ def tracing_for_mesh(model: keras.Model, outputs: OutputLayouts) -> Generator[No
     ):
         yield
     if not tf.executing_eagerly():
-        check_mesh_operations(model, tf.compat.v1.get_default_graph().get_operations())
+        for operation in tf.compat.v1.get_default_graph().get_operations():
+            if _UNSUPPORTED.fullmatch(operation.type):
+                raise ValueError(_refusal(model, operation.type, _layer_of(model, operation.name)) + ".")
 
 
 @contextlib.contextmanager
@@ -124,13 +126,6 @@ _UNSUPPORTED = re.compile(
     r"ReverseSequence|Roll|EagerPyFunc|PyFunc\w*"
 )
 _OPERATION = re.compile(r"\btf\.([A-Z]\w+)")
-
-
-def check_mesh_operations(model: keras.Model, operations: Iterable[tf.Operation]) -> None:
-    """Raises an error that names the layer if a traced step has operations that a mesh can't run."""
-    for operation in operations:
-        if _UNSUPPORTED.fullmatch(operation.type):
-            raise ValueError(_refusal(model, operation.type, _layer_of(model, operation.name)) + ".")
 
 
 @contextlib.contextmanager

@@ -162,12 +162,12 @@ def _mixing_problems(
             "combined into the whole."
         )
 
-    def mixing_losses() -> list[str]:
-        return [term.loss.name for term in terms if not term.reduces_itself and loss_mixes_rows(term)]
-
+    whole = [term for term in terms if not term.reduces_itself]
     # Training and evaluation share this answer.
-    names = dict.fromkeys(once_per_compile(("mixing losses",), model, arguments, mixing_losses))
-    for name in names:
+    mixing = once_per_compile(
+        ("mixing losses",), model, arguments, lambda: [each.loss.name for each in whole if loss_mixes_rows(each)]
+    )
+    for name in dict.fromkeys(mixing):
         instead = f" {divider.for_comparing_losses}" if divider.for_comparing_losses else ""
         yield (
             f"The loss {name!r} compares examples: its value for one depends on the others in the batch, or on how "

@@ -76,10 +76,6 @@ class WeightingTrial(NamedTuple):
         """The weightings that fit."""
         return [each.weighting for each in self.fits if not each.error]
 
-    def fit_of(self, weighting: Weighting) -> Fit | None:
-        """How well a weighting fits, if it was tried."""
-        return next((each for each in self.fits if each.weighting.name == weighting.name), None)
-
     def __str__(self) -> str:
         return ", ".join(map(str, self.fits))
 

@@ -23,18 +23,6 @@ from keras_paragrad.engine.tracing.gradient_functions import releasing
 Result = TypeVar("Result")
 
 
-def compile_step_on_worker(
-    model: keras.Model, metric_states: MetricStates, run_step: Step
-) -> Callable[[Batch], tf.Tensor]:
-    """Compiles `train_step` or `test_step` so that it returns its contribution to the metrics."""
-
-    def step(data: Batch) -> tf.Tensor:
-        with _incrementing_on_server(model.optimizer):
-            return metric_states.compute_added(lambda: run_step(data))
-
-    return _compiled(model, step)
-
-
 def _compiled(model: keras.Model, step: Callable[[Batch], Result]) -> Callable[[Batch], Result]:
     strategy = model.distribute_strategy
     run = releasing(lambda data: strategy.run(step, args=(_open_batch_size(data),)))
@@ -167,7 +155,12 @@ class ParameterServerModel:
     def _function(self, run_step: Step) -> TrainFunction:
         """A train or test function that sends its steps to workers."""
         metric_states = self._metrics
-        step = compile_step_on_worker(self._model, metric_states, run_step)
+
+        def contribute(data: Batch) -> tf.Tensor:
+            with _incrementing_on_server(self._model.optimizer):
+                return metric_states.compute_added(lambda: run_step(data))
+
+        step = _compiled(self._model, contribute)
 
         def run(iterator: BatchIterator) -> StepLogs:
             for index in range(self._model.steps_per_execution):

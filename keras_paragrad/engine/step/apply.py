@@ -17,7 +17,6 @@ from keras_paragrad.compat.collectives import (
 )
 from keras_paragrad.compat.operations import BaseOptimizer
 from keras_paragrad.compat.optimizer import (
-    Accumulating,
     UnreducedOptimizers,
     build_optimizer,
     find_accumulator,
@@ -102,7 +101,9 @@ def apply_gradient(
             gradients = _nonfinite_everywhere(gradients)
         pairs = list(zip(gradients, variables, strict=True))
         if accumulator and contribution is not None:
-            pairs.append(_weighting(optimizer, accumulator, variables, contribution))
+            # Carries it through the optimizers around the accumulating one.
+            build_optimizer(optimizer, variables)
+            pairs.append((tf.stack(contribution), accumulator.gradient_weight))
         optimizer.apply_gradients(pairs)
         return None
     if held := [each for each in held_optimizers(optimizer) if getattr(each, "accumulates", False)]:
@@ -125,17 +126,6 @@ def apply_gradient(
         norms,
     )
     return sums
-
-
-def _weighting(
-    optimizer: keras.optimizers.Optimizer,
-    accumulator: Accumulating,
-    variables: Sequence[keras.Variable],
-    contribution: Contribution,
-) -> tuple[tf.Tensor, keras.Variable]:
-    """The pair that carries a `Contribution` to an accumulating optimizer, through the optimizers around it."""
-    build_optimizer(optimizer, variables)
-    return tf.stack(contribution), accumulator.gradient_weight
 
 
 def _skips_nonfinite(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> bool:

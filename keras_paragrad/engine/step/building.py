@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -22,6 +22,7 @@ from keras_paragrad.compat.model import (
 from keras_paragrad.compat.operations import Variable
 from keras_paragrad.compat.optimizer import held_optimizers
 from keras_paragrad.compat.private import FuncGraph, SymbolicScope, compute_output_spec
+from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Specs
 from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
@@ -109,7 +110,7 @@ def build_layers_by_step(model: keras.Model, data: Batch) -> None:
 
     def build(size: int) -> None:
         rows = synthetic_rows(specs, 2, seed=0, size=size)
-        with as_on_replica(strategy), capturing_applies(lambda *call: None), _without_updates():
+        with as_on_replica(strategy), capturing_applies(lambda *call: None), _WITHOUT_UPDATES.open(replica_count()):
             train_step_of(model)(rows)
 
     run_trial(build, *SIZES, otherwise=None, question=None if built else "which weights train_step makes")
@@ -119,23 +120,28 @@ def _spec(tensor: Any) -> Any:
     return None if tensor is None else tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype)
 
 
-@contextlib.contextmanager
-def _without_updates() -> Generator[None]:
-    """Context in which Keras's variables are made and not assigned, and gradients of mirrored ones are zeros."""
-    tape: Any = tf.GradientTape
-    assign, gradient = Variable.assign, tape.gradient
+def _zeros(
+    replicas: int,
+    original: Callable[..., Any],
+    tape: tf.GradientTape,
+    target: Any,
+    sources: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The gradients of mirrored variables, which TensorFlow can't compute outside of replicas."""
+    if replicas == 1:
+        return original(tape, target, sources, *args, **kwargs)
+    return tf.nest.map_structure(lambda source: tf.zeros(source.shape, source.dtype), sources)
 
-    def zeros(tape: tf.GradientTape, target: object, sources: Any, *arguments: object, **keywords: object) -> Any:
-        return tf.nest.map_structure(lambda source: tf.zeros(source.shape, source.dtype), sources)
 
-    Variable.assign = lambda variable, value: variable
-    if replica_count() > 1:
-        # Outside of replicas, TensorFlow can't compute them.
-        tape.gradient = zeros
-    try:
-        yield
-    finally:
-        Variable.assign, tape.gradient = assign, gradient
+# Variables are made and not assigned, on so many replicas.
+_WITHOUT_UPDATES = ProcessPatch[int](
+    lambda: (
+        Replacement(Variable, "assign", lambda replicas, original, variable, value: variable),
+        Replacement(tf.GradientTape, "gradient", _zeros),
+    )
+)
 
 
 def build_layers_from_inputs(model: keras.Model, data_batch: Batch) -> None:
