@@ -17,14 +17,7 @@ from keras_paragrad.engine.custom_step.step_graph import CapturedApply, Sources,
 
 
 class ApplyCall(NamedTuple):
-    """A call of `optimizer.apply` in the step.
-
-    Attributes:
-        optimizer: The optimizer.
-        variables: The variables that it was called with.
-        indices: The indices of those that have a gradient.
-        phase: The phase in which the gradient is computed.
-    """
+    """A call of `optimizer.apply`, with the indices of the variables that have a gradient, and the gradient's phase."""
 
     optimizer: keras.optimizers.Optimizer
     variables: list[keras.Variable]
@@ -65,11 +58,9 @@ class LoggedValue(NamedTuple):
 
 
 class WeightChange(NamedTuple):
-    """A change of a trainable weight: by a call of an optimizer, or by an assignment, such as weight clipping.
+    """A change of a trainable weight, by an optimizer or an assignment, such as weight clipping, in a phase.
 
-    Attributes:
-        position: The number of operations before it.
-        phase: The phase that makes it.
+    `position` is the number of operations before it.
     """
 
     position: int

@@ -18,12 +18,10 @@ _LAST_DIGITS = 1e-6
 
 
 class Difference(NamedTuple):
-    """How far the weighted gradients of parts are from the gradient of the whole.
+    """How far the weighted gradients of `parts` of so many rows are from the gradient of the whole.
 
-    Attributes:
-        error: The norm of the difference over the norm of the gradient.
-        rows, parts: The rows of the whole, and the number of its parts.
-        call: The index of the call of an optimizer that gets the gradient.
+    `error` is the norm of the difference over the norm of the gradient, `call` the index of the optimizer's call that
+    gets it.
     """
 
     error: float

@@ -48,11 +48,9 @@ class Division(NamedTuple):
 class Divisions:
     """Finds the divisions of a model's batches, until the model is compiled again.
 
-    Args:
-        model: A compiled model.
-
     Attributes:
-        steps: The analyzed steps of the model's own `train_step`, by signature. Compiled functions use their variables.
+        steps: The analyzed steps of the model's own `train_step`, by signature. Compiled functions use their
+            variables.
         undivided: Why batches are left whole whose number of rows isn't known before they come, if they are.
     """
 

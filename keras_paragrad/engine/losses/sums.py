@@ -163,11 +163,7 @@ def _mean(loss: tf.Tensor, dtype: str) -> tf.Tensor:
 
 
 class LossWindow(SavedVariables):
-    """The sums of the micro-batches since the last update, which together are one batch.
-
-    Args:
-        model: A compiled model whose losses are built. Called in its strategy's scope.
-    """
+    """The sums of the micro-batches since the last update, which together are one batch; made in the model's scope."""
 
     def __init__(self, model: keras.Model):
         super().__init__()

@@ -18,14 +18,7 @@ from keras_paragrad.storage.dtensor import Layout, computing_on_mesh, relayout
 
 
 class OutputLayouts:
-    """A distribution of Keras's that records which outputs' layouts are requested.
-
-    Args:
-        distribution: A `keras.distribution.DataParallel` or `ModelParallel`.
-
-    Attributes:
-        requested: The paths of the outputs.
-    """
+    """A distribution of Keras's that records, as `requested`, the paths of the outputs whose layouts are asked for."""
 
     def __init__(self, distribution: keras.distribution.ModelParallel):
         self._distribution = distribution

@@ -37,9 +37,6 @@ class Columns:
 
     A column has one device of each stage. A variable is on its stage's first device; for the other columns it is copied
     once a batch.
-
-    Attributes:
-        micro_batch: The index of the micro-batch.
     """
 
     def __init__(self):

@@ -36,13 +36,9 @@ class TracedOperation(NamedTuple):
 
 
 class Block:
-    """A function's operations that run, in the order in which they were traced.
+    """A function's operations that run, in the order in which they were traced, without placeholders.
 
-    Attributes:
-        operations: The operations, without placeholders.
-        inputs, outputs: Numbers of the function's argument and result tensors.
-        input_sizes: Bytes of the inputs.
-        uses: How often each tensor is read or returned.
+    Tensors have numbers; `input_sizes` are their bytes, and `uses` how often each is read or returned.
     """
 
     def __init__(
@@ -58,12 +54,9 @@ class Block:
 
 
 class Numbered(NamedTuple):
-    """A graph's operations, and the numbers of its tensors.
+    """A graph's operations, and the numbers of its tensors, by their `ref()`.
 
-    Attributes:
-        block: The operations.
-        numbers: Each tensor's number, by its `ref()`.
-        positions: For the n-th operation of the graph, the number of operations before it in the block.
+    `positions` has, for the n-th operation of the graph, the number of operations before it in the block.
     """
 
     block: Block

@@ -38,11 +38,9 @@ class _Captured(NamedTuple):
     """The variables that a function reads.
 
     Attributes:
-        weights: The trainable variables.
         loads: For each weight, makes its value in a run from what is stored.
         stored: What is stored between the runs, such as shards; gradients are taken with respect to it.
-        state: The other variables.
-        before: Their values before the call.
+        state, before: The other variables, and their values before the call.
     """
 
     weights: list[keras.Variable]

@@ -44,12 +44,8 @@ from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_
 class TrainStep(NamedTuple):
     """One replica's step on a batch.
 
-    Attributes:
-        model: A compiled model.
-        stages: The fillers of its stages.
-        window: The losses of the micro-batches since the last update, if the *apply* stage is filled.
-        update: Whether the step ends with an update, if the *apply* stage is filled.
-        division: How the batch is divided.
+    If the *apply* stage is filled, `window` has the losses of the micro-batches since the last update, and `update`
+    says whether the step ends with one.
     """
 
     model: keras.Model

@@ -142,12 +142,7 @@ class Update(NamedTuple):
         gradients: The gradients of all replicas before clipping, without loss scale; `None` if there is none, or if
             Keras overwrites the weight with its gradient.
         clipped: The gradients after clipping, as in the update rule.
-        before: The weights before the update.
-        change: The difference that the update made to the weights.
-        learning_rate: The learning rate of the update rule.
-        loss_scale: The factor of the loss.
-        weights: The watched weights.
-        optimizer: The optimizer that has made the update.
+        before, change: The weights before the update, and what it adds to them.
     """
 
     number: tf.Tensor
