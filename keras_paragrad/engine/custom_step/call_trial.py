@@ -1,14 +1,14 @@
 """Finds which calls of layers in a model's own `train_step` can be divided, by a trial on synthetic rows."""
 
-import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import mask_of, with_mask
-from keras_paragrad.compat.types import Batch, StepLogs, Structure
+from keras_paragrad.compat.model import train_step_of
+from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.custom_step.analysis import ApplyCall
 from keras_paragrad.engine.custom_step.divided_calls import has_rows, intercepting, rows_of_leaf
 from keras_paragrad.engine.custom_step.versions import gather_remote_values
@@ -74,15 +74,12 @@ class _CallTrial(TrialStep):
         self.divides, self._finds = divides or [], divides is None
         self._index = 0
 
-    @contextlib.contextmanager
-    def context(self) -> Generator[None]:
+    def run_step(self, data: Batch) -> list[list[tf.Tensor]]:
         self._index = 0
         if self._finds:
             self.divides = []
         with intercepting(self):
-            yield
-
-    def others(self, logs: StepLogs) -> list[list[tf.Tensor]]:
+            logs = train_step_of(self.model)(data)
         return [[tf.cast(each, "float32") for each in keras.tree.flatten(logs) if each is not None]]
 
     def effects(self, data: Batch) -> list[list[tf.Tensor]]:

@@ -2,8 +2,8 @@
 
 import contextlib
 import logging
-from collections.abc import Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import all_layers, all_variables, step_metrics, train_step_of
 from keras_paragrad.compat.state import warn_once
-from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, StepLogs
+from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
 from keras_paragrad.engine.custom_step.versions import gather_remote_values
 from keras_paragrad.engine.division.dividers import Divider
@@ -34,10 +34,10 @@ from keras_paragrad.engine.probes.weighting_trial import (
     BOUNDS,
     FIRST,
     ROWS,
-    Fit,
     WeightingTrial,
     compute_parts,
     errors_of,
+    fits_in_all_draws,
     over_draws,
     shares_of,
 )
@@ -87,31 +87,24 @@ class TrialStep(PureFunction):
             present: list[GradientTensor] = [gradients[index] for index in indices]  # pyright: ignore
             captured.append([tf.cast(tf.convert_to_tensor(gradient), "float32") for gradient in present])
 
-        with capturing_applies(capture), self.context():
-            others = self.others(train_step_of(self.model)(data))
+        with capturing_applies(capture):
+            others = self.run_step(data)
         if len(captured) != len(self.calls):
             raise Inconclusive("the step calls optimizers differently on other rows")
         return [*captured, *others]
 
-    def context(self) -> contextlib.AbstractContextManager[object]:
-        """The context in which the step is traced."""
-        return contextlib.nullcontext()
-
-    def others(self, logs: StepLogs) -> list[list[tf.Tensor]]:
-        """What else to return, after the gradients."""
+    def run_step(self, data: Batch) -> list[list[tf.Tensor]]:
+        """Runs the step; returns what else to return, after the gradients."""
+        train_step_of(self.model)(data)
         return []
 
 
 class _ScalarTrial(TrialStep):
     """Returns the numbers that the step gives to metrics, and its logs, after the gradients."""
 
-    @contextlib.contextmanager
-    def context(self) -> Generator[None]:
-        with noting_scalars(self.model) as self._noted:
-            yield
-
-    def others(self, logs: StepLogs) -> list[list[tf.Tensor]]:
-        return [scalars_of_trial(self._noted, logs)]
+    def run_step(self, data: Batch) -> list[list[tf.Tensor]]:
+        with noting_scalars(self.model) as noted:
+            return [scalars_of_trial(noted, train_step_of(self.model)(data))]
 
 
 def _dependent_states(step: TrialStep, analysis: StepAnalysis, rows: Batch, split: BatchSplit) -> list[str]:
@@ -130,6 +123,14 @@ def _dependent_states(step: TrialStep, analysis: StepAnalysis, rows: Batch, spli
 
     start = [step.start[index] for index in indices]
     return [each.path for each in split_dependent_states(states, run, start, rows, split)] if states else []
+
+
+class _StepTrial(NamedTuple):
+    """A trial for each call of a step, what makes up its numbers, and the states that depend on how rows are split."""
+
+    trials: list[WeightingTrial]
+    scalars: NumberParts | None
+    dependent: list[str]
 
 
 def find_weightings(
@@ -155,24 +156,20 @@ def find_weightings(
         candidates = [stated, *(each for each in candidates if each is not stated)]
 
     split = BatchSplit(replica_count() > 1, divider is None or divider.in_sequence, ROWS, FIRST)
-    dependent: list[str] = []
-    scalars: list[NumberParts | None] = []
 
-    def find(size: int) -> list[WeightingTrial]:
+    def find(size: int) -> _StepTrial:
         step = _ScalarTrial(model, analysis.calls, remote)
         compared = over_draws(model, data, size, lambda batch: _compare(step, batch, candidates))
-        errors, of_draws = zip(*compared, strict=True)
-        scalars[:] = [in_all_draws(of_draws)]
-        # For each call, the errors of the candidates in all draws.
-        by_call = ([max(each) for each in zip(*of_draws, strict=True)] for of_draws in zip(*errors, strict=True))
-        found = [WeightingTrial(list(map(Fit, candidates, each))) for each in by_call]
+        errors, scalars = zip(*compared, strict=True)
+        trials = [WeightingTrial(fits_in_all_draws(candidates, of_call)) for of_call in zip(*errors, strict=True)]
+        dependent: list[str] = []
         for seed, (low, high) in enumerate(RANGES if divider else ()):
             rows = synthetic_rows(data, ROWS, seed=seed, size=size, low=low, high=high)
-            dependent.extend(_dependent_states(step, analysis, rows, split))
-        return found
+            dependent += _dependent_states(step, analysis, rows, split)
+        return _StepTrial(trials, in_all_draws(scalars), list(dict.fromkeys(dependent)))
 
-    trials = run_trial(find, *SIZES, otherwise=None, question="what the losses of train_step are divided by")
-    if trials is None:
+    result = run_trial(find, *SIZES, otherwise=None, question="what the losses of train_step are divided by")
+    if result is None:
         if stated is not None:
             return [stated] * len(analysis.calls), None
         raise IndivisibleError(
@@ -181,16 +178,16 @@ def find_weightings(
             "'sample_weight' for means weighted by sample weights, 'sum', or a function of (x, y, y_pred, "
             "sample_weight), where y_pred is None."
         )
-    if dependent and divider:
-        message = states_refusal(list(dict.fromkeys(dependent)), divider)
+    if result.dependent and divider:
+        message = states_refusal(result.dependent, divider)
         if stated is None:
             raise IndivisibleError(message)
         warn_once(model, message)
-    taken = [[each for each in trial.fitting if stated in (None, each)] for trial in trials]
-    misfits = {index: trial for index, trial in enumerate(trials) if not taken[index]}
+    taken = [[each for each in trial.fitting if stated in (None, each)] for trial in result.trials]
+    misfits = {index: trial for index, trial in enumerate(result.trials) if not taken[index]}
     if misfits:
         raise IndivisibleError(_misfit_message(model, analysis.calls, misfits, stated))
-    return [fitting[0] for fitting in taken], scalars[0]
+    return [fitting[0] for fitting in taken], result.scalars
 
 
 def sums_in_step(model: keras.Model, data: Batch) -> tuple[list[bool], NumberParts | None]:

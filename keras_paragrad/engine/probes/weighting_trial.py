@@ -58,6 +58,11 @@ class Fit(NamedTuple):
         return f"{self.weighting.argument} {'fits' if not self.error else f'is {self.error:.2g} off'}"
 
 
+def fits_in_all_draws(candidates: Sequence[Weighting], draws: Sequence[Sequence[float]]) -> list[Fit]:
+    """How well the candidates fit, from their errors in each draw."""
+    return [Fit(each, max(errors)) for each, errors in zip(candidates, zip(*draws, strict=True), strict=True)]
+
+
 class WeightingTrial(NamedTuple):
     """The result of a trial.
 
@@ -130,15 +135,11 @@ class _Trial:
         """Compares parts with the whole, for several draws."""
         data = tuple(arguments[name] for name in ("x", "y", "sample_weight"))
         draws = over_draws(self.model, data, size, self._compare)
-        errors = [max(each) for each in zip(*(draw.errors for draw in draws), strict=True)]
-        masked = [draw for draw in draws if draw.mask_hides]
-        fits = [
-            Fit(candidate, error)
-            for candidate, error in zip(self.candidates, errors, strict=True)
-            if self.has_mask or candidate is not WEIGHTINGS["mask"]
-        ]
+        fits = fits_in_all_draws(self.candidates, [draw.errors for draw in draws])
+        fits = [each for each in fits if self.has_mask or each.weighting is not WEIGHTINGS["mask"]]
         trial = WeightingTrial(fits, random=bool(self._random))
-        return trial._replace(ambiguous=self.has_mask and not masked and WEIGHTINGS["mask"] in trial.fitting)
+        hides = any(draw.mask_hides for draw in draws)
+        return trial._replace(ambiguous=self.has_mask and not hides and WEIGHTINGS["mask"] in trial.fitting)
 
     def _compare(self, batch: Batch) -> _Draw:
         if self._random is None:
