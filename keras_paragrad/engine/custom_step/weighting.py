@@ -27,7 +27,7 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting
 from keras_paragrad.engine.probes.independence import once_per_compile, states_refusal
-from keras_paragrad.engine.probes.pure_function import PureFunction, State, is_seed, uses_half_precision, value_of
+from keras_paragrad.engine.probes.pure_function import PureFunction, State, is_seed, value_of
 from keras_paragrad.engine.probes.states import RANGES, BatchSplit, split_dependent_states
 from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial, synthetic_rows, take_rows
 from keras_paragrad.engine.probes.weighting_trial import (
@@ -64,7 +64,7 @@ class TrialStep(PureFunction):
     def __init__(
         self, model: keras.Model, calls: Sequence[ApplyCall], remote: Mapping[int, tf.Tensor], rows: int = ROWS
     ):
-        self.calls, self.half_precision = calls, uses_half_precision(model)
+        self.calls = calls
         values = [(each, remote[id(each)] if id(each) in remote else value_of(each)) for each in all_variables(model)]
         # Variables, and not tensors: the tape of the step watches what it reads.
         self._weights = {id(each): tf.Variable(value) for each, value in values if each.trainable}

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.division.cut import RowCut
+from keras_paragrad.engine.probes.pure_function import PureFunction
 from keras_paragrad.engine.probes.tolerances import GRADIENT, TIMES_NOISE
 from keras_paragrad.engine.probes.trial import take_rows
 
@@ -47,12 +48,10 @@ class PartComparison(abc.ABC):
     """Compares the weighted gradients of parts of a batch with the gradients of the whole.
 
     Attributes:
-        half_precision: Whether they are computed in half precision.
-        draws: Whether random numbers are drawn, once something was computed.
+        function: Computes the gradients of rows.
     """
 
-    half_precision: bool
-    draws: bool = False
+    function: PureFunction
 
     @abc.abstractmethod
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
@@ -69,7 +68,9 @@ class PartComparison(abc.ABC):
         # What makes no difference but by rounding and randomness.
         changed = functools.cache(lambda: list(self._changed(rows)))
         for call, (whole, total) in enumerate(self.gradients(rows, cut)):
-            error = _finding(whole, total, lambda call=call: (each[call] for each in changed()), self.half_precision)
+            error = _finding(
+                whole, total, lambda call=call: (each[call] for each in changed()), self.function.half_precision
+            )
             if error:
                 return Difference(error, len(cut.rows), len(cut.bounds), call)
         return None
@@ -96,7 +97,7 @@ class PartComparison(abc.ABC):
 
     def _changed(self, rows: Batch) -> Iterable[list[list[np.ndarray]]]:
         yield [each.gradient for each in self.run(rows, 0, changed=True)]
-        if not self.draws:
+        if not self.function.draws:
             # Rows in another order would draw other random numbers.
             yield self.reordered(rows)
 

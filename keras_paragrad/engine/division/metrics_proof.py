@@ -11,7 +11,7 @@ from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.division.proof import MOST_BYTES, mark_outputs, outputs_of_parts
 from keras_paragrad.engine.losses.logs import has_metrics
 from keras_paragrad.engine.losses.terms import arguments_of
-from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision
+from keras_paragrad.engine.probes.pure_function import PureFunction
 from keras_paragrad.engine.probes.row_independence import is_kerass_own_metric
 from keras_paragrad.engine.probes.states import reset_state, results_after_parts
 from keras_paragrad.engine.probes.tolerances import METRIC, TINY
@@ -68,7 +68,7 @@ def find_metric_differences(
         whole, reordered = (compute(each, start)[0] for each in (batch, reverse_rows(batch)))
         divided = [take_rows(batch, *bounds) for bounds in cut.bounds]
         split = results_after_parts(compute, divided, start, on_replicas=on_replicas)
-        tolerance = METRIC.of(uses_half_precision(model))
+        tolerance = METRIC.of(compute.half_precision)
         # One that depends on the order of rows is random, or numerically unstable.
         return [
             MetricDifference(name, _largest(whole[name]), _largest(split[name]), len(cut.bounds))

@@ -20,7 +20,7 @@ from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import compute_loss
-from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision, watch_weights
+from keras_paragrad.engine.probes.pure_function import PureFunction, watch_weights
 from keras_paragrad.engine.probes.row_independence import (
     RowPair,
     computes_rows_independently,
@@ -61,7 +61,7 @@ def find_difference(
     def find(cut: RowCut) -> Difference | None:
         try:
             division = _DividedPass(model, normalize, len(cut.rows))
-            part = bytes_of(division.graph(take_rows(data, 0, size)))
+            part = bytes_of(division.function.graph(take_rows(data, 0, size)))
             if part * len(cut.bounds) <= MOST_BYTES:
                 return division.compare(data, cut)
             difference = None
@@ -105,7 +105,7 @@ def measure_batch_statistics(
     def measure(rows: Batch) -> Difference | None:
         count, cut = row_count(rows), RowCut.of_parts(row_count(rows), size, parts)
         division = _DividedPass(model, normalize, len(cut.rows), as_trained=True)
-        fitting = MOST_BYTES // bytes_of(division.graph(take_rows(rows, 0, size)))
+        fitting = MOST_BYTES // bytes_of(division.function.graph(take_rows(rows, 0, size)))
         if fitting < len(cut.bounds):
             if fitting < 2 and size == 1:
                 return None
@@ -127,7 +127,6 @@ class _DividedPass(PartComparison):
         self, model: keras.Model, normalize: LossNormalization | None, total: int, *, as_trained: bool = False
     ):
         self.model, self.normalize = model, normalize
-        self.half_precision = uses_half_precision(model)
         self.function = PureFunction(model, self.compute, any_rows=True, as_trained=as_trained, total=total)
 
     def difference(self, data: Batch, cut: RowCut) -> Difference | None:
@@ -139,12 +138,7 @@ class _DividedPass(PartComparison):
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         state = change_last_digits(self.function.reseed()) if changed else None
         (gradients, divisor), _ = self.function(rows, state, first)
-        self.draws = bool(self.function.draws)
         return [WeightedGradient([np.asarray(each, "float64") for each in gradients], float(divisor))]
-
-    def graph(self, rows: Batch) -> tf.Graph:
-        """The graph in which the gradient of some rows is computed."""
-        return self.function.graph(rows)
 
     def compute(self, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Traces the gradient."""

@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.custom_step.step import CustomStep
@@ -25,7 +24,7 @@ def find_difference_of_step(
 
     def find(cut: RowCut) -> Difference | None:
         division = _DividedStep(step, len(cut.rows))
-        if bytes_of(division.graph(take_rows(data, 0, size))) * len(cut.bounds) > MOST_BYTES:
+        if bytes_of(division.function.graph(take_rows(data, 0, size))) * len(cut.bounds) > MOST_BYTES:
             if size == 1:
                 return None
             cut = RowCut.of_part(size)
@@ -41,21 +40,15 @@ class _DividedStep(PartComparison):
 
     def __init__(self, step: CustomStep, total: int):
         self.weightings = step.weightings
-        self.trial = TrialStep(step.model, step.calls, {}, total)
-        self.half_precision = self.trial.half_precision
+        self.function = TrialStep(step.model, step.calls, {}, total)
 
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         rows = _change_inputs(rows) if changed else rows
         arguments = arguments_of(rows)
         divisors = [float(each.value(arguments)) for each in self.weightings]
-        calls, _ = self.trial(rows, None, first)
-        self.draws = bool(self.trial.draws)
+        calls, _ = self.function(rows, None, first)
         gradients = [[np.asarray(each, "float64") for each in gradient] for gradient in calls]
         return list(map(WeightedGradient, gradients, divisors))
-
-    def graph(self, rows: Batch) -> tf.Graph:
-        """The graph in which the gradients of some rows are computed."""
-        return self.trial.graph(rows)
 
 
 def _change_inputs(rows: Batch) -> Batch:

@@ -12,7 +12,7 @@ from keras_paragrad.compat.types import Array, Batch, StepLogs
 from keras_paragrad.engine.losses.number_updates import counting_numbers
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.probes.independence import once_per_compile
-from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision
+from keras_paragrad.engine.probes.pure_function import PureFunction
 from keras_paragrad.engine.probes.tolerances import NUMBER
 from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial
 from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, compute_parts, over_draws
@@ -130,7 +130,6 @@ def _in_all(draws: Sequence[MadeUpBy | None]) -> MadeUpBy | None:
 
 def scalars_of_test_step(model: keras.Model, data: Batch) -> NumberParts | None:
     """What makes up the numbers of a custom `test_step`; `None` if it can't be tried."""
-    half_precision = uses_half_precision(model)
 
     def compute(data: Batch) -> list[tf.Tensor]:
         with noting_scalars(model) as noted:
@@ -141,7 +140,7 @@ def scalars_of_test_step(model: keras.Model, data: Batch) -> NumberParts | None:
 
         def compare(rows: Batch) -> NumberParts:
             whole, *parts = compute_parts(function, rows)
-            return compare_scalars(whole, parts, half_precision=half_precision)
+            return compare_scalars(whole, parts, half_precision=function.half_precision)
 
         return in_all_draws(over_draws(model, data, size, compare))
 

@@ -58,6 +58,7 @@ class PureFunction:
     Attributes:
         variables: The variables that make up the state.
         start: Their values.
+        half_precision: Whether the model computes in half precision.
         draws: Whether random numbers are drawn by row, once that is known.
     """
 
@@ -74,7 +75,7 @@ class PureFunction:
         if values is None and not model.built:
             raise Inconclusive("the model is not built")
         self.model, self.compute, self._any_rows, self.as_trained = model, compute, any_rows, as_trained
-        self.total = total
+        self.total, self.half_precision = total, uses_half_precision(model)
         if values is None:
             values = [(each, value_of(each, replace_tiny=not as_trained)) for each in all_variables(model)]
         self.variables, self.start = [variable for variable, _ in values], [value for _, value in values]

@@ -18,7 +18,6 @@ from keras_paragrad.engine.probes.pure_function import (
     PureFunction,
     State,
     draw_kernel,
-    uses_half_precision,
     watch_weights,
 )
 from keras_paragrad.engine.probes.tolerances import ROUNDING, ROUNDING_OF_ADDED, ROUNDING_OF_TF32
@@ -127,7 +126,6 @@ class _Trial:
     def __init__(self, model: keras.Model, candidates: list[Weighting]):
         self.model, self.candidates = model, candidates
         self.compute = PureFunction(model, self._gradients, total=ROWS)
-        self.half_precision = uses_half_precision(model)
         self.has_mask = False
         self._random: bool | None = None
 
@@ -148,7 +146,7 @@ class _Trial:
             return _Draw(self._errors_on_average(batch), False)
         results = compute_parts(self.compute, batch)
         shares = shares_of([each.divisors for each in results])
-        how = functools.partial(errors_of, shares=shares, half_precision=self.half_precision)
+        how = functools.partial(errors_of, shares=shares, half_precision=self.compute.half_precision)
         errors = how([each.gradients for each in results])
         if results[0].added:
             others = [each.gradients_of_added for each in compute_parts(self.compute, batch, self._drawn)]
@@ -182,7 +180,7 @@ class _Trial:
 
     def _is_random(self, batch: Batch) -> bool:
         whole, reseeded = self.compute(batch)[0], self.compute(batch, self.compute.reseed())[0]
-        return not gradients_match(whole.gradients, reseeded.gradients, half_precision=self.half_precision)
+        return not gradients_match(whole.gradients, reseeded.gradients, half_precision=self.compute.half_precision)
 
     def _errors_on_average(self, batch: Batch) -> list[float]:
         """Those of the mean losses of samples: a wrong divisor is usually off by a multiple."""
