@@ -36,12 +36,12 @@ from keras_paragrad.engine.step.building import (
     losses_built,
 )
 from keras_paragrad.engine.step.data_order import follow_data_order
-from keras_paragrad.engine.step.execution import compile_steps
+from keras_paragrad.engine.step.execution import WatchedSteps, compile_steps
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.interception import install_transform, noticing_applies
-from keras_paragrad.engine.step.stages import Apply, Stages, save_states
+from keras_paragrad.engine.step.stages import Stages, save_states
 from keras_paragrad.engine.step.train_step import TrainStep
-from keras_paragrad.engine.telemetry.train_functions import LATEST, PlanAhead, choose_train_function, compiled_functions
+from keras_paragrad.engine.telemetry.train_functions import LATEST, compiled_functions
 from keras_paragrad.engine.telemetry.watch import (
     Telemetry,
     observing_gradients,
@@ -194,8 +194,7 @@ class StepBuilder:
             )
         self.make_loss_window()
         if stages not in self._built:
-            telemetry = stages.telemetry
-            self._built[stages] = self._picked(telemetry) if telemetry else self._compiled(stages.apply)
+            self._built[stages] = self._compiled()
         self.model.train_function = self._built[stages]
 
     def read_from(self, iterator: EpochIterator | None) -> None:
@@ -245,16 +244,18 @@ class StepBuilder:
     def _watched(self) -> list[keras.optimizers.Optimizer]:
         return watched_optimizers(self.model) if self.stages.telemetry else []
 
-    def _compiled(self, apply: Apply | PlanAhead | None, telemetry: Telemetry | None = None) -> TrainFunction:
-        divisions, stages = self._divisions, self.stages
+    def _compiled(self) -> TrainFunction:
+        divisions, stages, telemetry = self._divisions, self.stages, self.stages.telemetry
         guard = IndivisibleBatchGuard(self.model, stages.split, lambda: divisions.undivided)
-        steps = self._steps(telemetry)
+        watched = None
+        if telemetry:
+            watched = WatchedSteps(self._steps(telemetry), telemetry, updates_each_batch(self.model.optimizer))
         replicas = self.model.distribute_strategy.num_replicas_in_sync
         whole = not self.stages.by_xla_alone(self.model, replicas)
         return compile_steps(
             self.model,
-            steps,
-            apply,
+            self._steps(None),
+            stages.apply,
             stages.take,
             self._skipped,
             guard,
@@ -263,15 +264,9 @@ class StepBuilder:
             functools.partial(divisions.find, stages),
             FirstBatchProof(self.model, stages, divisions),
             stages.running,
+            watched,
             by_xla=whole,
             on_mesh=stages.mesh.wrap if stages.mesh else None,
-        )
-
-    def _picked(self, telemetry: Telemetry) -> TrainFunction:
-        ahead = PlanAhead(self.stages.apply) if self.stages.apply else None
-        functions = self._compiled(ahead), self._compiled(ahead, telemetry)
-        return choose_train_function(
-            *functions, telemetry, ahead, self._next_batches, updates_each_batch(self.model.optimizer)
         )
 
     def make_loss_window(self) -> None:
@@ -304,9 +299,6 @@ class StepBuilder:
         # Even if a custom `compute_loss` leaves the compiled losses unbuilt.
         self._make_loss_window()
         return self.loss_window
-
-    def _next_batches(self) -> int:
-        return 0 if self._to_skip else self.model.steps_per_execution
 
     def skip_batches(self, batches: int, then: Callable[[], None] | None = None) -> None:
         """Skips batches that a resumed training has seen, then builds the losses and metrics and calls `then`."""

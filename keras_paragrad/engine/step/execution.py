@@ -6,7 +6,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -20,7 +20,8 @@ from keras_paragrad.engine.division.first_batch import Conclusion, FirstBatchPro
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Apply, Take
-from keras_paragrad.engine.telemetry.train_functions import PlanAhead, batch_spec
+from keras_paragrad.engine.telemetry.train_functions import LATEST, batch_spec
+from keras_paragrad.engine.telemetry.watch import Telemetry
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 # Makes a compiled step run on a mesh of devices, with batches from the host.
@@ -120,10 +121,23 @@ def _is_ragged(spec: Specs) -> bool:
 Execute = Callable[[BatchIterator, list[bool]], StepLogs | None]
 
 
+class WatchedSteps(NamedTuple):
+    """Steps whose updates telemetry sees; `updates_each_batch` says whether each batch makes one."""
+
+    steps: Sequence[Step]
+    telemetry: Telemetry
+    updates_each_batch: bool
+
+    def wants(self, planned: list[bool] | None, batches: int) -> bool:
+        """Whether telemetry watches a call with these batches, whose updates the host may have planned."""
+        known = batches if self.updates_each_batch else None
+        return self.telemetry.wants(known if planned is None else sum(planned))
+
+
 def compile_steps(
     model: keras.Model,
     steps: Sequence[Step],
-    schedule: Apply | PlanAhead | None = None,
+    schedule: Apply | None = None,
     take: Take | None = None,
     skipped: Callable[[int], int] = lambda batches: 0,
     guard: IndivisibleBatchGuard | None = None,
@@ -132,6 +146,7 @@ def compile_steps(
     divide: Callable[[Any, Specs], None] = lambda iterator, specs: None,
     proof: FirstBatchProof | None = None,
     running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    watched: WatchedSteps | None = None,
     *,
     by_xla: bool = True,
     on_mesh: OnMesh | None = None,
@@ -150,11 +165,18 @@ def compile_steps(
         divide: Called with the iterator, and the specs of its batches on a replica; finds how these are divided.
         proof: Sees the batches of the first update before their steps.
         running: Makes the context in which steps are traced and run.
+        watched: Takes the place of the steps in the calls that telemetry wants.
     """
-    compiled = [CompiledStep(model, step, take, guard, by_xla, on_mesh) for step in steps]
-    by_host = _by_host(model, compiled, proof, cuts=take is not None)
     in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and on_mesh is None
-    run = _in_graph(model, compiled) if in_graph else by_host
+
+    def compile_alike(steps: Sequence[Step]) -> tuple[Execute, Execute]:
+        """Runs batches of tensors, and others."""
+        compiled = [CompiledStep(model, step, take, guard, by_xla, on_mesh) for step in steps]
+        by_host = _by_host(model, compiled, proof, cuts=take is not None)
+        return _in_graph(model, compiled) if in_graph else by_host, by_host
+
+    plain = compile_alike(steps)
+    watching = compile_alike(watched.steps) if watched else plain
 
     def train_function(iterator: BatchIterator) -> StepLogs:
         batches = model.steps_per_execution
@@ -177,6 +199,8 @@ def compile_steps(
             return {}
         batches -= to_skip
         updates = schedule.plan(batches) if schedule else [False] * batches
+        watches = watched is not None and not to_skip and watched.wants(updates if schedule else None, batches)
+        run, by_host = watching if watches else plain
         of_tensors = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not to_skip
         execute = run if of_tensors else by_host
         if of_tensors and in_graph and not model.run_eagerly:
@@ -197,6 +221,9 @@ def compile_steps(
             if not to_skip:
                 check_not_dry(model)
             raise StopIteration
+        if watched and not to_skip:
+            latest: Any = logs.pop(LATEST, None)
+            watched.telemetry.ran(watches, batches, latest)
         return logs
 
     return train_function
