@@ -10,7 +10,7 @@ from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, Scalar
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.sums import LossSums, zero_sums
 from keras_paragrad.engine.replicas.replica_batch import rows_of
-from keras_paragrad.engine.step.gradient import Gradient, StepContext, gradient_of
+from keras_paragrad.engine.step.gradient import Gradient, StepContext, equal_share, gradient_of
 from keras_paragrad.storage.row_gradients import accumulate_gradient, is_overwritten, scale_gradient, sum_dtype
 
 
@@ -68,7 +68,7 @@ class SliceSums:
         share = tf.constant(1.0)
         if self._scales_loss:
             share = tf.cast(rows_of(data), "float32") / tf.cast(rows, "float32")
-            fields["weigh_replica"] = lambda weight: tf.constant(1.0) if weight.summed else share
+            fields["weigh_replica"] = lambda weight: equal_share(weight) * (1.0 if weight.summed else share)
         part = self.last = gradient_of(self.context, data, **fields)
         assert part.weight is not None, "the split stage weights every slice"
         assert part.sums is not None, "losses of slices are not left to Keras"

@@ -65,8 +65,6 @@ class ModelState:
     interception = Slot[Any](None)
     transform = Slot[Any](None)
     norms = Slot[tuple[Any, ...] | None](None)
-    # Of compiled losses: the recorders of their terms.
-    listeners = Slot[list[Any] | None](None)
     # Of progress bars: which values they show.
     progress = Slot[Any](None)
     # Of strategies: what measures how long a worker waits for the others.

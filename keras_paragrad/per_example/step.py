@@ -136,11 +136,12 @@ class LossRecord:
                 "add_loss(keras.ops.mean(values)), or compile with a loss of reduction='sum'."
             )
         ((kind, divisor),) = divisors.items()
-        # Keras divides by the number of replicas, unless the loss is a sum.
-        replicas = 1 if kind == ("sum",) else replica_count()
-        weight = tf.constant(1.0) if self.model is None else replica_weight_of(self.model)
+        weight = None if self.model is None else replica_weight_of(self.model)
+        if weight is None:
+            # Keras divides by the number of replicas, unless the loss is a sum.
+            weight = 1.0 if kind == ("sum",) else 1 / replica_count()
         # The weight is zero on a replica without examples.
-        return tf.math.divide_no_nan(divisor * replicas, weight * self._loss_scale())
+        return tf.math.divide_no_nan(divisor, weight * self._loss_scale())
 
     def warn_of_masks(self) -> None:
         """Warns where an example's norm depends on the masks of the others."""

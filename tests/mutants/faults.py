@@ -256,8 +256,8 @@ _STEP = [
     _fault(
         "replicas count the same, whatever their shards hold",
         "engine/step/gradient.py",
-        "return tf.where(total > 0, value * replica_count() / total, one)",
-        "return one",
+        "return tf.where(total > 0, value / total, equal_share(weight))",
+        "return tf.constant(equal_share(weight))",
         "distribution/test_fit.py::test_a_replica_without_rows_adds_nothing",
     ),
     _fault(
@@ -1222,15 +1222,15 @@ _FIRST_BATCH = "accumulation/test_first_batch.py"
 _PROOF = [
     _fault(
         "no difference on the first batch is a finding",
-        "engine/division/comparison.py",
-        "_TIMES_NOISE = 10",
-        "_TIMES_NOISE = 1e9",
+        "engine/probes/tolerances.py",
+        "Tolerance(1e-4, 3e-2), 10",
+        "Tolerance(1e-4, 3e-2), 1e9",
         f"{_FIRST_BATCH}::test_in_windows_it_is_refused_before_anything_changes",
     ),
     _fault(
         "rounding on the first batch is a finding",
         "engine/division/comparison.py",
-        "return 0.0 if error <= _TIMES_NOISE * noise else error",
+        "return 0.0 if error <= TIMES_NOISE * noise else error",
         "return error",
         f"{_FIRST_BATCH}::test_what_is_known_is_proved_when_it_is_computed",
     ),
@@ -1264,9 +1264,9 @@ _PROOF = [
     ),
     _fault(
         "metrics that differ by any factor are alike",
-        "engine/division/metrics_proof.py",
-        "_TOLERANCE_OF_HALF_PRECISION = 1e-3, 3e-2",
-        "_TOLERANCE_OF_HALF_PRECISION = 1e3, 3e-2",
+        "engine/probes/tolerances.py",
+        "METRIC, NUMBER = Tolerance(1e-3, 3e-2)",
+        "METRIC, NUMBER = Tolerance(1e3, 3e-2)",
         f"{_FIRST_BATCH}::test_metrics_that_replicas_show_otherwise_are_refused",
     ),
     _fault(
@@ -1430,9 +1430,9 @@ _CUSTOM_STEPS = [
     ),
     _fault(
         "a small term with another divisor passes as rounding",
-        "engine/probes/weighting_trial.py",
-        "_ROUNDING, _ROUNDING_OF_TF32 = 3e-5, 1e-3",
-        "_ROUNDING, _ROUNDING_OF_TF32 = 3e-2, 1e-3",
+        "engine/probes/tolerances.py",
+        "ROUNDING, ROUNDING_OF_TF32, ROUNDING_OF_ADDED = 3e-5,",
+        "ROUNDING, ROUNDING_OF_TF32, ROUNDING_OF_ADDED = 3e-2,",
         "accumulation/test_weighting_trials.py::test_a_small_term_is_seen",
     ),
     _fault(
@@ -1459,8 +1459,8 @@ _CUSTOM_STEPS = [
     _fault(
         "added losses are tried with the kernels of the model alone",
         "engine/probes/weighting_trial.py",
-        "for added in ([result[3] for result in (whole, *of_parts)], others, values):",
-        "for added in ([result[3] for result in (whole, *of_parts)], values):",
+        "for added in ([each.gradients_of_added for each in results], others, values):",
+        "for added in ([each.gradients_of_added for each in results], values):",
         "accumulation/test_weighting_trials.py::test_experts_that_get_no_rows_at_first",
     ),
     _fault(

@@ -17,14 +17,7 @@ from keras_paragrad.engine.custom_step.step_graph import CapturedApply, Sources,
 
 
 class ApplyCall(NamedTuple):
-    """A call of `optimizer.apply` in the step.
-
-    Attributes:
-        optimizer: The optimizer.
-        variables: The variables that it was called with.
-        indices: The indices of those that have a gradient.
-        phase: The phase in which the gradient is computed.
-    """
+    """A call of `optimizer.apply`, with the indices of the variables that have a gradient, and the gradient's phase."""
 
     optimizer: keras.optimizers.Optimizer
     variables: list[keras.Variable]
@@ -65,11 +58,9 @@ class LoggedValue(NamedTuple):
 
 
 class WeightChange(NamedTuple):
-    """A change of a trainable weight: by a call of an optimizer, or by an assignment, such as weight clipping.
+    """A change of a trainable weight, by an optimizer or an assignment, such as weight clipping, in a phase.
 
-    Attributes:
-        position: The number of operations before it.
-        phase: The phase that makes it.
+    `position` is the number of operations before it.
     """
 
     position: int
@@ -105,15 +96,7 @@ class StepAnalysis(NamedTuple):
 
 
 def analyze_step(model: keras.Model, data: Batch) -> StepAnalysis:
-    """Analyzes a model's own `train_step`.
-
-    Args:
-        model: A built model.
-        data: Tensors with the shapes and dtypes of a slice.
-
-    Raises:
-        IndivisibleError: The step can't be divided.
-    """
+    """Analyzes a model's own `train_step`, for slices of such shapes and dtypes; refuses one that can't be divided."""
     return _PhaseAnalysis(StepGraph(model, data)).analyze()
 
 

@@ -1,14 +1,14 @@
 """Finds which calls of layers in a model's own `train_step` can be divided, by a trial on synthetic rows."""
 
-import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import mask_of, with_mask
-from keras_paragrad.compat.types import Batch, StepLogs, Structure
+from keras_paragrad.compat.model import train_step_of
+from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.custom_step.analysis import ApplyCall
 from keras_paragrad.engine.custom_step.divided_calls import has_rows, intercepting, rows_of_leaf
 from keras_paragrad.engine.custom_step.versions import gather_remote_values
@@ -41,10 +41,9 @@ def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Bat
         parts: list[_CallTrial] = []
 
         def compare(batch: Any) -> bool:
-            expected = whole(batch, 0)
+            expected = whole.effects(batch)
             parts[:] = parts or [_CallTrial(model, calls, remote, rows, whole.divides)]
-            found = parts[0](batch, 0)
-            pairs = zip(expected, found, strict=True)
+            pairs = zip(expected, parts[0].effects(batch), strict=True)
             return all(gradients_match(*pair, half_precision=whole.half_precision) for pair in pairs)
 
         if not all(over_draws(model, data, size, compare, rows)):
@@ -60,12 +59,7 @@ def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Bat
 class _CallTrial(TrialStep):
     """Runs a step on synthetic rows with calls in parts, or whole, which finds those that have a row for each row.
 
-    Args:
-        model: A built model with its own `train_step`.
-        calls: Its calls of optimizers.
-        remote: The values of variables that can't be read here, by their ids.
-        rows: The number of rows.
-        divides: For each call of a layer, whether it runs in parts; `None` finds which of them may.
+    `divides` says for each call of a layer whether it runs in parts; `None` finds which of them may.
     """
 
     def __init__(
@@ -76,23 +70,23 @@ class _CallTrial(TrialStep):
         rows: int,
         divides: list[bool] | None,
     ):
-        super().__init__(model, calls, (), remote, rows)
+        super().__init__(model, calls, remote, rows)
         self.divides, self._finds = divides or [], divides is None
         self._index = 0
 
-    @contextlib.contextmanager
-    def context(self) -> Generator[None]:
+    def run_step(self, data: Batch) -> list[list[tf.Tensor]]:
         self._index = 0
         if self._finds:
             self.divides = []
         with intercepting(self):
-            yield
+            logs = train_step_of(self.model)(data)
+        return [[tf.cast(each, "float32") for each in keras.tree.flatten(logs) if each is not None]]
 
-    def others(self, logs: StepLogs, scope: keras.StatelessScope) -> list[list[tf.Tensor]]:
-        """What the step reports and assigns."""
-        states = [scope.get_current_value(each) for each in self.variables if not (each.trainable or is_seed(each))]
-        values = [*keras.tree.flatten(logs), *states]
-        return [[tf.cast(each, "float32") for each in values if each is not None]]
+    def effects(self, data: Batch) -> list[list[tf.Tensor]]:
+        """The gradients, what the step reports, and what it assigns."""
+        results, after = self(data)
+        states = zip(self.variables, after, strict=True)
+        return [*results, [tf.cast(value, "float32") for variable, value in states if not is_seed(variable)]]
 
     def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
         sizes = {int(each.shape[0]) for each in keras.tree.flatten((arguments, keywords)) if has_rows(each)}

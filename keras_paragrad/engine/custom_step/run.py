@@ -58,10 +58,8 @@ class SlicedStep(NamedTuple):
     ) -> StepLogs:
         """Runs all phases, and returns the logs.
 
-        Args:
-            slices: The slices.
-            at_end: Makes the context of the last slice of each phase.
-            nonempty: Whether the rows are examples, and no filler, which changes no state; they are, if `None`.
+        `at_end` makes the context of the last slice of each phase. If not `nonempty`, the rows are a filler, which
+        changes no state.
         """
         values: dict[int, tf.Tensor] = {}
         flat: dict[int, tf.Tensor] = {}
@@ -98,13 +96,7 @@ def next_call(model: keras.Model, calls: Iterator[ApplyCall], optimizer: keras.o
 
 
 class _Sums(NamedTuple):
-    """What a phase carries from slice to slice.
-
-    Attributes:
-        gradients: For each of its calls, the weighted sums of the gradients.
-        states: The values of the states that slices update.
-        logs: The weighted sums of the logs that are averaged.
-    """
+    """What a phase carries from slice to slice: weighted gradients of its calls, values of states, averaged logs."""
 
     gradients: list[list[tf.Tensor]]
     states: list[tf.Tensor]
@@ -125,11 +117,7 @@ class _Phase:
     def run(
         self, slices: BatchSlices, at_end: Callable[[], AbstractContextManager[object]]
     ) -> tuple[PhaseScope, StepLogs, list[tf.Tensor]]:
-        """Sums gradients over the slices, and updates variables in the last one.
-
-        Returns:
-            The scope of the last slice, its logs, and the averaged ones.
-        """
+        """Sums gradients over the slices, updates variables in the last; returns its scope, logs, and averaged logs."""
         sums = self._start()
         if not (isinstance(slices.number, int) and slices.number == 0):
             with self._gathered():

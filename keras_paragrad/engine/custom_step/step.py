@@ -15,7 +15,6 @@ from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, 
 from keras_paragrad.engine.custom_step.run import SlicedStep, next_call
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions, make_variables, suspended_scope
 from keras_paragrad.engine.custom_step.weighting import find_weightings, sums_in_step
-from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.log_reducer import LogReducer, reducing_metrics
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.number_updates import counting_numbers
@@ -24,7 +23,7 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, weighting_of
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
-from keras_paragrad.engine.step.apply import apply_gradient
+from keras_paragrad.engine.step.apply import Contribution, apply_gradient
 from keras_paragrad.engine.step.building import build_layers_by_step
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.step.stages import BatchSlices
@@ -36,10 +35,8 @@ from keras_paragrad.storage.updating import check_optimizer_of_shards, install_s
 class CustomStep:
     """A model's own `train_step`, analyzed for one signature of the data, weighting and divider.
 
-    Args:
-        model: A built model.
-        data: Tensors with the shapes and dtypes of a batch or a slice.
-        normalize: States what the losses are divided by; with the weighting `"auto"`, a trial finds it.
+    `data` has the shapes and dtypes of a batch or a slice; with the weighting `"auto"`, a trial finds what losses
+    divide by.
 
     Raises:
         IndivisibleError: The step can't be divided.
@@ -103,12 +100,8 @@ class CustomStep:
     ) -> StepLogs:
         """Runs the step on a batch that isn't cut, and updates with the gradients of all replicas; returns its logs.
 
-        Args:
-            data: The batch, or a replica's part of it.
-            replica_batch: Its rows.
-            end: Updates the weights at the end of a window; `None` before the end: then no state changes but those that
-                each slice of a batch changes.
-            in_window: Whether the batch is a micro-batch of a window.
+        In a window, `end` updates the weights at its end; before it is `None`, and no state changes but those that each
+        slice of a batch changes.
         """
         if in_window:
             self._check_window()
@@ -217,18 +210,15 @@ class _BatchWeights:
 
     def apply(self, call: ApplyCall, weighting: Weighting, gradients: Gradients) -> None:
         """Updates with the sum of all replicas' weighted gradients, or accumulates it in the optimizer's window."""
-        gradients = self.replica_batch.gradients(gradients)
-        normalizer = None
+        gradients, contribution = self.replica_batch.gradients(gradients), None
         if find_accumulator(call.optimizer) is None:
-            factor = self.share(weighting, self.batch)
+            gradients = scale_gradients(gradients, call.variables, self.share(weighting, self.batch))
         elif weighting.divisor is None:
-            factor, normalizer = tf.constant(1.0), Normalizer(tf.constant(1.0), summed=True)
+            contribution = Contribution.of(WEIGHTINGS["sum"].normalizer({}))
         else:
-            # Keras divides the loss by the number of replicas.
-            factor = tf.constant(1.0 / replica_count())
-            normalizer = Normalizer(self.divisor(weighting, self.batch))
-        scaled = scale_gradients(gradients, call.variables, factor)
-        apply_gradient(call.optimizer, call.variables, scaled, normalizer, whole=True)
+            divisor = self.divisor(weighting, self.batch)
+            contribution = Contribution(divisor, divisor)
+        apply_gradient(call.optimizer, call.variables, gradients, contribution, whole=True)
 
 
 def step_signature(data: Batch, normalize: LossNormalization) -> tuple[object, ...]:
@@ -238,11 +228,7 @@ def step_signature(data: Batch, normalize: LossNormalization) -> tuple[object, .
 
 
 def prepare_optimizers(calls: Sequence[ApplyCall]) -> None:
-    """Checks and builds the optimizers that a step calls, and makes them update weights where these live.
-
-    Raises:
-        ValueError: An optimizer would take shards for whole variables.
-    """
+    """Checks and builds the optimizers that a step calls, and makes them update weights where these live."""
     for call in calls:
         if any_divided(call.variables):
             check_optimizer_of_shards(call.optimizer)

@@ -26,13 +26,9 @@ _RANDOM = ("Random", "Multinomial", "StatefulStandard", "StatefulUniform")
 
 
 class CapturedApply(NamedTuple):
-    """A captured call of `optimizer.apply`.
+    """A captured call of `optimizer.apply`, with a gradient or `None` for each variable.
 
-    Attributes:
-        optimizer: The optimizer.
-        variables: The variables that it was called with.
-        gradients: A gradient for each of them, or `None`.
-        position: The number of operations before the call.
+    `position` is the number of operations before it.
     """
 
     optimizer: keras.optimizers.Optimizer

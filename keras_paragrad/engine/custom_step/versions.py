@@ -18,11 +18,7 @@ Made = TypeVar("Made")
 
 
 class WeightVersions:
-    """Copies of weights from before an update, for later phases that read the old value.
-
-    Args:
-        analysis: What the step does.
-    """
+    """Copies of weights from before an update, for later phases that read the old value."""
 
     def __init__(self, analysis: StepAnalysis):
         self.analysis = analysis
@@ -52,13 +48,8 @@ class WeightVersions:
 class PhaseScope(WeightScope):
     """The scope of one slice in a phase: holds what the step assigns, but for weights, which the last slice changes.
 
-    A weight has the value of the version that the step on the whole batch would read.
-
-    Args:
-        states: The variables that are carried from slice to slice, with their values.
-        versions: The versions of weights.
-        phase: The phase.
-        last: Whether it is the last slice.
+    A weight has the value of the version that the step on the whole batch would read. `states` are carried from slice
+    to slice, with their values.
     """
 
     def __init__(
@@ -81,10 +72,8 @@ class PhaseScope(WeightScope):
     ) -> None:
         """Runs the update of an optimizer's call if this slice makes it, and advances to the next version.
 
-        Args:
-            variables: The weights that the optimizer was called with.
-            update: Collects the gradients, and in the last slice updates the weights.
-            released: A context in which `apply` isn't captured.
+        `update` collects the gradients, and in the last slice updates the weights; in `released`, `apply` isn't
+        captured.
         """
         phases = {self._changes[id(each)][self._version[id(each)]].phase for each in variables}
         if phases == {self._phase} and self._last:

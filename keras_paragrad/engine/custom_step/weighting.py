@@ -1,20 +1,18 @@
 """Finds what the losses of a model's own `train_step` divide by, by a trial on synthetic rows."""
 
 import contextlib
-import functools
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import all_layers, all_variables, step_metrics, train_step_of
 from keras_paragrad.compat.state import warn_once
-from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, StepLogs
-from keras_paragrad.engine.custom_step.analysis import ApplyCall, StateUpdate, StepAnalysis, analyze_step
+from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
+from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
 from keras_paragrad.engine.custom_step.versions import gather_remote_values
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.counted_scalars import (
@@ -29,28 +27,21 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting
 from keras_paragrad.engine.probes.independence import once_per_compile, states_refusal
-from keras_paragrad.engine.probes.pure_function import (
-    State,
-    is_seed,
-    normalize_by_moving_statistics,
-    uses_half_precision,
-    value_of,
-)
+from keras_paragrad.engine.probes.pure_function import PureFunction, State, is_seed, value_of
 from keras_paragrad.engine.probes.states import RANGES, BatchSplit, split_dependent_states
-from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, row_count, run_trial, synthetic_rows, take_rows
+from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial, synthetic_rows, take_rows
 from keras_paragrad.engine.probes.weighting_trial import (
     BOUNDS,
     FIRST,
     ROWS,
-    Fit,
     WeightingTrial,
+    compute_parts,
     errors_of,
+    fits_in_all_draws,
     over_draws,
     shares_of,
 )
 from keras_paragrad.engine.step.interception import capturing_applies
-from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
-from keras_paragrad.engine.tracing.untouched import untouched
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -63,77 +54,32 @@ class _TrialScope(keras.StatelessScope):
             super().add_update(update)
 
 
-class TrialStep:
-    """Computes the gradients of a step on synthetic rows, without side effects.
+class TrialStep(PureFunction):
+    """The gradients of a step on rows, for each call of `apply`, as a pure function of the variables but weights.
 
-    Random numbers for the rows of a part are those for the same rows of the whole.
-
-    Args:
-        model: A built model with its own `train_step`.
-        calls: Its calls of optimizers.
-        states: The variables that it assigns, without weights.
-        remote: The values of variables that can't be read here, by their ids.
-        rows: The number of rows of the whole.
+    `remote` has the values of variables that can't be read here, by their ids; `rows` is the number of rows of the
+    whole.
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        calls: Sequence[ApplyCall],
-        states: Sequence[StateUpdate],
-        remote: Mapping[int, tf.Tensor],
-        rows: int = ROWS,
+        self, model: keras.Model, calls: Sequence[ApplyCall], remote: Mapping[int, tf.Tensor], rows: int = ROWS
     ):
-        self.model, self.calls, self.rows = model, calls, rows
-        self.half_precision = uses_half_precision(model)
-        self.variables = all_variables(model)
+        self.calls = calls
+        values = [(each, remote[id(each)] if id(each) in remote else value_of(each)) for each in all_variables(model)]
         # Variables, and not tensors: the tape of the step watches what it reads.
-        values = {id(each): remote[id(each)] if id(each) in remote else value_of(each) for each in self.variables}
-        self.values = {id(each): tf.Variable(values[id(each)], trainable=each.trainable) for each in self.variables}
-        normalizations = [each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)]
-        others = {id(variable) for each in (*step_metrics(model), *normalizations) for variable in each.variables}
-        # What each slice assigns, and nothing combines.
-        self.states = [
-            each.variable
-            for each in states
-            if each.by_slice and id(each.variable) in self.values.keys() - others and not is_seed(each.variable)
-        ]
-        self.start: State = [tf.convert_to_tensor(self.values[id(each)]) for each in self.states]
-        # Whether the step draws random numbers, once it is traced.
-        self.draws = False
-        self._functions: dict[tuple[int, int], Callable[[Any], Any]] = {}
+        self._weights = {id(each): tf.Variable(value) for each, value in values if each.trainable}
+        super().__init__(model, self._trace, total=rows, values=[pair for pair in values if not pair[0].trainable])
 
-    def run(self, data: Batch, state: State) -> tuple[list[np.ndarray], State]:
-        """The gradients from some values of the states, and their new values."""
-        for variable, value in zip(self.states, state, strict=True):
-            self.values[id(variable)].assign(value)
-        try:
-            # By their number: only the rows of the second part are these many.
-            gradients, state = self._call(data, FIRST if row_count(data) == ROWS - FIRST else 0)
-        finally:
-            for variable, value in zip(self.states, self.start, strict=True):
-                self.values[id(variable)].assign(value)
-        return [each for of_call in gradients[: len(self.calls)] for each in of_call], state
+    def scope(self, state: State) -> keras.StatelessScope:
+        """The scope of a trial, in which the step may also read what isn't the model's."""
+        scope = _TrialScope(list(zip(self.variables, state, strict=True)), collect_losses=True)
+        scope.state_mapping.update(self._weights)
+        return scope
 
-    def __call__(self, data: Batch, first: int) -> list[list[np.ndarray]]:
-        """The gradients of each call of `apply`, for the rows from `first` on."""
-        return self._call(data, first)[0]
+    def check(self, traced: Any) -> None:
+        """Allows what the analysis of the step has allowed."""
 
-    def graph(self, data: Batch, first: int) -> tf.Graph:
-        """The graph in which the gradients are computed."""
-        return self._function(data, first).get_concrete_function(data).graph
-
-    def _function(self, data: Batch, first: int) -> Any:
-        rows = first, row_count(data)
-        if rows not in self._functions:
-            self._functions[rows] = tf.function(functools.partial(self._compute, *rows), autograph=False)
-        return self._functions[rows]
-
-    def _call(self, data: Batch, first: int) -> tuple[list[list[np.ndarray]], State]:
-        gradients, state = self._function(data, first)(data)
-        return [[np.asarray(each, "float64") for each in of_call] for of_call in gradients], state
-
-    def _compute(self, first: int, count: int, data: Batch) -> tuple[list[list[tf.Tensor]], State]:
+    def _trace(self, data: Batch) -> list[list[tf.Tensor]]:
         captured: list[list[tf.Tensor]] = []
 
         def capture(optimizer: Any, gradients: Gradients, variables: list[keras.Variable]) -> None:
@@ -141,37 +87,50 @@ class TrialStep:
             present: list[GradientTensor] = [gradients[index] for index in indices]  # pyright: ignore
             captured.append([tf.cast(tf.convert_to_tensor(gradient), "float32") for gradient in present])
 
-        scope = _TrialScope(collect_losses=True)
-        scope.state_mapping.update(self.values)
-        numbers = random_numbers_by_row(first, count, self.rows)
-        with untouched(self.model, scope), capturing_applies(capture), numbers as drawn, self.context():
-            normalize_by_moving_statistics(self.model)
-            others = self.others(train_step_of(self.model)(data), scope)
-            state = [tf.convert_to_tensor(scope.get_current_value(each)) for each in self.states]
-        self.draws = drawn.draws > 0
+        with capturing_applies(capture):
+            others = self.run_step(data)
         if len(captured) != len(self.calls):
             raise Inconclusive("the step calls optimizers differently on other rows")
-        return [*captured, *others], state
+        return [*captured, *others]
 
-    def context(self) -> contextlib.AbstractContextManager[object]:
-        """The context in which the step is traced."""
-        return contextlib.nullcontext()
-
-    def others(self, logs: StepLogs, scope: keras.StatelessScope) -> list[list[tf.Tensor]]:
-        """What else to return, after the gradients."""
+    def run_step(self, data: Batch) -> list[list[tf.Tensor]]:
+        """Runs the step; returns what else to return, after the gradients."""
+        train_step_of(self.model)(data)
         return []
 
 
 class _ScalarTrial(TrialStep):
     """Returns the numbers that the step gives to metrics, and its logs, after the gradients."""
 
-    @contextlib.contextmanager
-    def context(self) -> Generator[None]:
-        with noting_scalars(self.model) as self._noted:
-            yield
+    def run_step(self, data: Batch) -> list[list[tf.Tensor]]:
+        with noting_scalars(self.model) as noted:
+            return [scalars_of_trial(noted, train_step_of(self.model)(data))]
 
-    def others(self, logs: StepLogs, scope: keras.StatelessScope) -> list[list[tf.Tensor]]:
-        return [scalars_of_trial(self._noted, logs)]
+
+def _dependent_states(step: TrialStep, analysis: StepAnalysis, rows: Batch, split: BatchSplit) -> list[str]:
+    """The states that slices assign and nothing combines, and that depend on how rows are split."""
+    model, positions = step.model, {id(each): index for index, each in enumerate(step.variables)}
+    normalizations = [each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)]
+    combined = {id(variable) for each in (*step_metrics(model), *normalizations) for variable in each.variables}
+    assigned = [each.variable for each in analysis.states if each.by_slice and not is_seed(each.variable)]
+    states = [each for each in assigned if id(each) in positions.keys() - combined]
+    indices = [positions[id(each)] for each in states]
+
+    def run(rows: Batch, values: State, first: int) -> tuple[Any, State]:
+        given = dict(zip(indices, values, strict=True))
+        results, after = step(rows, [given.get(*each) for each in enumerate(step.start)], first)
+        return results[: len(step.calls)], [after[index] for index in indices]
+
+    start = [step.start[index] for index in indices]
+    return [each.path for each in split_dependent_states(states, run, start, rows, split)] if states else []
+
+
+class _StepTrial(NamedTuple):
+    """A trial for each call of a step, what makes up its numbers, and the states that depend on how rows are split."""
+
+    trials: list[WeightingTrial]
+    scalars: NumberParts | None
+    dependent: list[str]
 
 
 def find_weightings(
@@ -183,14 +142,8 @@ def find_weightings(
 ) -> tuple[list[Weighting], NumberParts | None]:
     """The weighting of each call of an optimizer, and what makes up the step's numbers, if that could be tried.
 
-    A weighting is the first with which parts of a batch give the call's gradient.
-
-    Args:
-        model: A built model with its own `train_step`.
-        analysis: What the step does.
-        data: Tensors with the shapes and dtypes of a batch.
-        stated: The weighting that the user states, if any: no other is taken.
-        divider: What divides the step, if it is divided.
+    A weighting is the first with which parts of a batch give the call's gradient; only the `stated` one, if there is
+    one. `divider` is what divides the step, if it is divided.
 
     Raises:
         IndivisibleError: None fits, or parts of a batch leave other states than the whole.
@@ -203,25 +156,20 @@ def find_weightings(
         candidates = [stated, *(each for each in candidates if each is not stated)]
 
     split = BatchSplit(replica_count() > 1, divider is None or divider.in_sequence, ROWS, FIRST)
-    dependent: list[str] = []
-    scalars: list[NumberParts | None] = []
 
-    def find(size: int) -> list[WeightingTrial]:
-        step = _ScalarTrial(model, analysis.calls, analysis.states, remote)
+    def find(size: int) -> _StepTrial:
+        step = _ScalarTrial(model, analysis.calls, remote)
         compared = over_draws(model, data, size, lambda batch: _compare(step, batch, candidates))
-        errors, of_draws = zip(*compared, strict=True)
-        scalars[:] = [in_all_draws(of_draws)]
-        # For each call, the errors of the candidates in all draws.
-        by_call = ([max(each) for each in zip(*of_draws, strict=True)] for of_draws in zip(*errors, strict=True))
-        found = [WeightingTrial(list(map(Fit, candidates, each))) for each in by_call]
-        for seed, (low, high) in enumerate(RANGES if step.states and divider else ()):
+        errors, scalars = zip(*compared, strict=True)
+        trials = [WeightingTrial(fits_in_all_draws(candidates, of_call)) for of_call in zip(*errors, strict=True)]
+        dependent: list[str] = []
+        for seed, (low, high) in enumerate(RANGES if divider else ()):
             rows = synthetic_rows(data, ROWS, seed=seed, size=size, low=low, high=high)
-            variables = split_dependent_states(step.states, step.run, step.start, rows, split)
-            dependent.extend(each.path for each in variables)
-        return found
+            dependent += _dependent_states(step, analysis, rows, split)
+        return _StepTrial(trials, in_all_draws(scalars), list(dict.fromkeys(dependent)))
 
-    trials = run_trial(find, *SIZES, otherwise=None, question="what the losses of train_step are divided by")
-    if trials is None:
+    result = run_trial(find, *SIZES, otherwise=None, question="what the losses of train_step are divided by")
+    if result is None:
         if stated is not None:
             return [stated] * len(analysis.calls), None
         raise IndivisibleError(
@@ -230,16 +178,16 @@ def find_weightings(
             "'sample_weight' for means weighted by sample weights, 'sum', or a function of (x, y, y_pred, "
             "sample_weight), where y_pred is None."
         )
-    if dependent and divider:
-        message = states_refusal(list(dict.fromkeys(dependent)), divider)
+    if result.dependent and divider:
+        message = states_refusal(result.dependent, divider)
         if stated is None:
             raise IndivisibleError(message)
         warn_once(model, message)
-    taken = [[each for each in trial.fitting if stated in (None, each)] for trial in trials]
-    misfits = {index: trial for index, trial in enumerate(trials) if not taken[index]}
+    taken = [[each for each in trial.fitting if stated in (None, each)] for trial in result.trials]
+    misfits = {index: trial for index, trial in enumerate(result.trials) if not taken[index]}
     if misfits:
         raise IndivisibleError(_misfit_message(model, analysis.calls, misfits, stated))
-    return [fitting[0] for fitting in taken], scalars[0]
+    return [fitting[0] for fitting in taken], result.scalars
 
 
 def sums_in_step(model: keras.Model, data: Batch) -> tuple[list[bool], NumberParts | None]:
@@ -290,16 +238,11 @@ def _compare(
     step: TrialStep, data: Batch, candidates: Sequence[Weighting]
 ) -> tuple[list[list[float]], NumberParts | None]:
     """For each call, the errors of the candidates; and what makes up the step's numbers."""
-    parts = [take_rows(data, *each) for each in BOUNDS]
-    whole = step(data, 0)
-    of_parts = [step(part, start) for part, (start, _) in zip(parts, BOUNDS, strict=True)]
-
-    def divisors(rows: Batch) -> list[Any]:
-        return [each.divisor(arguments_of(rows)) if each.divisor else 0.0 for each in candidates]
-
-    shares = shares_of([divisors(part) for part in parts], divisors(data))
+    whole, *of_parts = results = compute_parts(step, data)
+    arguments = [arguments_of(take_rows(data, *rows)) for rows in ((0, ROWS), *BOUNDS)]
+    shares = shares_of([[each.value(rows) for each in candidates] for rows in arguments])
     errors = [
-        errors_of(whole[index], [part[index] for part in of_parts], shares, half_precision=step.half_precision)
+        errors_of([each[index] for each in results], shares, half_precision=step.half_precision)
         for index in range(len(step.calls))
     ]
     scalars = None

@@ -49,11 +49,7 @@ _DIFFERENT = "A call of a layer in train_step gets tensors with different number
 
 
 class WholeStep:
-    """A model's own `train_step` on the whole batch, analyzed for one signature of the data.
-
-    Args:
-        model: A built model.
-        data: A replica's tensors.
+    """A model's own `train_step` on the whole batch, analyzed for the shapes of a replica's tensors.
 
     Raises:
         IndivisibleError: Replicas would not compute the same, or no call of a layer can be divided.
@@ -106,11 +102,7 @@ class WholeStep:
 
 
 def divide_on_replicas(model: keras.Model, data: Batch, normalize: LossNormalization) -> CustomStep | WholeStep:
-    """Analyzes a model's own `train_step`: its rows are divided, or else its calls of layers.
-
-    Raises:
-        IndivisibleError: Neither rows nor calls can be divided.
-    """
+    """Analyzes a model's own `train_step`: its rows are divided, or else its calls of layers, or it is refused."""
     try:
         return CustomStep(model, data, normalize)
     # Noise for all rows of a batch doesn't fit a part of them.
@@ -128,11 +120,7 @@ def divide_on_replicas(model: keras.Model, data: Batch, normalize: LossNormaliza
 
 
 class _Trace:
-    """Records calls and gradients in a graph that never runs.
-
-    Attributes:
-        calls: The positions of each call's operations: the first, and the one after the last.
-    """
+    """Records gradients, and the positions of each call's operations, in a graph that never runs."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
@@ -240,11 +228,7 @@ class _Share:
 
 
 class _Rows:
-    """A replica's rows of a tensor of which other replicas have the others.
-
-    Args:
-        begin, count: The first of them, and their number.
-    """
+    """A replica's rows of a tensor, from `begin` on, of which other replicas have the others."""
 
     def __init__(self, begin: Any, count: Any):
         self.begin, self.count = begin, count

@@ -11,23 +11,18 @@ import tensorflow as tf
 
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.division.cut import RowCut
+from keras_paragrad.engine.probes.pure_function import PureFunction
+from keras_paragrad.engine.probes.tolerances import GRADIENT, TIMES_NOISE
 from keras_paragrad.engine.probes.trial import take_rows
 
-# The largest relative error of a gradient that is no finding, in single and in half precision. Faults are off by 1e-4
-# and more.
-TOLERANCE, TOLERANCE_OF_HALF_PRECISION = 1e-4, 3e-2
-# A finding is this many times what another order of the rows, another seed, or other last digits change.
-_TIMES_NOISE = 10
 _LAST_DIGITS = 1e-6
 
 
 class Difference(NamedTuple):
-    """How far the weighted gradients of parts are from the gradient of the whole.
+    """How far the weighted gradients of `parts` of so many rows are from the gradient of the whole.
 
-    Attributes:
-        error: The norm of the difference over the norm of the gradient.
-        rows, parts: The rows of the whole, and the number of its parts.
-        call: The index of the call of an optimizer that gets the gradient.
+    `error` is the norm of the difference over the norm of the gradient, `call` the index of the optimizer's call that
+    gets it.
     """
 
     error: float
@@ -53,12 +48,10 @@ class PartComparison(abc.ABC):
     """Compares the weighted gradients of parts of a batch with the gradients of the whole.
 
     Attributes:
-        half_precision: Whether they are computed in half precision.
-        draws: Whether random numbers are drawn, once something was computed.
+        function: Computes the gradients of rows.
     """
 
-    half_precision: bool
-    draws: bool = False
+    function: PureFunction
 
     @abc.abstractmethod
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
@@ -75,7 +68,9 @@ class PartComparison(abc.ABC):
         # What makes no difference but by rounding and randomness.
         changed = functools.cache(lambda: list(self._changed(rows)))
         for call, (whole, total) in enumerate(self.gradients(rows, cut)):
-            error = _finding(whole, total, lambda call=call: (each[call] for each in changed()), self.half_precision)
+            error = _finding(
+                whole, total, lambda call=call: (each[call] for each in changed()), self.function.half_precision
+            )
             if error:
                 return Difference(error, len(cut.rows), len(cut.bounds), call)
         return None
@@ -102,7 +97,7 @@ class PartComparison(abc.ABC):
 
     def _changed(self, rows: Batch) -> Iterable[list[list[np.ndarray]]]:
         yield [each.gradient for each in self.run(rows, 0, changed=True)]
-        if not self.draws:
+        if not self.function.draws:
             # Rows in another order would draw other random numbers.
             yield self.reordered(rows)
 
@@ -119,10 +114,10 @@ def _finding(
 ) -> float:
     """The relative error of parts' summed gradients, or 0 where it is no finding; `changed` returns others like it."""
     error = relative_error(whole, total)
-    if error is None or error <= (TOLERANCE_OF_HALF_PRECISION if half_precision else TOLERANCE):
+    if error is None or error <= GRADIENT.of(half_precision):
         return 0.0
     noise = max((relative_error(whole, each) or 0.0 for each in changed()), default=0.0)
-    return 0.0 if error <= _TIMES_NOISE * noise else error
+    return 0.0 if error <= TIMES_NOISE * noise else error
 
 
 def relative_error(whole: list[np.ndarray], other: list[np.ndarray]) -> float | None:

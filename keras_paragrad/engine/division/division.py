@@ -48,11 +48,9 @@ class Division(NamedTuple):
 class Divisions:
     """Finds the divisions of a model's batches, until the model is compiled again.
 
-    Args:
-        model: A compiled model.
-
     Attributes:
-        steps: The analyzed steps of the model's own `train_step`, by signature. Compiled functions use their variables.
+        steps: The analyzed steps of the model's own `train_step`, by signature. Compiled functions use their
+            variables.
         undivided: Why batches are left whole whose number of rows isn't known before they come, if they are.
     """
 
@@ -70,12 +68,7 @@ class Divisions:
         return [call for step in self.steps.values() for call in step.calls]
 
     def find(self, stages: Stages, iterator: Any, specs: Specs) -> None:
-        """Finds the division of an iterator's batches before a step is traced for them.
-
-        Args:
-            stages: Divide the batches.
-            iterator: Yields them.
-            specs: The `tf.TypeSpec` of a replica's batch.
+        """Finds the division of an iterator's batches, of these specs on a replica, before a step is traced for them.
 
         Raises:
             IndivisibleError: They can't be divided.
@@ -123,11 +116,7 @@ class Divisions:
         return normalize.describe(model, *trace_loss(model, data))
 
     def of(self, stages: Stages, data: Batch) -> Division:
-        """The division of a batch, or of a replica's part of it.
-
-        Raises:
-            IndivisibleError: It can't be divided.
-        """
+        """The division of a batch, or of a replica's part of it; raises `IndivisibleError` if it can't be divided."""
         division = self._of_own_step(stages, data) if overrides_train_step(self.model) else self._of(stages, data)
         if division.undivided and stages.split:
             if stages.split.cuts(data) is None:

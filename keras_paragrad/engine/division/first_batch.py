@@ -38,11 +38,6 @@ class FirstBatchProof:
     """Proves that parts of the first batch give the gradient that it gives as a whole.
 
     A loss whose parts don't is computed on the outputs of whole batches from then on, where the component can.
-
-    Args:
-        model: The model, compiled.
-        stages: Divide its batches.
-        divisions: How they are divided.
     """
 
     def __init__(self, model: keras.Model, stages: Stages, divisions: Divisions):

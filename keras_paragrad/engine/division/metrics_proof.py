@@ -11,24 +11,15 @@ from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.division.proof import MOST_BYTES, mark_outputs, outputs_of_parts
 from keras_paragrad.engine.losses.logs import has_metrics
 from keras_paragrad.engine.losses.terms import arguments_of
-from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision
+from keras_paragrad.engine.probes.pure_function import PureFunction
 from keras_paragrad.engine.probes.row_independence import is_kerass_own_metric
 from keras_paragrad.engine.probes.states import reset_state, results_after_parts
+from keras_paragrad.engine.probes.tolerances import METRIC, TINY
 from keras_paragrad.engine.probes.trial import row_count, run_trial, take_rows
-
-# The largest relative difference of a result that is no finding, in single and in half precision.
-_TOLERANCE, _TOLERANCE_OF_HALF_PRECISION = 1e-3, 3e-2
 
 
 class MetricDifference(NamedTuple):
-    """A metric's result on rows of the first batch.
-
-    Attributes:
-        name: The metric's name.
-        whole: The largest result on the whole.
-        parts: The result on its parts.
-        number: The number of parts.
-    """
+    """A metric's largest result on the whole first batch, and on its parts, of which there are `number`."""
 
     name: str
     whole: float
@@ -56,8 +47,6 @@ def find_metric_differences(
     """Computes the metrics on rows of the first batch and on parts of them; returns those that differ.
 
     Args:
-        model: A built and compiled model with Keras's `train_step`, whose metrics are built.
-        data: The first batch.
         size: The rows that one part holds.
         parts: The number of parts of an update.
         on_replicas: Whether the states of the parts are aggregated; else a part follows another.
@@ -79,7 +68,7 @@ def find_metric_differences(
         whole, reordered = (compute(each, start)[0] for each in (batch, reverse_rows(batch)))
         divided = [take_rows(batch, *bounds) for bounds in cut.bounds]
         split = results_after_parts(compute, divided, start, on_replicas=on_replicas)
-        tolerance = _TOLERANCE_OF_HALF_PRECISION if uses_half_precision(model) else _TOLERANCE
+        tolerance = METRIC.of(compute.half_precision)
         # One that depends on the order of rows is random, or numerically unstable.
         return [
             MetricDifference(name, _largest(whole[name]), _largest(split[name]), len(cut.bounds))
@@ -92,7 +81,7 @@ def find_metric_differences(
 
 
 def _close(one: Any, other: Any, tolerance: float) -> bool:
-    return np.allclose(one, other, rtol=tolerance, atol=1e-6, equal_nan=True)
+    return np.allclose(one, other, rtol=tolerance, atol=TINY, equal_nan=True)
 
 
 def _largest(result: Any) -> float:

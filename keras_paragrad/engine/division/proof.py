@@ -1,6 +1,5 @@
 """The proof on the first batch: parts of its rows, weighted as `fit` weights them, give the gradient of the whole."""
 
-import functools
 from typing import Any
 
 import keras
@@ -11,7 +10,6 @@ from keras_paragrad.compat.layers import call_model, mask_of, with_mask
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.division.comparison import (
-    TOLERANCE_OF_HALF_PRECISION,
     Difference,
     PartComparison,
     WeightedGradient,
@@ -22,16 +20,15 @@ from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import compute_loss
-from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision, watch_weights
+from keras_paragrad.engine.probes.pure_function import PureFunction, watch_weights
 from keras_paragrad.engine.probes.row_independence import (
     RowPair,
     computes_rows_independently,
     find_changed_outputs,
     has_losses_per_example,
 )
+from keras_paragrad.engine.probes.tolerances import GRADIENT
 from keras_paragrad.engine.probes.trial import Inconclusive, row_count, run_trial, take_rows
-from keras_paragrad.engine.replicas.replica_batch import static_row_count
-from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
 # The most bytes that the tensors of a whole batch may take together, beside a step. A larger batch is proved by its
 # outputs, if they take no more than this or than the tensors of one part.
@@ -56,8 +53,6 @@ def find_difference(
     """Computes rows of the first batch whole and in parts; `None` if only rounding or randomness sets them apart.
 
     Args:
-        model: A built and compiled model with Keras's `train_step`, whose losses are built.
-        data: The first batch.
         size: The rows that one part holds.
         parts: The number of parts of an update.
         normalize: Computes the weight of a part; all weigh alike, if `None`.
@@ -66,7 +61,7 @@ def find_difference(
     def find(cut: RowCut) -> Difference | None:
         try:
             division = _DividedPass(model, normalize, len(cut.rows))
-            part = bytes_of(division.graph(take_rows(data, 0, size)))
+            part = bytes_of(division.function.graph(take_rows(data, 0, size)))
             if part * len(cut.bounds) <= MOST_BYTES:
                 return division.compare(data, cut)
             difference = None
@@ -93,7 +88,7 @@ def find_layer_that_mixes(model: keras.Model, data: Batch, size: int) -> str | N
     first, second = take_rows(x, 0, count), take_rows(x, 1, count)
 
     def find() -> str | None:
-        pair = RowPair((first,), (second,), slice(1, count), slice(None), TOLERANCE_OF_HALF_PRECISION)
+        pair = RowPair((first,), (second,), slice(1, count), slice(None), GRADIENT.half)
         return find_changed_outputs(model, pair, training=True)
 
     return run_trial(lambda _: find(), 0, otherwise=None, question=None)
@@ -110,12 +105,12 @@ def measure_batch_statistics(
     def measure(rows: Batch) -> Difference | None:
         count, cut = row_count(rows), RowCut.of_parts(row_count(rows), size, parts)
         division = _DividedPass(model, normalize, len(cut.rows), as_trained=True)
-        fitting = MOST_BYTES // bytes_of(division.graph(take_rows(rows, 0, size)))
+        fitting = MOST_BYTES // bytes_of(division.function.graph(take_rows(rows, 0, size)))
         if fitting < len(cut.bounds):
             if fitting < 2 and size == 1:
                 return None
             cut = RowCut.of_parts(count, size, fitting) if fitting > 1 else RowCut.of_parts(count, size // 2, 2)
-            if division.draws:
+            if division.function.draws:
                 division = _DividedPass(model, normalize, len(cut.rows), as_trained=True)
         return division.difference(rows, cut)
 
@@ -131,10 +126,8 @@ class _DividedPass(PartComparison):
     def __init__(
         self, model: keras.Model, normalize: LossNormalization | None, total: int, *, as_trained: bool = False
     ):
-        self.model, self.normalize, self.total, self.as_trained = model, normalize, total, as_trained
-        self.half_precision = uses_half_precision(model)
-        # Parts that draw random numbers draw those for their rows.
-        self._functions: dict[int, PureFunction] = {}
+        self.model, self.normalize = model, normalize
+        self.function = PureFunction(model, self.compute, any_rows=True, as_trained=as_trained, total=total)
 
     def difference(self, data: Batch, cut: RowCut) -> Difference | None:
         """The difference of the parts from the whole, rounding and all; `None` if there is no gradient."""
@@ -143,30 +136,14 @@ class _DividedPass(PartComparison):
         return None if error is None else Difference(error, len(cut.rows), len(cut.bounds))
 
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
-        function = self._function_of(first)
-        (gradients, divisor), _ = function(rows, change_last_digits(function.reseed()) if changed else None)
+        state = change_last_digits(self.function.reseed()) if changed else None
+        (gradients, divisor), _ = self.function(rows, state, first)
         return [WeightedGradient([np.asarray(each, "float64") for each in gradients], float(divisor))]
 
-    def graph(self, rows: Batch) -> tf.Graph:
-        """The graph in which the gradient of some rows is computed."""
-        return self._function_of(0).graph(rows)
-
-    def _function_of(self, first: int) -> PureFunction:
-        key = first if self.draws else 0
-        if key not in self._functions:
-            self._functions[key] = PureFunction(
-                self.model, functools.partial(self.compute, first), any_rows=True, as_trained=self.as_trained
-            )
-        return self._functions[key]
-
-    def compute(self, first: int, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def compute(self, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Traces the gradient."""
-        with (
-            random_numbers_by_row(first, static_row_count(data), self.total) as numbers,
-            watch_weights(self.model) as gradients_of,
-        ):
+        with watch_weights(self.model) as gradients_of:
             loss, divisor = self.loss(data)
-        self.draws = numbers.draws > 0
         return gradients_of(loss), divisor
 
     def loss(self, data: Batch, y_pred: Structure = None) -> tuple[tf.Tensor, tf.Tensor]:
@@ -176,7 +153,7 @@ class _DividedPass(PartComparison):
         total = tf.cast(tf.reduce_sum(loss), "float32")
         if self.normalize is None:
             return total, tf.constant(float(row_count(arguments["x"])))
-        weight = self.normalize.of_computed_loss(self.model, arguments, terms)
+        weight = self.normalize.normalizer(self.model, arguments, terms, tried=False)
         return total, tf.zeros([]) if weight.summed else tf.cast(weight.value, "float32")
 
 
@@ -192,7 +169,7 @@ class _DividedLoss(_DividedPass):
         outputs = outputs_of_parts(self.model, rows, cut, self.most_bytes)
         return None if outputs is None else (rows, outputs)
 
-    def compute(self, first: int, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
+    def compute(self, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Traces the gradient with respect to the outputs."""
         rows, outputs = data
         real = [each for each in keras.tree.flatten(outputs[0]) if each.dtype.is_floating]
@@ -219,11 +196,7 @@ class _DividedLoss(_DividedPass):
 
 
 def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut, most_bytes: int) -> Structure | None:
-    """The outputs for all rows, computed part by part, and their masks; `None` if they take more bytes than these.
-
-    Raises:
-        Inconclusive: An output has no row for each example.
-    """
+    """The outputs for all rows, computed part by part, and their masks; `None` if they take more bytes than these."""
 
     def forward(data: Any) -> tuple[Structure, list[tf.Tensor | None]]:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)

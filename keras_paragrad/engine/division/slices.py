@@ -25,13 +25,7 @@ def trace_loss(model: keras.Model, data: Batch) -> tuple[LossArguments, list[Los
 
 
 def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str | None:
-    """Why slices of a batch can't be combined, from a trace of one that never runs; `None` if they can be.
-
-    Args:
-        model: A compiled model with Keras's `train_step`.
-        split: Cuts batches.
-        data: A batch, whose shapes and dtypes are used.
-    """
+    """Why slices of such a batch can't be combined, from a trace that never runs; `None` if they can be."""
 
     def trace(data: Batch) -> None:
         split.normalize(model, *trace_loss(model, data))

@@ -1,7 +1,7 @@
 """The proof on the first batch, for a `train_step` of the model's own."""
 
 import keras
-import tensorflow as tf
+import numpy as np
 
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.custom_step.step import CustomStep
@@ -17,22 +17,14 @@ from keras_paragrad.storage.storage import any_divided
 def find_difference_of_step(
     model: keras.Model, step: CustomStep, data: Batch, size: int, parts: int
 ) -> Difference | None:
-    """Finds the first optimizer call whose parts don't add up to the whole gradient.
-
-    Args:
-        model: A built model with its own `train_step`.
-        step: The analyzed step, which says how its calls are weighted.
-        data: The rows of the first update.
-        size: The rows that one part holds.
-        parts: The number of parts of an update.
-    """
+    """Finds the first optimizer call whose parts, of `size` rows, don't add up to the gradient of the whole update."""
     if any_divided(model.trainable_variables):
         # Other workers hold some of the weights, and don't wait for this one.
         return None
 
     def find(cut: RowCut) -> Difference | None:
         division = _DividedStep(step, len(cut.rows))
-        if bytes_of(division.graph(take_rows(data, 0, size))) * len(cut.bounds) > MOST_BYTES:
+        if bytes_of(division.function.graph(take_rows(data, 0, size))) * len(cut.bounds) > MOST_BYTES:
             if size == 1:
                 return None
             cut = RowCut.of_part(size)
@@ -48,20 +40,15 @@ class _DividedStep(PartComparison):
 
     def __init__(self, step: CustomStep, total: int):
         self.weightings = step.weightings
-        self.trial = TrialStep(step.model, step.calls, step.analysis.states, {}, total)
-        self.half_precision = self.trial.half_precision
+        self.function = TrialStep(step.model, step.calls, {}, total)
 
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         rows = _change_inputs(rows) if changed else rows
         arguments = arguments_of(rows)
-        divisors = [float(each.divisor(arguments)) if each.divisor else 0.0 for each in self.weightings]
-        gradients = self.trial(rows, first)
-        self.draws = self.trial.draws
+        divisors = [float(each.value(arguments)) for each in self.weightings]
+        calls, _ = self.function(rows, None, first)
+        gradients = [[np.asarray(each, "float64") for each in gradient] for gradient in calls]
         return list(map(WeightedGradient, gradients, divisors))
-
-    def graph(self, rows: Batch) -> tf.Graph:
-        """The graph in which the gradients of some rows are computed."""
-        return self.trial.graph(rows, 0)
 
 
 def _change_inputs(rows: Batch) -> Batch:

@@ -12,15 +12,14 @@ from keras_paragrad.compat.types import Array, Batch, StepLogs
 from keras_paragrad.engine.losses.number_updates import counting_numbers
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.probes.independence import once_per_compile
-from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision
-from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial, take_rows
-from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, over_draws
+from keras_paragrad.engine.probes.pure_function import PureFunction
+from keras_paragrad.engine.probes.tolerances import NUMBER
+from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial
+from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, compute_parts, over_draws
 
 # What of the parts makes up the whole batch's: sums of numbers, of numbers times rows, of weights, and of numbers times
 # weights; and whether weights are in proportion to rows.
 NUMBERS, MEANS, WEIGHTS, PRODUCTS, BY_ROWS = "numbers", "means", "weights", "products", "by rows"
-# Of the numbers' sum, in single and in half precision.
-_TOLERANCE, _IN_HALF_PRECISION = 1e-4, 3e-2
 
 MadeUpBy = set[str]
 
@@ -85,12 +84,8 @@ def _is_number(tensor: tf.Tensor) -> bool:
 
 
 def compare_scalars(whole: Sequence[Array], parts: Sequence[Sequence[Array]], *, half_precision: bool) -> NumberParts:
-    """What makes up the numbers of a trial.
-
-    Raises:
-        Inconclusive: The parts have other numbers.
-    """
-    tolerance = _IN_HALF_PRECISION if half_precision else _TOLERANCE
+    """What makes up the numbers of a trial; inconclusive, if the parts have other numbers."""
+    tolerance = NUMBER.of(half_precision)
     return NumberParts(
         *(_compare(np.asarray(each[0]), each[1:], tolerance) for each in zip(whole, *parts, strict=True))
     )
@@ -135,7 +130,6 @@ def _in_all(draws: Sequence[MadeUpBy | None]) -> MadeUpBy | None:
 
 def scalars_of_test_step(model: keras.Model, data: Batch) -> NumberParts | None:
     """What makes up the numbers of a custom `test_step`; `None` if it can't be tried."""
-    half_precision = uses_half_precision(model)
 
     def compute(data: Batch) -> list[tf.Tensor]:
         with noting_scalars(model) as noted:
@@ -145,8 +139,8 @@ def scalars_of_test_step(model: keras.Model, data: Batch) -> NumberParts | None:
         function = PureFunction(model, compute)
 
         def compare(rows: Batch) -> NumberParts:
-            whole, *parts = (function(each)[0] for each in (rows, *(take_rows(rows, *each) for each in BOUNDS)))
-            return compare_scalars(whole, parts, half_precision=half_precision)
+            whole, *parts = compute_parts(function, rows)
+            return compare_scalars(whole, parts, half_precision=function.half_precision)
 
         return in_all_draws(over_draws(model, data, size, compare))
 

@@ -34,14 +34,11 @@ class UnknownDivisorError(ValueError):
 
 
 def divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
-    """The divisor of one loss.
+    """A key and the divisor, a float32 scalar, of one loss.
 
-    Returns:
-        A key, equal for two terms if their divisors are proportional, and the divisor, a float32 scalar. The key is
-        `SUM` for a loss that is not divided, and `SIZE` for one that is divided by a fixed multiple of the rows.
-
-    Raises:
-        UnknownDivisorError: The loss overrides `__call__`, or returns a scalar.
+    Keys are equal for two terms if their divisors are proportional: `SUM` for a loss that is not divided, and `SIZE`
+    for one that is divided by a fixed multiple of the rows. A loss that overrides `__call__` or returns a scalar has
+    none, which raises `UnknownDivisorError`.
     """
     if term.reduces_itself:
         raise UnknownDivisorError(f"The loss {term.loss.name!r} overrides __call__, so its normalizer is unknown.")

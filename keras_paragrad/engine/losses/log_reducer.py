@@ -37,16 +37,8 @@ def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormali
     """Runs a custom `test_step` on every replica, and returns the logs of the whole batch.
 
     The states of metrics are summed over the replicas. Scalars per replica, such as a returned loss or the argument of
-    a `Mean`, are averaged, weighted by what the compiled losses divide by, or by the `weighting` of `DistributedFit`.
-    A trial tells which of them are to be summed.
-
-    Args:
-        model: The model.
-        data: The replica batch.
-        normalize: Computes the weight of the replica batch, or `None` to weight by the number of examples.
-
-    Raises:
-        ValueError: The weight of a scalar is unknown.
+    a `Mean`, are averaged, weighted by what the compiled losses divide by, or by the `weighting` of `DistributedFit`;
+    by rows, if `normalize` is `None`. A trial tells which of them are to be summed.
     """
     replica_batch = ReplicaBatch.of(data)
     # An empty replica batch is filled with a row, so that the step can run; what it adds is discarded.
@@ -59,9 +51,7 @@ class LogReducer(PartNumbers):
     """Reduces the metrics and logs of a custom step over the replicas; one for each replica.
 
     Args:
-        model: The model.
-        data: The replica batch, filled.
-        batch: Its rows.
+        data, batch: The replica batch, filled, and its rows.
         normalize: Computes the weight of the replica batch in a `test_step`, or `None` to weight it by its rows.
         terms: The terms of the compiled losses that the step computes.
         summed: Whether to sum a number if no trial shows what makes it up.

@@ -22,8 +22,7 @@ def _overrides_compute_metrics(model: keras.Model) -> bool:
 def update_metrics(model: keras.Model, batch: LossArguments) -> None:
     """Updates a model's metrics with a part of a batch, for `metrics_result` after the last part.
 
-    Raises:
-        ValueError: A custom `compute_metrics` returns names that `get_metrics_result` doesn't.
+    Refuses a custom `compute_metrics` that returns names that `get_metrics_result` doesn't.
     """
     computed = model.compute_metrics(**batch)
     if not _overrides_compute_metrics(model):
@@ -46,17 +45,10 @@ def metrics_result(model: keras.Model) -> StepLogs:
 
 
 class AllReducedResults:
-    """The model's metrics over the examples of all replicas.
+    """The model's metrics over the examples of all replicas: all-reduces their states, and the `losses`, if any.
 
-    All-reduces the metrics' states. Keras averages the replicas' results, which is right only if all had equally many
-    examples.
-
-    Args:
-        model: The model, after its metrics were updated with the batch.
-        losses: The batch's losses, or `None` if they are tracked already.
-
-    Attributes:
-        parts: The tensors to all-reduce: a vector for each dtype, and the losses.
+    Keras averages the replicas' results, which is right only if all had equally many examples. `parts` are the tensors
+    to all-reduce: a vector for each dtype, and the losses.
     """
 
     def __init__(self, model: keras.Model, losses: TrackedLosses | None = None):

@@ -15,7 +15,7 @@ from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, Unknown
 from keras_paragrad.engine.losses.refusals import IndivisibleError, Refusals, problem_of, seen
 from keras_paragrad.engine.losses.terms import LossTerm, arguments_of, loss_weights_of
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, DivisorFunction, Weighting, weighting_of
-from keras_paragrad.engine.probes.independence import once_per_compile
+from keras_paragrad.engine.probes.independence import mixing_reasons, once_per_compile
 from keras_paragrad.engine.probes.weighting_trial import WeightingTrial, try_weightings
 
 
@@ -34,11 +34,7 @@ class LossNormalization:
     divider: Divider = dataclasses.field(compare=False)
 
     def check(self, model: keras.Model) -> None:
-        """Refuses a model that can't be divided, whatever its loss divides by.
-
-        Raises:
-            IndivisibleError: The model has a custom `train_step`.
-        """
+        """Refuses a model that can't be divided, whatever its loss divides by."""
         if refusal := self.find_refusal(model):
             raise IndivisibleError(refusal)
 
@@ -56,23 +52,12 @@ class LossNormalization:
     def __call__(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
         """The normalizer of the loss that was just computed; see `keras_paragrad.engine.step.gradient.Normalize`."""
         mixes = self._check_rows(model, arguments, terms, training=True)
-        return self._normalizer(model, arguments, terms, tried=not mixes)
+        return self.normalizer(model, arguments, terms, tried=not mixes)
 
-    def of_computed_loss(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
-        """The normalizer of the loss that was just computed, without a check of its rows or of what is stated."""
-        return self._normalizer(model, arguments, terms, tried=False)
-
-    def _normalizer(
-        self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, tried: bool = True
+    def normalizer(
+        self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, tried: bool
     ) -> Normalizer:
-        """The normalizer as the user states it, as it follows from the losses, or as a trial finds it.
-
-        Args:
-            model: The model.
-            arguments: The arguments of its `compute_loss`.
-            terms: The terms of its compiled losses.
-            tried: Whether what is stated is held to a trial.
-        """
+        """The normalizer as it is stated (and held to a trial, if `tried`), or as the losses or a trial show it."""
         stated = self._stated(model, arguments, terms)
         if stated is not None:
             if tried and self.weighting != "auto":
@@ -93,21 +78,25 @@ class LossNormalization:
         return stated if reason is None else self._find(model, arguments, reason).normalizer(arguments)
 
     def in_custom_step(self, model: keras.Model, data: Batch, terms: Sequence[LossTerm], what: str) -> Normalizer:
-        """The weight of a part of a batch in a custom `test_step`, for a scalar that errors call `what`.
-
-        Raises:
-            ValueError: The normalizer is unknown.
-        """
+        """The weight of a part of a batch in a custom `test_step`, for a scalar that errors call `what`."""
         if terms or self.weighting in ("examples", "sample_weight", "sum") or callable(self.weighting):
             arguments = arguments_of(data, terms[0].y_pred if terms else None)
             self._check_rows(model, arguments, list(terms), training=False)
-            return self._normalizer(model, arguments, list(terms), tried=bool(terms))
+            return self.normalizer(model, arguments, list(terms), tried=bool(terms))
         raise self.refusals.of_test_step(model, what)
 
     def _check_rows(
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, training: bool
     ) -> bool:
-        return self.refusals.check_rows(model, arguments, terms, stated=self.weighting != "auto", training=training)
+        """Raises if parts of a batch don't give the loss and the states of the whole; whether they may not.
+
+        With a stated weighting, the reasons are only warned of.
+        """
+        refused = self.weighting == "auto"
+        reasons = mixing_reasons(model, arguments, terms, self.divider, training=training, refused=refused)
+        if reasons and refused:
+            raise IndivisibleError(f"{reasons} {self.refusals.anyway}".rstrip())
+        return reasons is not None
 
     def describe(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> str:
         """What a part of a batch weighs, and how that was found; a sentence for `explain`."""
@@ -166,7 +155,7 @@ class LossNormalization:
         stated = weighting_of(self.weighting)
         assert stated is not None, "auto states nothing"
         trial = find_weightings(model, arguments, stated)
-        fit = trial and trial.fit_of(stated)
+        fit = next((each for each in trial.fits if each.weighting.name == stated.name), None) if trial else None
         if trial is None or fit is None or not fit.error:
             # Without a mask, "mask" is the number of examples.
             return
@@ -234,7 +223,7 @@ def warn_of_uniform(model: keras.Model, arguments: LossArguments, terms: list[Lo
 def scale_by_replicas(
     model: keras.Model, loss: tf.Tensor, arguments: LossArguments, terms: list[LossTerm]
 ) -> tuple[tf.Tensor, Normalizer | None]:
-    """A replica's loss such that the sum over the replicas is that of the batch, if all have equally many examples.
+    """A replica's loss such that, for equal replica batches, the sum over the replicas is the batch's.
 
     Means and what layers add are divided by the number of replicas, as Keras divides them, and sums are not. Of a
     model's own `compute_loss`, and of a loss that returns one number, a trial shows which it is. Also returns the

@@ -27,7 +27,6 @@ class PartNumbers(abc.ABC):
     """Counts what a part of a batch gives to metrics; one for each run of the step.
 
     Args:
-        model: The model.
         find: Finds what makes up the step's numbers; `None` if they can't be tried.
         exact: Whether numbers are refused that can't be had of parts.
         in_window: Whether the part is a micro-batch of a window.
@@ -61,11 +60,7 @@ class PartNumbers(abc.ABC):
 
     @abc.abstractmethod
     def weighted(self, value: tf.Tensor, what: str, made_up_by: MadeUpBy | None) -> tf.Tensor:
-        """The same, for a `Mean` that is given the number with a weight of its own.
-
-        Raises:
-            ValueError: Parts of a batch don't give what the whole would.
-        """
+        """The same for a `Mean` that is given a weight too; refused if parts don't give what the whole would."""
 
     def of_mean(self, value: tf.Tensor, weight: Any, what: str) -> tuple[tf.Tensor, Any]:
         """A number that a `Mean` is given, and its weight."""
@@ -76,11 +71,7 @@ class PartNumbers(abc.ABC):
         return self.of_batch(value, what, made_up_by), self.share(what)
 
     def of_sum(self, value: tf.Tensor, what: str) -> tf.Tensor:
-        """A number that a `Sum` is given.
-
-        Raises:
-            ValueError: Parts of a batch don't give what the whole would.
-        """
+        """A number that a `Sum` is given; refused if parts of a batch don't give what the whole would."""
         made_up_by = self._next_update() or set()
         if NUMBERS in made_up_by:
             return value
@@ -93,12 +84,8 @@ class PartNumbers(abc.ABC):
 class SliceNumbers(PartNumbers):
     """Counts what a slice, or a micro-batch of a window, gives to metrics.
 
-    Args:
-        model: The model.
-        share: The slice's share of the batch, or the rows of the micro-batch.
-        scalars: What makes up the step's numbers.
-        summed: Whether to sum a number if no trial shows what makes it up.
-        in_window: Whether it is a micro-batch of a window.
+    `share` is the slice's share of the batch, or the rows of the micro-batch. Numbers are summed, if `summed` and no
+    trial shows what makes them up.
     """
 
     def __init__(

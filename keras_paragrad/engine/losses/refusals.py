@@ -7,10 +7,8 @@ import keras
 
 from keras_paragrad.compat.model import added_losses, all_layers
 from keras_paragrad.compat.state import warn_once
-from keras_paragrad.compat.types import LossArguments
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.independence import mixing_reasons
 from keras_paragrad.engine.probes.weighting_trial import FIRST, ROWS, WeightingTrial
 
 
@@ -44,18 +42,6 @@ class Refusals(NamedTuple):
             "metrics with every example, as in metric.update_state(y, y_pred). If it is a mean over the examples, "
             f"write {self.divider.configured_by}(..., weighting='examples')."
         )
-
-    def check_rows(
-        self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, stated: bool, training: bool
-    ) -> bool:
-        """Raises if parts of a batch do not give the loss and the states of the whole; whether they may not.
-
-        With a stated weighting, the reasons are only warned of.
-        """
-        reasons = mixing_reasons(model, arguments, terms, self.divider, training=training, refused=not stated)
-        if reasons and not stated:
-            raise IndivisibleError(f"{reasons} {self.anyway}".rstrip())
-        return reasons is not None
 
     def check_by_example(self, terms: list[LossTerm], name: str) -> None:
         """Refuses what contradicts the gradient of a mean of the examples' masked means."""

@@ -88,12 +88,9 @@ def loss_sums(
     *,
     divided: bool = False,
 ) -> LossSums:
-    """The losses of a part of a batch as sums.
+    """The losses of a part of a batch as sums, from the result of `compute_loss` and the calls of its compiled losses.
 
     Args:
-        model: The model that computed the loss.
-        loss: The result of its `compute_loss`.
-        terms: The calls of its compiled losses.
         rows: Number of examples in the part.
         weight: The weight of the part's gradient, if measured.
         divided: Whether Keras divided the losses by the number of replicas.
@@ -166,11 +163,7 @@ def _mean(loss: tf.Tensor, dtype: str) -> tf.Tensor:
 
 
 class LossWindow(SavedVariables):
-    """The sums of the micro-batches since the last update, which together are one batch.
-
-    Args:
-        model: A compiled model whose losses are built. Called in its strategy's scope.
-    """
+    """The sums of the micro-batches since the last update, which together are one batch; made in the model's scope."""
 
     def __init__(self, model: keras.Model):
         super().__init__()
@@ -182,20 +175,12 @@ class LossWindow(SavedVariables):
 
 
 class TrackedLosses:
-    """Adds the losses of a batch to Keras's loss trackers, within a step, on each replica.
+    """Adds the losses of a batch to Keras's loss trackers, within a step, on each replica; `part` is to be all-reduced.
 
     Keras weights a batch's `loss` by its rows. The tracker of an output's loss weights all batches the same, unless the
-    model runs eagerly or the loss is not reduced.
-
-    Args:
-        model: The model that computed the losses.
-        sums: The losses of this replica.
-        window: The losses of the window's micro-batches so far, if gradients are accumulated.
-        ends: Whether this micro-batch ends the window.
-        on_first: Whether the first replica holds the whole sums, and the others zeros, so that nothing is rounded.
-
-    Attributes:
-        part: The tensor to all-reduce.
+    model runs eagerly or the loss is not reduced. `window` holds the losses of the micro-batches so far, if gradients
+    are accumulated, and `ends` says whether this one ends the window. If `on_first`, the first replica holds the whole
+    sums, and the others zeros, so that nothing is rounded.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from keras_paragrad.compat.private import (
     reduce_weighted_values,
     squeeze_or_expand_to_same_rank,
 )
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Array, Batch, LossArguments, Structure
 from keras_paragrad.engine.tracing.untouched import untouched, without_assignments
 
@@ -69,14 +69,9 @@ class LossTerm:
             return tf.convert_to_tensor(self.loss.call(*arguments))
 
     @property
-    def prediction_mask(self) -> tf.Tensor | None:
-        """The mask that the model's output carries, or `None`."""
-        return get_keras_mask(self.y_pred)
-
-    @property
     def masks(self) -> list[tf.Tensor]:
         """The masks of the model's output and of the loss's values: none, one or both."""
-        return [mask for mask in (self.prediction_mask, get_keras_mask(self.values)) if mask is not None]
+        return [mask for mask in map(get_keras_mask, (self.y_pred, self.values)) if mask is not None]
 
     @functools.cached_property
     def mask(self) -> tf.Tensor | None:
@@ -130,16 +125,62 @@ class _Listener(NamedTuple):
     by_example: bool
 
 
+class _Recordings(MethodPatch):
+    """Has a compiled loss's losses and trackers inform those who listen on this replica.
+
+    The traces of replicas may be interleaved, and each records its own terms.
+    """
+
+    def __init__(self, compiled: Any):
+        super().__init__()
+        self.compiled, self.listeners = compiled, list[_Listener]()
+
+    @property
+    def listeners_here(self) -> list[_Listener]:
+        """The listeners on this replica."""
+        here = replica_index()
+        return [listener for listener in self.listeners if listener.replica == here]
+
+    def patch_all(self) -> None:
+        # Keras builds the compiled loss on its first call, which may come in this context.
+        if self.compiled.built:
+            self._record()
+        self.replace(self.compiled, "build", functools.partial(self._build, self.compiled.build))
+
+    def restore(self) -> None:
+        super().restore()
+        flat = self.compiled._flat_losses or []
+        self._set([each.loss.loss if isinstance(each.loss, _Recording) else each.loss for each in flat])
+
+    def _build(self, build: Callable[..., None], *arguments: Structure) -> None:
+        build(*arguments)
+        self._record()
+
+    def _record(self) -> None:
+        self._set([_Recording(each.loss, self) for each in self.compiled._flat_losses])
+        for tracker in self.compiled.metrics:
+            self.replace(tracker, "update_state", functools.partial(self._track, tracker.update_state))
+
+    def _set(self, losses: list[Any]) -> None:
+        if losses:
+            pairs = zip(self.compiled._flat_losses, losses, strict=True)
+            self.compiled._flat_losses = [flat._replace(loss=loss) for flat, loss in pairs]
+
+    def _track(self, update_state: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        if not any(listener.untracked for listener in self.listeners_here):
+            update_state(*arguments, **keywords)
+
+
 class _Recording:
     """Proxy of a compiled loss that passes its calls to all listeners on this replica."""
 
-    def __init__(self, loss: keras.losses.Loss, listeners: list[_Listener]):
-        self.loss, self.listeners = loss, listeners
+    def __init__(self, loss: keras.losses.Loss, recordings: _Recordings):
+        self.loss, self.recordings = loss, recordings
 
     def __call__(self, y_true: Structure, y_pred: Structure, sample_weight: Array | None = None):
         with _noted_values(self.loss) as values:
             result = self.loss(y_true, y_pred, sample_weight)
-        listeners = _listeners_here(self.listeners)
+        listeners = self.recordings.listeners_here
         by_example = any(listener.by_example for listener in listeners)
         term = LossTerm(self.loss, y_true, y_pred, sample_weight, result, by_example)
         if len(values) == 1 and not term.reduces_itself:
@@ -178,11 +219,6 @@ def _noted_values(loss: keras.losses.Loss) -> Generator[list[Any]]:
             vars(loss)["call"] = replaced
 
 
-def _listeners_here(listeners: list[_Listener]) -> list[_Listener]:
-    here = replica_index()
-    return [listener for listener in listeners if listener.replica == here]
-
-
 @contextlib.contextmanager
 def recorded_terms(
     model: keras.Model, *, untracked: bool = False, by_example: bool = False
@@ -203,18 +239,12 @@ def recorded_terms(
     if compiled is None:
         yield terms
         return
-    listeners = state_of(compiled).listeners
-    if listeners is None:
-        listeners = state_of(compiled).listeners = []
-        _listen(compiled, listeners)
-    # The traces of replicas may be interleaved, and each records its own terms.
-    listeners.append(_Listener(replica_index(), terms, untracked, by_example))
-    try:
-        yield terms
-    finally:
-        listeners[:] = [other for other in listeners if other.terms is not terms]
-        if not listeners:
-            _stop_listening(compiled)
+    with patched(compiled, lambda: _Recordings(compiled)) as recordings:
+        recordings.listeners.append(_Listener(replica_index(), terms, untracked, by_example))
+        try:
+            yield terms
+        finally:
+            recordings.listeners[:] = [other for other in recordings.listeners if other.terms is not terms]
 
 
 def arguments_of(data: Batch, y_pred: Structure = None) -> LossArguments:
@@ -234,63 +264,12 @@ class ComputedLoss(NamedTuple):
 def compute_loss(
     model: keras.Model, data: Batch, *, y_pred: Structure = None, training: bool = True, untracked: bool = True
 ) -> ComputedLoss:
-    """Computes the loss of a batch as Keras does.
-
-    Args:
-        model: A compiled model.
-        data: The batch.
-        y_pred: The outputs, if the model isn't to be called.
-        training: Whether the batch is trained on.
-        untracked: As in `recorded_terms`.
-    """
+    """Computes the loss of a batch, or of its outputs if given, as Keras does; `untracked` as in `recorded_terms`."""
     arguments = arguments_of(data, y_pred)
     if y_pred is None:
         arguments["y_pred"] = call_model(model, arguments["x"], training=training)
     with recorded_terms(model, untracked=untracked) as terms:
         return ComputedLoss(model._compute_loss(**arguments, training=training), arguments, terms)
-
-
-def _listen(compiled: keras.losses.Loss, listeners: list[_Listener]) -> None:
-    """Replaces a compiled loss's losses and trackers by ones that inform the listeners."""
-    build = compiled.build
-
-    def record():
-        compiled._flat_losses = [flat._replace(loss=_Recording(flat.loss, listeners)) for flat in compiled._flat_losses]
-        for tracker in compiled.metrics:
-            tracker.__dict__["update_state"] = _unless_untracked(tracker.update_state, listeners)
-
-    def build_and_record(y_true: Structure, y_pred: Structure):
-        build(y_true, y_pred)
-        record()
-
-    # Keras builds the compiled loss on its first call, which may come in this context.
-    if compiled.built:
-        record()
-    compiled.__dict__["build"] = build_and_record
-
-
-def _unless_untracked(update_state: Callable[..., None], listeners: list[_Listener]) -> Callable[..., None]:
-    """An `update_state` that does nothing while a listener has tracking turned off."""
-
-    def update(*arguments: Any, **keywords: Any):
-        if not any(listener.untracked for listener in _listeners_here(listeners)):
-            return update_state(*arguments, **keywords)
-        return None
-
-    return update
-
-
-def _stop_listening(compiled: keras.losses.Loss) -> None:
-    """Restores the compiled loss and its metrics."""
-    del compiled.__dict__["build"]
-    state_of(compiled).listeners = None
-    for tracker in compiled.metrics:
-        tracker.__dict__.pop("update_state", None)
-    if compiled._flat_losses:
-        compiled._flat_losses = [
-            flat._replace(loss=flat.loss.loss) if isinstance(flat.loss, _Recording) else flat
-            for flat in compiled._flat_losses
-        ]
 
 
 def bound_arguments(loss_or_metric: keras.losses.Loss | keras.metrics.Metric) -> dict[str, Any]:

@@ -34,6 +34,10 @@ class Weighting(NamedTuple):
             return Normalizer(tf.constant(1.0), summed=True, stated=self.name)
         return Normalizer(self.divisor(arguments), stated=self.name)
 
+    def value(self, arguments: LossArguments) -> Scalar:
+        """What the loss of a part of a batch is divided by: 0 for a sum."""
+        return self.divisor(arguments) if self.divisor else 0.0
+
     @property
     def argument(self) -> str:
         """The value of `weighting` as it is typed."""

@@ -25,11 +25,9 @@ _ZERO = tf.UnconnectedGradients.ZERO
 
 
 def gradient_error(model: keras.Model, data: Batch, model_on_mesh: "ModelOnMesh") -> tuple[float, str]:
-    """The error of a model's gradient for a batch on a mesh, relative to that on one device, without dropout.
+    """The largest error of a variable's gradient on a mesh, without dropout, and the variable's path.
 
-    Returns:
-        The largest error of a variable's gradient, relative to its largest entry (or to a small share of the whole
-        gradient's), and the variable's path.
+    It is relative to the largest entry of the gradient on one device, or to a small share of the whole gradient's.
     """
     variables = list(model.trainable_variables)
     if not variables:

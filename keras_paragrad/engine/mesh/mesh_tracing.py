@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from typing import Any
 
 import keras
@@ -18,14 +18,7 @@ from keras_paragrad.storage.dtensor import Layout, computing_on_mesh, relayout
 
 
 class OutputLayouts:
-    """A distribution of Keras's that records which outputs' layouts are requested.
-
-    Args:
-        distribution: A `keras.distribution.DataParallel` or `ModelParallel`.
-
-    Attributes:
-        requested: The paths of the outputs.
-    """
+    """A distribution of Keras's that records, as `requested`, the paths of the outputs whose layouts are asked for."""
 
     def __init__(self, distribution: keras.distribution.ModelParallel):
         self._distribution = distribution
@@ -54,14 +47,15 @@ def tracing_for_mesh(model: keras.Model, outputs: OutputLayouts) -> Generator[No
     """
     with (
         _distribution_set(outputs),
-        _unrolled(model),
-        _with_constants(model),
+        _with_own_attributes(model),
         pinning_between_layers(model),
         substituted_operations(),
     ):
         yield
     if not tf.executing_eagerly():
-        check_mesh_operations(model, tf.compat.v1.get_default_graph().get_operations())
+        for operation in tf.compat.v1.get_default_graph().get_operations():
+            if _UNSUPPORTED.fullmatch(operation.type):
+                raise ValueError(_refusal(model, operation.type, _layer_of(model, operation.name)) + ".")
 
 
 @contextlib.contextmanager
@@ -99,36 +93,24 @@ def _distribute_tensor(tensors: Structure, layout: Layout) -> Structure:
 
 
 @contextlib.contextmanager
-def _with_constants(model: keras.Model) -> Generator[None]:
-    """Context in which tensors that layers hold, such as means and variances, are constants of the graph.
+def _with_own_attributes(model: keras.Model) -> Generator[None]:
+    """Context in which recurrent layers unroll their loops, which DTensor can't run, and layers hold constants.
 
-    A step on a mesh can't capture tensors.
+    A step on a mesh can't capture tensors, such as means and variances.
     """
     with contextlib.ExitStack() as stack:
         for layer in all_layers(model):
-            constants = {name: tf.constant(each.numpy()) for name, each in vars(layer).items() if _is_array(each)}
-            if constants:
-                stack.enter_context(attributes(layer, **constants))
+            values: dict[str, Any] = {
+                name: tf.constant(each.numpy()) for name, each in vars(layer).items() if _is_array(each)
+            }
+            if isinstance(layer, keras.layers.RNN):
+                values["unroll"] = True
+            stack.enter_context(attributes(layer, **values))
         yield
 
 
 def _is_array(value: object) -> bool:
     return isinstance(value, tf.Tensor) and hasattr(value, "numpy") and bool(value.shape.rank)
-
-
-@contextlib.contextmanager
-def _unrolled(model: keras.Model) -> Generator[None]:
-    """Context in which recurrent layers unroll their loops, which DTensor can't run."""
-    layers: list[keras.layers.RNN] = [
-        each for each in all_layers(model) if isinstance(each, keras.layers.RNN) and not each.unroll
-    ]
-    for layer in layers:
-        layer.unroll = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.unroll = False
 
 
 # DTensor has no rule for these; some of them end the process.
@@ -137,13 +119,6 @@ _UNSUPPORTED = re.compile(
     r"ReverseSequence|Roll|EagerPyFunc|PyFunc\w*"
 )
 _OPERATION = re.compile(r"\btf\.([A-Z]\w+)")
-
-
-def check_mesh_operations(model: keras.Model, operations: Iterable[tf.Operation]) -> None:
-    """Raises an error that names the layer if a traced step has operations that a mesh can't run."""
-    for operation in operations:
-        if _UNSUPPORTED.fullmatch(operation.type):
-            raise ValueError(_refusal(model, operation.type, _layer_of(model, operation.name)) + ".")
 
 
 @contextlib.contextmanager

@@ -113,8 +113,6 @@ class ModelOnMesh:
     """Fills the *mesh* stage: moves batches to a mesh, and the results of a step back.
 
     Args:
-        model: A compiled and built model.
-        mesh: The mesh.
         batch_axis: The mesh axis that divides the rows of a batch.
         place: Maps one of the model's variables to its placement.
         tracing: Makes the context in which to trace a step.
@@ -158,11 +156,7 @@ class ModelOnMesh:
         put_on_mesh(self.model, self.mesh, self.place)
 
     def wrap(self, step: Step) -> Step:
-        """Makes a compiled training step run on the mesh, with batches from the host.
-
-        Raises:
-            ValueError: A component fills a stage that has not been compared with one device.
-        """
+        """Makes a compiled training step run on the mesh, with batches from the host; refuses untested stages."""
         stages = StepBuilder.of(self.model).stages
         name = next((each for each in _UNTESTED if getattr(stages, each) is not None), None)
         if name:

@@ -24,13 +24,7 @@ _COMPILED = "_keras_paragrad_compiled_parts"
 
 
 class _Trace(NamedTuple):
-    """What the trace of a part shows.
-
-    Attributes:
-        outputs: The indices of the outputs that the part computes.
-        unmasked: The indices of the inputs whose masks the part removes.
-        assigned: The variables on another device that the part assigns to.
-    """
+    """The indices of a part's outputs, of inputs whose masks it removes, and the remote variables that it assigns."""
 
     outputs: list[int]
     unmasked: list[int]
@@ -40,10 +34,7 @@ class _Trace(NamedTuple):
 class CompiledPart:
     """Runs a part of a Functional model as a function that XLA compiles, once for all calls in a graph.
 
-    Args:
-        part: The part.
-        run: Runs the part.
-        name: The name of the function, and so of XLA's program, by which profiles tell stages apart.
+    Profiles tell stages apart by the function's name, which is that of XLA's program.
     """
 
     def __init__(self, part: Part, run: Callable[..., dict[int, Any]], name: str):

@@ -37,9 +37,6 @@ class Columns:
 
     A column has one device of each stage. A variable is on its stage's first device; for the other columns it is copied
     once a batch.
-
-    Attributes:
-        micro_batch: The index of the micro-batch.
     """
 
     def __init__(self):
@@ -79,8 +76,6 @@ class StageOnDevices:
     default device. So a stage is differentiated by its own tape, on its device.
 
     Args:
-        part: The part of the model.
-        index: The stage's index.
         runs: For each device, by name, a function that runs the part. Variables are on the first.
         columns: Says which micro-batch is computed: they take turns on the devices.
         owner: The model to which losses are added that layers add on other devices than the first.
@@ -104,14 +99,7 @@ class StageOnDevices:
 
 
 class _StageCall:
-    """One call of a stage, differentiated by its own tape.
-
-    Args:
-        stage: The stage.
-        inputs: The values of its inputs.
-        device: The device to run on.
-        remote: Whether the stage's variables are on another device.
-    """
+    """One call of a stage, differentiated by its own tape; `remote` if its variables are on another device."""
 
     def __init__(self, stage: StageOnDevices, inputs: Tensors, device: str, *, remote: bool):
         self.stage, self.inputs, self.device, self.remote = stage, inputs, device, remote

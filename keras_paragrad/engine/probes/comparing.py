@@ -24,13 +24,7 @@ _ROWS = 8
 
 
 def compares_examples(model: Any, data: Batch, normalize: LossNormalization, *, training: bool = True) -> bool:
-    """Whether the loss of a batch is to be computed on all its outputs, as it compares examples.
-
-    Args: as in `compare_examples`.
-
-    Raises:
-        IndivisibleError: A layer mixes examples as well, or the outputs can't be put together.
-    """
+    """Whether the loss of a batch is to be computed on all its outputs; raises `IndivisibleError` if it can't be."""
     answer = compare_examples(model, data, normalize, training=training)
     if isinstance(answer, str):
         raise IndivisibleError(answer)
@@ -38,14 +32,7 @@ def compares_examples(model: Any, data: Batch, normalize: LossNormalization, *, 
 
 
 def compare_examples(model: Any, data: Batch, normalize: LossNormalization, *, training: bool = True) -> bool | str:
-    """Whether the loss of a batch is to be computed on all its outputs, or why that can't be done.
-
-    Args:
-        model: A built and compiled model, whose losses are built.
-        data: A batch, whose shapes and dtypes are used.
-        normalize: The loss normalization of the parts of a batch.
-        training: Whether the batch is trained on; else it is evaluated.
-    """
+    """Whether the loss of a batch is to be computed on all its outputs, as it compares examples, or why it can't be."""
     if normalize.weighting != "auto" or not normalize.divider.on_whole_batches or overrides_train_step(model):
         return False
     if not _is_required(model) and not overrides_compute_loss(model) and has_losses_per_example(model):
@@ -66,9 +53,8 @@ class _Traced(NamedTuple):
 def _find(model: Any, arguments: LossArguments, divider: Divider, training: bool) -> bool | str:
     """Runs the trials; returns a refusal if a layer mixes examples too."""
     # Training and evaluation share this answer.
-    comparison = once_per_compile(
-        ("comparison", _is_required(model)), model, arguments, lambda: _compare(model, arguments)
-    )
+    key = ("comparison", _is_required(model))
+    comparison = once_per_compile(key, model, arguments, lambda: _compare(model, arguments))
     if not comparison:
         return False
     if layer := _mixing_layer(model, arguments["x"], divider, training):
@@ -98,13 +84,8 @@ def _is_required(model: Any) -> bool:
 
 def _compare(model: Any, arguments: LossArguments) -> bool | str:
     """Whether the loss of synthetic rows compares examples, or why outputs of parts can't be put together for it."""
-    traced = run_trial(
-        lambda size: _trace(model, arguments, size),
-        *SIZES,
-        otherwise=None,
-        # What is refused then says why.
-        question=None,
-    )
+    # What is refused then says why.
+    traced = run_trial(lambda size: _trace(model, arguments, size), *SIZES, otherwise=None, question=None)
     return traced is not None and _compares(model, traced) and (traced.refusal or True)
 
 

@@ -47,18 +47,9 @@ def mixing_reasons(
     training: bool = True,
     refused: bool = True,
 ) -> str | None:
-    """Says why parts of a batch can't be combined into the whole; tried once for each `compile`.
+    """Says why parts of a batch can't be combined into the whole, if there are reasons; tried once for each `compile`.
 
-    Args:
-        model: A built and compiled model.
-        arguments: The arguments of its `compute_loss`, whose shapes and dtypes are used.
-        terms: The terms of the compiled loss.
-        divider: What divides batches.
-        training: Whether the batch is trained on; else it is evaluated.
-        refused: Whether the caller refuses the reasons; else they are warned of.
-
-    Returns:
-        The reasons, or `None` if there are none.
+    Warns of them, unless the caller refuses them.
     """
     key = (divider, training)
     problems = once_per_compile(key, model, arguments, lambda: _find_problems(model, arguments, terms, *key))
@@ -68,11 +59,7 @@ def mixing_reasons(
 
 
 def check_metrics(model: keras.Model, batch: LossArguments) -> None:
-    """Refuses metrics that can't be combined over replicas, and warns of those that depend on how batches are split.
-
-    Raises:
-        ValueError: On several replicas, a metric's result would differ from that of one device.
-    """
+    """Refuses metrics whose results would differ from those of one device; warns of those that depend on the split."""
     arguments = {name: batch[name] for name in ("y", "y_pred", "sample_weight")}
     problems = once_per_compile(("metrics",), model, arguments, lambda: _metric_problems(model, arguments))
     if problems.wrong:
@@ -175,12 +162,12 @@ def _mixing_problems(
             "combined into the whole."
         )
 
-    def mixing_losses() -> list[str]:
-        return [term.loss.name for term in terms if not term.reduces_itself and loss_mixes_rows(term)]
-
+    whole = [term for term in terms if not term.reduces_itself]
     # Training and evaluation share this answer.
-    names = dict.fromkeys(once_per_compile(("mixing losses",), model, arguments, mixing_losses))
-    for name in names:
+    mixing = once_per_compile(
+        ("mixing losses",), model, arguments, lambda: [each.loss.name for each in whole if loss_mixes_rows(each)]
+    )
+    for name in dict.fromkeys(mixing):
         instead = f" {divider.for_comparing_losses}" if divider.for_comparing_losses else ""
         yield (
             f"The loss {name!r} compares examples: its value for one depends on the others in the batch, or on how "

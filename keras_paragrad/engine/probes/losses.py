@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.row_independence import has_value_per_example
+from keras_paragrad.engine.probes.tolerances import LOSS
 from keras_paragrad.engine.probes.trial import (
     Inconclusive,
     change_rows,
@@ -71,7 +72,7 @@ def _mixes(
         return losses if not losses.ndim or len(losses) % rows or one_value_each else losses.reshape(rows, -1)
 
     def match(one: np.ndarray, other: np.ndarray) -> bool:
-        return np.allclose(one, other, atol=1e-5 * np.abs(one[np.isfinite(one)]).max(initial=1.0), equal_nan=True)
+        return np.allclose(one, other, atol=LOSS * np.abs(one[np.isfinite(one)]).max(initial=1.0), equal_nan=True)
 
     def draw(seed: int) -> tuple[Any, Any]:
         y_true = synthetic_rows(term.y_true, _ROWS, seed=seed, labels=labels)

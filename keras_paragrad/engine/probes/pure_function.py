@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import keras
@@ -16,7 +16,9 @@ from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.losses.terms import loss_weights_of
 from keras_paragrad.engine.probes.trial import MOST_ELEMENTS, Inconclusive, row_count
+from keras_paragrad.engine.replicas.replica_batch import static_row_count
 from keras_paragrad.engine.step.operations import assigned_resources
+from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.storage.sharded import sharded_value
 
@@ -50,10 +52,14 @@ class PureFunction:
         compute: Maps data to nested tensors. Traced, as in `fit`.
         any_rows: Whether to trace it once for any number of rows, unless it needs to know the number.
         as_trained: Whether batch normalization uses the statistics of its batch, and weights stay as they are.
+        total: The rows of the whole batch, if parts of it are to draw the random numbers that it draws for their rows.
+        values: The variables that make up the state, with their values; by default, all of the model, which is built.
 
     Attributes:
-        variables: All variables of the model.
-        start: Their current values.
+        variables: The variables that make up the state.
+        start: Their values.
+        half_precision: Whether the model computes in half precision.
+        draws: Whether random numbers are drawn by row, once that is known.
     """
 
     def __init__(
@@ -63,18 +69,23 @@ class PureFunction:
         *,
         any_rows: bool = False,
         as_trained: bool = False,
+        total: int | None = None,
+        values: Sequence[tuple[keras.Variable, tf.Tensor]] | None = None,
     ):
-        if not model.built:
+        if values is None and not model.built:
             raise Inconclusive("the model is not built")
         self.model, self.compute, self._any_rows, self.as_trained = model, compute, any_rows, as_trained
-        self.variables = all_variables(model)
-        self.start = [value_of(variable, replace_tiny=not as_trained) for variable in self.variables]
+        self.total, self.half_precision = total, uses_half_precision(model)
+        if values is None:
+            values = [(each, value_of(each, replace_tiny=not as_trained)) for each in all_variables(model)]
+        self.variables, self.start = [variable for variable, _ in values], [value for _, value in values]
+        self.draws: bool | None = None
         self.loss_weights = _values_of_loss_weights(model, replace_tiny=not as_trained)
         # In a graph of its own, so that the `tf.function`s of the model are traced for the trial alone.
         self._function = tf.function(self._compute, autograph=False)
 
-    def __call__(self, data: Batch, state: State | None = None) -> tuple[Any, State]:
-        """Returns the results and the new state; the state before is `start`, if `None`.
+    def __call__(self, data: Batch, state: State | None = None, first: int = 0) -> tuple[Any, State]:
+        """Returns the results for the rows from `first` on, and the new state; that before is `start`, if `None`.
 
         Raises:
             UnknownState: The model uses a table, or a variable unknown to Keras, and might change it.
@@ -83,10 +94,15 @@ class PureFunction:
         if self._any_rows:
             self._trace_for_any_rows(data, state)
             self._any_rows = False
-        concrete = self._function.get_concrete_function(data, state)
-        if any(tensor.dtype == tf.resource for tensor in concrete.captured_inputs):
-            raise UnknownState(assigned_resources(concrete.graph))
-        return self._function(data, state)
+        # Only random numbers depend on it.
+        first = 0 if self.draws is False else first
+        self.check(self._function.get_concrete_function(data, state, first))
+        return self._function(data, state, first)
+
+    def check(self, traced: Any) -> None:
+        """Refuses a traced function that reads what is not in the state."""
+        if any(tensor.dtype == tf.resource for tensor in traced.captured_inputs):
+            raise UnknownState(assigned_resources(traced.graph))
 
     def _trace_for_any_rows(self, data: Batch, state: State) -> None:
         rows = row_count(data)
@@ -98,7 +114,7 @@ class PureFunction:
             return tf.TensorSpec([None, *shape[1:]] if shape[:1] == [rows] else shape, tensor.dtype)
 
         try:
-            self._function.get_concrete_function(keras.tree.map_structure(spec, data), state)
+            self._function.get_concrete_function(keras.tree.map_structure(spec, data), state, 0)
         except Exception:
             # It is traced for each number of rows.
             _log.debug("A trial was not traced for any number of rows.", exc_info=True)
@@ -106,7 +122,7 @@ class PureFunction:
 
     def graph(self, data: Batch) -> tf.Graph:
         """The graph that is traced for such data."""
-        return self._function.get_concrete_function(data, self.start).graph
+        return self._function.get_concrete_function(data, self.start, 0).graph
 
     def reseed(self, state: State | None = None, by: int = 1) -> State:
         """A state with other seeds: results that change with it are random."""
@@ -118,10 +134,16 @@ class PureFunction:
         states = zip(self.variables, self.start, state, strict=True)
         return any(is_seed(variable) and not np.array_equal(before, after) for variable, before, after in states)
 
-    def _compute(self, data: Batch, state: State) -> tuple[Any, State]:
+    def scope(self, state: State) -> keras.StatelessScope:
+        """The scope in which variables have the values of a state."""
+        return _KnownVariablesScope(list(zip(self.variables, state, strict=True)), collect_losses=True)
+
+    def _compute(self, data: Batch, state: State, first: int) -> tuple[Any, State]:
         """Runs the computation with given values of the variables; returns its results and their new values."""
-        mapping = list(zip(self.variables, state, strict=True))
-        with untouched(self.model, _KnownVariablesScope(mapping, collect_losses=True)) as scope:
+        numbers = contextlib.nullcontext()
+        if self.total is not None:
+            numbers = random_numbers_by_row(first, static_row_count(data), self.total)
+        with untouched(self.model, self.scope(state)) as scope, numbers as drawn:
             if not self.as_trained:
                 normalize_by_moving_statistics(self.model)
             if self.loss_weights:
@@ -130,6 +152,7 @@ class PureFunction:
                 compiled._flat_losses = [each._replace(loss_weights=weight) for each, weight in pairs]
             results = self.compute(data)
             after = [scope.get_current_value(variable) for variable in self.variables]
+            self.draws = drawn is not None and drawn.draws > 0
             # Variables among the results have their values only in this scope.
             return keras.tree.map_structure(
                 lambda each: each.value if isinstance(each, keras.Variable) else each, (results, after)

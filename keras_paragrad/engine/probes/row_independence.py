@@ -16,6 +16,7 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.losses.terms import bound_arguments
 from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision, watch_weights
+from keras_paragrad.engine.probes.tolerances import OUTPUT, OUTPUT_OF_PART
 from keras_paragrad.engine.probes.trial import (
     SIZES,
     change_rows,
@@ -83,9 +84,9 @@ class RowPair(NamedTuple):
 def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_train: bool) -> str | None:
     """Compares outputs and gradients of batches with equal rows, in training and, if they are random, in inference."""
     half_precision = uses_half_precision(model)
-    changed = RowPair(first, second, _COMPARED, _COMPARED, 0.05 if half_precision else 1e-5)
-    # Batches of different sizes are multiplied with different rounding.
-    part = RowPair(first, take_rows(first, 1, _ROWS), slice(1, _ROWS), slice(None), 0.05 if half_precision else 1e-3)
+    changed = RowPair(first, second, _COMPARED, _COMPARED, OUTPUT.of(half_precision))
+    tolerance = OUTPUT_OF_PART.of(half_precision)
+    part = RowPair(first, take_rows(first, 1, _ROWS), slice(1, _ROWS), slice(None), tolerance)
     for training in (True, False) if may_train else (False,):
         compute = PureFunction(
             model, lambda rows, training=training: _tensors(call_model(model, *rows, training=training)), any_rows=True

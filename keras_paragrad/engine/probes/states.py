@@ -14,6 +14,7 @@ from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.probes.pure_function import PureFunction, State, UnknownState, is_seed
 from keras_paragrad.engine.probes.row_independence import computes_rows_independently, has_value_per_example
+from keras_paragrad.engine.probes.tolerances import STATE, STATE_CHANGE, STATE_ROUNDING, TINY
 from keras_paragrad.engine.probes.trial import (
     SIZES,
     Inconclusive,
@@ -22,8 +23,6 @@ from keras_paragrad.engine.probes.trial import (
     synthetic_rows,
     take_rows,
 )
-from keras_paragrad.engine.replicas.replica_batch import static_row_count
-from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
 _ROWS = 8
 # The size of the first part: of two equal ones, or of unequal ones, as the last batch of an epoch has.
@@ -31,18 +30,17 @@ _EVEN, _UNEVEN = 4, 6
 # The ranges of rows: in the second, minima and maxima change that were far away.
 RANGES = ((0.1, 0.9), (-1e3, 1e3))
 
-# Maps rows, and the values of variables, to what is computed and to their new values.
-RunFromState = Callable[[Any, State], tuple[Any, State]]
+# Maps rows, the values of variables, and the number of the first row, to what is computed and to their new values.
+RunFromState = Callable[[Any, State, int], tuple[Any, State]]
 
 
 def split_dependent_metrics(
     model: keras.Model, y: Structure, y_pred: Structure, sample_weight: Structure, *, on_replicas: bool
 ) -> tuple[list[str], list[str]]:
-    """Finds the compiled metrics whose results change when a batch is split into two parts.
+    """The compiled metrics whose results change for two equal parts of a batch, and those for unequal parts only.
 
-    On replicas, the states of the parts are summed; otherwise the parts are sequential. Returns the names of metrics
-    that change for equal parts, and of those that change for unequal parts only. Both are empty if the metrics can't be
-    called on synthetic rows.
+    On replicas, the states of the parts are summed; otherwise the parts are sequential. None if they can't be called on
+    synthetic rows.
     """
 
     def results(batch: Batch):
@@ -57,17 +55,10 @@ def split_dependent_metrics(
             return [], []
         targets = synthetic_rows(y, _ROWS, seed=0, size=size, labels=True)
         batch = (targets, *synthetic_rows((y_pred, sample_weight), _ROWS, seed=1, size=size))
-        compute, start = PureFunction(model, results), reset_state(model)
-        (whole, _), (reseeded, _) = compute(batch, start), compute(batch, compute.reseed(start))
+        whole, reseeded, *splits = _results(model, results, batch, _EVEN, _UNEVEN, on_replicas=on_replicas)
         if not all(_close(whole[name], reseeded[name]) for name in whole):
             raise Inconclusive("a metric is random")
-
-        def changed(rows: int):
-            parts = [take_rows(batch, 0, rows), take_rows(batch, rows, _ROWS)]
-            split = results_after_parts(compute, parts, start, on_replicas=on_replicas)
-            return [name for name in whole if not _close(whole[name], split[name])]
-
-        even, uneven = changed(_EVEN), changed(_UNEVEN)
+        even, uneven = ([name for name in whole if not _close(whole[name], split[name])] for split in splits)
         return even, [name for name in uneven if name not in even]
 
     question = "whether metrics depend on how a batch is split"
@@ -77,13 +68,8 @@ def split_dependent_metrics(
 def split_dependent_layers(model: keras.Model, x: Any, *, on_replicas: bool, in_sequence: bool) -> list[str]:
     """Finds layers whose state depends on how synthetic rows are split, or is read after other parts.
 
-    Ignores batch normalization, seeds, and states that depend on random numbers which aren't those of rows.
-
-    Args:
-        model: A built model.
-        x: Its inputs, whose shapes and dtypes are used.
-        on_replicas: Whether parts are taken at the same time, and their states aggregated.
-        in_sequence: Whether parts are taken one after the other.
+    Ignores batch normalization, seeds, and states that depend on random numbers which aren't those of rows. On
+    replicas, parts are taken at the same time and their states aggregated; `in_sequence`, one after the other.
     """
     split = BatchSplit(on_replicas, in_sequence, _ROWS, _UNEVEN)
 
@@ -102,7 +88,7 @@ def layers_dependent_on(model: keras.Model, batches: Iterable[Batch], split: "Ba
     if computes_rows_independently(model):
         return []
     owners = _state_owners(model)
-    compute = PureFunction(model, lambda x: _train_on_part(model, x, split), any_rows=True)
+    compute = PureFunction(model, lambda x: _train(model, (x,)), any_rows=True, total=split.rows)
     found: list[str] = []
     for index, batch in enumerate(batches):
         try:
@@ -133,30 +119,23 @@ def split_dependent_states(
 ) -> list[keras.Variable]:
     """The variables whose values after two parts aren't those after the whole, or are read after the first part.
 
-    Leaves out those that other seeds change.
-
-    Args:
-        variables: The variables.
-        run: Maps a batch, or a part of it, and their values to what is computed, and to their new values.
-        start: Their values.
-        batch: Rows.
-        split: How the batch is split.
+    Leaves out those that other seeds change. `run` maps rows and the variables' values to results and new values.
     """
     reseeded = [value + 1 if is_seed(each) else value for each, value in zip(variables, start, strict=True)]
     part, rest = take_rows(batch, 0, split.first), take_rows(batch, split.first, split.rows)
-    (_, whole), (_, random), (_, first) = run(batch, start), run(batch, reseeded), run(part, start)
-    alone, last = run(rest, start)
+    (_, whole), (_, random), (_, first) = run(batch, start, 0), run(batch, reseeded, 0), run(part, start, 0)
+    alone, last = run(rest, start, split.first)
     # Either may come first: without aggregation, a replica keeps its own.
     orders = ((first, last), (last, first)) if split.on_replicas else ()
     ends = [[_aggregate(*each) for each in zip(variables, *order, strict=True)] for order in orders]
     changed = [not _close(*each) for each in zip(start, first, strict=True)]
     read = False
     if split.in_sequence:
-        ends.append(run(rest, first)[1])
+        ends.append(run(rest, first, split.first)[1])
         # With the same random numbers, what the first part has changed makes the difference.
         seeds = zip(variables, start, first, strict=True)
-        after = run(rest, [before if is_seed(each) else value for each, before, value in seeds])[0]
-        same = zip(*map(_numbers, (alone, run(rest, start)[0], after)), strict=True)
+        after = run(rest, [before if is_seed(each) else value for each, before, value in seeds], split.first)[0]
+        same = zip(*map(_numbers, (alone, run(rest, start, split.first)[0], after)), strict=True)
         read = any(_close(one, again) and not _close(one, other) for one, again, other in same)
 
     def differs(index: int) -> bool:
@@ -216,14 +195,11 @@ def split_dependent_call_metrics(
             return []
         x, weights = synthetic_rows((arguments["x"], arguments["sample_weight"]), _ROWS, seed=1, size=size)
         data = x, synthetic_rows(arguments["y"], _ROWS, seed=0, size=size, labels=True), weights
-        compute, start = PureFunction(model, results), reset_state(model)
-        (whole, _), (reseeded, _) = compute(data, start), compute(data, compute.reseed(start))
-        parts = [take_rows(data, 0, _UNEVEN), take_rows(data, _UNEVEN, _ROWS)]
-        split = results_after_parts(compute, parts, start, on_replicas=on_replicas)
+        of_metrics = zip(*_results(model, results, data, _UNEVEN, on_replicas=on_replicas), strict=True)
         # Those that another seed changes are random, and tell nothing.
         return [
             metric.name
-            for metric, whole, reseeded, split in zip(metrics, whole, reseeded, split, strict=True)
+            for metric, (whole, reseeded, split) in zip(metrics, of_metrics, strict=True)
             if all(map(_close, whole, reseeded)) and not all(map(_close, whole, split))
         ]
 
@@ -259,11 +235,14 @@ def _train(model: keras.layers.Layer, inputs: tuple[Structure, ...]) -> list[tf.
     return [each for each in (*keras.tree.flatten(outputs), *added_losses(model)) if tf.is_tensor(each)]
 
 
-def _train_on_part(model: keras.layers.Layer, x: Structure, split: BatchSplit) -> list[tf.Tensor]:
-    """What `_train` returns, with the random numbers that the whole batch draws for the same rows."""
-    rows = static_row_count(x)
-    with random_numbers_by_row(split.first if rows == split.rows - split.first else 0, rows, split.rows):
-        return _train(model, (x,))
+def _results(
+    model: keras.Model, results: Callable[[Any], Any], batch: Batch, *firsts: int, on_replicas: bool
+) -> list[Any]:
+    """The results after a batch, after it with other seeds, and after two parts, the first of each of these sizes."""
+    compute, start = PureFunction(model, results), reset_state(model)
+    whole = [compute(batch, state)[0] for state in (start, compute.reseed(start))]
+    parts = [[take_rows(batch, 0, first), take_rows(batch, first, _ROWS)] for first in firsts]
+    return [*whole, *(results_after_parts(compute, each, start, on_replicas=on_replicas) for each in parts)]
 
 
 def reset_state(model: keras.Model) -> State:
@@ -291,15 +270,15 @@ def _aggregate(variable: keras.Variable, *values: tf.Tensor) -> tf.Tensor:
 
 
 def _close(one: Any, other: Any) -> bool:
-    return np.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
+    return np.allclose(one, other, rtol=STATE, atol=TINY, equal_nan=True)
 
 
 def _changed_alike(start: Any, one: Any, other: Any) -> bool:
-    """Whether a state has changed alike: where it changes slowly, what differs is small, and large numbers round."""
+    """Whether a state has changed alike."""
     before, one, other = (np.asarray(each, "float64") for each in (start, one, other))
     most = np.abs(one - before)[np.isfinite(one)].max(initial=0)
-    rounding = 3e-7 * np.abs(one[np.isfinite(one)]).max(initial=0)
-    return np.allclose(one, other, rtol=0, atol=1e-3 * most + rounding, equal_nan=True)
+    rounding = STATE_ROUNDING * np.abs(one[np.isfinite(one)]).max(initial=0)
+    return np.allclose(one, other, rtol=0, atol=STATE_CHANGE * most + rounding, equal_nan=True)
 
 
 def _numbers(results: Any) -> list[np.ndarray]:

@@ -12,13 +12,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.types import Array, Batch, Structure
+from keras_paragrad.engine.probes.tolerances import OF_ALL, OF_WEIGHT
 
 # The sizes to try for axes of unknown size: a short sequence, then an image that can be halved often.
 SIZES = (8, 64)
 # The most elements of a synthetic tensor, and of a weight whose gradient is compared.
 MOST_ELEMENTS = 2**25
-# Tolerances of gradients: of a weight's largest entry, of the largest of all, and of the latter in half precision.
-_OF_WEIGHT, _OF_ALL, _OF_ALL_IN_HALF_PRECISION = 1e-3, 1e-5, 3e-2
 
 _log = logging.getLogger("keras_paragrad")
 _thread = threading.local()
@@ -31,16 +30,11 @@ class Inconclusive(Exception):  # noqa: N818  (an answer, not a failure)
 
 
 def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, question: str | None) -> Result:
-    """Returns the first result of `run` that raises no error; if all raise, logs that and returns `otherwise`.
+    """The first result of `run`, for one of its `choices`, that raises no error; `otherwise`, if all raise.
 
     `run` is called in a separate thread, where no strategy, graph, tape, device or state of Keras is active, so it
-    never waits for other replicas or workers.
-
-    Args:
-        run: The trial.
-        *choices: Its argument, in the order in which to try them.
-        otherwise: The result if it raises for all.
-        question: What the trial answers, for the log: a clause that begins with "whether". `None` logs nothing.
+    never waits for other replicas or workers. If all raise, the log says that it was not checked what `question` asks,
+    a clause that begins with "whether", if any.
     """
 
     def alone(choice: Any) -> Result:
@@ -76,15 +70,11 @@ def synthetic_rows(
     labels: bool = False,
     tokens: int = 2,
 ) -> Any:
-    """Draws eager tensors of `rows` rows, with the shapes and dtypes of a batch.
-
-    Integers are 0 or 1 by default, which are valid classes and tokens of every vocabulary.
+    """Draws eager tensors with the shapes and dtypes of a batch: real numbers, and 0 or 1, valid classes and tokens.
 
     Args:
         nested: Tensors, placeholders or `tf.TensorSpec` of `(batch, ...)`; some may be `None`.
-        rows: Number of rows.
-        seed: Seed of the draw.
-        size: The size of axes of unknown size.
+        rows, seed, size: The number of rows, the seed of the draw, the size of axes of unknown size.
         low, high: Range of real numbers.
         labels: Whether real numbers are 0 or 1 too: Keras casts classes to float.
         tokens: Integers are below this.
@@ -157,9 +147,9 @@ def gradients_match(first: Sequence[Array], second: Sequence[Array], *, half_pre
     largest = [np.abs(np.concatenate([a.ravel(), b.ravel()])).max(initial=0) for a, b in pairs]
     of_all = max(largest, default=0)
     if half_precision:
-        return all(np.allclose(a, b, rtol=0, atol=_OF_ALL_IN_HALF_PRECISION * of_all, equal_nan=True) for a, b in pairs)
+        return all(np.allclose(a, b, rtol=0, atol=OF_ALL.half * of_all, equal_nan=True) for a, b in pairs)
     # A gradient of rounding errors alone, such as an attention's key bias has, differs from run to run.
     return all(
-        np.allclose(a, b, rtol=0, atol=_OF_WEIGHT * size + _OF_ALL * of_all, equal_nan=True)
+        np.allclose(a, b, rtol=0, atol=OF_WEIGHT * size + OF_ALL.single * of_all, equal_nan=True)
         for (a, b), size in zip(pairs, largest, strict=True)
     )

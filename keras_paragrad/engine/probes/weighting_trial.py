@@ -18,30 +18,25 @@ from keras_paragrad.engine.probes.pure_function import (
     PureFunction,
     State,
     draw_kernel,
-    uses_half_precision,
     watch_weights,
 )
+from keras_paragrad.engine.probes.tolerances import ROUNDING, ROUNDING_OF_ADDED, ROUNDING_OF_TF32
 from keras_paragrad.engine.probes.trial import (
     SIZES,
     Inconclusive,
     gradients_match,
-    row_count,
     run_trial,
     synthetic_rows,
     take_rows,
 )
-from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 
 Result = TypeVar("Result")
 # The rows of the whole and of the first part: parts have different sizes.
 ROWS, FIRST = 8, 3
 BOUNDS = ((0, FIRST), (FIRST, ROWS))
+_WHOLE_AND_PARTS = ((0, ROWS), *BOUNDS)
 # What programs put in place of labels that don't count.
 _IGNORED = (-100, -1, 255, math.nan)
-# The largest relative error of a gradient that only rounding makes: in float32, and where GPUs multiply in TF32.
-_ROUNDING, _ROUNDING_OF_TF32 = 3e-5, 1e-3
-# That of the losses that layers add, alone: what is nearly balanced has a gradient of differences.
-_ROUNDING_OF_ADDED = 1e-3
 # The numbers of samples of a random loss that are averaged.
 _SAMPLES = 16
 _QUESTION = "what the loss is divided by"
@@ -62,6 +57,11 @@ class Fit(NamedTuple):
         return f"{self.weighting.argument} {'fits' if not self.error else f'is {self.error:.2g} off'}"
 
 
+def fits_in_all_draws(candidates: Sequence[Weighting], draws: Sequence[Sequence[float]]) -> list[Fit]:
+    """How well the candidates fit, from their errors in each draw."""
+    return [Fit(each, max(errors)) for each, errors in zip(candidates, zip(*draws, strict=True), strict=True)]
+
+
 class WeightingTrial(NamedTuple):
     """The result of a trial.
 
@@ -80,23 +80,14 @@ class WeightingTrial(NamedTuple):
         """The weightings that fit."""
         return [each.weighting for each in self.fits if not each.error]
 
-    def fit_of(self, weighting: Weighting) -> Fit | None:
-        """How well a weighting fits, if it was tried."""
-        return next((each for each in self.fits if each.weighting.name == weighting.name), None)
-
     def __str__(self) -> str:
         return ", ".join(map(str, self.fits))
 
 
 def try_weightings(model: keras.Model, arguments: LossArguments, stated: Weighting | None) -> WeightingTrial | None:
-    """Tries what a model's loss divides by; `None` if it can't be computed on synthetic rows.
+    """Tries what a model's loss divides by, and what is stated; `None` if it can't be computed on synthetic rows.
 
     Losses alone would show less: before training, predictions may be all the same, and so are means of their losses.
-
-    Args:
-        model: A built and compiled model.
-        arguments: The arguments of its `compute_loss`, whose shapes and dtypes are used.
-        stated: What the user states, to be tried as well.
     """
     candidates = list(WEIGHTINGS.values())
     if stated is not None and stated not in candidates:
@@ -116,13 +107,25 @@ class _Draw(NamedTuple):
     mask_hides: bool
 
 
+class _Computed(NamedTuple):
+    """The gradient, the loss, what it may be divided by (0 for a sum), and the losses that layers add.
+
+    The latter are often weighted so lightly that their error looks like rounding, though it matters in training.
+    """
+
+    gradients: list[tf.Tensor]
+    loss: tf.Tensor
+    divisors: list[tf.Tensor]
+    gradients_of_added: list[tf.Tensor]
+    added: list[tf.Tensor]
+
+
 class _Trial:
     """Computes the gradient of a model's loss on synthetic rows, and what it may be divided by."""
 
     def __init__(self, model: keras.Model, candidates: list[Weighting]):
         self.model, self.candidates = model, candidates
-        self.compute = PureFunction(model, self._gradients)
-        self.half_precision = uses_half_precision(model)
+        self.compute = PureFunction(model, self._gradients, total=ROWS)
         self.has_mask = False
         self._random: bool | None = None
 
@@ -130,39 +133,30 @@ class _Trial:
         """Compares parts with the whole, for several draws."""
         data = tuple(arguments[name] for name in ("x", "y", "sample_weight"))
         draws = over_draws(self.model, data, size, self._compare)
-        errors = [max(each) for each in zip(*(draw.errors for draw in draws), strict=True)]
-        masked = [draw for draw in draws if draw.mask_hides]
-        fits = [
-            Fit(candidate, error)
-            for candidate, error in zip(self.candidates, errors, strict=True)
-            if self.has_mask or candidate is not WEIGHTINGS["mask"]
-        ]
+        fits = fits_in_all_draws(self.candidates, [draw.errors for draw in draws])
+        fits = [each for each in fits if self.has_mask or each.weighting is not WEIGHTINGS["mask"]]
         trial = WeightingTrial(fits, random=bool(self._random))
-        return trial._replace(ambiguous=self.has_mask and not masked and WEIGHTINGS["mask"] in trial.fitting)
+        hides = any(draw.mask_hides for draw in draws)
+        return trial._replace(ambiguous=self.has_mask and not hides and WEIGHTINGS["mask"] in trial.fitting)
 
     def _compare(self, batch: Batch) -> _Draw:
-        parts = [take_rows(batch, *rows) for rows in BOUNDS]
         if self._random is None:
             self._random = self._is_random(batch)
         if self._random:
-            return _Draw(self._errors_on_average(batch, parts), False)
-        whole, *of_parts = (self.compute(each)[0] for each in (batch, *parts))
-        shares = shares_of([result[2] for result in of_parts], whole[2])
-        errors = errors_of(whole[0], [result[0] for result in of_parts], shares, half_precision=self.half_precision)
-        if whole[4]:
-            others = [self.compute(each, self._drawn)[0][3] for each in (batch, *parts)]
-            values = [result[4] for result in (whole, *of_parts)]
-            for added in ([result[3] for result in (whole, *of_parts)], others, values):
+            return _Draw(self._errors_on_average(batch), False)
+        results = compute_parts(self.compute, batch)
+        shares = shares_of([each.divisors for each in results])
+        how = functools.partial(errors_of, shares=shares, half_precision=self.compute.half_precision)
+        errors = how([each.gradients for each in results])
+        if results[0].added:
+            others = [each.gradients_of_added for each in compute_parts(self.compute, batch, self._drawn)]
+            values = [each.added for each in results]
+            for added in ([each.gradients_of_added for each in results], others, values):
                 with contextlib.suppress(Inconclusive):
-                    errors = list(map(max, errors, self._errors_of_added(added, shares)))
+                    errors = list(map(max, errors, how(added, rounding=ROUNDING_OF_ADDED)))
         names = [each.name for each in self.candidates]
         by_rows, by_mask = (shares[:, names.index(name)] for name in ("examples", "mask"))
         return _Draw(errors, not np.allclose(by_rows, by_mask))
-
-    def _errors_of_added(self, gradients: Sequence[Sequence[Array]], shares: np.ndarray) -> list[float]:
-        whole, *of_parts = gradients
-        rounding = _ROUNDING_OF_ADDED
-        return errors_of(whole, of_parts, shares, half_precision=self.half_precision, rounding=rounding)
 
     @functools.cached_property
     def _drawn(self) -> State:
@@ -170,14 +164,8 @@ class _Trial:
         pairs = zip(self.compute.variables, self.compute.start, strict=True)
         return [draw_kernel(variable, value) for variable, value in pairs]
 
-    def _gradients(self, data: Any) -> tuple[Any, ...]:
-        """The gradient, the loss, what it may be divided by (0 for a sum), and of what layers add, gradient and value.
-
-        Both are often weighted so lightly that their errors would pass as rounding, and are not in a training.
-        """
-        count = row_count(data)
-        first = FIRST if count == ROWS - FIRST else 0
-        with random_numbers_by_row(first, count, ROWS), watch_weights(self.model) as gradients_of:
+    def _gradients(self, data: Any) -> _Computed:
+        with watch_weights(self.model) as gradients_of:
             loss, inputs, _ = compute_loss(self.model, data)
             # Of an unreduced loss, Keras differentiates the sum.
             loss = tf.cast(tf.reduce_sum(loss), "float32")
@@ -186,25 +174,25 @@ class _Trial:
         gradients = gradients_of(loss)
         if not gradients:
             raise Inconclusive("the loss has no gradient")
-        divisors = [each.divisor(inputs) if each.divisor else tf.zeros([]) for each in self.candidates]
+        divisors = [tf.cast(each.value(inputs), "float32") for each in self.candidates]
         total = [tf.add_n(added)] if added else []
-        return gradients, loss, divisors, gradients_of(total[0]) if added else [], total
+        return _Computed(gradients, loss, divisors, gradients_of(total[0]) if added else [], total)
 
     def _is_random(self, batch: Batch) -> bool:
         whole, reseeded = self.compute(batch)[0], self.compute(batch, self.compute.reseed())[0]
-        return not gradients_match(whole[0], reseeded[0], half_precision=self.half_precision)
+        return not gradients_match(whole.gradients, reseeded.gradients, half_precision=self.compute.half_precision)
 
-    def _errors_on_average(self, batch: Batch, parts: list[Batch]) -> list[float]:
+    def _errors_on_average(self, batch: Batch) -> list[float]:
         """Those of the mean losses of samples: a wrong divisor is usually off by a multiple."""
 
-        def sample(rows: Batch, offset: int) -> tuple[np.ndarray, Any]:
-            states = (self.compute.reseed(by=offset + draw) for draw in range(_SAMPLES))
-            results = [self.compute(rows, state)[0] for state in states]
-            return np.array([float(loss) for _, loss, *_ in results]), results[-1][2]
+        def sample(number: int, start: int, stop: int) -> tuple[np.ndarray, Any]:
+            states = (self.compute.reseed(by=_SAMPLES * number + draw) for draw in range(_SAMPLES))
+            results = [self.compute(take_rows(batch, start, stop), state, start)[0] for state in states]
+            return np.array([float(each.loss) for each in results]), results[-1].divisors
 
-        (whole, divisors), *of_parts = (sample(each, _SAMPLES * number) for number, each in enumerate((batch, *parts)))
+        (whole, _), *of_parts = samples = [sample(number, *rows) for number, rows in enumerate(_WHOLE_AND_PARTS)]
         errors = []
-        for shares in shares_of([part for _, part in of_parts], divisors).T:
+        for shares in shares_of([divisors for _, divisors in samples]).T:
             total = np.sum([losses * share for (losses, _), share in zip(of_parts, shares, strict=True)], axis=0)
             noise = np.sqrt((whole.var() + total.var()) / _SAMPLES)
             error, scale = abs(whole.mean() - total.mean()), abs(whole.mean())
@@ -212,15 +200,19 @@ class _Trial:
         return errors
 
 
-def shares_of(of_parts: Sequence[Sequence[Array]], whole: Sequence[Array]) -> np.ndarray:
-    """The weight of each part for each candidate `(parts, candidates)`, from what they are divided by: 0 for a sum."""
-    total = np.asarray(whole, "float64")
-    return np.where(total == 0, 1.0, np.asarray(of_parts, "float64") / np.where(total == 0, 1.0, total))
+def compute_parts(compute: PureFunction, batch: Batch, state: State | None = None) -> list[Any]:
+    """What is computed of a whole batch, and of each of its parts."""
+    return [compute(take_rows(batch, *rows), state, rows[0])[0] for rows in _WHOLE_AND_PARTS]
+
+
+def shares_of(divisors: Sequence[Sequence[Any]]) -> np.ndarray:
+    """The weight of each part for each candidate `(parts, candidates)`, from divisors of the whole and the parts."""
+    total, *of_parts = np.asarray(divisors, "float64")
+    return np.where(total == 0, 1.0, np.asarray(of_parts) / np.where(total == 0, 1.0, total))
 
 
 def errors_of(
-    whole: Sequence[Array],
-    of_parts: Sequence[Sequence[Array]],
+    gradients: Sequence[Sequence[Array]],
     shares: np.ndarray,
     *,
     half_precision: bool,
@@ -229,8 +221,7 @@ def errors_of(
     """The relative error of the parts' gradients, weighted by each candidate; 0 where only rounding makes it.
 
     Args:
-        whole: The gradient of the whole, a tensor for each weight.
-        of_parts: Those of the parts.
+        gradients: The gradient of the whole, a tensor for each weight, and those of the parts.
         shares: The weight of each part, for each candidate: `(parts, candidates)`.
         half_precision: Whether they were computed in half precision.
         rounding: The largest relative error that only rounding makes; by what computed it, if `None`.
@@ -238,6 +229,7 @@ def errors_of(
     Raises:
         Inconclusive: The gradient of the whole is 0 or not finite, so it tells nothing.
     """
+    whole, *of_parts = gradients
     expected = [np.asarray(each, "float64") for each in whole]
     norm = np.sqrt(sum(np.sum(np.square(each)) for each in expected))
     if not np.isfinite(norm) or not norm:
@@ -259,13 +251,13 @@ def errors_of(
 @functools.cache
 def _rounding() -> float:
     coarse = tf.config.experimental.tensor_float_32_execution_enabled() and tf.config.list_physical_devices("GPU")
-    return _ROUNDING_OF_TF32 if coarse else _ROUNDING
+    return ROUNDING_OF_TF32 if coarse else ROUNDING
 
 
 def over_draws(
     model: keras.Model, batch: Batch, size: int, compare: Callable[[Any], Result], count: int = ROWS
 ) -> list[Result]:
-    """What `compare` returns for several batches of synthetic rows: as usual, far apart, padded, with labels to ignore.
+    """Runs `compare` on several batches of synthetic rows: typical, far apart, padded, and with labels to ignore.
 
     Labels are 0 and 1, or between them for losses that need others than 0. Only rows that are far apart, with all
     tokens of a vocabulary, are sent to different experts.
@@ -273,9 +265,8 @@ def over_draws(
     Args:
         model: The model, whose `Masking` layers say what is padded with.
         batch: Tensors with its shapes and dtypes: `x`, `y` and `sample_weight`, or the first of them.
-        size: The size of axes of unknown size.
+        size, count: The size of axes of unknown size, and the number of rows.
         compare: Takes a batch of the same nesting.
-        count: The number of rows.
 
     Raises:
         Inconclusive: No batch tells anything.

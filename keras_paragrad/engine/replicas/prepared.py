@@ -73,10 +73,7 @@ _METHODS = ("_maybe_symbolic_build", "make_test_function", "make_predict_functio
 def install_on_replicas(model: keras.Model, take: Take, distribute: Distribute | None = None) -> None:
     """Makes a model's `fit`, `evaluate` and `predict` exact on replicas, until `uninstall_from_replicas`.
 
-    Args:
-        model: The model.
-        take: The filler of the *take* stage.
-        distribute: Distributes the data of `fit` and `evaluate` among workers; Keras does, if `None`.
+    `distribute` distributes the data of `fit` and `evaluate` among workers; Keras does, if `None`.
     """
     builder = StepBuilder.of(model)
     if builder.stages.take == take:

@@ -49,11 +49,7 @@ def cut_rows_of(data: Structure) -> tf.Tensor | int:
 
 
 def explain_different_rows(error: tf.errors.InvalidArgumentError) -> None:
-    """Replaces the error of a batch that can't be cut; ignores other errors.
-
-    Raises:
-        ValueError: The tensors of a batch have different numbers of rows.
-    """
+    """Raises `ValueError` in place of the error of a batch that can't be cut; ignores other errors."""
     if DIFFERENT_ROWS in error.message:
         raise ValueError(no_examples(DIFFERENT_ROWS)) from None
 

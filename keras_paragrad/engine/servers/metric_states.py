@@ -18,13 +18,7 @@ class MetricStates:
     """Sums the steps' contributions to the states of a model's metrics, in any order of arrival.
 
     Keras reads and then writes a metric's variables, between which other workers may write too. Here each step computes
-    its contribution, and the chief adds it: no example is lost or counted twice.
-
-    Args:
-        model: A compiled and built model.
-
-    Raises:
-        ValueError: A metric has a state that is not a sum.
+    its contribution, and the chief adds it: no example is lost or counted twice. A state that is not a sum is refused.
     """
 
     def __init__(self, model: keras.Model):
@@ -51,11 +45,7 @@ class MetricStates:
         return [id(variable) for variable in model.metrics_variables] == [id(variable) for variable in self._variables]
 
     def compute_added(self, step: Callable[[], StepLogs]) -> tf.Tensor:
-        """Runs a step while it is traced, and returns its contribution to the metrics' states.
-
-        Raises:
-            ValueError: The logs have values that are no metrics, and would not reach the chief.
-        """
+        """Runs a step while it is traced; returns what it adds to the states. Refuses logs that are no metrics."""
         with _holding_tensors(self._variables):
             type(self._model).reset_metrics(self._model)
             before = _packed(self._variables)

@@ -10,28 +10,17 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import look_for
-from keras_paragrad.compat.data import EpochIterator, without_optionals
+from keras_paragrad.compat.data import without_optionals
 from keras_paragrad.compat.optimizer import updating_optimizers
 from keras_paragrad.compat.state import replace_methods, restore_methods
 from keras_paragrad.compat.types import Batch, BatchIterator, Scalar, Step, StepLogs, Structure, TrainFunction
+from keras_paragrad.engine.replicas.prepared import make_on_demand
 from keras_paragrad.engine.servers.metric_states import MetricStates
 from keras_paragrad.engine.step.building import build_from_data
 from keras_paragrad.engine.step.execution import check_not_dry
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 Result = TypeVar("Result")
-
-
-def compile_step_on_worker(
-    model: keras.Model, metric_states: MetricStates, run_step: Step
-) -> Callable[[Batch], tf.Tensor]:
-    """Compiles `train_step` or `test_step` so that it returns its contribution to the metrics."""
-
-    def step(data: Batch) -> tf.Tensor:
-        with _incrementing_on_server(model.optimizer):
-            return metric_states.compute_added(lambda: run_step(data))
-
-    return _compiled(model, step)
 
 
 def _compiled(model: keras.Model, step: Callable[[Batch], Result]) -> Callable[[Batch], Result]:
@@ -80,16 +69,6 @@ def _increment(counter: keras.Variable, value: Scalar) -> object:
     return counter.value.assign_add(tf.cast(value, counter.dtype))
 
 
-_METHODS = (
-    "_maybe_symbolic_build",
-    "make_train_function",
-    "make_test_function",
-    "make_predict_function",
-    "get_metrics_result",
-    "reset_metrics",
-)
-
-
 class StepSender(Protocol):
     """Sends steps to workers."""
 
@@ -106,7 +85,6 @@ class ParameterServerModel:
     """Runs a model's steps on workers, with its weights on parameter servers.
 
     Args:
-        model: A compiled model, created under a `ParameterServerStrategy`.
         sender: Sends steps to workers.
         check: Called before a train function is built; raises if the model can't be trained with parameter servers.
 
@@ -122,18 +100,26 @@ class ParameterServerModel:
         self._metric_states: MetricStates | None = None
         self._predict: Callable[[Batch], Structure] | None = None
         self.waits = True
+        self._methods = {
+            "_maybe_symbolic_build": functools.partial(build_from_data, model),
+            "make_train_function": make_on_demand(model, "train_function", self._train_function),
+            "make_test_function": make_on_demand(model, "test_function", lambda: self._function(model.test_step)),
+            "make_predict_function": make_on_demand(model, "predict_function", self._predict_function),
+            "get_metrics_result": self._get_metrics_result,
+            "reset_metrics": self._reset_metrics,
+        }
         self.install()
 
     def install(self) -> None:
         """Installs the methods, again if another component has uninstalled its own."""
-        if self._model.__dict__.get("make_train_function") == self._make_train_function:
+        if self._model.__dict__.get("make_train_function") is self._methods["make_train_function"]:
             return
-        replace_methods(self._model, **{name: getattr(self, f"_{name.lstrip('_')}") for name in _METHODS})
+        replace_methods(self._model, **self._methods)
         self._forget_functions()
 
     def undo(self) -> None:
         """Restores the methods of the model's class."""
-        restore_methods(self._model, *_METHODS)
+        restore_methods(self._model, *self._methods)
         self._forget_functions()
 
     def predict_async(self, batch: Batch) -> Future[Any]:
@@ -145,28 +131,18 @@ class ParameterServerModel:
     def _forget_functions(self) -> None:
         self._model.train_function = self._model.test_function = self._model.predict_function = None
 
-    def _maybe_symbolic_build(self, iterator: EpochIterator | None = None, data_batch: Batch = None) -> None:
-        build_from_data(self._model, iterator, data_batch)
-
     @property
     def _metrics(self) -> MetricStates:
         if self._metric_states is None or not self._metric_states.matches(self._model):
             self._metric_states = MetricStates(self._model)
         return self._metric_states
 
-    def _make_train_function(self, force: bool = False) -> None:
-        if force or self._model.train_function is None:
-            self._check()
-            self._model.train_function = self._function(self._model.train_step)
+    def _train_function(self) -> TrainFunction:
+        self._check()
+        return self._function(self._model.train_step)
 
-    def _make_test_function(self, force: bool = False) -> None:
-        if force or self._model.test_function is None:
-            self._model.test_function = self._function(self._model.test_step)
-
-    def _make_predict_function(self, force: bool = False) -> None:
-        """Replaces `make_predict_function`: batches are predicted on workers, and joined in order."""
-        if not force and self._model.predict_function is not None:
-            return
+    def _predict_function(self) -> Callable[[list[Batch | Future[Any]]], Structure]:
+        """A function that predicts batches on workers, and joins them in order."""
         self._predict = None
 
         def predict(batches: list[Batch | Future[Any]]) -> Structure:
@@ -174,12 +150,17 @@ class ParameterServerModel:
             outputs = [future.result() for future in futures]
             return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
-        self._model.predict_function = predict
+        return predict
 
     def _function(self, run_step: Step) -> TrainFunction:
         """A train or test function that sends its steps to workers."""
         metric_states = self._metrics
-        step = compile_step_on_worker(self._model, metric_states, run_step)
+
+        def contribute(data: Batch) -> tf.Tensor:
+            with _incrementing_on_server(self._model.optimizer):
+                return metric_states.compute_added(lambda: run_step(data))
+
+        step = _compiled(self._model, contribute)
 
         def run(iterator: BatchIterator) -> StepLogs:
             for index in range(self._model.steps_per_execution):

@@ -17,7 +17,6 @@ from keras_paragrad.compat.collectives import (
 )
 from keras_paragrad.compat.operations import BaseOptimizer
 from keras_paragrad.compat.optimizer import (
-    Accumulating,
     UnreducedOptimizers,
     build_optimizer,
     find_accumulator,
@@ -30,6 +29,7 @@ from keras_paragrad.compat.optimizer import (
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar
 from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.step.gradient import equal_share
 from keras_paragrad.engine.step.interception import noticing_applies
 from keras_paragrad.storage.row_gradients import scale_gradient
 from keras_paragrad.storage.storage import (
@@ -56,22 +56,18 @@ class Contribution(NamedTuple):
 
     @classmethod
     def of(cls, normalizer: Normalizer | None) -> "Contribution":
-        """The contribution of a gradient whose loss was divided by a normalizer; all count the same, if `None`."""
-        # Keras divides the loss by the number of replicas, so that their gradients can be summed.
-        share = 1.0 / replica_count()
-        if normalizer is None:
-            return cls(1.0, share)
-        if normalizer.summed:
-            return cls(1.0, share, decay=0.0)
+        """The contribution of a `Gradient` whose loss was divided by a normalizer; all count the same, if `None`."""
+        if normalizer is None or normalizer.summed:
+            return cls(1.0, 1.0 / replica_count(), decay=1.0 if normalizer is None else 0.0)
         value = tf.cast(normalizer.value, "float32")
-        return cls(value if normalizer.of_one_device else value / share, value)
+        return cls(value / equal_share(normalizer), value)
 
 
 def apply_gradient(
     optimizer: keras.optimizers.Optimizer,
     variables: Sequence[keras.Variable],
     gradients: Gradients,
-    weight: Normalizer | None = None,
+    contribution: Contribution | None = None,
     *,
     whole: bool,
     also_reduce: Sequence[tf.Tensor] = (),
@@ -79,12 +75,11 @@ def apply_gradient(
     """Passes gradients to an optimizer; called on every replica.
 
     Args:
-        optimizer: The optimizer.
-        variables: The weights to update.
-        gradients: A gradient for each of them, or `None`.
-        weight: Their weight in an accumulation window, or `None` if all count the same.
-        whole: Whether the sum over the replicas is exactly the batch's gradient. Then gradients are all-reduced before
-            they are clipped, as on one device. An accumulating optimizer all-reduces them itself.
+        optimizer, variables, gradients: The optimizer, the weights to update, and a gradient for each of them, or
+            `None`.
+        contribution: What they count for in an accumulation window, or `None` if all count the same.
+        whole: Whether the sum over the replicas is exactly the batch's gradient. Then gradients are all-reduced
+            before they are clipped, as on one device. An accumulating optimizer all-reduces them itself.
         also_reduce: Other tensors to all-reduce in the same collective.
 
     Returns:
@@ -99,7 +94,6 @@ def apply_gradient(
     divided = [pair for pair in zip(gradients, variables, strict=True) if any_divided(pair[1:])]
     say_rows_are_summed(optimizer, [gradient for gradient, _ in divided], [variable for _, variable in divided])
     if accumulator or replica_count() == 1 or not whole:
-        contribution = None if weight is None else Contribution.of(weight)
         if accumulator:
             # Gradients of sharded variables are accumulated in shards, so they are weighted and reduced here.
             gradients = reduce_divided_gradients(gradients, variables, contribution.scale if contribution else None)
@@ -107,7 +101,9 @@ def apply_gradient(
             gradients = _nonfinite_everywhere(gradients)
         pairs = list(zip(gradients, variables, strict=True))
         if accumulator and contribution is not None:
-            pairs.append(_weighting(optimizer, accumulator, variables, contribution))
+            # Carries it through the optimizers around the accumulating one.
+            build_optimizer(optimizer, variables)
+            pairs.append((tf.stack(contribution), accumulator.gradient_weight))
         optimizer.apply_gradients(pairs)
         return None
     if held := [each for each in held_optimizers(optimizer) if getattr(each, "accumulates", False)]:
@@ -130,17 +126,6 @@ def apply_gradient(
         norms,
     )
     return sums
-
-
-def _weighting(
-    optimizer: keras.optimizers.Optimizer,
-    accumulator: Accumulating,
-    variables: Sequence[keras.Variable],
-    contribution: Contribution,
-) -> tuple[tf.Tensor, keras.Variable]:
-    """The pair that carries a `Contribution` to an accumulating optimizer, through the optimizers around it."""
-    build_optimizer(optimizer, variables)
-    return tf.stack(contribution), accumulator.gradient_weight
 
 
 def _skips_nonfinite(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> bool:
@@ -168,14 +153,12 @@ def apply_everywhere(
     variables: Sequence[keras.Variable],
     norms: Sequence[tf.Tensor | None] = (),
 ) -> None:
-    """Applies all-reduced gradients on every replica; called in cross-replica context.
+    """Applies all-reduced gradients on every replica; called in cross-replica context, with a built optimizer.
 
     Args:
         per_replica: Runs a function on every replica; see `keras_paragrad.compat.collectives.cross_replica`.
-        optimizer: A built optimizer.
-        gradients: A gradient or `None` for each variable, grouped by replica.
-        variables: The variables that the optimizer was built with.
-        norms: The results of `squared_norms`, grouped by replica.
+        gradients, norms: Grouped by replica: a gradient or `None` for each variable, and the results of
+            `squared_norms`.
     """
     by_replica: dict[int, Sequence[tf.Tensor | None]] = {}
     unreduced = UnreducedOptimizers()

@@ -18,8 +18,8 @@ import tensorflow as tf
 from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.data import EpochIterator
-from keras_paragrad.compat.model import Trainable, fit_frame, optimizers_of, overrides_train_step, traced_as
-from keras_paragrad.compat.optimizer import build_optimizer, held_optimizers, innermost_optimizer
+from keras_paragrad.compat.model import Trainable, fit_frame, overrides_train_step, traced_as
+from keras_paragrad.compat.optimizer import build_optimizer, innermost_optimizer
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.division.division import Divisions
@@ -36,13 +36,20 @@ from keras_paragrad.engine.step.building import (
     losses_built,
 )
 from keras_paragrad.engine.step.data_order import follow_data_order
-from keras_paragrad.engine.step.execution import compile_steps
+from keras_paragrad.engine.step.execution import WatchedSteps, compile_steps
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.interception import install_transform, noticing_applies
-from keras_paragrad.engine.step.stages import Apply, Stages, save_states
+from keras_paragrad.engine.step.stages import Stages, save_states
 from keras_paragrad.engine.step.train_step import TrainStep
-from keras_paragrad.engine.telemetry.train_functions import LATEST, PlanAhead, choose_train_function, compiled_functions
-from keras_paragrad.engine.telemetry.watch import Telemetry, observing_gradients, updates_each_batch, watching_updates
+from keras_paragrad.engine.telemetry.train_functions import LATEST, compiled_functions
+from keras_paragrad.engine.telemetry.watch import (
+    Telemetry,
+    observing_gradients,
+    refuse_unwatched,
+    updates_each_batch,
+    watched_optimizers,
+    watching_updates,
+)
 from keras_paragrad.storage.regathering import forget_gathers
 from keras_paragrad.storage.storage import any_divided
 from keras_paragrad.storage.updating import install_storages
@@ -68,10 +75,8 @@ class StepBuilder:
         self._resume: Callable[[], None] | None = None
         self._built: dict[Stages, TrainFunction] = {}
         self._built_for: object = None
-        # The optimizer whose `apply` runs the last stages.
-        self._updating: keras.optimizers.Optimizer | None = None
-        # Others whose updates are watched.
-        self._others: list[keras.optimizers.Optimizer] = []
+        # The optimizer whose `apply` runs the last stages, and others whose updates are watched.
+        self._installed: list[keras.optimizers.Optimizer] = []
         self._of_callbacks: dict[Fillers, tuple[str, ...]] = {}
         self._trainable: Trainable | None = None
         self._reads: Callable[[], EpochIterator | None] = lambda: None
@@ -189,8 +194,7 @@ class StepBuilder:
             )
         self.make_loss_window()
         if stages not in self._built:
-            telemetry = stages.telemetry
-            self._built[stages] = self._picked(telemetry) if telemetry else self._compiled(stages.apply)
+            self._built[stages] = self._compiled()
         self.model.train_function = self._built[stages]
 
     def read_from(self, iterator: EpochIterator | None) -> None:
@@ -224,38 +228,34 @@ class StepBuilder:
 
     def _install_stages(self) -> None:
         """Installs the last stages in the optimizer that updates the weights, which `compile` may have replaced."""
+        while self._installed:
+            install_transform(self._installed.pop(), None)
         optimizer = innermost_optimizer(self.model.optimizer) if self.model.compiled else None
         if optimizer is not None:
             install_storages(optimizer, self.model.trainable_variables)
-        if self._updating not in (None, optimizer):
-            install_transform(self._updating, None)
-        if optimizer is not None:
             install_transform(optimizer, self.stages.chain, shown=bool(self.stages.observe or self.stages.telemetry))
             save_states(self.model.optimizer, self.stages.transforms or ())
             follow_data_order(self.model, follow=self.stages.sums_replicas)
-        self._updating = optimizer
-        for other in self._others:
-            install_transform(other, None)
-        self._others = list(map(innermost_optimizer, self._watched()[1:]))
-        for other in self._others:
-            install_transform(other, None, shown=True)
+            self._installed.append(optimizer)
+        for outer in self._watched()[1:]:
+            install_transform(innermost_optimizer(outer), None, shown=True)
+            self._installed.append(innermost_optimizer(outer))
 
     def _watched(self) -> list[keras.optimizers.Optimizer]:
-        """The optimizers whose updates telemetry watches: the model's, and those that its own `train_step` may call."""
-        if self.stages.telemetry is None:
-            return []
-        return optimizers_of(self.model) if overrides_train_step(self.model) else [self.model.optimizer]
+        return watched_optimizers(self.model) if self.stages.telemetry else []
 
-    def _compiled(self, apply: Apply | PlanAhead | None, telemetry: Telemetry | None = None) -> TrainFunction:
-        divisions, stages = self._divisions, self.stages
+    def _compiled(self) -> TrainFunction:
+        divisions, stages, telemetry = self._divisions, self.stages, self.stages.telemetry
         guard = IndivisibleBatchGuard(self.model, stages.split, lambda: divisions.undivided)
-        steps = self._steps(telemetry)
+        watched = None
+        if telemetry:
+            watched = WatchedSteps(self._steps(telemetry), telemetry, updates_each_batch(self.model.optimizer))
         replicas = self.model.distribute_strategy.num_replicas_in_sync
         whole = not self.stages.by_xla_alone(self.model, replicas)
         return compile_steps(
             self.model,
-            steps,
-            apply,
+            self._steps(None),
+            stages.apply,
             stages.take,
             self._skipped,
             guard,
@@ -264,15 +264,9 @@ class StepBuilder:
             functools.partial(divisions.find, stages),
             FirstBatchProof(self.model, stages, divisions),
             stages.running,
+            watched,
             by_xla=whole,
             on_mesh=stages.mesh.wrap if stages.mesh else None,
-        )
-
-    def _picked(self, telemetry: Telemetry) -> TrainFunction:
-        ahead = PlanAhead(self.stages.apply) if self.stages.apply else None
-        functions = self._compiled(ahead), self._compiled(ahead, telemetry)
-        return choose_train_function(
-            *functions, telemetry, ahead, self._next_batches, updates_each_batch(self.model.optimizer)
         )
 
     def make_loss_window(self) -> None:
@@ -305,9 +299,6 @@ class StepBuilder:
         # Even if a custom `compute_loss` leaves the compiled losses unbuilt.
         self._make_loss_window()
         return self.loss_window
-
-    def _next_batches(self) -> int:
-        return 0 if self._to_skip else self.model.steps_per_execution
 
     def skip_batches(self, batches: int, then: Callable[[], None] | None = None) -> None:
         """Skips batches that a resumed training has seen, then builds the losses and metrics and calls `then`."""
@@ -344,21 +335,6 @@ class StepBuilder:
         choices = (False, True) if self.stages.apply else (False,)
         return [functools.partial(self._step, update=update, telemetry=telemetry) for update in choices]
 
-    def _refuse_unmeasured(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Refuses to update by an optimizer whose updates telemetry doesn't see."""
-        watched = self._watched()
-        known = [each for outer in watched for each in held_optimizers(outer)]
-        if not any(optimizer is each for each in known):
-            raise ValueError(
-                f"The train_step of {type(self.model).__name__} updates weights with {optimizer.name!r}, which "
-                "GradientTelemetry doesn't see. Make it an attribute of the model."
-            )
-        if len(watched) > 1 and not all(map(updates_each_batch, watched)):
-            raise ValueError(
-                f"GradientTelemetry measures several optimizers of {type(self.model).__name__} where each updates with "
-                "every gradient, and one of them accumulates gradients. Write microbatch(model, size) in its place."
-            )
-
     def _step(self, data: Batch, update: bool, telemetry: Telemetry | None) -> StepLogs:
         """Runs a step on one replica, with all fillers in effect."""
         replica_batch = ReplicaBatch.of(data)
@@ -375,8 +351,8 @@ class StepBuilder:
             division = self._divisions.of(self.stages, replica_batch.filled(data))
             step = TrainStep(self.model, self.stages, self._window_of(data), update, division)
             if overrides_train_step(self.model):
-                only = noticing_applies(self._refuse_unmeasured) if self.stages.telemetry else contextlib.nullcontext()
-                with only:
+                check = functools.partial(refuse_unwatched, self.model)
+                with noticing_applies(check) if self.stages.telemetry else contextlib.nullcontext():
                     logs = step.run_own(data, replica_batch)
                 forget_gathers()
             else:

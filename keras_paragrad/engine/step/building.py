@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -22,6 +22,7 @@ from keras_paragrad.compat.model import (
 from keras_paragrad.compat.operations import Variable
 from keras_paragrad.compat.optimizer import held_optimizers
 from keras_paragrad.compat.private import FuncGraph, SymbolicScope, compute_output_spec
+from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Specs
 from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
@@ -40,13 +41,14 @@ def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any
     if layer.built and all(inner.built for inner in layer._flatten_layers()):
         return
 
-    def of_any_size(tensor: tf.Tensor | np.ndarray | keras.KerasTensor):
-        if tensor is None:
-            return None
-        # Weights depend on the shape of an example, not on the batch size.
-        return keras.KerasTensor((None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
+    compute_output_spec(layer, *keras.tree.map_structure(_of_any_size, arguments), **keywords)
 
-    compute_output_spec(layer, *keras.tree.map_structure(of_any_size, arguments), **keywords)
+
+def _of_any_size(tensor: tf.Tensor | np.ndarray | keras.KerasTensor | None) -> keras.KerasTensor | None:
+    """A batch of any size: weights depend on the shape of an example, and not on the batch size."""
+    if tensor is None:  # an optional input
+        return None
+    return keras.KerasTensor((None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
 
 
 def has_build(layer: keras.layers.Layer) -> bool:
@@ -65,20 +67,16 @@ def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, d
     if iterator is not None:
         data_batch = _first_batch(iterator)
 
-    def of_any_size(tensor: tf.Tensor | tf.distribute.DistributedValues):
-        local = strategy.experimental_local_results(tensor)[0]
-        if local is None:  # an optional input
-            return None
-        return keras.KerasTensor((None, *local.shape[1:]), keras.backend.standardize_dtype(local.dtype))
-
+    local = keras.tree.map_structure(lambda tensor: strategy.experimental_local_results(tensor)[0], data_batch)
+    data_batch = keras.tree.map_structure(_of_any_size, local)
     with as_on_replica(strategy), _optimizer_left_to_step(model):
         try:
-            model._symbolic_build(data_batch=keras.tree.map_structure(of_any_size, data_batch))
+            model._symbolic_build(data_batch=data_batch)
         except Exception:
             # A custom `train_step` need not call the model.
             if not overrides_train_step(model):
                 raise
-            build_layers_by_step(model, keras.tree.map_structure(of_any_size, data_batch))
+            build_layers_by_step(model, data_batch)
 
 
 def _optimizer_left_to_step(model: keras.Model) -> contextlib.AbstractContextManager[object]:
@@ -101,12 +99,7 @@ class _ReplacedBuild(MethodPatch):
 
 
 def build_layers_by_step(model: keras.Model, data: Batch) -> None:
-    """Builds a model's layers and metrics by running its `train_step` on two synthetic rows, without any update.
-
-    Args:
-        model: A model whose `train_step` is its own.
-        data: Tensors, or `keras.KerasTensor`, with the shapes and dtypes of a batch.
-    """
+    """Builds the layers and metrics of a model by its own `train_step`, on two synthetic rows, without any update."""
     # Compiled losses and metrics create theirs when they are first called.
     compiled = [each for each in (model._compile_loss, model._compile_metrics) if each is not None]
     built = all(layer.built for layer in all_layers(model))
@@ -117,7 +110,7 @@ def build_layers_by_step(model: keras.Model, data: Batch) -> None:
 
     def build(size: int) -> None:
         rows = synthetic_rows(specs, 2, seed=0, size=size)
-        with as_on_replica(strategy), capturing_applies(lambda *call: None), _without_updates():
+        with as_on_replica(strategy), capturing_applies(lambda *call: None), _WITHOUT_UPDATES.open(replica_count()):
             train_step_of(model)(rows)
 
     run_trial(build, *SIZES, otherwise=None, question=None if built else "which weights train_step makes")
@@ -127,23 +120,28 @@ def _spec(tensor: Any) -> Any:
     return None if tensor is None else tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype)
 
 
-@contextlib.contextmanager
-def _without_updates() -> Generator[None]:
-    """Context in which Keras's variables are made and not assigned, and gradients of mirrored ones are zeros."""
-    tape: Any = tf.GradientTape
-    assign, gradient = Variable.assign, tape.gradient
+def _zeros(
+    replicas: int,
+    original: Callable[..., Any],
+    tape: tf.GradientTape,
+    target: Any,
+    sources: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The gradients of mirrored variables, which TensorFlow can't compute outside of replicas."""
+    if replicas == 1:
+        return original(tape, target, sources, *args, **kwargs)
+    return tf.nest.map_structure(lambda source: tf.zeros(source.shape, source.dtype), sources)
 
-    def zeros(tape: tf.GradientTape, target: object, sources: Any, *arguments: object, **keywords: object) -> Any:
-        return tf.nest.map_structure(lambda source: tf.zeros(source.shape, source.dtype), sources)
 
-    Variable.assign = lambda variable, value: variable
-    if replica_count() > 1:
-        # Outside of replicas, TensorFlow can't compute them.
-        tape.gradient = zeros
-    try:
-        yield
-    finally:
-        Variable.assign, tape.gradient = assign, gradient
+# Variables are made and not assigned, on so many replicas.
+_WITHOUT_UPDATES = ProcessPatch[int](
+    lambda: (
+        Replacement(Variable, "assign", lambda replicas, original, variable, value: variable),
+        Replacement(tf.GradientTape, "gradient", _zeros),
+    )
+)
 
 
 def build_layers_from_inputs(model: keras.Model, data_batch: Batch) -> None:
@@ -220,11 +218,7 @@ def _first_batch(iterator: EpochIterator) -> Batch:
 
 
 def check_compiled_in_scope(model: keras.Model) -> None:
-    """Refuses a model built in a strategy's scope whose optimizer or metrics were created outside of it.
-
-    Raises:
-        ValueError: The message says what to write.
-    """
+    """Refuses a model built in a strategy's scope whose optimizer or metrics were created outside of it."""
     if not isinstance(model.distribute_strategy, _MIRRORED):
         return
     if outside := [each.name for each in other_optimizers(model) if not all(map(_is_distributed, _counters(each)))]:

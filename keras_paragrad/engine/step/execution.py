@@ -6,7 +6,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -20,7 +20,8 @@ from keras_paragrad.engine.division.first_batch import Conclusion, FirstBatchPro
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Apply, Take
-from keras_paragrad.engine.telemetry.train_functions import PlanAhead, batch_spec
+from keras_paragrad.engine.telemetry.train_functions import LATEST, batch_spec
+from keras_paragrad.engine.telemetry.watch import Telemetry
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 # Makes a compiled step run on a mesh of devices, with batches from the host.
@@ -33,8 +34,7 @@ class CompiledStep:
     Inlined, a counter in it could advance for a batch that turns out not to exist.
 
     Args:
-        model: The model. Its `jit_compile` and `run_eagerly` apply.
-        step: Runs on each replica.
+        model, step: The model, whose `jit_compile` and `run_eagerly` apply, and what runs on each replica.
         take: Divides batches among replicas; Keras does, if `None`.
         guard: Checks the size of batches.
         by_xla: Whether XLA may compile the step.
@@ -84,11 +84,8 @@ class CompiledStep:
     def run_next(self, iterator: Any, check: Callable[[Batch], Conclusion | None] | None = None) -> StepLogs:
         """Runs the step on the next batch, traced for the element spec of the iterator and not for that batch's shape.
 
-        A function that also takes the batch would hold the step's graph a second time: 5 kB an operation.
-
-        Args:
-            iterator: The iterator.
-            check: Sees the batch before the step is traced, and returns what is called after that, if anything.
+        A function that also takes the batch would hold the step's graph a second time: 5 kB an operation. `check` sees
+        the batch before the step is traced, and returns what is called after that, if anything.
         """
         if check is not None or not self._in_functions:
             batch = iterator.get_next()
@@ -124,10 +121,23 @@ def _is_ragged(spec: Specs) -> bool:
 Execute = Callable[[BatchIterator, list[bool]], StepLogs | None]
 
 
+class WatchedSteps(NamedTuple):
+    """Steps whose updates telemetry sees; `updates_each_batch` says whether each batch makes one."""
+
+    steps: Sequence[Step]
+    telemetry: Telemetry
+    updates_each_batch: bool
+
+    def wants(self, planned: list[bool] | None, batches: int) -> bool:
+        """Whether telemetry watches a call with these batches, whose updates the host may have planned."""
+        known = batches if self.updates_each_batch else None
+        return self.telemetry.wants(known if planned is None else sum(planned))
+
+
 def compile_steps(
     model: keras.Model,
     steps: Sequence[Step],
-    schedule: Apply | PlanAhead | None = None,
+    schedule: Apply | None = None,
     take: Take | None = None,
     skipped: Callable[[int], int] = lambda batches: 0,
     guard: IndivisibleBatchGuard | None = None,
@@ -136,6 +146,7 @@ def compile_steps(
     divide: Callable[[Any, Specs], None] = lambda iterator, specs: None,
     proof: FirstBatchProof | None = None,
     running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    watched: WatchedSteps | None = None,
     *,
     by_xla: bool = True,
     on_mesh: OnMesh | None = None,
@@ -146,8 +157,7 @@ def compile_steps(
 
     Args:
         model: The model. Its `jit_compile`, `run_eagerly` and `steps_per_execution` apply.
-        steps: One step, or two: without and with an update.
-        schedule: The *apply* stage, which picks one of two steps.
+        steps: One step, or two: without and with an update, of which `schedule` picks one.
         take, guard, by_xla, on_mesh: As in `CompiledStep`.
         skipped: Maps a number of batches to how many of them to skip.
         on_resumed: Called with the last skipped batch, before the first step.
@@ -155,11 +165,18 @@ def compile_steps(
         divide: Called with the iterator, and the specs of its batches on a replica; finds how these are divided.
         proof: Sees the batches of the first update before their steps.
         running: Makes the context in which steps are traced and run.
+        watched: Takes the place of the steps in the calls that telemetry wants.
     """
-    compiled = [CompiledStep(model, step, take, guard, by_xla, on_mesh) for step in steps]
-    by_host = _by_host(model, compiled, proof, cuts=take is not None)
     in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and on_mesh is None
-    run = _in_graph(model, compiled) if in_graph else by_host
+
+    def compile_alike(steps: Sequence[Step]) -> tuple[Execute, Execute]:
+        """Runs batches of tensors, and others."""
+        compiled = [CompiledStep(model, step, take, guard, by_xla, on_mesh) for step in steps]
+        by_host = _by_host(model, compiled, proof, cuts=take is not None)
+        return _in_graph(model, compiled) if in_graph else by_host, by_host
+
+    plain = compile_alike(steps)
+    watching = compile_alike(watched.steps) if watched else plain
 
     def train_function(iterator: BatchIterator) -> StepLogs:
         batches = model.steps_per_execution
@@ -182,6 +199,8 @@ def compile_steps(
             return {}
         batches -= to_skip
         updates = schedule.plan(batches) if schedule else [False] * batches
+        watches = watched is not None and not to_skip and watched.wants(updates if schedule else None, batches)
+        run, by_host = watching if watches else plain
         of_tensors = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not to_skip
         execute = run if of_tensors else by_host
         if of_tensors and in_graph and not model.run_eagerly:
@@ -202,6 +221,9 @@ def compile_steps(
             if not to_skip:
                 check_not_dry(model)
             raise StopIteration
+        if watched and not to_skip:
+            latest: Any = logs.pop(LATEST, None)
+            watched.telemetry.ran(watches, batches, latest)
         return logs
 
     return train_function

@@ -267,7 +267,7 @@ class PartFunction:
         starts = {id(seed): _seed_of_part(seed, number) for seed in self.seeds}
         mapping = [(seed, starts[id(seed)]) for seed in self.seeds]
         mapping += [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self.metrics]
-        context = self.context._replace(weigh_replica=lambda weight: tf.constant(self._share), of_one_device=True)
+        context = self.context._replace(weigh_replica=lambda weight: tf.constant(self._share))
         with as_one_replica(), RecordingScope(mapping, collect_losses=True) as scope:
             gradient, y_pred = self._run(context, data)
             batch = arguments_of(data, y_pred)

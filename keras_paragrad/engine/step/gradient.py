@@ -13,7 +13,7 @@ from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.private import NO_INLINE
 from keras_paragrad.compat.state import state_of
-from keras_paragrad.compat.types import Batch, Gradients, LossArguments, StepLogs, Structure
+from keras_paragrad.compat.types import Batch, Gradients, LossArguments, Scalar, StepLogs, Structure
 from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
@@ -34,7 +34,7 @@ Look = Callable[[keras.Model, LossArguments, list[LossTerm]], None]
 # Takes a model, the loss, the arguments of a `Normalize`; returns the scaled loss, and the normalizer for the logs.
 ScaleByReplicas = Callable[[keras.Model, tf.Tensor, LossArguments, list[LossTerm]], tuple[tf.Tensor, Normalizer | None]]
 # Maps a weight to the factor of the loss in the backward pass.
-WeighReplica = Callable[[Normalizer], tf.Tensor]
+WeighReplica = Callable[[Normalizer], Scalar]
 # Maps a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
 Present = Callable[[Batch], tf.Tensor]
 
@@ -46,7 +46,7 @@ class StepContext(NamedTuple):
         model: A compiled model with Keras's `train_step`.
         replica_batch: Says whether there are examples in the batch.
         normalize: Measures the weight of the gradient; not measured, if `None`.
-        weigh_replica: Maps the weight to a factor of the loss.
+        weigh_replica: Maps the weight to the factor of the loss; `equal_share`, if `None`.
         scale_by_replicas: Scales the loss of a replica that isn't weighted, so that the replicas' gradients are summed;
             Keras scales some losses, if `None`.
         sums: Whether to return numerators and denominators of the losses, instead of updating Keras's trackers.
@@ -54,7 +54,6 @@ class StepContext(NamedTuple):
         present: Masks the rows that are examples; all are, if `None`.
         by_xla: Whether XLA compiles the pass alone.
         in_loop: Whether the pass is traced in a loop.
-        of_one_device: Whether gradients are one device's, and not divided by the number of replicas.
     """
 
     model: keras.Model
@@ -67,7 +66,6 @@ class StepContext(NamedTuple):
     present: Present | None = None
     by_xla: bool = False
     in_loop: bool = False
-    of_one_device: bool = False
 
 
 class Gradient(NamedTuple):
@@ -111,11 +109,10 @@ def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Struc
             if context.look:
                 # Last: terms cache what they compute, and this computes it in another graph.
                 context.look(model, arguments, terms)
-            factor = context.weigh_replica(weight) if weight is not None and context.weigh_replica else None
-            _time_wait([loss], factor)
+            factor = None if weight is None else (context.weigh_replica or equal_share)(weight)
+            if context.weigh_replica:
+                _time_wait([loss], factor)
         weighted = scaled_loss if factor is None else scaled_loss * tf.cast(factor, loss.dtype)
-        if weight is not None and not weight.summed and replica_count() > 1 and not context.of_one_device:
-            weighted *= tf.cast(1 / replica_count(), weighted.dtype)
         scaled = model.optimizer.scale_loss(weighted)
     with _with_replica_weight(model, factor), regather_in_backward(scaled):
         gradients = tape.gradient(scaled, [source(variable) for variable in model.trainable_weights])
@@ -145,9 +142,7 @@ def call_in_function(function: Callable[[Data], Result], data: Data, *, by_xla: 
 def in_function(function: Callable[[Data], Result], *, by_xla: bool = True) -> Callable[[Data], Result]:
     """A function of one replica that TensorFlow doesn't inline; its tensors keep their masks.
 
-    Args:
-        function: Maps data to nested tensors and other values; the latter are returned as they were last traced.
-        by_xla: Whether XLA compiles the function.
+    Other values that it returns are returned as they were last traced. XLA compiles it, if `by_xla`.
     """
     attributes = None if by_xla else {NO_INLINE: True}
     traced: list[Result] = []
@@ -167,13 +162,21 @@ def in_function(function: Callable[[Data], Result], *, by_xla: bool = True) -> C
     return call_and_pack
 
 
-def replica_weight_of(model: keras.Model) -> tf.Tensor:
-    """The factor of the loss in the backward pass that is being traced on this replica."""
-    return state_of(model).replica_weights.get(replica_index(), tf.constant(1.0))
+def equal_share(weight: Normalizer) -> float:
+    """The factor of a replica's loss if all replicas count alike, by which Keras divides means, and not sums.
+
+    Gradients have it until their weights are known: those of whole means would overflow sooner in half precision.
+    """
+    return 1.0 if weight.summed or weight.of_one_device else 1 / replica_count()
+
+
+def replica_weight_of(model: keras.Model) -> Scalar | None:
+    """The factor of the loss in the backward pass that is being traced on this replica, if it has a weight."""
+    return state_of(model).replica_weights.get(replica_index())
 
 
 @contextlib.contextmanager
-def _with_replica_weight(model: keras.Model, factor: tf.Tensor | None) -> Generator[None]:
+def _with_replica_weight(model: keras.Model, factor: Scalar | None) -> Generator[None]:
     """Context in which this replica's loss is multiplied with a factor."""
     if factor is None:
         yield
@@ -199,20 +202,15 @@ class ReplicaWeight:
         self._factor: tf.Tensor | None = None
 
     def __call__(self, weight: Normalizer) -> tf.Tensor:
-        """The factor for this replica's loss that makes the sum of all replicas' gradients the batch's."""
+        """The factor for this replica's loss: its share of the normalizers of all replicas, or 1 for sums."""
         if self._factor is None:
-            self._factor = self._reduce(weight)
+            self._factor = tf.constant(1.0) if weight.summed else self._reduce(weight)
         return self._factor
 
     def _reduce(self, weight: Normalizer) -> tf.Tensor:
-        """The factor of this replica's loss: its share of the normalizers of all replicas."""
-        one = tf.constant(1.0)
-        if weight.summed:
-            return one
         value = self.replica_batch.weight(tf.cast(weight.value, "float32"))
         (total,) = sum_over_replicas([value])
-        # Keras has divided the loss by the number of replicas.
-        return tf.where(total > 0, value * replica_count() / total, one)
+        return tf.where(total > 0, value / total, equal_share(weight))
 
 
 def gradient_of(context: StepContext, data: Batch, **how: Any) -> Gradient:
@@ -271,12 +269,12 @@ def scale_by_replica(model: keras.Model, gradient: Gradient, weigh_replica: Weig
     """A model's gradient times this replica's weight, if both have one."""
     if gradient.weight is None or weigh_replica is None:
         return gradient
-    factor = weigh_replica(gradient.weight)
+    factor = weigh_replica(gradient.weight) / equal_share(gradient.weight)
     _time_wait(gradient.gradients, factor)
     return gradient._replace(gradients=scale_gradients(gradient.gradients, model.trainable_weights, factor))
 
 
-def _time_wait(tensors: Gradients, factor: tf.Tensor | None) -> None:
+def _time_wait(tensors: Gradients, factor: Any) -> None:
     """Has the strategy's clock, if any, measure how long tensors wait for this replica's weight."""
     clock = WaitClock.here() if factor is not None else None
     if clock:

@@ -85,11 +85,7 @@ class DeferredRefusal:
 def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable[[Any], object]) -> Generator[None]:
     """Context in which a part of a batch is traced; explains an error that the whole batch doesn't give.
 
-    Args:
-        model: A built model.
-        data: The batch, or one of its equal `parts`.
-        parts: How many of them there are.
-        trace: Traces what runs on a part, for any rows.
+    `data` is the batch, or one of its equal `parts`; `trace` traces what runs on a part, for any rows.
 
     Raises:
         IndivisibleError: The rows of a batch are no examples.
@@ -113,13 +109,7 @@ def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable
 
 
 class IndivisibleBatchGuard:
-    """Limits the size of batches to one slice, where slices can't be combined.
-
-    Args:
-        model: The model.
-        split: The *split* stage, or `None`.
-        refusal: Returns why slices can't be combined, if batches are found to be left whole for that.
-    """
+    """Limits the size of batches to one slice, where slices can't be combined, for a reason that `refusal` returns."""
 
     def __init__(self, model: keras.Model, split: Any, refusal: Callable[[], str | None]):
         self.model: keras.Model = model
@@ -144,11 +134,7 @@ class IndivisibleBatchGuard:
         return watched if self.split else step
 
     def explain(self, error: tf.errors.InvalidArgumentError) -> None:
-        """Replaces the error of a failed check; ignores other errors.
-
-        Raises:
-            IndivisibleError: A batch was larger than a slice.
-        """
+        """Raises `IndivisibleError` in place of the error of a failed check; ignores other errors."""
         refusal = self._refusal()
         if refusal and _TOO_LARGE in error.message:
             raise IndivisibleError(f"{self.split.undivided} {refusal}") from None

@@ -122,10 +122,8 @@ def install_transform(
 ) -> None:
     """Makes the innermost optimizer's `apply` run the *transform* stage, and observe and watch updates if `shown`.
 
-    It decides on updates: at the end of a window, and unless a loss scale skips one.
-
-    Raises:
-        ValueError: There is a transform, and the optimizer accumulates gradients itself.
+    It decides on updates: at the end of a window, and unless a loss scale skips one. Refuses one that accumulates
+    itself.
     """
     steps = accumulation_steps(optimizer)
     if transform is not None and steps > 1:

@@ -36,13 +36,9 @@ class TracedOperation(NamedTuple):
 
 
 class Block:
-    """A function's operations that run, in the order in which they were traced.
+    """A function's operations that run, in the order in which they were traced, without placeholders.
 
-    Attributes:
-        operations: The operations, without placeholders.
-        inputs, outputs: Numbers of the function's argument and result tensors.
-        input_sizes: Bytes of the inputs.
-        uses: How often each tensor is read or returned.
+    Tensors have numbers; `input_sizes` are their bytes, and `uses` how often each is read or returned.
     """
 
     def __init__(
@@ -58,12 +54,9 @@ class Block:
 
 
 class Numbered(NamedTuple):
-    """A graph's operations, and the numbers of its tensors.
+    """A graph's operations, and the numbers of its tensors, by their `ref()`.
 
-    Attributes:
-        block: The operations.
-        numbers: Each tensor's number, by its `ref()`.
-        positions: For the n-th operation of the graph, the number of operations before it in the block.
+    `positions` has, for the n-th operation of the graph, the number of operations before it in the block.
     """
 
     block: Block
@@ -179,11 +172,7 @@ _ASSIGNING = (
 
 
 def check_repeatable(name: str, operations: Iterable[tf.Operation]) -> None:
-    """Refuses operations whose second run may differ, as they use a state other than Keras's variables.
-
-    Raises:
-        ValueError: There is one. The message says what to write instead.
-    """
+    """Refuses operations whose second run may differ, as they use a state other than Keras's variables."""
     for operation in _stateful(operations):
         kind = operation.type
         if kind in _REPEATABLE or kind.startswith(("Collective", "Nccl")):
@@ -204,13 +193,7 @@ def check_repeatable(name: str, operations: Iterable[tf.Operation]) -> None:
 
 
 class HiddenState(NamedTuple):
-    """An operation that draws random numbers, or changes a state, unknown to Keras.
-
-    Attributes:
-        operation: The operation.
-        problem: A clause: what it does.
-        advice: A clause: what to write instead.
-    """
+    """An operation that draws random numbers, or changes a state, unknown to Keras; what it does, and what to write."""
 
     operation: tf.Operation
     problem: str
@@ -230,11 +213,7 @@ def find_hidden_state(operations: Iterable[tf.Operation]) -> HiddenState | None:
 
 
 def check_runs_twice(name: str, operations: Iterable[tf.Operation]) -> None:
-    """Refuses operations that would draw other random numbers, or change a state twice, if a forward pass runs twice.
-
-    Raises:
-        ValueError: There is one. The message says what to write instead.
-    """
+    """Refuses operations that would draw other random numbers, or change a state twice, if they run twice."""
     if hidden := find_hidden_state(operations):
         operation = hidden.operation
         raise ValueError(

@@ -38,11 +38,9 @@ class _Captured(NamedTuple):
     """The variables that a function reads.
 
     Attributes:
-        weights: The trainable variables.
         loads: For each weight, makes its value in a run from what is stored.
         stored: What is stored between the runs, such as shards; gradients are taken with respect to it.
-        state: The other variables.
-        before: Their values before the call.
+        state, before: The other variables, and their values before the call.
     """
 
     weights: list[keras.Variable]
@@ -209,13 +207,9 @@ class _Run:
 
 
 class Recomputed:
-    """A function of tensors that runs again in the backward pass.
+    """A function of tensors that runs again in the backward pass; of nested ones, only the outermost is recomputed.
 
-    Args:
-        function: Calls layers. Of nested functions, only the outermost is recomputed.
-        name: The function's name in errors.
-        layers: The layers that it calls.
-        owner: The layer to which the losses of these layers are added.
+    It calls `layers`; the losses that these add are added to `owner`. Errors name it by `name`.
     """
 
     def __init__(

@@ -115,10 +115,7 @@ def recompute_parts(
 ) -> Callable[[], None]:
     """Makes parts of a model run again in the backward pass, and returns a function that undoes it.
 
-    Args:
-        owner: The model, to which the losses of layers are added.
-        functional: The Functional model that its call runs.
-        parts: All parts, in order, each with whether to recompute it.
+    `parts` are all parts, in order, each with whether to recompute it; `owner` gets the losses that layers add.
     """
 
     def recomputed(part: Part, run: RunPart, again: bool) -> RunPart:

@@ -26,9 +26,7 @@ class VariableGradient(NamedTuple):
     """A variable's gradient in a traced step.
 
     Attributes:
-        variable: The variable.
-        number: The gradient's number in the block.
-        size: The gradient's bytes.
+        number, size: The gradient's number in the block, and its bytes.
         of_rows: Whether the gradient is sparse: of the rows that a batch looks up.
         resource: The number of the block's input that holds the variable, or `None`.
     """
@@ -41,13 +39,9 @@ class VariableGradient(NamedTuple):
 
 
 class TracedStep(NamedTuple):
-    """A traced training step.
+    """A traced training step: its operations, the gradients that optimizers get, and copies of these without memory.
 
-    Attributes:
-        block: The operations of the forward and backward pass, and of the update.
-        gradients: The gradients that the optimizers get.
-        updates_from: The index of the last update's first operation.
-        optimizers: Copies of the model's optimizers, built without memory.
+    `updates_from` is the index of the last update's first operation.
     """
 
     block: Block
@@ -71,18 +65,12 @@ def traced_step(
 ) -> TracedStep:
     """Traces a model's `train_step` on one device, with the slices of `microbatch` and without compiled metrics.
 
-    Runs in a separate thread, where no strategy is active. The model is not changed.
-
-    Args:
-        model: A compiled and built model.
-        rows: The batch size.
-        length: The size of open axes of the model's inputs.
-        optimizer: The optimizer, if not the model's.
-        batch: The `tf.TypeSpec` of batches; by default, derived from the model and its loss.
+    Runs in a separate thread, where no strategy is active. The model is not changed. `length` is the size of open axes
+    of the inputs; the optimizer and the `tf.TypeSpec` of a batch are the model's, unless they are given.
 
     Raises:
-        ValueError: The inputs or targets can't be derived, or an optimizer can't be copied. The message says what to
-            write.
+        ValueError: The inputs or targets can't be derived, or an optimizer can't be copied. The message says what
+            to write.
     """
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_traced, model, rows, length, optimizer, batch).result()
@@ -193,11 +181,7 @@ def _without_values(model: keras.Model) -> Generator[None]:
 
 
 def candidate_batches(model: keras.Model, rows: int, length: int | None) -> Iterator[tuple[Specs, ...]]:
-    """Batches of `tf.TensorSpec` that a built model may be trained on, the likeliest first; `length` is for open axes.
-
-    Raises:
-        ValueError: The inputs are unknown. The message says what to write.
-    """
+    """Batches of `tf.TensorSpec` that a built model may be trained on, the likeliest first; open axes have `length`."""
     x = _inputs(model, rows, length)
     with untouched(model, never_run()):
         outputs = model.compute_output_spec(keras.tree.map_structure(_symbolic, x))
@@ -210,11 +194,7 @@ def candidate_batches(model: keras.Model, rows: int, length: int | None) -> Iter
 
 
 def with_batch_size(spec: Specs, rows: int, length: int | None) -> Specs:
-    """Sets the number of rows in the specs of a batch.
-
-    Raises:
-        ValueError: Other sizes are open, and there is no `length` for them.
-    """
+    """Sets the number of rows in the specs of a batch; refuses other open sizes without a `length` for them."""
 
     def resize(leaf: Any) -> tf.TensorSpec:
         shape = leaf.shape.as_list() if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank else [None, None]

@@ -23,12 +23,13 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
 from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
-from keras_paragrad.engine.step.apply import apply_gradient
+from keras_paragrad.engine.step.apply import Contribution, apply_gradient
 from keras_paragrad.engine.step.building import build_optimizers_outside_of_graphs
 from keras_paragrad.engine.step.gradient import (
     Gradient,
     ReplicaWeight,
     StepContext,
+    equal_share,
     gradient_of,
     scale_by_replica,
     track_loss,
@@ -43,12 +44,8 @@ from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_
 class TrainStep(NamedTuple):
     """One replica's step on a batch.
 
-    Attributes:
-        model: A compiled model.
-        stages: The fillers of its stages.
-        window: The losses of the micro-batches since the last update, if the *apply* stage is filled.
-        update: Whether the step ends with an update, if the *apply* stage is filled.
-        division: How the batch is divided.
+    If the *apply* stage is filled, `window` has the losses of the micro-batches since the last update, and `update`
+    says whether the step ends with one.
     """
 
     model: keras.Model
@@ -100,27 +97,29 @@ class TrainStep(NamedTuple):
         several = replica_count() > 1
         replica_weight = ReplicaWeight(replica_batch) if several and not self.stages.sums_replicas else None
         # An accumulating optimizer weights the replicas itself.
-        context = StepContext(self.model, replica_batch, weigh_replica=None if self._accumulator else replica_weight)
+        weigh = None if self._accumulator else replica_weight
+        context = StepContext(self.model, replica_batch, weigh_replica=weigh)
         # Split, gradient, combine.
         gradient = self._gradient(context, replica_batch.filled(data))
-        if replica_weight and tf.executing_eagerly() and not self._accumulator:
+        if weigh and tf.executing_eagerly():
             _check_rows(self.model, data, gradient.gradients)
         losses = self._track_losses(gradient, replica_batch)
         whole = gradient.weight is not None or self.stages.chain is not None
-        if replica_weight and whole and not self._accumulator:
-            factor = tf.constant(1.0) if gradient.weight is None else replica_weight(gradient.weight)
+        if weigh and whole:
+            weight = gradient.weight
+            factor = tf.constant(1.0) if weight is None else weigh(weight) / equal_share(weight)
             observe_before_all_reduce(self.model, gradient.gradients, factor)
         shared = AllReducedResults(self.model, losses) if self.stages.take and several else None
         if losses and shared is None:
             losses.track()
-        weight = self._weight_in_window(gradient, replica_weight)
+        contribution = self._contribution(gradient.weight, replica_weight)
         # Observe, transform and apply, within the optimizer: see `install_transform`.
         with self._accumulating():
             sums = apply_gradient(
                 self.model.optimizer,
                 self.model.trainable_weights,
                 gradient.gradients,
-                weight,
+                contribution,
                 whole=whole,
                 also_reduce=shared.parts if shared else (),
             )
@@ -142,15 +141,16 @@ class TrainStep(NamedTuple):
             replica_batch.run(lambda: track_loss(self.model, loss, replica_batch.rows))
         return None
 
-    def _weight_in_window(self, gradient: Gradient, replica_weight: ReplicaWeight | None) -> Normalizer | None:
-        """The gradient's weight in an accumulation window, on this replica."""
-        weight = gradient.weight
-        if weight is None or self._accumulator is None or self._accumulator.weighting != "uniform":
-            return weight
+    def _contribution(self, weight: Normalizer | None, replica_weight: ReplicaWeight | None) -> Contribution | None:
+        """What a gradient of this weight counts for in an accumulation window, on this replica."""
+        if weight is None or self._accumulator is None:
+            return None
+        if self._accumulator.weighting != "uniform":
+            return Contribution.of(weight)
         if replica_weight is None or weight.summed:
             return None
         # Micro-batches are weighted uniformly; this replica has a part of one.
-        return Normalizer(replica_weight(weight) / replica_count())
+        return Contribution.of(Normalizer(replica_weight(weight)))
 
     @property
     def _by_xla(self) -> bool:

@@ -71,11 +71,7 @@ def forward(model: keras.Model, x: Structure, *, training: bool = True) -> tuple
 
 
 def trace(model: keras.Model, run: Callable[[], Result]) -> Result:
-    """Traces a forward pass into a graph that never runs, without side effects on the model.
-
-    Raises:
-        ValueError: A second run of the forward pass could give other results.
-    """
+    """Traces a forward pass into a graph that never runs, without side effects; refuses what can't run twice."""
     with FuncGraph("forward").as_default() as graph, untouched(model, never_run()):
         result = run()
     check_runs_twice(model.name, graph.get_operations())
@@ -87,12 +83,9 @@ _LONG = (tf.int64, tf.uint64)
 
 
 class _RowGatherer:
-    """Gathers the rows of all replicas, in order, and slices this replica's rows out again.
+    """Gathers the rows of all replicas, in order, and slices this replica's rows, or a filler row, out again.
 
     All-gathers need equal sizes, so each replica pads its rows with zeros to the size of the batch, and all-reduces.
-
-    Args:
-        batch: This replica's batch. If it is empty, tensors have a filler row.
     """
 
     def __init__(self, batch: ReplicaBatch):
@@ -160,13 +153,9 @@ class WholeLoss(NamedTuple):
 
 
 def whole_loss(context: StepContext, data: Batch, tensors: Sequence[tf.Tensor], form: OutputForm) -> WholeLoss:
-    """Computes the loss of a batch as Keras does, and its gradient with respect to the outputs.
+    """Computes the loss of a batch as Keras does, and its gradient with respect to the outputs of all replicas.
 
-    Args:
-        context: The context of the step.
-        data: This replica's batch.
-        tensors: The tensors of this replica's `forward`.
-        form: Their layout.
+    `tensors` are those of this replica's `forward`, and `form` their layout.
     """
     model, rows = context.model, _RowGatherer(context.replica_batch)
     whole = _gather(model, data, tensors, rows)
@@ -221,10 +210,7 @@ def _share_of_sums(model: keras.Model, loss: tf.Tensor, terms: list[LossTerm], r
 def backward(model: keras.Model, x: Structure, cotangents: Sequence[tf.Tensor | None]) -> list[GradientTensor | None]:
     """Runs the forward pass of a part of a batch again, and its backward pass; returns the gradients of the weights.
 
-    Args:
-        model: A compiled model.
-        x: The inputs of the part.
-        cotangents: The gradient with respect to each tensor of `forward`, or `None`.
+    It starts from a cotangent, or `None`, for each tensor of `forward`.
     """
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
         tensors, _ = forward(model, x)

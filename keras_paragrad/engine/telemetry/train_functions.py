@@ -1,78 +1,19 @@
-"""Train functions: picks those with telemetry, and finds their examples and traces."""
+"""Train functions: their examples, traces and compiled functions."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import look_for
-from keras_paragrad.compat.types import Batch, BatchIterator, Specs, StepLogs, TrainFunction
+from keras_paragrad.compat.types import Batch, BatchIterator, Specs
 from keras_paragrad.compat.workers import local_replica_values
-from keras_paragrad.engine.step.stages import Apply
-from keras_paragrad.engine.telemetry.watch import Telemetry
 from keras_paragrad.engine.tracing.gradient_functions import closure_contents
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 
 # The key of the telemetry's latest values in a step's logs: an output is free, and reading a variable an operation.
 LATEST = "_keras_paragrad_latest"
-
-
-class PlanAhead:
-    """An *apply* stage whose next plan can be looked at before it runs."""
-
-    def __init__(self, apply: Apply):
-        self.apply = apply
-        self._planned: list[bool] | None = None
-
-    def peek(self, batches: int) -> list[bool]:
-        """The plan that `plan` will return for the next batches."""
-        self._planned = self.apply.plan(batches)
-        return self._planned
-
-    def plan(self, batches: int) -> list[bool]:
-        """The stage's plan."""
-        planned, self._planned = self._planned, None
-        return self.apply.plan(batches) if planned is None else planned
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.apply, name)
-
-
-def choose_train_function(
-    plain: TrainFunction,
-    watching: TrainFunction,
-    telemetry: Telemetry,
-    ahead: PlanAhead | None,
-    batches: Callable[[], int],
-    updates_each_batch: bool,
-) -> TrainFunction:
-    """Makes a train function that picks one of two for each call.
-
-    Args:
-        plain: The train function without telemetry.
-        watching: The train function with telemetry.
-        telemetry: Chooses the calls to watch.
-        ahead: Plans the updates, or `None` if the host doesn't.
-        batches: Returns the number of batches in the next call; 0, not to watch, if some of them are skipped.
-        updates_each_batch: Whether every batch makes an update, if `ahead` is `None`.
-
-    Returns:
-        A function for `model.train_function`.
-    """
-
-    def train_function(iterator: BatchIterator) -> StepLogs:
-        count = batches()
-        if not count:
-            return plain(iterator)
-        known = count if updates_each_batch else None
-        watched = telemetry.wants(sum(ahead.peek(count)) if ahead else known)
-        logs = (watching if watched else plain)(iterator)
-        latest: Any = logs.pop(LATEST, None)
-        telemetry.ran(watched, count, latest)
-        return logs
-
-    return train_function
 
 
 _DEPTH = 8

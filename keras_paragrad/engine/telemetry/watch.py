@@ -10,10 +10,12 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
+from keras_paragrad.compat.model import optimizers_of, overrides_train_step
 from keras_paragrad.compat.optimizer import (
     REDUCTION,
     accumulation_steps,
     find_accumulator,
+    held_optimizers,
     innermost_optimizer,
     reduces_gradients,
     updating_optimizers,
@@ -70,9 +72,7 @@ def observe_before_all_reduce(model: keras.Model, gradients: Gradients, factor: 
 class Observation(MethodPatch):
     """The observer of the step that is being traced, attached to the innermost optimizer.
 
-    Attributes:
-        rows: The number of examples on each replica.
-        before_optimizer: Whether the gradients of replica batches are observed before they reach the optimizer.
+    `before_optimizer`: whether the gradients of replica batches are observed before they reach the optimizer.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, observe: Observe):
@@ -142,12 +142,7 @@ class Update(NamedTuple):
         gradients: The gradients of all replicas before clipping, without loss scale; `None` if there is none, or if
             Keras overwrites the weight with its gradient.
         clipped: The gradients after clipping, as in the update rule.
-        before: The weights before the update.
-        change: The difference that the update made to the weights.
-        learning_rate: The learning rate of the update rule.
-        loss_scale: The factor of the loss.
-        weights: The watched weights.
-        optimizer: The optimizer that has made the update.
+        before, change: The weights before the update, and what it adds to them.
     """
 
     number: tf.Tensor
@@ -203,6 +198,26 @@ def watching_updates(optimizers: Sequence[keras.optimizers.Optimizer], watcher: 
 def updates_each_batch(optimizer: keras.optimizers.Optimizer) -> bool:
     """Whether the optimizer updates the weights with every gradient."""
     return find_accumulator(optimizer) is None and accumulation_steps(optimizer) == 1
+
+
+def watched_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """The optimizers whose updates are watched: the model's, and those that its own `train_step` may call."""
+    return optimizers_of(model) if overrides_train_step(model) else [model.optimizer]
+
+
+def refuse_unwatched(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
+    """Refuses to update by an optimizer whose updates telemetry doesn't see."""
+    watched = watched_optimizers(model)
+    if not any(optimizer is each for outer in watched for each in held_optimizers(outer)):
+        raise ValueError(
+            f"The train_step of {type(model).__name__} updates weights with {optimizer.name!r}, which "
+            "GradientTelemetry doesn't see. Make it an attribute of the model."
+        )
+    if len(watched) > 1 and not all(map(updates_each_batch, watched)):
+        raise ValueError(
+            f"GradientTelemetry measures several optimizers of {type(model).__name__} where each updates with "
+            "every gradient, and one of them accumulates gradients. Write microbatch(model, size) in its place."
+        )
 
 
 class _UpdateRecord:
