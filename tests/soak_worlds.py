@@ -1,6 +1,7 @@
 """A training by machines that come and go: launchers on addresses of loopback, killed, told to leave, started again."""
 
 import collections
+import contextlib
 import json
 import os
 import random
@@ -124,12 +125,14 @@ class Machines:
             workers = self._workers(launcher)
             if not workers:
                 return
-            if what == "worker killed":
-                workers[0].kill()
-            else:
-                workers[0].suspend()
-                time.sleep(3)
-                workers[0].resume()
+            # It may end meanwhile.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if what == "worker killed":
+                    workers[0].kill()
+                else:
+                    workers[0].suspend()
+                    time.sleep(3)
+                    workers[0].resume()
         self.said.append(f"{what}: {rank}")
 
     @staticmethod

@@ -15,7 +15,7 @@ from keras_paragrad.cli.main import main
 from keras_paragrad.distribution import Pipeline
 from keras_paragrad.distribution.digest import Digest, digest_of
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.step import fixed_parts
+from keras_paragrad.engine.step.part_function import PartFunction, PartSums
 
 layers = keras.layers
 KINDS = ("convolutions", *(pytest.param(kind, marks=pytest.mark.slow(60)) for kind in ("recurrent", "attention")))
@@ -137,11 +137,11 @@ def test_resumed_elsewhere_within_a_window(shard, tmp_path):
 
 
 def test_the_digest_shows_another_order_of_additions(monkeypatch):
-    def add_in_turn(part: fixed_parts.PartFunction, sums: list[fixed_parts.PartSums]) -> fixed_parts.PartSums:
+    def add_in_turn(part: PartFunction, sums: list[PartSums]) -> PartSums:
         return functools.reduce(lambda total, each: part._add([total, each]), sums)
 
     expected, _ = train(world(1), "dense")
-    monkeypatch.setattr(fixed_parts.PartFunction, "add_in_order", add_in_turn)
+    monkeypatch.setattr(PartFunction, "add_in_order", add_in_turn)
     added, _ = train(world(1), "dense")
     assert added.weights != expected.weights
     assert added.data_order == expected.data_order
