@@ -27,6 +27,7 @@ from keras_paragrad.distribution.data import (
 from keras_paragrad.distribution.data.sources import is_batched
 from keras_paragrad.distribution.decisions.shard import choose_shard
 from keras_paragrad.distribution.hardware import Hardware, detect
+from keras_paragrad.distribution.kernels import describe_kernels
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.parallelism import PlannedRun, Preparation, build_scope, parallelism_of
 from keras_paragrad.distribution.plan import Explanation, Plan, make_plan, summary_lines
@@ -230,6 +231,8 @@ class DistributedFit(InNotebooks):
             return
         decisions = {decision.name: decision.value for decision in self.plan if decision.name in self.plan.alike}
         options = {"weighting": self.options.weighting, **decisions}
+        if self.options.deterministic:
+            options |= {"deterministic": self.options.deterministic, "computed with": describe_kernels()}
         check_same_training(workers, all_or_none(workers, lambda: describe_training(model, options, arguments)))
         check_same_weights(workers, model)
 

@@ -12,7 +12,7 @@ from deterministic_training import build_model, compile_model, make_data, train,
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, microbatch, transform_gradients
 from keras_paragrad.cli.main import main
-from keras_paragrad.distribution import Pipeline
+from keras_paragrad.distribution import Pipeline, kernels
 from keras_paragrad.distribution.digest import Digest, digest_of
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.step.part_function import PartFunction, PartSums
@@ -134,6 +134,25 @@ def test_resumed_elsewhere_within_a_window(shard, tmp_path):
         assert own_process.call(train_in_world, interrupted, [{}], seconds=200) == [None]
         (resumed,) = own_process.call(train_in_world, {**task, "replicas": after}, [{}], seconds=200)
         assert (list(of(whole[0])), whole[1]) == (resumed["digest"], resumed["history"])
+
+
+def test_another_kind_of_processor_is_said(tmp_path, caplog, monkeypatch):
+    def trained(epochs):
+        dist = world(1)
+        with dist.scope():
+            keras.utils.set_random_seed(1)
+            model = compile_model(build_model("dense"))
+        backups = dist.callbacks(tmp_path, delete_when_done=False)
+        dist.fit(model, *make_data("dense"), batch_size=64, epochs=epochs, verbose=0, callbacks=backups)
+
+    trained(1)
+    trained(2)
+    assert "other kernels" not in caplog.text
+    monkeypatch.setattr(kernels, "_processor", lambda: "Another Processor")
+    monkeypatch.setenv(kernels.THREADS, "64")
+    trained(3)
+    assert "Another Processor here" in caplog.text
+    assert "64 here" in caplog.text
 
 
 def test_the_digest_shows_another_order_of_additions(monkeypatch):

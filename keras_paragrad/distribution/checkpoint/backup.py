@@ -33,6 +33,7 @@ from keras_paragrad.distribution.checkpoint.writers import (
     check_callback_states,
     check_callbacks,
 )
+from keras_paragrad.distribution.kernels import THREADS, describe_kernels
 from keras_paragrad.distribution.workers import agree, gather
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.storage import model_variables as seam
@@ -294,7 +295,8 @@ class Backup(keras.callbacks.Callback):
         states = {name: copy_state(state, state_in_words(name)) for name, state in states.items()}
         built = seam.built_with(self.model) if overrides_train_step(self.model) else None
         replicas = self._strategy.num_replicas_in_sync
-        return Content(values, names, states, self.params.get("steps"), replicas=replicas, built=built)
+        kernels = describe_kernels() if StepBuilder.of(self.model).stages.sums_replicas else None
+        return Content(values, names, states, self.params.get("steps"), replicas=replicas, built=built, kernels=kernels)
 
     @property
     def _stateful_callbacks(self) -> list[keras.callbacks.Callback]:
@@ -315,6 +317,13 @@ class Backup(keras.callbacks.Callback):
         """Logs on the chief where training resumes, and sets damaged backups aside."""
         if not self._is_chief:
             return
+        if resumption.other_kernels:
+            _log.warning(
+                "The backup was computed with other kernels (%s), so the last bits of what follows differ from what "
+                "they would have been there. Train on processors of one kind, and set %s to the same number.",
+                resumption.other_kernels,
+                THREADS,
+            )
         if damage:
             _log.warning("A damaged backup is not used: %s.", "; ".join(damage))
             self.files.set_aside(resumed.position)

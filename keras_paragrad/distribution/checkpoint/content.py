@@ -169,6 +169,7 @@ class Content(NamedTuple):
         replicas: Number of replicas of those workers.
         built: For each optimizer of a model with its own `train_step`, the numbers of the model's variables that it was
             built with, if it was; `None` for other models.
+        kernels: What computed it, of deterministic training: see `describe_kernels`.
     """
 
     values: Values
@@ -178,6 +179,7 @@ class Content(NamedTuple):
     shards: Sequence[ShardFile] = ()
     replicas: int = 1
     built: Sequence[Sequence[int] | None] | None = None
+    kernels: dict[str, str] | None = None
 
     def to_bytes(self, shards: Sequence[ShardFile] = ()) -> bytes:
         """The content as a NumPy archive, which holds no code.
@@ -202,6 +204,8 @@ class Content(NamedTuple):
             described["shards"] = {"files": shards, "replicas": self.replicas, "cut": cut}
         if self.built is not None:
             described["built"] = self.built
+        if self.kernels is not None:
+            described["kernels"] = self.kernels
         description = np.frombuffer(json.dumps(described).encode(), np.uint8)
         with io.BytesIO() as buffer:
             named: dict[str, Any] = {str(index): array for index, array in enumerate(arrays)}
@@ -220,8 +224,8 @@ class Content(NamedTuple):
         values = {name: [_value(next(cut), whole) for _ in variables] for name, variables in described["names"].items()}
         callbacks = {name: decode(state, arrays) for name, state in described["callbacks"].items()}
         files = [ShardFile(*file) for file in shards["files"]]
-        built = described.get("built")
-        return cls(values, described["names"], callbacks, described["steps"], files, shards["replicas"], built)
+        rest = described.get("built"), described.get("kernels")
+        return cls(values, described["names"], callbacks, described["steps"], files, shards["replicas"], *rest)
 
     def check_fits(self, section: str, variables: list[keras.Variable], source: object) -> None:
         """Raises a `ValueError` that names the first variable without a matching value."""

@@ -1,0 +1,45 @@
+"""What the last bits of a computation depend on beside the program: the processor, its threads and its kernels."""
+
+import os
+import platform
+from pathlib import Path
+
+import tensorflow as tf
+
+_CPU_INFO = Path("/proc/cpuinfo")
+THREADS = "TF_NUM_INTRAOP_THREADS"
+
+
+def describe_kernels() -> dict[str, str]:
+    """The kind of processor, the threads of an operation, the GPUs, and the libraries, in words."""
+    gpus = tf.config.list_physical_devices("GPU")
+    names = [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus]
+    return {
+        "processor": _processor(),
+        "threads of an operation": str(_threads()),
+        "GPUs": ", ".join(sorted(set(names))) or "none",
+        "oneDNN": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as installed"),
+        "tensorflow": tf.__version__,
+    }
+
+
+def differences(here: dict[str, str], there: dict[str, str]) -> str:
+    """What differs between two descriptions, in words."""
+    names = [name for name in here if here[name] != there.get(name)]
+    return "; ".join(f"{name}: {there.get(name, 'unknown')} there, {here[name]} here" for name in names)
+
+
+def _processor() -> str:
+    if _CPU_INFO.is_file():
+        lines = _CPU_INFO.read_text(errors="replace").splitlines()
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        if models:
+            return models[0]
+    return platform.processor() or platform.machine()
+
+
+def _threads() -> int:
+    """How many threads an operation of TensorFlow's may take on the CPU."""
+    if stated := tf.config.threading.get_intra_op_parallelism_threads() or int(os.environ.get(THREADS) or 0):
+        return stated
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
