@@ -21,9 +21,9 @@ MOST_PARTS = 1024
 
 
 def check_parts(deterministic: object) -> int:
-    """The argument `deterministic`: the number of parts of a batch, 8 for `True`, and 0 for `False`."""
+    """The argument `deterministic`: the number of parts of a batch, 8 for `True`; or `False`."""
     parts = check_integer("deterministic", deterministic, least=2, most=MOST_PARTS, also=(True, False), example=8)
-    return {True: 8, False: 0}[parts] if isinstance(parts, bool) else parts
+    return 8 if parts is True else parts
 
 
 def check_inner_optimizer(inner_optimizer: keras.optimizers.Optimizer | str | Config) -> keras.optimizers.Optimizer:

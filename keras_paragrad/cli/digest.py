@@ -6,7 +6,7 @@ from keras_paragrad.arguments import quote
 from keras_paragrad.cli.parser import add_examples, complete_paths, refuse
 from keras_paragrad.cli.waiting import Say, while_waiting
 
-_PAGE = "guides/elastic"
+_PAGE = "guides/deterministic"
 _DIFFER = 3
 
 

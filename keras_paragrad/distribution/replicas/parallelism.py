@@ -142,9 +142,10 @@ class ReplicaPreparation(Preparation):
         if split is None:
             split = FixedParts(parts, self._normalization(weighting))
         if not isinstance(split, FixedParts) or split.parts != parts:
+            cuts = split.normalize.divider.configured_by
             raise ValueError(
-                f"The batches of {model.name!r} are cut into slices already, which deterministic={parts} does too. "
-                f"Write microbatch(model, size, deterministic={parts}), or leave microbatch out."
+                f"{cuts} cuts the batches of {model.name!r} already, into other parts than deterministic={parts}. Leave "
+                f"one of the two out; of microbatch, write microbatch(model, size, deterministic={parts})."
             )
         split = split.on_replicas(replicas, prove=prove, by_xla=by_xla)
         StepBuilder.of(model).fill(split=split)
