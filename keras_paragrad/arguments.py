@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+# Of a batch in deterministic training.
+MOST_PARTS = 1024
 LARGEST = 2**63 - 1
 _NAME_BYTES, _PATH_BYTES = 255, 4096
 _MOST_ITEMS = 10_000

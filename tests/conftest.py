@@ -135,6 +135,13 @@ def _fresh_keras(request):
     keras.utils.set_random_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _kernels_chosen_as_before():
+    yield
+    # Of a process, and Keras turns XLA off then.
+    graphs.leave_determinism()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _memory_given_back():
     yield

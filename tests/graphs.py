@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import os
+import sys
 import threading
 
 # At a time, in a thread.
@@ -24,6 +25,15 @@ def leave_unoptimized(optimized: bool = False) -> None:
         _note_short_stacks()
     left_out = not optimized and "GRAPPLER" not in os.environ
     tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": left_out})
+
+
+def leave_determinism() -> None:
+    """Has operations run as TensorFlow has them by default, after a test of deterministic training."""
+    if "tensorflow" in sys.modules:
+        from tensorflow.python.framework import config
+
+        if config.is_op_determinism_enabled():
+            config.disable_op_determinism()
 
 
 @functools.cache

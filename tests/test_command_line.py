@@ -136,7 +136,7 @@ def test_report_refuses_what_is_no_path(words, capsys):
 
 COMPLETED = {
     "la": ["launch"],
-    "": ["completions", "docs", "doctor", "estimate", "explain", "launch", "report"],
+    "": ["completions", "digest", "docs", "doctor", "estimate", "explain", "launch", "report"],
     "--ver": ["--version"],
     "launch --wo": ["--workers", "--workers-per-node"],
     "launch --workers ": [],
@@ -182,7 +182,7 @@ def test_without_a_command_the_help_is_printed(capsys):
     assert "explain" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["docs", "doctor", "estimate", "explain", "launch", "report"])
+@pytest.mark.parametrize("command", ["digest", "docs", "doctor", "estimate", "explain", "launch", "report"])
 def test_help_has_examples_and_what_shows_its_page(command, capsys):
     with pytest.raises(SystemExit):
         main([command, "--help"])

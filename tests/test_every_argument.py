@@ -177,6 +177,7 @@ OPTIONS = {
     "warmup_steps": ZERO,
     "exact": FLAG,
     "prove": FLAG,
+    "deterministic": FLAG | (COUNT - taken("1")),
     "weighting": WEIGHTING,
     "shard_policy": AUTO,
     "pack_bytes": ZERO | COUNT | LARGE | NONE,
@@ -415,6 +416,7 @@ PUBLIC = {
             "cache": FLAG | PATH,
             "prefetch": FLAG | COUNT | LARGE,
             "seed": ZERO | COUNT | LARGE | NONE,
+            "parts": COUNT | LARGE | NONE,
         },
         {"strategy": tf.distribute.get_strategy(), "x": ROWS, "y": TARGETS},
         costs=True,
@@ -456,7 +458,13 @@ PUBLIC = {
     ),
     "microbatch": Called(
         keras_paragrad.microbatch,
-        {"model": NOTHING, "size": COUNT | AUTO, "weighting": WEIGHTING, "prove": FLAG},
+        {
+            "model": NOTHING,
+            "size": COUNT | AUTO,
+            "weighting": WEIGHTING,
+            "prove": FLAG,
+            "deterministic": FLAG | (COUNT - taken("1")),
+        },
         {"model": model, "size": 4},
     ),
     "normalize_inputs": Called(

@@ -5,7 +5,7 @@ import warnings
 
 import keras
 
-from keras_paragrad.arguments import check_integer, refusal
+from keras_paragrad.arguments import MOST_PARTS, check_integer, refusal
 from keras_paragrad.compat.model import other_optimizers, overrides_train_step
 from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator, unwrap_loss_scale
 from keras_paragrad.compat.types import Config
@@ -16,8 +16,6 @@ WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
 SLICE_WEIGHTINGS = tuple(each for each in WEIGHTINGS if each != "uniform")
 TAILS = ("flush", "carry", "drop")
 ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
-
-MOST_PARTS = 1024
 
 
 def check_parts(deterministic: object) -> int:

@@ -6,7 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from keras_paragrad.arguments import LARGEST, quote
+from keras_paragrad.arguments import LARGEST, MOST_PARTS, quote
 from keras_paragrad.cli.parser import add_examples, integer, number, refuse
 from keras_paragrad.cli.waiting import while_waiting
 from keras_paragrad.distribution.decisions import (
@@ -103,6 +103,8 @@ def _add_options(group: Any) -> None:
     option("--inexact", dest="exact", action="store_false", help="exact=False: need not be the step of one device")
     option("--weighting", choices=WEIGHTINGS, help="what a compute_loss of your own divides by")
     option("--unproved", dest="prove", action="store_false", help="prove=False: the first batch proves nothing")
+    parts = integer(2, MOST_PARTS)
+    option("--deterministic", type=parts, metavar="PARTS", help="the same bits on any number of devices")
     option("--shard-policy", choices=SHARD_POLICIES, help="how workers share the data")
     option("--shard", choices=SHARDS[1:], help="what each replica holds a shard of")
     option("--min-shard-bytes", type=integer(1, LARGEST), metavar="BYTES", help="smaller variables stay whole")

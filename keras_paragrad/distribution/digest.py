@@ -126,8 +126,11 @@ def _joined(directory: Path, files: Any, replicas: int, variable: VariableInShar
 
 
 def _values_of_archive(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
-    with zipfile.ZipFile(path) as archive, archive.open("model.weights.h5") as file:
-        yield from _values_of_h5(file)
+    with zipfile.ZipFile(path) as archive:
+        if "model.weights.h5" not in archive.namelist():
+            raise ValueError(f"{str(path)!r} is an archive without weights. Name {_KINDS}.")
+        with archive.open("model.weights.h5") as file:
+            yield from _values_of_h5(file)
 
 
 def _values_of_h5(file: Any) -> Iterator[tuple[str | None, np.ndarray]]:

@@ -236,7 +236,7 @@ class DistributedFit(InNotebooks):
         check_same_training(workers, all_or_none(workers, lambda: describe_training(model, options, arguments)))
         check_same_weights(workers, model)
 
-    @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy"])
+    @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy", "parts"])
     def dataset(self, x: FitData, y: FitData = None, sample_weight: FitData = None, **options: Any) -> DistributedData:
         """Data for `fit`, `evaluate` or `predict` of a prepared model, each batch divided among the replicas.
 
@@ -275,7 +275,7 @@ class DistributedFit(InNotebooks):
         """
         return [Backup(directory, every, keep, on_sigterm, delete_when_done=delete_when_done, background=background)]
 
-    @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy"])
+    @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy", "parts"])
     def fit(
         self,
         model: keras.Model,

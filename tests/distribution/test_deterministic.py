@@ -31,6 +31,7 @@ def of(digest: Digest) -> tuple[str | None, ...]:
     return digest[:3]
 
 
+@pytest.mark.grappler
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits_in_any_world(kind):
     one, history = train(world(1), kind)

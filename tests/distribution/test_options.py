@@ -27,6 +27,7 @@ def test_nothing_has_to_be_said():
         "exact": True,
         "weighting": "auto",
         "prove": True,
+        "deterministic": False,
         "shard_policy": "auto",
         "pack_bytes": None,
         "startup_timeout": 60.0,

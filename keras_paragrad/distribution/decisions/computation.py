@@ -38,6 +38,9 @@ def decide_jit(
         return Decision(name, form, "requested", evidence, "jit=False")
     if options.jit is False:
         return Decision(name, "none", "requested", evidence, "jit=True")
+    if options.deterministic:
+        reason = "deterministic training has the same bits with XLA nowhere, or everywhere"
+        return Decision(name, "none", reason, "what XLA computes differs in the last bits", "jit=True")
     # A strategy that was passed is assumed to use the GPUs, if there are any.
     kind = kind_of_device(devices[0]) if devices else "GPU" if hardware.of_kind("GPU") else "CPU"
     if not gains_from_xla(kind):

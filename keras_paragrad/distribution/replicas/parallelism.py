@@ -144,7 +144,7 @@ class ReplicaPreparation(Preparation):
         if not isinstance(split, FixedParts) or split.parts != parts:
             cuts = split.normalize.divider.configured_by
             raise ValueError(
-                f"{cuts} cuts the batches of {model.name!r} already, into other parts than deterministic={parts}. Leave "
+                f"{cuts} cuts the batches of {model.name!r} already, and deterministic={parts} cuts them too. Leave "
                 f"one of the two out; of microbatch, write microbatch(model, size, deterministic={parts})."
             )
         split = split.on_replicas(replicas, prove=prove, by_xla=by_xla)
