@@ -32,7 +32,7 @@ def print_step(name: str, replicas: int, parts: int) -> None:
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * replicas)
     devices = [f"CPU:{index}" for index in range(replicas)]
-    options = {"deterministic": parts, "jit": False}
+    options = {"deterministic": parts or False, "jit": False}
     dist = DistributedFit("mirrored", devices, **options) if replicas > 1 else DistributedFit("none", **options)
     with dist.scope():
         model = model_of(name)
