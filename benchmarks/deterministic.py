@@ -24,8 +24,10 @@ BATCH, STEPS, TURNS = 128, 60, 3
 def print_step(name: str, replicas: int, parts: int) -> None:
     """Runs in a process of its own: the median of the milliseconds between the ends of two steps."""
     import keras
+    import numpy as np
     import tensorflow as tf
-    from models import batch_of, endless, model_of
+    from models import endless, model_of
+    from sizes import TOKENS, WORDS
 
     from keras_paragrad import DistributedFit
 
@@ -39,7 +41,10 @@ def print_step(name: str, replicas: int, parts: int) -> None:
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), jit_compile=False)
     ends: list[float] = []
     clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
-    data = endless(*batch_of(name, BATCH))
+    draw, shape = np.random.default_rng(0), {"mlp": (784,), "cnn": (28, 28, 1), "transformer": (TOKENS,)}[name]
+    words = draw.integers(0, WORDS, (BATCH, *shape)).astype("int32")
+    x = words if name == "transformer" else draw.normal(size=(BATCH, *shape)).astype("float32")
+    data = endless(x, draw.integers(0, 10, BATCH))
     dist.fit(model, data, steps_per_epoch=STEPS, verbose=0, callbacks=[clock])
     # The first ones trace, and fill a pipeline.
     print(1e3 * statistics.median(late - early for early, late in itertools.pairwise(ends[10:])))
