@@ -19,7 +19,7 @@ ROWS, BATCH_SIZE = 139, 64
 def build_model(kind: str) -> keras.Model:
     if kind == "dense":
         inputs = keras.Input((6,))
-        x = layers.Dropout(0.3)(layers.Dense(16, activation="tanh")(inputs))
+        x = layers.Dropout(0.3)(layers.Dense(16, activation="tanh", kernel_regularizer="l2")(inputs))
     elif kind == "convolutions":
         inputs = keras.Input((8, 8, 3))
         x = layers.GroupNormalization(4)(layers.Conv2D(8, 3, activation="relu")(inputs))

@@ -98,6 +98,21 @@ def test_prepared_models_are_trained_alike():
     assert of(train(world(1), "dense", prepared=True)[0]) == of(train(world(2), "dense")[0])
 
 
+def test_batches_that_are_given_one_by_one():
+    """By `train_on_batch`, of 21 rows, which two replicas and eight parts don't divide; outputs are regularized."""
+    digests = []
+    for replicas in (1, 2):
+        dist, (x, y) = world(replicas), make_data("dense")
+        with dist.scope():
+            keras.utils.set_random_seed(1)
+            outputs = layers.Dense(5, activity_regularizer="l2")
+            model = compile_model(keras.Sequential([keras.Input((6,)), layers.Dropout(0.3), outputs]))
+        dist.prepare(model)
+        logs = [str(model.train_on_batch(x[start : start + 21], y[start : start + 21])) for start in range(0, 84, 21)]
+        digests.append([*of(digest_of(model)), logs])
+    assert digests[0] == digests[1]
+
+
 def test_parts_draw_numbers_of_their_own():
     """With dropout of all but a few values, equal rows in all parts would give all parts one gradient."""
     dist, x = world(1), np.ones((64, 32), "float32")

@@ -46,7 +46,8 @@ def follow_data_order(model: keras.Model, *, follow: bool) -> None:
 def checksum_of_part(data: Batch, number: tf.Tensor) -> tf.Tensor:
     """A checksum of the values in a part of a batch, of their places, and of the part's number: two int64 numbers."""
     total = tf.zeros([], tf.int64)
-    for index, leaf in enumerate(tf.nest.flatten(data, expand_composites=True)):
+    present = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
+    for index, leaf in enumerate(present):
         values = _as_integers(leaf)
         places = tf.range(1, tf.size(values, tf.int64) + 1, dtype=tf.int64) * (2 * index + 1)
         total += tf.reduce_sum(_mixed(values) * _mixed(places))

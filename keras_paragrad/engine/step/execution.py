@@ -16,6 +16,7 @@ from keras_paragrad.compat.data import without_optionals
 from keras_paragrad.compat.model import begins_epoch
 from keras_paragrad.compat.private import NO_INLINE, reduce_per_replica
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
+from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
 from keras_paragrad.engine.division.first_batch import Conclusion, FirstBatchProof
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
@@ -172,7 +173,7 @@ def compile_steps(
     def compile_alike(steps: Sequence[Step]) -> tuple[Execute, Execute]:
         """Runs batches of tensors, and others."""
         compiled = [CompiledStep(model, step, take, guard, by_xla, on_mesh) for step in steps]
-        by_host = _by_host(model, compiled, proof, cuts=take is not None)
+        by_host = _by_host(model, compiled, proof, take)
         return _in_graph(model, compiled) if in_graph else by_host, by_host
 
     plain = compile_alike(steps)
@@ -287,15 +288,16 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
 
 
 def _by_host(
-    model: keras.Model, steps: Sequence[CompiledStep], proof: FirstBatchProof | None, *, cuts: bool
+    model: keras.Model, steps: Sequence[CompiledStep], proof: FirstBatchProof | None, take: Take | None
 ) -> Execute:
     """Runs batches one by one: TensorFlow can't run collectives inside `tf.cond`."""
     strategy = model.distribute_strategy
+    parts = take.ordered.parts if take and take.ordered else None
 
     def take_next(iterator: BatchIterator) -> Batch:
         # A Python iterator of `train_on_batch` or `test_on_batch`.
         batch = next(iterator)
-        return divide_batch(strategy, batch) if cuts and strategy.num_replicas_in_sync > 1 else batch
+        return divide_batch(strategy, batch, parts) if take and strategy.num_replicas_in_sync > 1 else batch
 
     def execute(iterator: BatchIterator, updates: list[bool]) -> StepLogs | None:
         logs = None
@@ -311,9 +313,9 @@ def _by_host(
     return execute
 
 
-def divide_batch(strategy: tf.distribute.Strategy, batch: Batch) -> Batch:
-    """Divides a batch among the replicas, in their order: `PerReplica` values that differ by at most one row."""
-    replicas = strategy.num_replicas_in_sync
+def divide_batch(strategy: tf.distribute.Strategy, batch: Batch, parts: int | None = None) -> Batch:
+    """Divides a batch among the replicas, in their order; `parts` as in `ReplicaPlacement`."""
+    placement = replica_placement(strategy, parts)
 
     def divide(leaf: Any) -> tf.distribute.DistributedValues | None:
         if leaf is None:
@@ -321,7 +323,7 @@ def divide_batch(strategy: tf.distribute.Strategy, batch: Batch) -> Batch:
         whole = leaf if isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)) else tf.convert_to_tensor(leaf)
 
         def part(context: tf.distribute.experimental.ValueContext) -> Any:
-            return _rows_of_replica(whole, int(context.replica_id_in_sync_group), replicas)
+            return _rows_of_replica(whole, int(context.replica_id_in_sync_group), placement)
 
         return strategy.experimental_distribute_values_from_function(part)
 
@@ -337,10 +339,10 @@ def predict_on_batch(model: keras.Model, x: Structure) -> Structure:
     )
 
 
-def _rows_of_replica(whole: Any, number: int, parts: int) -> Any:
-    """One of `parts` consecutive, nearly equal parts of a batch's rows."""
+def _rows_of_replica(whole: Any, number: int, placement: ReplicaPlacement) -> Any:
+    """The rows of a batch that a replica gets."""
     rows = int(whole.nrows() if isinstance(whole, tf.RaggedTensor) else whole.shape[0])
-    start, stop = (index * (rows // parts) + min(index, rows % parts) for index in (number, number + 1))
+    start, stop = (placement.first_row(rows, replica) for replica in (number, number + 1))
     if isinstance(whole, tf.SparseTensor):
         rest = list(whole.shape[1:])
         return tf.sparse.slice(whole, [start, *(0 for _ in rest)], [stop - start, *rest])

@@ -234,13 +234,24 @@ class RecordingScope(keras.StatelessScope):
     assigned: dict[int, keras.Variable]
 
     def __enter__(self) -> "RecordingScope":
-        self.assigned = {}
+        self.assigned, self._reads = {}, False
         super().__enter__()
         return self
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         self.assigned[id(update[0])] = update[0]
         super().add_update(update)
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
+        value = super().get_current_value(variable)
+        if value is not None or self._reads or variable.regularizer is None:
+            return value
+        # Keras asks a stateless scope for weights with a regularizer, and these aren't mapped.
+        self._reads = True
+        try:
+            return variable.value
+        finally:
+            self._reads = False
 
 
 def _seed_of_part(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:

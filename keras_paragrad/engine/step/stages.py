@@ -150,6 +150,11 @@ class OrderedSplit(Protocol):
     """What a filler of the *split* stage also has if it sums over the replicas itself, in a fixed order."""
 
     @property
+    def parts(self) -> int:
+        """The number of parts of a batch, of which each replica computes some whole."""
+        ...
+
+    @property
     def sums_replicas(self) -> bool:
         """True: the gradient, losses and weight are the whole batch's on the first replica, and zero on the others."""
         ...
