@@ -185,7 +185,9 @@ def soak() -> str:
     """What trainings came to whose workers and machines were lost and came."""
     (rows,) = saved("soak").values()
     head = ["", "trainings", "disturbances", "worlds", "largest difference"]
-    return table(head, [[*(row[name] for name in ["", *head[1:4]]), f"{row['error']:.0e}"] for row in rows])
+    errors = [f"{row['error']:.0e}".replace("0e+00", "0") for row in rows]
+    cells = zip(rows, errors, strict=True)
+    return table(head, [[*(row[name] for name in ["", *head[1:4]]), error] for row, error in cells])
 
 
 def worlds() -> str:

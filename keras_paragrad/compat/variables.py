@@ -105,7 +105,7 @@ def assign_sum(variable: keras.Variable, value: Any) -> None:
         variable.assign(value)
         return
     value = tf.cast(value, distributed.dtype)
-    # The zero that changes no sum, and that an open window's weight has: +0.0 is that of a window not begun.
+    # -0.0 changes no sum, and marks the weight of an open window; +0.0 marks a window that has not begun.
     others = tf.where(tf.equal(value, 0), value, -tf.zeros_like(value)) if value.dtype.is_floating else value * 0
     has_first = replica_placement(distributed.distribute_strategy).first == 0
     for index, local in enumerate(distributed.values):

@@ -24,7 +24,7 @@ _KINDS = "a directory of backups, a backup, a .keras or .weights.h5 file, or a t
 
 
 class Digest(NamedTuple):
-    """SHA-256 of the values that training leaves, in hexadecimal; of none of a kind, `None`.
+    """SHA-256 of the values that training leaves, in hexadecimal; `None` where there are no values of a kind.
 
     It depends on the values, their shapes and dtypes, and not on names or the kind of file.
 
@@ -41,7 +41,7 @@ class Digest(NamedTuple):
     source: str
 
     def lines(self) -> list[str]:
-        """The digests in words, a line each."""
+        """The digests with their names, one on a line."""
         named = {_WEIGHTS: self.weights, _OPTIMIZER: self.optimizer, _DATA: self.data_order}
         return [f"{name:<12}{value or 'not in it'}" for name, value in named.items()]
 
@@ -50,8 +50,8 @@ def digest_of(source: keras.Model | str | os.PathLike[str]) -> Digest:
     """The digest of a model, or of a file that holds its state.
 
     Args:
-        source: A built model; or a directory of backups, of which the newest counts, a backup, a `.keras` or
-            `.weights.h5` file, or the prefix of a `tf.train.Checkpoint`.
+        source: A built model; or the newest backup in a directory, a backup, a `.keras` or `.weights.h5` file, or the
+            prefix of a `tf.train.Checkpoint`.
 
     Raises:
         ValueError: There is nothing of these kinds there. The message says what there is.
@@ -73,7 +73,7 @@ def digest_of(source: keras.Model | str | os.PathLike[str]) -> Digest:
     return _digest_of_values(values, str(path))
 
 
-# Each value, with what it is of.
+# Values, with their kinds.
 Values = Iterable[tuple[str | None, np.ndarray]]
 
 
@@ -83,12 +83,12 @@ def _digest_of_values(values: Values, source: str) -> Digest:
         head = f"{value.dtype.name} {value.shape} ".encode()
         digests.setdefault(kind, []).append(hashlib.sha256(head + np.ascontiguousarray(value).tobytes()).digest())
     # In the order of their digests: files of different kinds have different orders and names.
-    sums = {kind: hashlib.sha256(b"".join(sorted(each))).hexdigest() for kind, each in digests.items()}
+    sums = {kind: hashlib.sha256(b"".join(sorted(values))).hexdigest() for kind, values in digests.items()}
     return Digest(sums.get(_WEIGHTS), sums.get(_OPTIMIZER), sums.get(_DATA), source)
 
 
 def _kind_of(name: str, kind: str | None = None) -> str | None:
-    """What a variable is of, by its path; `None` for seeds, which Keras's own files leave out."""
+    """The kind of a variable, by its path; `None` for seeds, which Keras's own files leave out."""
     parts = name.split("/")
     if SEED_STATE in parts or parts[0] == "save_counter":
         return None
@@ -118,10 +118,10 @@ def _values_of_backup(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
 
 def _joined(directory: Path, files: Any, replicas: int, variable: VariableInShards) -> np.ndarray:
     """A variable from the shards of all workers."""
-    each = replicas // len(files)
-    bytes_of_worker = each * variable.size * variable.dtype.itemsize
-    parts = [read_shards(directory, ShardFile(*file), each * variable.begin, bytes_of_worker) for file in files]
-    flat = np.concatenate(parts).view(variable.dtype)
+    of_worker = replicas // len(files)
+    size = of_worker * variable.size * variable.dtype.itemsize
+    shards = [read_shards(directory, ShardFile(*file), of_worker * variable.begin, size) for file in files]
+    flat = np.concatenate(shards).view(variable.dtype)
     return flat[: math.prod(variable.shape)].reshape(variable.shape)
 
 
@@ -136,12 +136,12 @@ def _values_of_archive(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
 def _values_of_h5(file: Any) -> Iterator[tuple[str | None, np.ndarray]]:
     import h5py
 
-    found: list[tuple[str | None, np.ndarray]] = []
+    names: list[str] = []
     with h5py.File(file, "r") as weights:
-        weights.visititems(
-            lambda name, item: found.append((_kind_of(name), item[()])) if isinstance(item, h5py.Dataset) else None
-        )
-    yield from found
+        weights.visit(names.append)
+        for name in names:
+            if isinstance(dataset := weights[name], h5py.Dataset):
+                yield _kind_of(name), dataset[()]
 
 
 def _values_of_checkpoint(path: Path) -> tuple[Path, Values]:

@@ -136,7 +136,7 @@ class PartFunction:
         sums = PartSums(gradients, weight, gradient.sums.vector, added, changes, tf.constant(1.0), read)
         if nonempty is None:
             return sums
-        return keras.tree.map_structure(lambda each: tf.where(nonempty, each, tf.zeros_like(each)), sums)
+        return keras.tree.map_structure(lambda tensor: tf.where(nonempty, tensor, tf.zeros_like(tensor)), sums)
 
     def _weighted(self, gradients: Gradients, weight: tf.Tensor) -> list[tf.Tensor]:
         """Dense gradients times the weight of the part, where there are any."""
@@ -222,8 +222,8 @@ class PartFunction:
         factor = tf.math.reciprocal_no_nan(divisor)
         variables = [self.variables[index] for index in self._present]
         means = [
-            each if is_overwritten(variable) else scale_gradient(each, factor) + tf.zeros([], each.dtype)
-            for each, variable in zip(total, variables, strict=True)
+            gradient if is_overwritten(variable) else scale_gradient(gradient, factor) + tf.zeros([], gradient.dtype)
+            for gradient, variable in zip(total, variables, strict=True)
         ]
         return [tf.cast(mean, variable.dtype) for mean, variable in zip(means, variables, strict=True)]
 
@@ -261,7 +261,7 @@ def _seed_of_part(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
 
 
 def _change(variable: keras.Variable, start: Any, after: Any, number: tf.Tensor) -> tf.Tensor:
-    """How a part changes a state; of counters and seeds, which all parts change alike, the first part's change."""
+    """How a part changes a state. All parts change counters and seeds alike, so the first part's change counts."""
     change = tf.convert_to_tensor(after) - tf.convert_to_tensor(start)
     if _is_averaged(variable) or variable.aggregation == "sum":
         return change
@@ -269,7 +269,7 @@ def _change(variable: keras.Variable, start: Any, after: Any, number: tf.Tensor)
 
 
 def _is_averaged(variable: keras.Variable) -> bool:
-    """Whether the changes of a state by parts are averaged, as those of batch normalization are."""
+    """Whether a state is averaged over parts, as the moving statistics of batch normalization are."""
     return variable.aggregation == "mean" and tf.as_dtype(variable.dtype).is_floating
 
 
@@ -277,8 +277,8 @@ def gather_from_replicas(sums: PartSums) -> list[PartSums]:
     """The sums of all replicas, in order, on each of them: a sum with zeros moves bits and changes none."""
     tensors = keras.tree.flatten(sums)
     rows = [
-        tf.stack([each if replica == replica_index() else tf.zeros_like(each) for replica in range(replica_count())])
-        for each in tensors
+        tf.stack([part if replica == replica_index() else tf.zeros_like(part) for replica in range(replica_count())])
+        for part in tensors
     ]
     gathered = sum_over_replicas(rows)
     by_replica = zip(*(tf.unstack(each, replica_count()) for each in gathered), strict=True)
