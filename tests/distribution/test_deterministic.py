@@ -98,6 +98,16 @@ def test_prepared_models_are_trained_alike():
     assert of(train(world(1), "dense", prepared=True)[0]) == of(train(world(2), "dense")[0])
 
 
+def test_rows_of_embeddings_are_summed_with_a_word(caplog):
+    dist = world(1)
+    with dist.scope():
+        model = keras.Sequential([keras.Input((7,), dtype="int32"), layers.Embedding(20, 8), layers.Flatten()])
+        model.compile("adam", "mse")
+    with caplog.at_level("INFO", logger="keras_paragrad"):
+        dist.fit(model, np.ones((16, 7), "int32"), np.ones((16, 56)), verbose=0)
+    assert "the gradients of all lookups of a row are summed" in caplog.text
+
+
 def test_batches_that_are_given_one_by_one():
     """By `train_on_batch`, of 21 rows, which two replicas and eight parts don't divide; outputs are regularized."""
     digests = []

@@ -14,7 +14,7 @@ from keras_paragrad.compat.collectives import (
     sum_over_replicas,
 )
 from keras_paragrad.compat.model import all_variables, step_metrics
-from keras_paragrad.compat.optimizer import unwrap_loss_scale
+from keras_paragrad.compat.optimizer import say_rows_are_summed, unwrap_loss_scale
 from keras_paragrad.compat.types import Batch, Gradients, Structure
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
@@ -142,6 +142,8 @@ class PartFunction:
         """Dense gradients times the weight of the part, where there are any."""
         self._present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         factor = weight / self._share
+        for index in self._present:
+            say_rows_are_summed(self.model.optimizer, [gradients[index]], [self.variables[index]])
         dense: list[Any] = [tf.convert_to_tensor(cast(Any, gradients[index])) for index in self._present]
         return [
             accumulate_gradient(self.variables[index], None, gradient, factor)
