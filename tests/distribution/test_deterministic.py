@@ -15,6 +15,7 @@ from keras_paragrad.cli.main import main
 from keras_paragrad.distribution import Pipeline, kernels
 from keras_paragrad.distribution.digest import Digest, digest_of
 from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.part_function import PartFunction, PartSums
 
 layers = keras.layers
@@ -139,7 +140,7 @@ def test_parts_draw_numbers_of_their_own():
 
 def test_batch_statistics_of_fewer_rows_than_parts():
     """Five rows are five parts, whose statistics are averaged, without those of the three empty parts."""
-    dist, x = world(1), np.arange(20, dtype="float32").reshape(5, 4)
+    dist, x = world(1), np.random.default_rng(0).normal(size=(5, 4)).astype("float32")
     with dist.scope():
         model = keras.Sequential([keras.Input((4,)), layers.BatchNormalization(momentum=0.5), layers.Dense(1)])
         model.compile("sgd", "mse")
@@ -267,7 +268,25 @@ class DrawingWithoutSeed(layers.Layer):
         return x + keras.random.normal(keras.ops.shape(x))
 
 
+class Averaging(layers.Layer):
+    """Keeps a moving average of its inputs."""
+
+    def build(self, shape):
+        self.average = self.add_weight(shape=(), initializer="zeros", trainable=False)
+
+    def call(self, x):
+        self.average.assign(0.5 * self.average + 0.5 * keras.ops.mean(x))
+        return x
+
+
+def furthest(y, y_pred):
+    """A number of the whole batch, not of its examples."""
+    return keras.ops.max(keras.ops.abs(y - y_pred)) * keras.ops.ones_like(y[:, 0])
+
+
 REFUSED = {
+    "a state": (lambda: keras.Sequential([Averaging(), layers.Dense(1)]), "once a batch"),
+    "a weight assigned": (lambda: keras.Sequential([layers.SpectralNormalization(layers.Dense(1))]), "is trained"),
     "own step": (lambda: OwnStep(), "Override compute_loss"),
     "a variable of TensorFlow": (lambda: keras.Sequential([Counting(), layers.Dense(1)]), "state of counting"),
     "numbers of TensorFlow": (lambda: keras.Sequential([Drawing(), layers.Dense(1)]), "SeedGenerator"),
@@ -284,6 +303,31 @@ def test_refused_models(name):
         model.compile("sgd", "mse")
     with pytest.raises((IndivisibleError, ValueError), match=advice):
         dist.fit(model, x, x[:, :1], verbose=0)
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_refused_metrics(method):
+    dist, x = world(1), np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+    with dist.scope():
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+        model.compile("sgd", "mse", metrics=[furthest])
+    dist.prepare(model)
+    with pytest.raises(ValueError, match="furthest"):
+        getattr(model, method)(x, x[:, :1], verbose=0)
+
+
+def test_prepared_again_with_other_arguments():
+    """The last `DistributedFit` counts, whatever an earlier one has filled."""
+    model = compile_model(build_model("dense"))
+    x, y = make_data("dense")
+    for parts in (8, 4):
+        dist = DistributedFit("none", deterministic=parts, weighting="examples" if parts == 8 else "auto")
+        dist.fit(model, x, y, batch_size=64, verbose=0)
+        split = StepBuilder.of(model).stages.split
+        assert (split.parts, split.normalize.weighting) == (parts, dist.options.weighting)
+    dist.prepare(model).undo()
+    assert StepBuilder.of(model).stages.split is None
+    assert "data_order" not in vars(model.optimizer)
 
 
 def test_refused_together():

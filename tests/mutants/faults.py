@@ -535,8 +535,8 @@ _DISTRIBUTION = [
     _fault(
         "deterministic training averages the changes of states over parts that have no rows",
         "engine/step/part_function.py",
-        "change = change / tf.cast(total.parts, change.dtype) if _is_averaged(variable) else change",
-        "change = change / tf.cast(8, change.dtype) if _is_averaged(variable) else change",
+        "change = change if is_seed(variable) else change / tf.cast(total.parts, change.dtype)",
+        "change = change if is_seed(variable) else change / tf.cast(8, change.dtype)",
         "distribution/test_deterministic.py::test_batch_statistics_of_fewer_rows_than_parts",
     ),
     _fault(

@@ -107,7 +107,8 @@ class ReplicaPreparation(Preparation):
             deferred_refusal.check(model)
         elif normalize:
             normalize.check(model)
-            self._warn_of_batch_statistics()
+            if not parts:
+                self._warn_of_batch_statistics()
         # Keras turns XLA off in models where determinism is on; parts are compiled nevertheless, if asked for.
         if jit is not None and not parts:
             self.set_jit_compile(jit)
@@ -139,7 +140,7 @@ class ReplicaPreparation(Preparation):
             )
         warn_of_batch_statistics(model)
         split = StepBuilder.of(model).stages.split
-        if split is None:
+        if split is None or split.normalize.divider is DIVIDER:
             split = FixedParts(parts, self._normalization(weighting))
         if not isinstance(split, FixedParts) or split.parts != parts:
             cuts = split.normalize.divider.configured_by

@@ -85,7 +85,8 @@ class FirstBatchProof:
     def _prove_rest(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
         """Proves states and metrics, once they are built, and measures batch statistics."""
         _prove_states(self.model, data, size, normalize)
-        _prove_metrics(self.model, data, size, parts)
+        summed = self.stages.sums_replicas or self.model.distribute_strategy.num_replicas_in_sync > 1
+        _prove_metrics(self.model, data, size, parts, summed=summed)
         _measure_statistics(self.model, data, size, parts, normalize)
 
     def _measure_equal_weights(self, data: Batch, size: int, parts: int) -> None:
@@ -159,16 +160,15 @@ def _prove_states(model: keras.Model, data: Batch, size: int, normalize: LossNor
         warn_once(model, states_refusal(names, divider))
 
 
-def _prove_metrics(model: keras.Model, data: Batch, size: int, parts: int) -> None:
-    """Refuses metrics whose results differ on replicas; warns if results differ in slices or windows."""
-    replicas = model.distribute_strategy.num_replicas_in_sync > 1
+def _prove_metrics(model: keras.Model, data: Batch, size: int, parts: int, *, summed: bool) -> None:
+    """Refuses metrics whose results differ if states of parts are summed; else warns of these."""
     if metrics_are_known(model):
         return
-    differences = find_metric_differences(model, data, size, parts, on_replicas=replicas)
+    differences = find_metric_differences(model, data, size, parts, on_replicas=summed)
     if not differences:
         return
     message = f"{'; '.join(map(str, differences))}. {USE_SUMS}"
-    if replicas:
+    if summed:
         _refuse(f"{message} {TRAIN_ANYWAY}")
     warn_once(model, message)
 

@@ -58,10 +58,16 @@ def mixing_reasons(
     return " ".join(problems.wrong) or None
 
 
-def check_metrics(model: keras.Model, batch: LossArguments) -> None:
-    """Refuses metrics whose results would differ from those of one device; warns of those that depend on the split."""
+def check_metrics(model: keras.Model, batch: LossArguments, *, summed: bool = False) -> None:
+    """Refuses metrics whose results would differ from those of one device; warns of those that depend on the split.
+
+    States of parts are summed on several replicas, and everywhere if `summed`.
+    """
     arguments = {name: batch[name] for name in ("y", "y_pred", "sample_weight")}
-    problems = once_per_compile(("metrics",), model, arguments, lambda: _metric_problems(model, arguments))
+    summed = summed or replica_count() > 1
+    problems = once_per_compile(
+        ("metrics", summed), model, arguments, lambda: _metric_problems(model, arguments, summed=summed)
+    )
     if problems.wrong:
         raise ValueError(" ".join(problems.wrong))
     _warn(model, problems.inexact)
@@ -175,10 +181,9 @@ def _mixing_problems(
         )
 
 
-def _metric_problems(model: keras.Model, arguments: LossArguments) -> _Problems:
+def _metric_problems(model: keras.Model, arguments: LossArguments, *, summed: bool) -> _Problems:
     """Messages about metrics that depend on how a batch is split."""
-    on_replicas = replica_count() > 1
-    even, uneven = split_dependent_metrics(model, **arguments, on_replicas=on_replicas)
+    even, uneven = split_dependent_metrics(model, **arguments, on_replicas=summed)
     wrong, inexact = [], []
     if even:
         wrong.append(
@@ -189,6 +194,6 @@ def _metric_problems(model: keras.Model, arguments: LossArguments) -> _Problems:
             f"The results of the metrics {', '.join(uneven)} differ when a batch is split into parts of different "
             "sizes: they average one number per batch. Use a function that returns one value per example."
         )
-    if on_replicas and wrong:
+    if summed and wrong:
         return _Problems([f"{wrong[0]} {TRAIN_ANYWAY}"], inexact)
     return _Problems([], wrong + inexact)

@@ -16,6 +16,7 @@ from keras_paragrad.compat.model import overrides_predict_step, overrides_test_s
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.losses.log_reducer import run_custom_test_step
 from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result, update_metrics
+from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import arguments_of, compute_loss
 from keras_paragrad.engine.probes.comparing import compares_examples
@@ -39,7 +40,13 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
         replica_batch = ReplicaBatch.of(data)
         filled = replica_batch.filled(data)
         if take.ordered:
-            compute = functools.partial(_compute_losses, model, take=take)
+            normalize = take.ordered.normalize
+            if compares_examples(model, filled, normalize, training=False):
+                raise IndivisibleError(
+                    "The loss compares examples of different parts of a batch. Evaluate without deterministic: call "
+                    "undo() of what dist.prepare(model) returned."
+                )
+            compute = functools.partial(_compute_losses, model, take=Take(normalize))
             # A part is a function of its own, in which no weight can be gathered.
             with gather_before_pass(model):
                 sums = take.ordered.evaluate(model, replica_batch, filled, compute)

@@ -57,6 +57,8 @@ class Contribution(NamedTuple):
     @classmethod
     def of(cls, normalizer: Normalizer | None) -> "Contribution":
         """The contribution of a `Gradient` whose loss was divided by a normalizer; all count the same, if `None`."""
+        if normalizer is not None and normalizer.summed and normalizer.of_one_device:
+            return cls(1.0, normalizer.value, decay=0.0)
         if normalizer is None or normalizer.summed:
             return cls(1.0, 1.0 / replica_count(), decay=1.0 if normalizer is None else 0.0)
         value = tf.cast(normalizer.value, "float32")

@@ -18,7 +18,7 @@ from keras_paragrad.compat.optimizer import say_rows_are_summed, unwrap_loss_sca
 from keras_paragrad.compat.types import Batch, Gradients, Structure
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
-from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
 from keras_paragrad.engine.losses.sums import LossSums
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.probes.independence import check_metrics
@@ -68,9 +68,10 @@ class PartFunction:
         weights = set(map(id, self.variables))
         self.metrics = list(metrics.values())
         known = [each for each in all_variables(self.model) if id(each) not in weights and id(each) not in metrics]
-        # All states that a part may change, and those that it does.
+        # All states that a part may change: seeds, and statistics of batches. Then those that it does change.
         self.seeds = [each for each in known if is_seed(each)]
-        self.known = {id(each): each for each in known}
+        layers = layers_of_batch_statistics(self.model)
+        self.statistics = {id(each) for layer in layers for each in layer.non_trainable_variables if not is_seed(each)}
         self.states: list[keras.Variable] = []
         self._check()
         self._compute = in_function(self._sums, by_xla=context.by_xla)
@@ -115,13 +116,13 @@ class PartFunction:
         mapping += [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self.metrics]
         context = self.context._replace(weigh_replica=lambda weight: tf.constant(self._share))
         with as_one_replica(), RecordingScope(mapping, collect_losses=True) as scope:
+            scope.weights = set(map(id, self.variables))
             gradient, y_pred = self._run(context, data)
             batch = arguments_of(data, y_pred)
             if has_metrics(self.model):
                 update_metrics(self.model, batch)
             added = [tf.convert_to_tensor(scope.get_current_value(variable)) for variable in self.metrics]
-        if context.normalize is not None:
-            check_metrics(self.model, batch)
+        check_metrics(self.model, batch, summed=True)
         self._check_states(scope)
         assert gradient.weight is not None and gradient.sums is not None, "the split stage weights every part"
         self._last = gradient
@@ -155,11 +156,12 @@ class PartFunction:
         otherwise = f", or leave deterministic={self.parts} out."
         metrics = set(map(id, self.metrics))
         changed = [each for each in scope.assigned.values() if id(each) not in metrics]
-        if unknown := [each.path for each in changed if id(each) not in self.known]:
+        known = {*map(id, self.seeds), *self.statistics}
+        if unknown := [each.path for each in changed if id(each) not in known]:
             raise IndivisibleError(
-                f"The step assigns to {', '.join(unknown)}, which the model doesn't list among its variables. Give "
-                "layers that draw random numbers a keras.random.SeedGenerator, and make other states attributes of a "
-                f"layer{otherwise}"
+                f"The step assigns to {', '.join(unknown)}, and parts of a batch would leave another state than the "
+                "whole. Give layers that draw random numbers a keras.random.SeedGenerator as an attribute, and update "
+                f"other states once a batch, in on_train_batch_end of a callback{otherwise}"
             )
         graph = tf.compat.v1.get_default_graph()
         if hidden := find_hidden_state(graph.get_operations()):
@@ -194,7 +196,7 @@ class PartFunction:
             for variable, added in zip(self.metrics, total.metrics, strict=True):
                 variable.assign_add(added)
         for variable, change in zip(self.states, total.states, strict=True):
-            change = change / tf.cast(total.parts, change.dtype) if _is_averaged(variable) else change
+            change = change if is_seed(variable) else change / tf.cast(total.parts, change.dtype)
             _assign_on_all(variable, tf.convert_to_tensor(variable.value) + change)
         if self._order:
             _assign_on_all(self._order.state, self._order.after(*total.data))
@@ -234,14 +236,21 @@ class RecordingScope(keras.StatelessScope):
     """A stateless scope that remembers the variables that are assigned in it, by `id`."""
 
     assigned: dict[int, keras.Variable]
+    weights: set[int]
 
     def __enter__(self) -> "RecordingScope":
-        self.assigned, self._reads = {}, False
+        self.assigned, self.weights, self._reads = {}, set(), False
         super().__enter__()
         return self
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        self.assigned[id(update[0])] = update[0]
+        variable = update[0]
+        if id(variable) in self.weights:
+            raise IndivisibleError(
+                f"The step assigns to {variable.path}, which is trained, as keras.layers.SpectralNormalization does. "
+                "Each part of a batch would assign to it. Leave deterministic out."
+            )
+        self.assigned[id(variable)] = variable
         super().add_update(update)
 
     def get_current_value(self, variable: keras.Variable) -> Any:
@@ -263,16 +272,9 @@ def _seed_of_part(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
 
 
 def _change(variable: keras.Variable, start: Any, after: Any, number: tf.Tensor) -> tf.Tensor:
-    """How a part changes a state. All parts change counters and seeds alike, so the first part's change counts."""
+    """How a part changes a state. All parts change seeds alike, so the first part's change counts."""
     change = tf.convert_to_tensor(after) - tf.convert_to_tensor(start)
-    if _is_averaged(variable) or variable.aggregation == "sum":
-        return change
-    return tf.where(tf.equal(number, 0), change, tf.zeros_like(change))
-
-
-def _is_averaged(variable: keras.Variable) -> bool:
-    """Whether a state is averaged over parts, as the moving statistics of batch normalization are."""
-    return variable.aggregation == "mean" and tf.as_dtype(variable.dtype).is_floating
+    return tf.where(tf.equal(number, 0), change, tf.zeros_like(change)) if is_seed(variable) else change
 
 
 def gather_from_replicas(sums: PartSums) -> list[PartSums]:

@@ -150,6 +150,11 @@ class OrderedSplit(Protocol):
     """What a filler of the *split* stage also has if it sums over the replicas itself, in a fixed order."""
 
     @property
+    def normalize(self) -> LossNormalization:
+        """Computes the weight of a part."""
+        ...
+
+    @property
     def parts(self) -> int:
         """The number of parts of a batch, of which each replica computes some whole."""
         ...

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
+from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import all_layers, check_no_row_states
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
@@ -147,6 +147,9 @@ class TrainStep(NamedTuple):
             return None
         if self._accumulator.weighting != "uniform":
             return Contribution.of(weight)
+        if weight.of_one_device:
+            first = tf.constant(float(replica_index() == 0))
+            return Contribution(first, first)
         if replica_weight is None or weight.summed:
             return None
         # Micro-batches are weighted uniformly; this replica has a part of one.
