@@ -80,6 +80,7 @@ def test_gradients_are_those_of_whole_batches():
         np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.slow(30)
 def test_accumulation_and_clipping():
     def optimizer() -> keras.optimizers.Optimizer:
         return AccumulatingOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.01), steps=2)
@@ -88,6 +89,7 @@ def test_accumulation_and_clipping():
     assert (of(one[0]), one[1]) == (of(two[0]), two[1])
 
 
+@pytest.mark.slow(60)
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_shards(shard):
     one, history = train(world(1), "dense")
@@ -95,6 +97,7 @@ def test_shards(shard):
     assert (of(one), history) == (of(sharded), history_of_shards)
 
 
+@pytest.mark.slow(30)
 def test_prepared_models_are_trained_alike():
     assert of(train(world(1), "dense", prepared=True)[0]) == of(train(world(2), "dense")[0])
 
@@ -109,6 +112,7 @@ def test_rows_of_embeddings_are_summed_with_a_word(caplog):
     assert "the gradients of all lookups of a row are summed" in caplog.text
 
 
+@pytest.mark.slow(30)
 def test_batches_that_are_given_one_by_one():
     """By `train_on_batch`, of 21 rows, which two replicas and eight parts don't divide; outputs are regularized."""
     digests = []
@@ -163,6 +167,7 @@ def test_resumed_elsewhere_within_a_window(shard, tmp_path):
         assert (list(of(whole[0])), whole[1]) == (resumed["digest"], resumed["history"])
 
 
+@pytest.mark.slow(30)
 def test_another_kind_of_processor_is_said(tmp_path, caplog, monkeypatch):
     def trained(epochs):
         dist = world(1)
@@ -182,6 +187,7 @@ def test_another_kind_of_processor_is_said(tmp_path, caplog, monkeypatch):
     assert "64 here" in caplog.text
 
 
+@pytest.mark.slow(30)
 def test_the_digest_shows_another_order_of_additions(monkeypatch):
     def add_in_turn(part: PartFunction, sums: list[PartSums]) -> PartSums:
         return functools.reduce(lambda total, each: part._add([total, each]), sums)
@@ -199,6 +205,7 @@ def test_the_digest_shows_another_order_of_rows():
     assert reordered.data_order != expected.data_order
 
 
+@pytest.mark.slow(30)
 def test_files_have_the_digest_of_the_model(tmp_path, capsys):
     model, dist = build_model("dense"), world(1)
     compile_model(model)
@@ -316,6 +323,7 @@ def test_refused_metrics(method):
         getattr(model, method)(x, x[:, :1], verbose=0)
 
 
+@pytest.mark.slow(30)
 def test_prepared_again_with_other_arguments():
     """The last `DistributedFit` counts, whatever an earlier one has filled."""
     model = compile_model(build_model("dense"))
@@ -377,6 +385,7 @@ def test_slices_on_replicas_need_whole_parts():
         dist.fit(model, *make_data("dense"), batch_size=64, verbose=0)
 
 
+@pytest.mark.slow(30)
 def test_transformed_gradients():
     """A transform gets the gradient of the whole batch, the same bits in any world."""
 

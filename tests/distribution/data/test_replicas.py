@@ -66,9 +66,9 @@ def an_epoch_begun_in_its_middle_leaves_out_the_batches_of_all_replicas(mirrored
 
 
 def the_replicas_are_known(mirrored):
-    assert replica_placement(mirrored) == (2, 2, 0)
-    assert replica_placement(tf.distribute.get_strategy()) == (1, 1, 0)
-    assert replica_placement(tf.distribute.OneDeviceStrategy("CPU:0")) == (1, 1, 0)
+    assert replica_placement(mirrored) == (2, 2, 0, None)
+    assert replica_placement(tf.distribute.get_strategy()) == (1, 1, 0, None)
+    assert replica_placement(tf.distribute.OneDeviceStrategy("CPU:0")) == (1, 1, 0, None)
 
 
 def batches_too_small_for_the_replicas_are_read(mirrored):
