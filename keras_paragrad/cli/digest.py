@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the digests; returns 0, 3 if those of several paths differ, or 2 if there is nothing to digest."""
+    """Prints the digests; returns 0, 3 if the digests of several paths differ, or 2 if there is nothing to digest."""
     return while_waiting("digest", lambda say: _printed(arguments.paths, say))
 
 

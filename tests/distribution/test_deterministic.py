@@ -319,7 +319,7 @@ def test_refused_metrics(method):
         model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
         model.compile("sgd", "mse", metrics=[furthest])
     dist.prepare(model)
-    with pytest.raises(ValueError, match="furthest"):
+    with pytest.raises(ValueError, match=r"furthest.* leave deterministic"):
         getattr(model, method)(x, x[:, :1], verbose=0)
 
 
@@ -335,6 +335,18 @@ def test_prepared_again_with_other_arguments():
         assert (split.parts, split.normalize.weighting) == (parts, dist.options.weighting)
     dist.prepare(model).undo()
     assert StepBuilder.of(model).stages.split is None
+    assert "data_order" not in vars(model.optimizer)
+
+
+def test_the_data_order_goes_with_the_optimizer():
+    model = compile_model(build_model("dense"))
+    handle, first = microbatch(model, 64, deterministic=8), model.optimizer
+    assert "data_order" in vars(first)
+    compile_model(model)
+    model.fit(*make_data("dense"), batch_size=64, verbose=0)
+    assert "data_order" not in vars(first)
+    assert "data_order" in vars(model.optimizer)
+    handle.undo()
     assert "data_order" not in vars(model.optimizer)
 
 

@@ -71,8 +71,8 @@ def distributed_dataset(
         prefetch: Whether to prefetch batches, or how many.
         seed: The shuffling seed; the first worker's is used. By default the seed of
             `keras.utils.set_random_seed`, else one that the first worker draws.
-        parts: The number of parts of a batch, of which each replica gets some whole; for
-            `DistributedFit(deterministic=parts)`, which passes it on.
+        parts: The number of parts of a batch. Each replica gets whole parts; `DistributedFit(deterministic=parts)`
+            passes it on.
 
     Returns:
         The `x` for `fit`, `evaluate` or `predict`.

@@ -1,5 +1,6 @@
 """Sources of global batches: arrays or batched streams, read in an order that is the same on every worker."""
 
+import abc
 import sys
 from typing import Any
 
@@ -89,7 +90,7 @@ class ReorderedDataset(keras.utils.PyDataset):
         self._dataset.on_epoch_end()
 
 
-class Source:
+class Source(abc.ABC):
     """Global batches, epoch after epoch.
 
     Args:
@@ -111,15 +112,15 @@ class Source:
         self.own_rows = False
         self.changes = False
 
+    @abc.abstractmethod
     def batches(self, epoch: int) -> Dataset:
         """The batches of an epoch."""
-        raise NotImplementedError
 
     def first_batch(self) -> Batch:
         """The first batch, without consuming it."""
         return first_batch(self.adapter)
 
-    def reorder(self, epoch: int) -> None:
+    def reorder(self, epoch: int) -> None:  # noqa: B027  (most sources have one order)
         """Call before creating an iterator; one iterator may serve several epochs of `fit`."""
 
     def begin(self) -> None:

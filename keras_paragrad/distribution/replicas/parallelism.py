@@ -1,5 +1,6 @@
 """`DataParallel`: replicas of the model divide each batch, on one machine or several."""
 
+import dataclasses
 import functools
 import inspect
 import logging
@@ -54,6 +55,16 @@ DIVIDER = Divider(
     for_any_loss="DistributedFit('none') trains any loss.",
     in_sequence=False,
     divides_steps=True,
+)
+
+# Of deterministic training.
+IN_ORDER = dataclasses.replace(
+    DIVIDER,
+    parts="the parts of a batch",
+    for_equal_parts="leave deterministic out",
+    to_train_anyway="leave deterministic out",
+    whole_batches="Without deterministic, DistributedFit('none') trains on whole batches.",
+    for_any_loss="Without deterministic, DistributedFit('none') trains any loss.",
 )
 
 
@@ -140,8 +151,8 @@ class ReplicaPreparation(Preparation):
             )
         warn_of_batch_statistics(model)
         split = StepBuilder.of(model).stages.split
-        if split is None or split.normalize.divider is DIVIDER:
-            split = FixedParts(parts, self._normalization(weighting))
+        if split is None or split.normalize.divider is IN_ORDER:
+            split = FixedParts(parts, dataclasses.replace(self._normalization(weighting), divider=IN_ORDER))
         if not isinstance(split, FixedParts) or split.parts != parts:
             cuts = split.normalize.divider.configured_by
             raise ValueError(
@@ -155,7 +166,7 @@ class ReplicaPreparation(Preparation):
     def _divide_as_before(self) -> None:
         """Empties *split* if `_divide_in_order` has filled it."""
         split = StepBuilder.of(self.model).stages.split
-        if isinstance(split, FixedParts) and split.normalize.divider is DIVIDER:
+        if split is not None and split.normalize.divider is IN_ORDER:
             StepBuilder.of(self.model).fill(split=None)
 
     def stop(self) -> None:

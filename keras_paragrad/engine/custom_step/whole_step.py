@@ -228,7 +228,7 @@ class _Share:
 
 
 class _Rows:
-    """A replica's rows of a tensor, from `begin` on, of which other replicas have the others."""
+    """The `count` rows of a batch that this replica has, from row `begin` on."""
 
     def __init__(self, begin: Any, count: Any):
         self.begin, self.count = begin, count

@@ -24,7 +24,7 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_ba
 from keras_paragrad.engine.losses.terms import arguments_of, is_summed
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS
 from keras_paragrad.engine.probes.comparing import require_whole_losses
-from keras_paragrad.engine.probes.independence import TRAIN_ANYWAY, USE_SUMS, find_layers_dependent_on, states_refusal
+from keras_paragrad.engine.probes.independence import USE_SUMS, find_layers_dependent_on, states_refusal
 from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
 from keras_paragrad.engine.step.stages import Stages
 
@@ -86,7 +86,7 @@ class FirstBatchProof:
         """Proves states and metrics, once they are built, and measures batch statistics."""
         _prove_states(self.model, data, size, normalize)
         summed = self.stages.sums_replicas or self.model.distribute_strategy.num_replicas_in_sync > 1
-        _prove_metrics(self.model, data, size, parts, summed=summed)
+        _prove_metrics(self.model, data, size, parts, normalize.refusals.anyway, summed=summed)
         _measure_statistics(self.model, data, size, parts, normalize)
 
     def _measure_equal_weights(self, data: Batch, size: int, parts: int) -> None:
@@ -160,7 +160,7 @@ def _prove_states(model: keras.Model, data: Batch, size: int, normalize: LossNor
         warn_once(model, states_refusal(names, divider))
 
 
-def _prove_metrics(model: keras.Model, data: Batch, size: int, parts: int, *, summed: bool) -> None:
+def _prove_metrics(model: keras.Model, data: Batch, size: int, parts: int, anyway: str, *, summed: bool) -> None:
     """Refuses metrics whose results differ if states of parts are summed; else warns of these."""
     if metrics_are_known(model):
         return
@@ -169,7 +169,7 @@ def _prove_metrics(model: keras.Model, data: Batch, size: int, parts: int, *, su
         return
     message = f"{'; '.join(map(str, differences))}. {USE_SUMS}"
     if summed:
-        _refuse(f"{message} {TRAIN_ANYWAY}")
+        _refuse(f"{message} {anyway}")
     warn_once(model, message)
 
 

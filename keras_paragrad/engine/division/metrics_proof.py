@@ -19,7 +19,7 @@ from keras_paragrad.engine.probes.trial import row_count, run_trial, take_rows
 
 
 class MetricDifference(NamedTuple):
-    """A metric's largest result on the whole first batch, and on its parts, of which there are `number`."""
+    """A metric's largest result on the whole first batch, and on its `number` parts."""
 
     name: str
     whole: float

@@ -34,7 +34,7 @@ class _Trace(NamedTuple):
 class CompiledPart:
     """Runs a part of a Functional model as a function that XLA compiles, once for all calls in a graph.
 
-    Profiles tell stages apart by the function's name, which is that of XLA's program.
+    Profiles tell stages apart by the function's name, which XLA gives to its program.
     """
 
     def __init__(self, part: Part, run: Callable[..., dict[int, Any]], name: str):

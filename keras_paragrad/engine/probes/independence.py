@@ -58,10 +58,12 @@ def mixing_reasons(
     return " ".join(problems.wrong) or None
 
 
-def check_metrics(model: keras.Model, batch: LossArguments, *, summed: bool = False) -> None:
-    """Refuses metrics whose results would differ from those of one device; warns of those that depend on the split.
+def check_metrics(
+    model: keras.Model, batch: LossArguments, *, summed: bool = False, anyway: str = TRAIN_ANYWAY
+) -> None:
+    """Refuses metrics whose results parts would change where their states are summed; warns of them elsewhere.
 
-    States of parts are summed on several replicas, and everywhere if `summed`.
+    States are summed on several replicas, and everywhere if `summed`. `anyway` says what to write to train anyway.
     """
     arguments = {name: batch[name] for name in ("y", "y_pred", "sample_weight")}
     summed = summed or replica_count() > 1
@@ -69,7 +71,7 @@ def check_metrics(model: keras.Model, batch: LossArguments, *, summed: bool = Fa
         ("metrics", summed), model, arguments, lambda: _metric_problems(model, arguments, summed=summed)
     )
     if problems.wrong:
-        raise ValueError(" ".join(problems.wrong))
+        raise ValueError(" ".join([*problems.wrong, anyway]))
     _warn(model, problems.inexact)
 
 
@@ -195,5 +197,5 @@ def _metric_problems(model: keras.Model, arguments: LossArguments, *, summed: bo
             "sizes: they average one number per batch. Use a function that returns one value per example."
         )
     if summed and wrong:
-        return _Problems([f"{wrong[0]} {TRAIN_ANYWAY}"], inexact)
+        return _Problems(wrong, inexact)
     return _Problems([], wrong + inexact)

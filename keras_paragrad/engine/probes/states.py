@@ -68,7 +68,7 @@ def split_dependent_metrics(
 def split_dependent_layers(model: keras.Model, x: Any, *, on_replicas: bool, in_sequence: bool) -> list[str]:
     """Finds layers whose state depends on how synthetic rows are split, or is read after other parts.
 
-    Ignores batch normalization, seeds, and states that depend on random numbers which aren't those of rows. On
+    Ignores batch normalization, seeds, and states that depend on random numbers drawn for other things than rows. On
     replicas, parts are taken at the same time and their states aggregated; `in_sequence`, one after the other.
     """
     split = BatchSplit(on_replicas, in_sequence, _ROWS, _UNEVEN)

@@ -221,7 +221,7 @@ def errors_of(
     """The relative error of the parts' gradients, weighted by each candidate; 0 where only rounding makes it.
 
     Args:
-        gradients: The gradient of the whole, a tensor for each weight, and those of the parts.
+        gradients: The gradients of the whole and of the parts, with a tensor for each weight.
         shares: The weight of each part, for each candidate: `(parts, candidates)`.
         half_precision: Whether they were computed in half precision.
         rounding: The largest relative error that only rounding makes; by what computed it, if `None`.

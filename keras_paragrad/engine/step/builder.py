@@ -77,6 +77,8 @@ class StepBuilder:
         self._built_for: object = None
         # The optimizer whose `apply` runs the last stages, and others whose updates are watched.
         self._installed: list[keras.optimizers.Optimizer] = []
+        # The optimizer that keeps the order of the data.
+        self._ordered: keras.optimizers.Optimizer | None = None
         self._of_callbacks: dict[Fillers, tuple[str, ...]] = {}
         self._trainable: Trainable | None = None
         self._reads: Callable[[], EpochIterator | None] = lambda: None
@@ -235,8 +237,8 @@ class StepBuilder:
             install_storages(optimizer, self.model.trainable_variables)
             install_transform(optimizer, self.stages.chain, shown=bool(self.stages.observe or self.stages.telemetry))
             save_states(self.model.optimizer, self.stages.transforms or ())
-            follow_data_order(self.model, follow=self.stages.sums_replicas)
             self._installed.append(optimizer)
+        self._ordered = follow_data_order(self.model, self._ordered, follow=self.stages.sums_replicas)
         for outer in self._watched()[1:]:
             install_transform(innermost_optimizer(outer), None, shown=True)
             self._installed.append(innermost_optimizer(outer))

@@ -32,15 +32,15 @@ class DataOrder(SavedVariables):
         return tf.math.floormod(tf.convert_to_tensor(self.state.value) * 48271 + batch, _PRIME)
 
 
-def follow_data_order(model: keras.Model, *, follow: bool) -> None:
-    """Begins a `DataOrder` of a model, or ends it."""
-    if model.optimizer is None or (DataOrder.of(model) is not None) == follow:
-        return
-    if not follow:
-        delattr(model.optimizer, _ATTRIBUTE)
-        return
-    with tf.init_scope(), model.distribute_strategy.scope():
-        setattr(model.optimizer, _ATTRIBUTE, DataOrder())
+def follow_data_order(model: keras.Model, before: Any, *, follow: bool) -> keras.optimizers.Optimizer | None:
+    """Keeps a `DataOrder` with a model's optimizer, if asked, and with no optimizer before; returns the optimizer."""
+    optimizer = model.optimizer if follow and model.compiled else None
+    if before is not None and before is not optimizer:
+        delattr(before, _ATTRIBUTE)
+    if optimizer is not None and DataOrder.of(model) is None:
+        with tf.init_scope(), model.distribute_strategy.scope():
+            setattr(optimizer, _ATTRIBUTE, DataOrder())
+    return optimizer
 
 
 def checksum_of_part(data: Batch, number: tf.Tensor) -> tf.Tensor:

@@ -158,7 +158,7 @@ def compile_steps(
 
     Args:
         model: The model. Its `jit_compile`, `run_eagerly` and `steps_per_execution` apply.
-        steps: One step, or two: without and with an update, of which `schedule` picks one.
+        steps: One step; or one without and one with an update, between which `schedule` chooses.
         take, guard, by_xla, on_mesh: As in `CompiledStep`.
         skipped: Maps a number of batches to how many of them to skip.
         on_resumed: Called with the last skipped batch, before the first step.

@@ -126,7 +126,7 @@ class FixedParts(NamedTuple):
         part = PartFunction(StepContext(model, batch, by_xla=self.by_xla), self.parts, evaluated)
         return part.losses(self._total(part, batch, data))
 
-    def _total(self, part: "PartFunction", batch: ReplicaBatch, data: Batch) -> PartSums:
+    def _total(self, part: PartFunction, batch: ReplicaBatch, data: Batch) -> PartSums:
         """The sums over all parts of a batch, on every replica; adds to the states of metrics and layers."""
         self._check_replicas()
         total = part.add_in_order([part(data, number, *bounds) for number, bounds in self._bounds(batch, data)])

@@ -165,7 +165,7 @@ def in_function(function: Callable[[Data], Result], *, by_xla: bool = True) -> C
 def equal_share(weight: Normalizer) -> float:
     """The factor of a replica's loss if all replicas count alike, by which Keras divides means, and not sums.
 
-    Gradients have it until their weights are known: those of whole means would overflow sooner in half precision.
+    Gradients have it until their weights are known: without it, they would overflow sooner in half precision.
     """
     return 1.0 if weight.summed or weight.of_one_device else 1 / replica_count()
 

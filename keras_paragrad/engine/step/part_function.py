@@ -115,14 +115,13 @@ class PartFunction:
         mapping = [(seed, starts[id(seed)]) for seed in self.seeds]
         mapping += [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self.metrics]
         context = self.context._replace(weigh_replica=lambda weight: tf.constant(self._share))
-        with as_one_replica(), RecordingScope(mapping, collect_losses=True) as scope:
-            scope.weights = set(map(id, self.variables))
+        with as_one_replica(), RecordingScope(mapping, self.variables) as scope:
             gradient, y_pred = self._run(context, data)
             batch = arguments_of(data, y_pred)
             if has_metrics(self.model):
                 update_metrics(self.model, batch)
             added = [tf.convert_to_tensor(scope.get_current_value(variable)) for variable in self.metrics]
-        check_metrics(self.model, batch, summed=True)
+        check_metrics(self.model, batch, summed=True, anyway=f"Or leave deterministic={self.parts} out.")
         self._check_states(scope)
         assert gradient.weight is not None and gradient.sums is not None, "the split stage weights every part"
         self._last = gradient
@@ -233,19 +232,16 @@ class PartFunction:
 
 
 class RecordingScope(keras.StatelessScope):
-    """A stateless scope that remembers the variables that are assigned in it, by `id`."""
+    """A stateless scope that remembers the variables that are assigned in it, by `id`; no trained weight may be."""
 
-    assigned: dict[int, keras.Variable]
-    weights: set[int]
-
-    def __enter__(self) -> "RecordingScope":
-        self.assigned, self.weights, self._reads = {}, set(), False
-        super().__enter__()
-        return self
+    def __init__(self, mapping: Sequence[tuple[keras.Variable, tf.Tensor]], weights: Sequence[keras.Variable]):
+        super().__init__(mapping, collect_losses=True)
+        self.assigned: dict[int, keras.Variable] = {}
+        self._weights, self._reads = set(map(id, weights)), False
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable = update[0]
-        if id(variable) in self.weights:
+        if id(variable) in self._weights:
             raise IndivisibleError(
                 f"The step assigns to {variable.path}, which is trained, as keras.layers.SpectralNormalization does. "
                 "Each part of a batch would assign to it. Leave deterministic out."
