@@ -1,7 +1,6 @@
 """Digests of trained state, for two trainings to be compared: of weights, optimizer, and data order."""
 
 import hashlib
-import math
 import os
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -12,8 +11,9 @@ import keras
 import numpy as np
 
 from keras_paragrad.distribution.checkpoint.content import Content, VariableInShards
-from keras_paragrad.distribution.checkpoint.file_format import ShardFile, is_intact, position_of, read_shards
+from keras_paragrad.distribution.checkpoint.file_format import is_intact, position_of
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError
+from keras_paragrad.distribution.checkpoint.shards import join_shards, shards_in
 from keras_paragrad.engine.probes.pure_function import SEED_STATE
 from keras_paragrad.storage.model_variables import training_variables
 
@@ -112,17 +112,10 @@ def _values_of_backup(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
     for section, kind in _SECTIONS.items():
         for name, value in zip(content.names[section], content.values[section], strict=True):
             if isinstance(value, VariableInShards):
-                value = _joined(path.parent, content.shards, content.replicas, value)
+                of_worker = content.replicas // len(content.shards)
+                shards = [shards_in(path.parent, file, value, of_worker) for file in content.shards]
+                value = join_shards(np.concatenate(shards), value)
             yield _kind_of(name, kind), value
-
-
-def _joined(directory: Path, files: Any, replicas: int, variable: VariableInShards) -> np.ndarray:
-    """A variable from the shards of all workers."""
-    of_worker = replicas // len(files)
-    size = of_worker * variable.size * variable.dtype.itemsize
-    shards = [read_shards(directory, ShardFile(*file), of_worker * variable.begin, size) for file in files]
-    flat = np.concatenate(shards).view(variable.dtype)
-    return flat[: math.prod(variable.shape)].reshape(variable.shape)
 
 
 def _values_of_archive(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:

@@ -13,7 +13,9 @@ from deterministic_training import build_model, compile_model, make_data, train,
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, microbatch, transform_gradients
 from keras_paragrad.cli.main import main
 from keras_paragrad.distribution import Pipeline, kernels
+from keras_paragrad.distribution.checkpoint.files import DamagedBackupError
 from keras_paragrad.distribution.digest import Digest, digest_of
+from keras_paragrad.distribution.replicas import parallelism
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.part_function import PartFunction, PartSums
@@ -230,6 +232,23 @@ def test_files_have_the_digest_of_the_model(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "They differ in weights, optimizer, data order."
 
 
+def test_backups_in_shards_have_the_digest_of_the_model(tmp_path):
+    """Shards are joined, without the padding of the last one."""
+    dist, digests = world(2, shard="parameters", min_shard_bytes=1), []
+
+    class Digests(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            digests.append(of(digest_of(self.model)))
+
+    train(dist, "dense", callbacks=[Digests(), *dist.callbacks(tmp_path, delete_when_done=False)])
+    backups = sorted(tmp_path.glob("*.backup"))
+    assert [of(digest_of(path)) for path in backups] == digests
+    shards = next(tmp_path.glob(f"{backups[0].name}.shards-*"))
+    shards.write_bytes(shards.read_bytes()[:-1] + b"x")
+    with pytest.raises(DamagedBackupError, match="missing or was changed"):
+        digest_of(backups[0])
+
+
 def test_nothing_to_digest(tmp_path):
     (tmp_path / "notes.txt").write_text("none")
     file = tmp_path / "notes.txt"
@@ -368,6 +387,17 @@ def test_refused_with_shards():
         model.compile(keras.optimizers.Adam(global_clipnorm=1.0), "sparse_categorical_crossentropy")
     with pytest.raises(IndivisibleError, match="clipvalue"):
         dist.fit(model, *make_data("dense"), batch_size=64, verbose=0)
+
+
+def test_replicas_that_compute_nothing_are_said(caplog):
+    dist = DistributedFit("mirrored", ["CPU:0", "CPU:1"], deterministic=3)
+    with dist.scope():
+        model = compile_model(build_model("dense"))
+    dist.prepare(model)
+    assert "compute nothing" not in caplog.text
+    parallelism._warn_of_idle_replicas(model, 8, 3)
+    assert "1 of 3 replicas compute nothing" in caplog.text
+    assert "deterministic=12" in caplog.text
 
 
 def test_refused_synchronized_statistics():

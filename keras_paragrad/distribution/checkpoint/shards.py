@@ -108,15 +108,23 @@ class ShardReader:
             variable: The layout of its shards.
             replicas: Number of replicas that wrote them.
         """
-        replicas_per_worker = replicas // self._parts
-        size = replicas_per_worker * variable.size * variable.dtype.itemsize
+        of_worker = replicas // self._parts
+        size = of_worker * variable.size * variable.dtype.itemsize
         flat = np.zeros(self._parts * size, np.uint8)
         for index, file in self._mine.items():
-            flat[index * size : (index + 1) * size] = read_shards(
-                self._directory, file, replicas_per_worker * variable.begin, size
-            )
-        whole = sum_bytes(self._strategy, flat).view(variable.dtype)
-        return whole[: math.prod(variable.shape)].reshape(variable.shape)
+            flat[index * size : (index + 1) * size] = shards_in(self._directory, file, variable, of_worker)
+        return join_shards(sum_bytes(self._strategy, flat), variable)
+
+
+def shards_in(directory: Path, file: ShardFile, variable: VariableInShards, replicas: int) -> np.ndarray:
+    """The bytes of a variable's shards in a file of so many replicas."""
+    size = replicas * variable.size * variable.dtype.itemsize
+    return read_shards(directory, file, replicas * variable.begin, size)
+
+
+def join_shards(shards: np.ndarray, variable: VariableInShards) -> np.ndarray:
+    """The whole variable, from the bytes of all its shards."""
+    return shards.view(variable.dtype)[: math.prod(variable.shape)].reshape(variable.shape)
 
 
 def _choose_worker(workers: np.ndarray, index: int) -> int | None:

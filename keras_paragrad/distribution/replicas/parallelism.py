@@ -19,7 +19,7 @@ from keras_paragrad.compat.model import (
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import FitData
-from keras_paragrad.compat.workers import NamedDevicesStrategy, barrier, replica_placement
+from keras_paragrad.compat.workers import NamedDevicesStrategy, barrier, parts_per_replica, replica_placement
 from keras_paragrad.distribution.consistency import ComparedFit, shard_again
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.decisions.strategy import decide_strategy
@@ -159,6 +159,7 @@ class ReplicaPreparation(Preparation):
                 f"{cuts} cuts the batches of {model.name!r} already, and deterministic={parts} cuts them too. Leave "
                 f"one of the two out; of microbatch, write microbatch(model, size, deterministic={parts})."
             )
+        _warn_of_idle_replicas(model, parts, replicas)
         split = split.on_replicas(replicas, prove=prove, by_xla=by_xla)
         StepBuilder.of(model).fill(split=split)
         return split
@@ -202,6 +203,19 @@ class ReplicaPreparation(Preparation):
                 logging.WARNING,
             )
         return bool(layers)
+
+
+def _warn_of_idle_replicas(model: keras.Model, parts: int, replicas: int) -> None:
+    """Logs that replicas get no part of a batch, and how many parts would keep all busy."""
+    per_replica = parts_per_replica(parts, replicas)
+    idle = replicas - -(-parts // per_replica)
+    if idle:
+        log_once(
+            model,
+            f"{idle} of {replicas} replicas compute nothing: deterministic={parts} gives each replica a power of two of "
+            f"parts. With deterministic={per_replica * replicas} all compute.",
+            logging.WARNING,
+        )
 
 
 def _with_barrier(method: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:

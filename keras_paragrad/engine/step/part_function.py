@@ -27,7 +27,7 @@ from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_at
 from keras_paragrad.engine.step.data_order import DataOrder, checksum_of_part
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, forward_backward, in_function
 from keras_paragrad.engine.step.operations import find_hidden_state
-from keras_paragrad.storage.row_gradients import accumulate_gradient, is_overwritten, scale_gradient
+from keras_paragrad.storage.row_gradients import accumulate_gradient, is_overwritten, scale_gradients
 from keras_paragrad.storage.updating import clips_norms_of_shards
 
 # Steps between the seeds of two parts: the golden ratio times 2**32, so that no two parts draw each other's numbers.
@@ -222,13 +222,9 @@ class PartFunction:
     def _mean(self, arguments: tuple[list[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
         """The sums divided by the divisor. Adding zero makes -0.0 what a sum over replicas makes of it."""
         total, divisor = arguments
-        factor = tf.math.reciprocal_no_nan(divisor)
         variables = [self.variables[index] for index in self._present]
-        means = [
-            gradient if is_overwritten(variable) else scale_gradient(gradient, factor) + tf.zeros([], gradient.dtype)
-            for gradient, variable in zip(total, variables, strict=True)
-        ]
-        return [tf.cast(mean, variable.dtype) for mean, variable in zip(means, variables, strict=True)]
+        means: list[Any] = scale_gradients(total, variables, tf.math.reciprocal_no_nan(divisor))
+        return [tf.cast(mean + 0.0, variable.dtype) for mean, variable in zip(means, variables, strict=True)]
 
 
 class RecordingScope(keras.StatelessScope):
