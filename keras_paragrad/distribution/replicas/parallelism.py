@@ -212,7 +212,7 @@ def _warn_of_idle_replicas(model: keras.Model, parts: int, replicas: int) -> Non
     if idle:
         log_once(
             model,
-            f"{idle} of {replicas} replicas compute nothing: deterministic={parts} gives each replica a power of two of "
+            f"{idle} of {replicas} replicas compute nothing: deterministic={parts} gives each a power of two of "
             f"parts. With deterministic={per_replica * replicas} all compute.",
             logging.WARNING,
         )
