@@ -50,13 +50,15 @@ def passing_options_to(function: Callable[..., Any], *, without: Collection[str]
 
     def decorate(decorated: F) -> F:
         signature = inspect.signature(decorated)
-        outer = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        outer = [
+            parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD
+        ]
         options = [
-            each.replace(kind=each.KEYWORD_ONLY)
-            for each in inner
-            if each.name not in signature.parameters
-            and each.name not in without
-            and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+            parameter.replace(kind=parameter.KEYWORD_ONLY)
+            for parameter in inner
+            if parameter.name not in signature.parameters
+            and parameter.name not in without
+            and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
         ]
         vars(decorated)["__signature__"] = signature.replace(parameters=[*outer, *options])
         return decorated
@@ -91,5 +93,6 @@ def with_arguments_of(
 def modules_of(package: ModuleType) -> list[ModuleType]:
     """Imports every module of a package, in alphabetical order, so that a new file registers itself."""
     return [
-        importlib.import_module(f"{package.__name__}.{each.name}") for each in pkgutil.iter_modules(package.__path__)
+        importlib.import_module(f"{package.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(package.__path__)
     ]

@@ -48,7 +48,7 @@ def explain_missing(feature: str, packages: Iterable[str], instead: str | None =
     *others, last = packages
     missing = [package.partition(" ")[0] for package in (*others, last)]
     extras = ",".join(sorted({EXTRAS[package] for package in missing}))
-    also = "".join(f" {ALSO_BRINGS[each]} brings {each} as well." for each in missing if each in ALSO_BRINGS)
+    also = "".join(f" {ALSO_BRINGS[name]} brings {name} as well." for name in missing if name in ALSO_BRINGS)
     names = f"{', '.join(others)} and {last}, which are" if others else f"{last}, which is"
     advice = f", or {instead}" if instead else ""
     return f"{feature} needs {names} not installed. Run pip install 'keras_paragrad[{extras}]'{advice}.{also}"

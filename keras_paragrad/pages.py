@@ -29,7 +29,9 @@ def command_of(page: str) -> str:
 
 def pages() -> dict[str, Path]:
     """The file of each page, by name: `guides/launch`. In a clone, the pages beside the package."""
-    folder = next((each for each in (_PACKAGE / "docs", _PACKAGE.parent / "docs") if each.is_dir()), None)
+    folder = next(
+        (candidate for candidate in (_PACKAGE / "docs", _PACKAGE.parent / "docs") if candidate.is_dir()), None
+    )
     if folder is None:
         return {}
     files = sorted(folder.rglob("*.md"), key=lambda file: (len(file.relative_to(folder).parts), file))
@@ -54,7 +56,7 @@ def names_of(word: str, known: Mapping[str, Path]) -> list[str]:
     (['guides/launch'], ['guides/plan'], ['guides/launch', 'limits/launch'])
     """
     name = word.strip("/").removeprefix("./").removeprefix("docs/").removesuffix(".md")
-    return [name] if name in known else [each for each in known if each.rpartition("/")[2] == name]
+    return [name] if name in known else [candidate for candidate in known if candidate.rpartition("/")[2] == name]
 
 
 def read_page(name: str, known: Mapping[str, Path]) -> str:

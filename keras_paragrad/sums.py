@@ -76,7 +76,7 @@ def row_sums_of_all(tensors: Iterable[tf.Tensor], by_xla: bool = False) -> tf.Te
         else:
             few.setdefault((size, tensor.dtype), []).append(tf.reshape(tensor, [-1, size]))
     sums += [tf.reduce_sum(tf.add_n(group), 1) for group in few.values()]
-    return tf.add_n([tf.cast(each, "float32") for each in sums])
+    return tf.add_n([tf.cast(tensor, "float32") for tensor in sums])
 
 
 def _prevent_fusion(sums: tf.Tensor) -> tf.Tensor:

@@ -96,7 +96,9 @@ class transform_gradients:  # noqa: N801  (used as a function and as a context m
     def undo(self) -> None:
         """Removes the transform; others stay."""
         builder = StepBuilder.of(self.model)
-        remaining = tuple(each for each in builder.stages.transforms or () if each is not self._transform)
+        remaining = tuple(
+            transform for transform in builder.stages.transforms or () if transform is not self._transform
+        )
         builder.fill(transforms=remaining or None)
 
     def __enter__(self) -> "transform_gradients":
@@ -125,7 +127,7 @@ class _Transform:
 
     def _try(self, model: keras.Model, f: TransformFunction | StatefulTransform) -> None:
         """Traces `f` once, in a graph that is never run."""
-        specs = [tf.TensorSpec(each.shape, each.dtype) for each in self._transformable()]
+        specs = [tf.TensorSpec(transform.shape, transform.dtype) for transform in self._transformable()]
         try:
             graph = trace_untouched((model, f), lambda *gradients: self._apply(list(gradients)), *specs).graph
         except Exception as error:
@@ -153,23 +155,23 @@ class _Transform:
         self._check_storage(variables)
         by_variable = {id(variable): gradient for gradient, variable in zip(gradients, variables, strict=True)}
         transformable = self._transformable()
-        unknown = [each.path for each in variables if all(each is not other for other in transformable)]
+        unknown = [variable.path for variable in variables if all(variable is not other for other in transformable)]
         if unknown:
             raise ValueError(
                 f"{', '.join(unknown)} can't be transformed: not among the trainable variables that "
                 f"{self.model.name} had when transform_gradients was called. undo() it, and call it again."
             )
         filled = [
-            tf.zeros(each.shape, each.dtype)
-            if (gradient := by_variable.get(id(each))) is None
-            else tf.ensure_shape(gradient, each.shape)
-            for each in transformable
+            tf.zeros(variable.shape, variable.dtype)
+            if (gradient := by_variable.get(id(variable))) is None
+            else tf.ensure_shape(gradient, variable.shape)
+            for variable in transformable
         ]
         transformed, state = self._apply(filled)
         if self.state_variables is not None:
             for variable, value in zip(tf.nest.flatten(self.state_variables), state, strict=True):
                 variable.assign(value)
-        by_variable = {id(each): value for each, value in zip(transformable, transformed, strict=True)}
+        by_variable = {id(variable): value for variable, value in zip(transformable, transformed, strict=True)}
         return [by_variable[id(variable)] for variable in variables]
 
     def _transformable(self) -> list[keras.Variable]:
@@ -215,7 +217,7 @@ class _State(SavedVariables):
 def _impure_operations(graph: tf.Graph) -> list[str]:
     """The kinds of operations whose results differ between replicas."""
     definition = graph.as_graph_def()
-    nodes = [*definition.node, *(node for each in definition.library.function for node in each.node_def)]
+    nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
     # Function calls are called stateful too.
     kinds = {node.op for node in nodes if node.op not in ("StatefulPartitionedCall", "StatefulCase", "StatefulIf")}
     return sorted(kind for kind in kinds if kind.startswith(("Random", "Stateful", "Multinomial", "Assign")))
@@ -226,7 +228,7 @@ def _check(name: str, returned: object, expected: Sequence[tf.Tensor]) -> list[t
     if not isinstance(returned, (list, tuple)) or len(returned) != len(expected):
         description = f"{len(returned)} items" if isinstance(returned, (list, tuple)) else type(returned).__name__
         raise ValueError(f"Return a list of {len(expected)} {name}, one for each given; this is {description}.")
-    values = [tf.convert_to_tensor(each) for each in returned]
+    values = [tf.convert_to_tensor(value) for value in returned]
     for index, (value, like) in enumerate(zip(values, expected, strict=True)):
         if value.dtype != like.dtype or not value.shape.is_compatible_with(like.shape):
             raise ValueError(

@@ -13,7 +13,7 @@ from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
 # Slices of a batch are always weighted by their normalizer, never uniformly.
-SLICE_WEIGHTINGS = tuple(each for each in WEIGHTINGS if each != "uniform")
+SLICE_WEIGHTINGS = tuple(name for name in WEIGHTINGS if name != "uniform")
 TAILS = ("flush", "carry", "drop")
 ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
 
@@ -57,7 +57,7 @@ def check_inner_optimizer(inner_optimizer: keras.optimizers.Optimizer | str | Co
 
 def _optimizer_refusal(value: object) -> ValueError:
     expected = "a Keras optimizer: its name, its config or an instance"
-    kinds = (each for each in vars(keras.optimizers).values() if isinstance(each, type))
+    kinds = (value for value in vars(keras.optimizers).values() if isinstance(value, type))
     names = [kind.__name__.lower() for kind in kinds if issubclass(kind, keras.optimizers.Optimizer)]
     close = difflib.get_close_matches(value.lower(), names, 1) if isinstance(value, str) else []
     return refusal("inner_optimizer", value, expected, repr(close[0]) if close else "keras.optimizers.Adam(1e-3)")
@@ -88,7 +88,7 @@ def recommend_callback(name: str, model: keras.Model | None) -> None:
         name: The optimizer's name.
         model: The model that it trains, or `None` if unknown.
     """
-    if model is not None and any(find_accumulator(each) for each in other_optimizers(model)):
+    if model is not None and any(find_accumulator(inner) for inner in other_optimizers(model)):
         warnings.warn(
             f"{name}, which {type(model).__name__} isn't compiled with, weights all micro-batches equally, and its "
             "windows continue across epochs. ExactAccumulation() takes the model's own optimizer alone. Use the inner "

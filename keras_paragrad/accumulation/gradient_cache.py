@@ -65,7 +65,7 @@ class GradientCache:
     def _outputs(self, x: Structure, in_loop: tf.Tensor | int, last: Structure) -> list[tf.Tensor]:
         """The tensors of `forward` for the whole batch; `last` is the slice after those in the loop, if any."""
         specs, assigned = self._trace(rows_at(x, 0, self.size))
-        arrays = [tf.TensorArray(each.dtype, in_loop, element_shape=each.shape) for each in specs]
+        arrays = [tf.TensorArray(spec.dtype, in_loop, element_shape=spec.shape) for spec in specs]
 
         def add(
             index: tf.Tensor, values: list[tf.Tensor], arrays: list[tf.TensorArray]
@@ -88,20 +88,20 @@ class GradientCache:
             nothing = tf.zeros(tf.concat([[in_loop, self.size], tf.shape(tensor)[1:]], 0), tensor.dtype)
             return tf.concat([_join(tf.cond(in_loop > 0, array.stack, lambda: nothing)), tensor], 0)
 
-        return [all_rows(*each) for each in zip(arrays, specs, tensors, strict=True)]
+        return [all_rows(*arguments) for arguments in zip(arrays, specs, tensors, strict=True)]
 
     def _eager_outputs(self, x: Structure, in_loop: tf.Tensor | int, last: Structure) -> list[tf.Tensor]:
         slices = [rows_at(x, index * self.size, self.size) for index in range(int(in_loop))]
         parts, state = [], []
-        for each in slices if last is None else [*slices, last]:
-            tensors, state = self._forward(each, state)
+        for piece in slices if last is None else [*slices, last]:
+            tensors, state = self._forward(piece, state)
             parts.append(tensors)
-        return [tf.concat(each, 0) for each in zip(*parts, strict=True)]
+        return [tf.concat(pieces, 0) for pieces in zip(*parts, strict=True)]
 
     def _trace(self, x: Structure) -> tuple[list[tf.TensorSpec], list[keras.Variable]]:
         """The specs of a slice's tensors, and the variables that its forward pass assigns."""
         tensors, state = trace(self.model, lambda: self._forward(x, []))
-        return [tf.TensorSpec(each.shape, each.dtype) for each in tensors], [variable for variable, _ in state]
+        return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors], [variable for variable, _ in state]
 
     def _forward(self, x: Structure, state: _State, *, in_loop: bool = False) -> tuple[list[tf.Tensor], _State]:
         """Runs a slice for the first time, from a state; returns its tensors and the new state."""

@@ -179,7 +179,9 @@ class GradientWindow(SavedVariables):
         storages = [storage_of(accumulator) for accumulator in self.accumulators]
         pairs = zip(indices, gradients, strict=True)
         replaced = {
-            index for index, each in pairs if storages[index].replaces and not isinstance(each, tf.IndexedSlices)
+            index
+            for index, gradient in pairs
+            if storages[index].replaces and not isinstance(gradient, tf.IndexedSlices)
         }
         added = set(indices) - replaced
         for index, storage in enumerate(storages):

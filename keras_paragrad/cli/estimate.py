@@ -40,7 +40,7 @@ def _estimated(arguments: argparse.Namespace, say: Say) -> int:
     path, name = arguments.model
     namespace = vars(_imported(path))
     if not callable(namespace.get(name)):
-        functions = [each for each, value in namespace.items() if callable(value) and not each.startswith("_")]
+        functions = [name for name, value in namespace.items() if callable(value) and not name.startswith("_")]
         return refuse("estimate", f"{path} has no function {name!r}{did_you_mean(name, functions)}")
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
     from keras_paragrad.compat.variables import without_memory

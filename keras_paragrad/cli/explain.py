@@ -121,7 +121,7 @@ def _names(text: str) -> list[str]:
 
 def _axes(text: str) -> dict[str, int]:
     """For `add_argument(type=...)`: reads the sizes of a mesh's axes."""
-    axes = [re.fullmatch(r"([a-z]+)=([0-9]{1,6})", each) for each in text.split(",")]
+    axes = [re.fullmatch(r"([a-z]+)=([0-9]{1,6})", axis) for axis in text.split(",")]
     if not all(axes):
         raise argparse.ArgumentTypeError(f"{quote(text)} is not a mesh; expected one such as batch=2,model=2")
     return {axis[1]: int(axis[2]) for axis in axes if axis}

@@ -61,7 +61,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     >>> did_you_mean("--worker", ["--workers", "--ps"])
     '. Did you mean `--workers`?'
     """
-    close = difflib.get_close_matches(word[:100], [each for each in known if each], 1)
+    close = difflib.get_close_matches(word[:100], [candidate for candidate in known if candidate], 1)
     return f". Did you mean `{close[0]}`?" if close else ""
 
 

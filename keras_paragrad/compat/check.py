@@ -201,7 +201,9 @@ def _problem_of_object(hook: Hook) -> str | None:
     except (ImportError, AttributeError):
         return _missing(hook)
     # Another class's instance may have an attribute of that name.
-    return None if any(isinstance(each, cls) and hasattr(each, attribute) for each in samples()) else _missing(hook)
+    return (
+        None if any(isinstance(sample, cls) and hasattr(sample, attribute) for sample in samples()) else _missing(hook)
+    )
 
 
 _PROBLEMS: dict[str, Callable[[Hook], str | None]] = {

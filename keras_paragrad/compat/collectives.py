@@ -125,15 +125,15 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
     if replica_count() == 1:
         return list(tensors)
     # Not every collective supports integers. A float64 holds counts up to 2**53.
-    floats: list[Any] = [tf.cast(each, "float64") if each.dtype.is_integer else each for each in tensors]
+    floats: list[Any] = [tf.cast(tensor, "float64") if tensor.dtype.is_integer else tensor for tensor in tensors]
     sums = _all_reduce_sum(floats)
     clock = WaitClock.here()
     # Few values, such as the weights of replica batches, are summed while something else is computed.
     if clock and sum(map(_bytes_of, floats)) > SMALL:
         clock.wait(floats, sums)
     return [
-        tf.cast(total, each.dtype) if each.dtype.is_integer else total
-        for total, each in zip(sums, tensors, strict=True)
+        tf.cast(total, tensor.dtype) if tensor.dtype.is_integer else total
+        for total, tensor in zip(sums, tensors, strict=True)
     ]
 
 
@@ -181,7 +181,7 @@ def _bytes_of(tensor: GradientTensor) -> float:
 def _add_replica_values(
     strategy: tf.distribute.Strategy, grouped: list[tf.distribute.DistributedValues]
 ) -> list[tf.Tensor]:
-    return [tf.add_n(strategy.experimental_local_results(each)) for each in grouped]
+    return [tf.add_n(strategy.experimental_local_results(values)) for values in grouped]
 
 
 def first_replica_value(value: Any) -> Any:

@@ -47,7 +47,7 @@ def call_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
 
 def is_compiled_by_layer(layer: keras.layers.Layer) -> bool:
     """Whether XLA compiles calls of this layer."""
-    return _COMPILE.enabled and all(each.supports_jit for each in layer._flatten_layers())
+    return _COMPILE.enabled and all(inner.supports_jit for inner in layer._flatten_layers())
 
 
 def can_compile_by_layer(model: keras.Model) -> bool:
@@ -59,17 +59,17 @@ class _AddedLosses:
     """The losses that a layer and its sublayers add after this is created."""
 
     def __init__(self, layer: keras.layers.Layer):
-        self._counts = [(each, len(each._losses)) for each in layer._flatten_layers()]
+        self._counts = [(inner, len(inner._losses)) for inner in layer._flatten_layers()]
 
     @property
     def added(self) -> list[list[tf.Tensor]]:
         """By layer."""
-        return [each._losses[count:] for each, count in self._counts]
+        return [inner._losses[count:] for inner, count in self._counts]
 
     def replace(self, losses: Sequence[list[tf.Tensor]]) -> None:
         """Replaces them by other losses for each layer, or removes them."""
-        for index, (each, count) in enumerate(self._counts):
-            each._losses[count:] = losses[index] if losses else []
+        for index, (inner, count) in enumerate(self._counts):
+            inner._losses[count:] = losses[index] if losses else []
 
 
 class _UncompilableLoopError(Exception):
@@ -103,13 +103,13 @@ def compiled_call(
     def run(parts: list[list[tf.Tensor]], masks: list[tf.Tensor | None], weights: list[dict[str, tf.Tensor]]):
         inner[:] = pack_dense_parts(leaves, parts, masks)
         args, kwargs = keras.tree.pack_sequence_as((arguments, keywords), inner)
-        with reading(*({int(key): each for key, each in of.items()} for of in weights)):
+        with reading(*({int(key): value for key, value in of.items()} for of in weights)):
             outputs[:] = [call(*args, **kwargs)]
         operations = tf.compat.v1.get_default_graph().get_operations()
-        if any(each.type in ("While", "StatelessWhile") for each in operations):
+        if any(operation.type in ("While", "StatelessWhile") for operation in operations):
             raise _UncompilableLoopError
         flat = keras.tree.flatten(outputs[0])
-        return [dense_parts(each) for each in flat], [mask_of(each) for each in flat], losses.added
+        return [dense_parts(output) for output in flat], [mask_of(output) for output in flat], losses.added
 
     named_weights = [{str(key): tensor for key, tensor in of.items()} for of in weights]
     try:

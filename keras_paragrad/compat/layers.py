@@ -174,7 +174,7 @@ def pack_dense_parts(
         return packed if packed is leaf else with_mask(packed, mask)
 
     masks = [mask_of(leaf) for leaf in leaves] if masks is None else masks
-    return [pack(*each) for each in zip(leaves, parts, masks, strict=True)]
+    return [pack(*arguments) for arguments in zip(leaves, parts, masks, strict=True)]
 
 
 class WeightScope(keras.StatelessScope):

@@ -68,19 +68,22 @@ class LossMatching(CompileLoss):
         try:
             matched = self._match(y, y_pred)
             if not keras.tree.is_nested(sample_weight):
-                return [each._replace(sample_weight=sample_weight) for each in matched]
+                return [output_loss._replace(sample_weight=sample_weight) for output_loss in matched]
             weights = self._match(sample_weight, y_pred, optional=True)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise self._refusal(y, y_pred, sample_weight, error) from error
-        return [each._replace(sample_weight=other.y_true) for each, other in zip(matched, weights, strict=True)]
+        return [
+            output_loss._replace(sample_weight=other.y_true)
+            for output_loss, other in zip(matched, weights, strict=True)
+        ]
 
     def _match(self, y: Structure, y_pred: Structure, *, optional: bool = False) -> list[OutputLoss]:
         self._matched.clear()
         self(self._by_name(y, y_pred), y_pred)
-        for each in self._matched:
-            for leaf in keras.tree.flatten(each.y_true):
+        for output_loss in self._matched:
+            for leaf in keras.tree.flatten(output_loss.y_true):
                 if not (tf.is_tensor(leaf) or (leaf is None and optional)):
-                    raise KeyError(f"The output {'/'.join(map(str, each.path)) or 0} has a loss and no target")
+                    raise KeyError(f"The output {'/'.join(map(str, output_loss.path)) or 0} has a loss and no target")
         if not self._matched:
             raise ValueError("No output has a loss")
         return list(self._matched)
@@ -122,7 +125,7 @@ class LossMatching(CompileLoss):
 def _nesting(nested: Structure) -> str:
     """How a structure is nested, with `*` for each leaf."""
     if isinstance(nested, Mapping):
-        return f"{{{', '.join(f'{key!r}: {_nesting(each)}' for key, each in nested.items())}}}"
+        return f"{{{', '.join(f'{key!r}: {_nesting(value)}' for key, value in nested.items())}}}"
     if isinstance(nested, (list, tuple)):
         return f"[{', '.join(map(_nesting, nested))}]"
     return "None" if nested is None else "*"

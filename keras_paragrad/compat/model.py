@@ -53,15 +53,15 @@ def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
 
 def other_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """The optimizers that `compile` of Keras wasn't given: attributes of the model and its layers, in lists too."""
-    known = {id(each) for each in held_optimizers(model.optimizer)}
+    known = {id(inner) for inner in held_optimizers(model.optimizer)}
     values = [
         value
         for layer in (model, *all_layers(model))
         for name, value in vars(layer).items()
         if not name.startswith("_") and isinstance(value, (keras.optimizers.Optimizer, list, tuple, dict))
     ]
-    found = {id(each): each for each in keras.tree.flatten(values) if isinstance(each, keras.optimizers.Optimizer)}
-    return [each for key, each in found.items() if key not in known]
+    found = {id(value): value for value in keras.tree.flatten(values) if isinstance(value, keras.optimizers.Optimizer)}
+    return [inner for key, inner in found.items() if key not in known]
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -81,7 +81,7 @@ def count_after(tensors: Sequence[tf.Tensor]) -> None:
     if tf.executing_eagerly() or "make_train_function" in vars(model):
         # Steps of our own are never inlined.
         return
-    with tf.control_dependencies([each for each in tensors if tf.is_tensor(each)]):
+    with tf.control_dependencies([tensor for tensor in tensors if tf.is_tensor(tensor)]):
         for outer in optimizers_of(model):
             for optimizer in updating_optimizers(outer):
                 # Under Keras's own accumulation, the property reads the counter, and is no variable.
@@ -121,7 +121,7 @@ def replace_added_losses(model: keras.Model, losses: Iterable[tuple[keras.layers
 
 def added_losses_of(layers: Iterable[keras.layers.Layer]) -> list[tf.Tensor]:
     """The losses that some layers and their sublayers added in this step."""
-    return [loss for layer in layers for each in layer._flatten_layers() for loss in each._get_own_losses()]
+    return [loss for layer in layers for inner in layer._flatten_layers() for loss in inner._get_own_losses()]
 
 
 def summed_by_keras(model: keras.Model) -> list[bool]:
@@ -281,7 +281,7 @@ class Trainable(NamedTuple):
 
 
 def _trains(layer: keras.layers.Layer, built_for: set[int], flag: bool) -> bool:
-    weights = [weight for each in layer._flatten_layers() for weight in each._trainable_variables]
+    weights = [weight for inner in layer._flatten_layers() for weight in inner._trainable_variables]
     return any(id(weight) in built_for for weight in weights) if weights else flag
 
 

@@ -66,14 +66,14 @@ def held_optimizers(optimizer: keras.optimizers.Optimizer | None) -> list[keras.
         seen[id(value)] = value
         if isinstance(value, keras.optimizers.Optimizer):
             found[id(value)] = value
-            for each in (*vars(value).values(), *getattr(value, "optimizers", ())):
-                visit(each)
+            for attribute in (*vars(value).values(), *getattr(value, "optimizers", ())):
+                visit(attribute)
         elif isinstance(value, dict):
-            for each in value.values():
-                visit(each)
+            for item in value.values():
+                visit(item)
         elif isinstance(value, (list, tuple, set)):
-            for each in value:
-                visit(each)
+            for item in value:
+                visit(item)
         elif type(value).__module__.partition(".")[0] not in _LIBRARIES:
             visit(getattr(value, "__dict__", None))
 
@@ -94,7 +94,7 @@ def unwrap_loss_scale(optimizer: keras.optimizers.Optimizer) -> keras.optimizers
 
 def find_accumulator(optimizer: keras.optimizers.Optimizer | None) -> Accumulating | None:
     """The nested optimizer that accumulates gradients, or `None`."""
-    return next((each for each in nested_optimizers(optimizer) if getattr(each, "accumulates", False)), None)
+    return next((inner for inner in nested_optimizers(optimizer) if getattr(inner, "accumulates", False)), None)
 
 
 def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int:
@@ -115,7 +115,7 @@ def say_rows_are_summed(
     Call it for gradients that are made dense. With SGD that doesn't clip, there is no difference.
     """
     updating = updating_optimizers(optimizer)
-    if all(isinstance(each, keras.optimizers.SGD) for each in updating) and not clips_gradients(optimizer):
+    if all(isinstance(inner, keras.optimizers.SGD) for inner in updating) and not clips_gradients(optimizer):
         return
     names = [v.path for g, v in zip(gradients, variables, strict=True) if isinstance(g, tf.IndexedSlices)]
     if names:

@@ -61,10 +61,10 @@ class ProcessPatch(Generic[Value]):
         with self._lock:
             if not self._contexts:
                 # All before the first is set: a class may inherit from another.
-                replaced = [(each.owner, each.name, self._replaced(each)) for each in self._find()]
+                replaced = [(target.owner, target.name, self._replaced(target)) for target in self._find()]
                 self._restorers = [_restorer(owner, name) for owner, name, _ in replaced]
-                for each in replaced:
-                    setattr(*each)
+                for replacement in replaced:
+                    setattr(*replacement)
             self._contexts += change
             if not self._contexts:
                 for restore in self._restorers:

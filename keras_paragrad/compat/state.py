@@ -188,4 +188,4 @@ def patched(owner: object, make: Callable[[], Patch]) -> Generator[Patch]:
         patch.entered -= 1
         if not patch.entered:
             patch.restore()
-            state.patches = {other: each for other, each in state.patches.items() if other is not kind}
+            state.patches = {other: patch for other, patch in state.patches.items() if other is not kind}

@@ -174,9 +174,9 @@ def copy_built_optimizer(
     copy = _copy_optimizer(optimizer)
     with without_memory(), FuncGraph("never_run").as_default():
         # Innermost first: a wrapper would build it eagerly, where weights without memory can't be read.
-        for each in reversed([*nested_optimizers(copy)]):
-            if not each.built:
-                each.build(list(variables))
+        for inner in reversed([*nested_optimizers(copy)]):
+            if not inner.built:
+                inner.build(list(variables))
     return copy
 
 
@@ -188,7 +188,7 @@ def optimizer_variables(optimizers: Sequence[keras.optimizers.Optimizer]) -> dic
         "ema": [getattr(inner, "_model_variables_moving_average", ()) for inner in updating],
         "accumulators": [
             *(getattr(inner, "_accumulated_gradients", ()) for inner in updating),
-            *(each.variables.values() for each in saved),
+            *(wrapper.variables.values() for wrapper in saved),
         ],
         # Without the others, which are listed above.
         "slots": [inner.variables for inner in updating],
@@ -196,7 +196,12 @@ def optimizer_variables(optimizers: Sequence[keras.optimizers.Optimizer]) -> dic
     seen: set[int] = set()
     by_purpose: dict[str, list[keras.Variable]] = {}
     for kind, variables in lists.items():
-        new = {id(each): each for part in variables for each in part if each is not None and id(each) not in seen}
+        new = {
+            id(variable): variable
+            for part in variables
+            for variable in part
+            if variable is not None and id(variable) not in seen
+        }
         seen.update(new)
         by_purpose[kind] = list(new.values())
     return by_purpose

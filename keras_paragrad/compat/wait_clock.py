@@ -77,8 +77,12 @@ class WaitClock:
     @staticmethod
     def _now(tensors: Sequence[Any]) -> tf.Tensor:
         """The time at which tensors are computed: on a GPU not before a value of each has been copied."""
-        values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in tensors if each is not None]
+        values = [
+            tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
+            for tensor in tensors
+            if tensor is not None
+        ]
         with tf.device(_CPU):
-            copied = [tf.identity(tf.reshape(each, [-1])[:1]) for each in values]
+            copied = [tf.identity(tf.reshape(value, [-1])[:1]) for value in values]
             with tf.control_dependencies(copied):
                 return tf.timestamp()

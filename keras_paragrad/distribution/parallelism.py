@@ -94,7 +94,9 @@ class Preparation(abc.ABC):
         restore_methods(self.model, *self._methods)
         if self._jit_compile is not None and self.model.jit_compile == self._jit_compile[1]:
             self.model.jit_compile = self._jit_compile[0]
-        state.preparations = {kind: each for kind, each in state.preparations.items() if each is not self}
+        state.preparations = {
+            kind: preparation for kind, preparation in state.preparations.items() if preparation is not self
+        }
 
     @property
     def table(self) -> Any:

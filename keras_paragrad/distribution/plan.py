@@ -48,7 +48,7 @@ class Plan:
 
     def with_decision(self, decision: Decision) -> "Plan":
         """The plan with the decision of this name replaced."""
-        decisions = (decision if decision.name == each.name else each for each in self.decisions)
+        decisions = (decision if decision.name == old.name else old for old in self.decisions)
         return dataclasses.replace(self, decisions=tuple(decisions))
 
     def __iter__(self) -> Iterator[Decision]:
@@ -237,7 +237,7 @@ def _commands_of_machines(cluster: Cluster, has_gpus: bool) -> list[str]:
     else:
         ranks = range(workers) if workers <= _MOST_LINES else (0, 1, "...", workers - 1)
         command = f"keras-paragrad launch --nodes {workers} --node-rank {{}} --rendezvous HOST:29500 train.py"
-        lines = [each if isinstance(each, str) else command.format(each) for each in ranks]
+        lines = [rank if isinstance(rank, str) else command.format(rank) for rank in ranks]
         notes = ["each on its machine, with HOST of node 0, and the same KERAS_PARAGRAD_TOKEN on all", f"or {in_job}"]
     if not has_gpus:
         # Several workers on one machine would each take all of its GPUs.

@@ -148,7 +148,9 @@ class RendezvousServer:
                 self._accept(cast("socket.socket", key.fileobj))
             else:
                 self._receive(key.data)
-        for caller in [each for each in self._unidentified if time.monotonic() - each.connected_at > _PATIENCE]:
+        for caller in [
+            connection for connection in self._unidentified if time.monotonic() - connection.connected_at > _PATIENCE
+        ]:
             self._reject(caller, "sent no message of this run")
 
     def stop_listening(self) -> None:

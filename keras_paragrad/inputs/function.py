@@ -76,8 +76,8 @@ class RowFunction(NamedTuple):
     def _check_separate(self, tape: tf.GradientTape, values: dict[int, tf.Tensor]) -> None:
         """Refuses a layer's output that is computed from another source, which is held fixed."""
         for source in self.selection.layers:
-            others = [each for each in self.selection.sources if each is not source]
-            gradients = tape.gradient(values[id(source)], [values[id(each)] for each in others])
+            others = [other for other in self.selection.sources if other is not source]
+            gradients = tape.gradient(values[id(source)], [values[id(other)] for other in others])
             for other, gradient in zip(others, gradients, strict=True):
                 if gradient is not None:
                     raise ValueError(
@@ -228,10 +228,10 @@ def _output_number(name: str, known: list[Spelling]) -> int:
         return places[0]
     if places:
         same = [known[place] for place in places]
-        paths = [each for each, spelling in zip(distinct_names(known), known, strict=True) if each and spelling in same]
+        paths = [name for name, spelling in zip(distinct_names(known), known, strict=True) if name and spelling in same]
         write = f"Write output={' or '.join(map(repr, paths))}." if len(paths) == len(same) else _functions_of(same)
         raise ValueError(f"`output` is {quote(name)}, which is the name of {len(places)} outputs. {write}")
-    names = [each for each in distinct_names(known) if each]
+    names = [path for path in distinct_names(known) if path]
     has = f"are {', '.join(map(repr, names))}" if names else "have no names"
     raise ValueError(
         f"`output` is {quote(name)}, and the model's outputs {has}.{did_you_mean(name, names)} {_WRITE_A_FUNCTION}"
@@ -240,7 +240,7 @@ def _output_number(name: str, known: list[Spelling]) -> int:
 
 def _functions_of(known: Sequence[Spelling]) -> str:
     """The functions that pick each of some outputs, for a message."""
-    codes = [each.code("outputs") for each in known if each.path]
+    codes = [output.code("outputs") for output in known if output.path]
     return f"Write output=lambda outputs: {', or '.join(codes)}." if codes else _WRITE_A_FUNCTION
 
 

@@ -172,7 +172,9 @@ def _hessian_vector_product(
         with refuse_missing_derivatives(_NO_DERIVATIVE):
             gradients = function.check_connected(inner.gradient(scalars, free))
         pairs = zip(gradients, extra, strict=True)
-        directional = tf.add_n([tf.reduce_sum(gradient * tf.cast(each, gradient.dtype)) for gradient, each in pairs])
+        directional = tf.add_n(
+            [tf.reduce_sum(gradient * tf.cast(cotangent, gradient.dtype)) for gradient, cotangent in pairs]
+        )
     _check_second_derivatives(directional.graph)
     # An output that is linear in an input has no second derivative there: it is zero.
     with refuse_missing_derivatives(_NO_DERIVATIVE):

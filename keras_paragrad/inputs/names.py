@@ -41,8 +41,8 @@ def spellings(paths: Sequence[Path], names: Sequence[str | None]) -> list[Spelli
 
 def places_of(name: str, known: Sequence[Spelling]) -> list[int]:
     """The places that have a path, or else a name."""
-    by_path = [place for place, each in enumerate(known) if each.joined == name]
-    return by_path or [place for place, each in enumerate(known) if each.name == name]
+    by_path = [place for place, leaf in enumerate(known) if leaf.joined == name]
+    return by_path or [place for place, leaf in enumerate(known) if leaf.name == name]
 
 
 def distinct_names(known: Sequence[Spelling]) -> list[str | None]:
@@ -50,7 +50,7 @@ def distinct_names(known: Sequence[Spelling]) -> list[str | None]:
 
     def label(place: int, spelling: Spelling) -> str | None:
         options = (spelling.name, spelling.joined)
-        return next((each for each in options if each and places_of(each, known) == [place]), None)
+        return next((option for option in options if option and places_of(option, known) == [place]), None)
 
     return [label(place, spelling) for place, spelling in enumerate(known)]
 
@@ -73,5 +73,5 @@ def layers_by_path(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
 
 def layers_named(name: str, known: Sequence[tuple[str, keras.layers.Layer]]) -> list[tuple[str, keras.layers.Layer]]:
     """The layers with a path, or else those whose paths end with a name."""
-    exact = [each for each in known if each[0] == name]
-    return exact or [each for each in known if f"/{each[0]}".endswith(f"/{name}")]
+    exact = [leaf for leaf in known if leaf[0] == name]
+    return exact or [leaf for leaf in known if f"/{leaf[0]}".endswith(f"/{name}")]

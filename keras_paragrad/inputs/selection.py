@@ -68,32 +68,32 @@ class Selection(NamedTuple):
             nesting = keras.tree.pack_sequence_as(nesting, list(range(len(flat))))
         except TypeError:  # a dict with unsortable keys
             raise refusal("wrt", wrt, f"one of the inputs {names}, or several, each once") from None
-        found = flat if wrt is None else [_find(model, known, names, each) for each in flat]
-        keys = [each if isinstance(each, int) else (id(each.layer), each.call) for each in found]
+        found = flat if wrt is None else [_find(model, known, names, item) for item in flat]
+        keys = [source if isinstance(source, int) else (id(source.layer), source.call) for source in found]
         if not found or len(set(keys)) < len(keys):
             raise ValueError(f"`wrt` is {quote(wrt)}. Name one or more of the inputs {names} or layers, each once.")
-        pairs = [_dtypes(*each) for each in zip(declared, leaves[: len(names)], strict=True)]
+        pairs = [_dtypes(*pair) for pair in zip(declared, leaves[: len(names)], strict=True)]
         real = [name for name, pair in zip(names, pairs, strict=True) if all("float" in dtype for dtype in pair)]
         sources: list[InputLeaf | LayerOutput] = []
-        for each in found:
-            if isinstance(each, LayerOutput):
-                sources.append(each)
+        for source in found:
+            if isinstance(source, LayerOutput):
+                sources.append(source)
                 continue
-            for dtype in pairs[each]:
+            for dtype in pairs[source]:
                 if "float" not in dtype:
-                    raise _dtype_refusal(model, names[each], dtype, real)
-            sources.append(InputLeaf(names[each], each, "float64" if pairs[each][0] == "float64" else "float32"))
+                    raise _dtype_refusal(model, names[source], dtype, real)
+            sources.append(InputLeaf(names[source], source, "float64" if pairs[source][0] == "float64" else "float32"))
         return cls(structure, names, sources, nesting)
 
     @property
     def inputs(self) -> list[InputLeaf]:
         """The inputs to differentiate with respect to."""
-        return [each for each in self.sources if isinstance(each, InputLeaf)]
+        return [source for source in self.sources if isinstance(source, InputLeaf)]
 
     @property
     def layers(self) -> list[LayerOutput]:
         """The layers whose outputs to differentiate with respect to."""
-        return [each for each in self.sources if isinstance(each, LayerOutput)]
+        return [source for source in self.sources if isinstance(source, LayerOutput)]
 
     def nested(self, results: list[Any]) -> Any:
         """Results, one for each source, nested as `wrt` or the inputs are."""

@@ -71,7 +71,7 @@ class SizesTried(Printable):
         table.add_column("Measured", justify="right")
         table.add_column("Fits")
         for size, estimated, measured, fits in self.sizes:
-            words = ("" if each is None else bytes_in_words(each) for each in (estimated, measured))
+            words = ("" if size is None else bytes_in_words(size) for size in (estimated, measured))
             table.add_row(str(size), *words, "yes" if fits else "no")
         yield table
 
@@ -232,7 +232,7 @@ def spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:
         leaf.dtype.kind not in "biuf" for leaf in keras.tree.flatten(data) if leaf is not None
     ):
         return None
-    *before, sample_weight = (None if each is None else keras.tree.map_structure(spec, each) for each in data)
+    *before, sample_weight = (None if element is None else keras.tree.map_structure(spec, element) for element in data)
     return tuple(before) if sample_weight is None else (*before, sample_weight)
 
 

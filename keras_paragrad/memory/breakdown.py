@@ -83,8 +83,14 @@ def _breakdown(
         "non_trainable": sum(map(variable_bytes, model.non_trainable_variables)),
         **state,
     }
-    sharded = [each for each in step.gradients if not each.of_rows and weight_sharding.divides(each.variable)]
-    gathering = _peaks(step, {each.resource: variable_bytes(each.variable) for each in sharded}) if sharded else peaks
+    sharded = [
+        gradient for gradient in step.gradients if not gradient.of_rows and weight_sharding.divides(gradient.variable)
+    ]
+    gathering = (
+        _peaks(step, {gradient.resource: variable_bytes(gradient.variable) for gradient in sharded})
+        if sharded
+        else peaks
+    )
     gradients, most = _gradients_and_peak(step, gathering, weight_sharding)
     # An update works on shards of the optimizer's variables.
     update = peaks.update // state_sharding.shards
@@ -92,7 +98,8 @@ def _breakdown(
         shard,
         recompute,
         gathered=max(
-            (_gathered_bytes(*each, weight_sharding) for each in _layers_with_gathered_weights(model, step)), default=0
+            (_gathered_bytes(*group, weight_sharding) for group in _layers_with_gathered_weights(model, step)),
+            default=0,
         ),
         gradients=max(gradients),
         activations=max(peaks.activations),
@@ -149,7 +156,7 @@ def _layers_with_gathered_weights(
     tables = {id(gradient.variable) for gradient in step.gradients if gradient.of_rows}
     for layer in (model, *all_layers(model)):
         inner = {id(variable) for child in children(layer) for variable in child.trainable_variables}
-        yield layer, [each for each in layer.trainable_variables if id(each) not in inner | tables]
+        yield layer, [weight for weight in layer.trainable_variables if id(weight) not in inner | tables]
 
 
 def _gathered_bytes(layer: keras.layers.Layer, variables: list[keras.Variable], weight_sharding: Sharding) -> int:

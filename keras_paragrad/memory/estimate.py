@@ -73,7 +73,7 @@ class Estimate(Printable):
         for column in self.columns:
             if (column.shard, column.recompute) == (shard, recompute):
                 return column
-        known = ", ".join(str(each.shard) for each in self.columns if each.recompute == recompute)
+        known = ", ".join(str(column.shard) for column in self.columns if column.recompute == recompute)
         raise KeyError(f"{choice!r}; the estimate has {known or 'no column with recomputation'}")
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def bytes_in_words(size: int) -> str:
     >>> bytes_in_words(512), bytes_in_words(3 * 2**20 // 2)
     ('512 B', '1.5 MiB')
     """
-    power = next((each for each in range(len(_UNITS) - 1) if size < 999.5 * 1024**each), len(_UNITS) - 1)
+    power = next((power for power in range(len(_UNITS) - 1) if size < 999.5 * 1024**power), len(_UNITS) - 1)
     return f"{size:,} B" if power == 0 else f"{size / 1024**power:.3g} {_UNITS[power]}"
 
 
@@ -165,8 +165,8 @@ def _recompute_layers(blocks: list[keras.layers.Layer]) -> Callable[[], None]:
     undo = [recompute_layer(block) for block in blocks]
 
     def end() -> None:
-        for each in undo:
-            each()
+        for restore in undo:
+            restore()
 
     return end
 

@@ -264,13 +264,13 @@ class _Execution:
         """Drops one owner of a buffer, and frees it and its parts with the last."""
         released = [buffer]
         while released:
-            each = released.pop()
-            if each is None:
+            dropped = released.pop()
+            if dropped is None:
                 continue
-            each.owners -= 1
-            if each.owners == 0:
-                self._live -= 0 if each.is_gradient else each.size
-                released += each.parts
+            dropped.owners -= 1
+            if dropped.owners == 0:
+                self._live -= 0 if dropped.is_gradient else dropped.size
+                released += dropped.parts
 
 
 def _links(buffer: _Buffer | None) -> tuple[_Buffer | None, _Buffer | None]:

@@ -73,7 +73,7 @@ def measure_parts(model: keras.Model, functional: FunctionalModel, parts: Sequen
             graph = tf.compat.v1.get_default_graph()
             start = len(graph.get_operations())
             outputs = run(*arguments, **keywords)
-            output_names = {_source(each).name for each in outputs.values() if tf.is_tensor(each)}
+            output_names = {_source(output).name for output in outputs.values() if tf.is_tensor(output)}
             ranges.append((start, len(graph.get_operations()), output_names))
             return outputs
 
@@ -92,7 +92,7 @@ def measure_parts(model: keras.Model, functional: FunctionalModel, parts: Sequen
     work = [_work(operation) / _EXAMPLES for operation in operations]
     costs = []
     for part, (start, end, names) in zip(parts, ranges, strict=True):
-        sizes = [(each.name in names, _bytes(each) / _EXAMPLES) for index, each in used if start <= index < end]
+        sizes = [(tensor.name in names, _bytes(tensor) / _EXAMPLES) for index, tensor in used if start <= index < end]
         stored = sum(size for is_output, size in sizes if not is_output)
         output_bytes = sum(size for is_output, size in sizes if is_output)
         costs.append(
@@ -119,7 +119,7 @@ def _closed(shape: Sequence[int | None], steps: int) -> list[int]:
     """A shape with sizes for its unknown dimensions."""
     first, *others = shape or (None,)
     size = _OPEN.get(len(shape), steps)
-    return [_EXAMPLES if first is None else first, *(size if each is None else each for each in others)]
+    return [_EXAMPLES if first is None else first, *(size if other is None else other for other in others)]
 
 
 def _traced(model: keras.Model, steps: int) -> tuple[list[tf.Operation], int]:
@@ -127,7 +127,7 @@ def _traced(model: keras.Model, steps: int) -> tuple[list[tf.Operation], int]:
     variables = list({id(variable): variable for variable in model.variables}.values())
     functional: Any = functional_of(model)
     inputs = keras.tree.map_structure(
-        lambda each: tf.TensorSpec(_closed(each.shape, steps) if each.shape else [], each.dtype),
+        lambda spec: tf.TensorSpec(_closed(spec.shape, steps) if spec.shape else [], spec.dtype),
         functional.input,
     )
     marks = []
@@ -139,9 +139,9 @@ def _traced(model: keras.Model, steps: int) -> tuple[list[tf.Operation], int]:
             watched = [value for variable, value in zip(variables, values, strict=True) if variable.trainable]
             tape.watch(watched)
             outputs = model(inputs, training=True)
-            floats = [each for each in keras.tree.flatten(outputs) if each.dtype.is_floating]
+            floats = [output for output in keras.tree.flatten(outputs) if output.dtype.is_floating]
         marks.append(len(tf.compat.v1.get_default_graph().get_operations()))
-        return [each for each in tape.gradient(floats, watched) if each is not None]
+        return [gradient for gradient in tape.gradient(floats, watched) if gradient is not None]
 
     values = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
     graph = trace_untouched(model, step, inputs, values).graph

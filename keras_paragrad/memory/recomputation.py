@@ -81,7 +81,7 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
                 print(cut.expects)
         else:
             self._undo = [recompute_layer(layer) for layer in select_layers(model, layers)]
-        names: Any = "auto" if automatic else [getattr(each, "name", each) for each in layers]
+        names: Any = "auto" if automatic else [getattr(layer, "name", layer) for layer in layers]
         self._arguments = {"layers": names, "every": every}
         state_of(model).recomputations += (self._arguments,)
         StepBuilder.of(model).retrace()
@@ -92,7 +92,9 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
             undo()
         self._undo = []
         state = state_of(self.model)
-        state.recomputations = tuple(each for each in state.recomputations if each is not self._arguments)
+        state.recomputations = tuple(
+            recomputation for recomputation in state.recomputations if recomputation is not self._arguments
+        )
         StepBuilder.of(self.model).retrace()
 
     def __enter__(self) -> "recompute":
@@ -149,14 +151,16 @@ def check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
     Raises:
         ValueError: The message says why.
     """
-    if not any(layer is each for each in all_layers(model)):
+    if not any(layer is known for known in all_layers(model)):
         raise ValueError(f"{layer.name!r} is not a layer of {model.name!r}, nor of a layer in it.")
     if isinstance(layer, keras.layers.InputLayer):
         raise ValueError(f"{layer.name!r} is an input of the model, and computes nothing. Leave it out of `layers`.")
-    parents = [each for each in (model, *all_layers(model)) if any(layer is inner for inner in all_layers(each))]
-    for each in (layer, *all_layers(layer), *parents):
-        check_nesting(layer, each)
-    loop = next((each for each in parents if isinstance(each, keras.layers.RNN)), None)
+    parents = [
+        candidate for candidate in (model, *all_layers(model)) if any(layer is inner for inner in all_layers(candidate))
+    ]
+    for owner in (layer, *all_layers(layer), *parents):
+        check_nesting(layer, owner)
+    loop = next((parent for parent in parents if isinstance(parent, keras.layers.RNN)), None)
     if loop is not None:
         raise ValueError(
             f"{layer.name!r} is a cell of {loop.name!r}, which calls it in a loop. Name {loop.name!r} instead."

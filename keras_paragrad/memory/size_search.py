@@ -53,7 +53,7 @@ def largest(
 def _rows_at(limit: int, points: Sequence[tuple[int, int]], line: tuple[float, float] | None) -> float:
     """The number of rows that are expected to take `limit`."""
     (rows, used), constant = points[-1], line[0] if line else 0.0
-    others = [each for each in points[:-1] if each[0] != rows]
+    others = [point for point in points[:-1] if point[0] != rows]
     if others:
         other, used_there = others[-1]
         slopes = [(used - used_there) / (rows - other)]

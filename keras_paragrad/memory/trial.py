@@ -123,7 +123,7 @@ class Trials:
         command = [sys.executable, *safe, "-m", "keras_paragrad.memory.trial_process", str(directory)]
         # It must not join this process's cluster, and imports what this one does.
         environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-        environment["PYTHONPATH"] = os.pathsep.join(str(Path(each).absolute()) for each in sys.path)
+        environment["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)
         environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
         free, base = available_bytes(), None
         with (directory / "output.txt").open("wb") as output:
@@ -173,7 +173,10 @@ def preparations_of(model: keras.Model, without: str | None = None) -> list[tupl
     Raises:
         CannotTryError: One of them can't be made again.
     """
-    calls = [("keras_paragrad.memory.recomputation", "recompute", each) for each in state_of(model).recomputations]
+    calls = [
+        ("keras_paragrad.memory.recomputation", "recompute", recomputation)
+        for recomputation in state_of(model).recomputations
+    ]
     builder = state_of(model).step_builder
     for name, filler in builder.fillers.items() if builder else ():
         if name == without:
@@ -191,19 +194,19 @@ def custom_objects_of(model: keras.Model) -> dict[str, Any]:
     seen: dict[int, object] = {}
     pending: list[Any] = [model]
     while pending:
-        each = pending.pop()
-        if id(each) in seen:
+        value = pending.pop()
+        if id(value) in seen:
             continue
-        seen[id(each)] = each
-        if isinstance(each, dict):
-            pending += each.values()
-        elif isinstance(each, (list, tuple, set)):
-            pending += each
-        elif isinstance(each, (type, types.FunctionType)):
-            if each.__module__.partition(".")[0] not in _LIBRARIES and each.__name__ != "<lambda>":
-                found |= {each.__name__: each, keras.saving.get_registered_name(each): each}
-        elif hasattr(each, "get_config"):
-            pending += [type(each), *getattr(each, "__dict__", {}).values()]
+        seen[id(value)] = value
+        if isinstance(value, dict):
+            pending += value.values()
+        elif isinstance(value, (list, tuple, set)):
+            pending += value
+        elif isinstance(value, (type, types.FunctionType)):
+            if value.__module__.partition(".")[0] not in _LIBRARIES and value.__name__ != "<lambda>":
+                found |= {value.__name__: value, keras.saving.get_registered_name(value): value}
+        elif hasattr(value, "get_config"):
+            pending += [type(value), *getattr(value, "__dict__", {}).values()]
     return found
 
 
@@ -213,7 +216,7 @@ def _pickled(request: dict[str, Any]) -> bytes:
         with _refusing():
             return importlib.import_module("cloudpickle").dumps(request)
     objects = request["custom_objects"].values()
-    here = [each.__name__ for each in objects if each.__module__ == "__main__" or "<locals>" in each.__qualname__]
+    here = [item.__name__ for item in objects if item.__module__ == "__main__" or "<locals>" in item.__qualname__]
     if here:
         raise CannotTryError(
             f"{', '.join(dict.fromkeys(here))} can't be imported in another process. Define it in a module, or install "
@@ -244,7 +247,7 @@ def first_rows(x: Any, y: Any, most: int) -> tuple[Structure, Structure, Structu
         whole = True
     try:
         count = len(keras.tree.flatten(x)[0]) if whole else None
-        arrays = [keras.tree.map_structure(lambda leaf: _rows(leaf, most), each) for each in (x, y, sample_weight)]
+        arrays = [keras.tree.map_structure(lambda leaf: _rows(leaf, most), data) for data in (x, y, sample_weight)]
     except (TypeError, ValueError) as error:
         raise ValueError(f"`x` and `y` have to be arrays, or a dataset of dense batches: {error}") from error
     return arrays[0], arrays[1], arrays[2], count
@@ -254,6 +257,6 @@ def _rows(leaf: Any, most: int) -> Any:
     if leaf is None:
         return None
     rows = np.asarray(leaf[:most])
-    if rows.dtype == object and not all(isinstance(each, (str, bytes)) for each in rows.flat):
+    if rows.dtype == object and not all(isinstance(element, (str, bytes)) for element in rows.flat):
         raise TypeError(f"found {quote(leaf)}")
     return rows

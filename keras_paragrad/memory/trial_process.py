@@ -41,7 +41,7 @@ def main(directory: Path) -> None:
     except Exception as error:
         words = f"{type(error).__name__}: {words_of(error)}"
         exhausted = isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError))
-        fits = not (exhausted or any(each in words.lower() for each in _OUT_OF_MEMORY))
+        fits = not (exhausted or any(phrase in words.lower() for phrase in _OUT_OF_MEMORY))
         traceback.print_exc()
         result = {"problem": " ".join(words.split())[:600]} if fits else {"bytes": None}
     (directory / "result.json").write_text(json.dumps(result))
@@ -82,7 +82,7 @@ def _train(request: dict[str, Any], directory: Path) -> None:
     def repeated(leaf: Any) -> Any:
         return None if leaf is None else np.resize(leaf, (rows, *leaf.shape[1:]))
 
-    x, y, sample_weight = (keras.tree.map_structure(repeated, each) for each in request["data"])
+    x, y, sample_weight = (keras.tree.map_structure(repeated, structure) for structure in request["data"])
     epochs = request["steps"]
     model.fit(x, y, sample_weight=sample_weight, batch_size=rows, epochs=epochs, shuffle=False, verbose=0)
 

@@ -271,7 +271,7 @@ def _unknown_rows_refusal(
         return record
 
     with contextlib.ExitStack() as stack:
-        for inner in {id(each): each for each in layer_and_sublayers(layer)}.values():
+        for inner in {id(inner): inner for inner in layer_and_sublayers(layer)}.values():
             method = call_method(inner)
             stack.enter_context(attributes(inner, **{method: recording(inner, getattr(inner, method))}))
         _call_on_placeholders(layer, units_of(layer), arguments, keywords, size)
@@ -285,8 +285,10 @@ def _unknown_rows_refusal(
 
 def _unknown_rows(nested: Structure) -> list[Any]:
     """The tensors whose number of rows is unknown."""
-    tensors = [each for each in keras.tree.flatten(nested) if tf.is_tensor(each)]
-    return [each for each in tensors if each.shape.rank is None or (each.shape.rank and each.shape[0] is None)]
+    tensors = [leaf for leaf in keras.tree.flatten(nested) if tf.is_tensor(leaf)]
+    return [
+        tensor for tensor in tensors if tensor.shape.rank is None or (tensor.shape.rank and tensor.shape[0] is None)
+    ]
 
 
 def _rows(tensor: tf.Tensor) -> int | None:

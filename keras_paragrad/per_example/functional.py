@@ -95,7 +95,7 @@ def _batches(data: Sequence[Structure], count: int, size: int) -> Iterator[tuple
     for start in range(0, count, size):
         rows = slice(start, min(start + size, count))
         indices = np.minimum(np.arange(start, start + size), count - 1)
-        yield rows, keras.tree.map_structure(lambda each, i=indices: None if each is None else each[i], data)
+        yield rows, keras.tree.map_structure(lambda leaf, i=indices: None if leaf is None else leaf[i], data)
 
 
 def _cached(
@@ -135,7 +135,7 @@ def _compile(
             y_pred = capture(x, training=training)
             if not matching:
                 matching.append(LossMatching(loss, getattr(model, "output_names", None)))
-            terms = [LossTerm(*each[1:]) for each in matching[0].match(y, y_pred, sample_weight)]
+            terms = [LossTerm(*match[1:]) for match in matching[0].match(y, y_pred, sample_weight)]
             for term in terms:
                 check_separable_loss(term)
             total = tf.add_n([tf.reduce_sum(example_losses(term)) for term in terms])
@@ -148,15 +148,15 @@ def _compile(
 def _check_loss(loss: object) -> None:
     """Refuses what Keras takes for no loss."""
     nested = keras.tree.is_nested(loss)
-    for each in keras.tree.flatten(loss) or [None]:
-        if (each is None and nested) or (isinstance(each, str) and each.lower() in _PICKED):
+    for item in keras.tree.flatten(loss) or [None]:
+        if (item is None and nested) or (isinstance(item, str) and item.lower() in _PICKED):
             continue
         try:
-            valid = callable(keras.losses.get(each))
+            valid = callable(keras.losses.get(item))
         except Exception:  # whatever Keras raises for an invalid loss
             valid = False
         if not valid:
-            raise refusal("loss", each, "a Keras loss, its name, or a function of targets and predictions", "'mse'")
+            raise refusal("loss", item, "a Keras loss, its name, or a function of targets and predictions", "'mse'")
 
 
 def _check_rows(name: str, nested: FitData, *, optional: bool = False, text: bool = False) -> Any:
@@ -191,13 +191,13 @@ def _is_text(rows: object) -> bool:
     """Whether an array is of strings, or of objects that are."""
     if not isinstance(rows, np.ndarray) or rows.dtype.kind not in "USTO":
         return False
-    return rows.dtype.kind != "O" or (rows.size > 0 and all(isinstance(each, (str, bytes)) for each in rows.flat))
+    return rows.dtype.kind != "O" or (rows.size > 0 and all(isinstance(element, (str, bytes)) for element in rows.flat))
 
 
 def _may_take_text(model: keras.Model) -> bool:
     """Whether a model has inputs of text, or doesn't say what it takes."""
     inputs = getattr(model, "inputs", None)
-    return not inputs or any(each.dtype == "string" for each in inputs)
+    return not inputs or any(input_.dtype == "string" for input_ in inputs)
 
 
 def per_example_gradients(

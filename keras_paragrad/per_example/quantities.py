@@ -141,7 +141,7 @@ def _zero_examples_of_weight_0(
         dropped = tf.equal(weights, 0)
         if norms is not None:
             dropped = tf.logical_and(dropped, tf.logical_not(tf.math.is_finite(norms)))
-        results = iter(tf.cond(tf.reduce_any(dropped), zero_all, lambda: [tf.identity(each) for each in flat]))
+        results = iter(tf.cond(tf.reduce_any(dropped), zero_all, lambda: [tf.identity(gradient) for gradient in flat]))
     replaced = {key: {index: next(results) for index in tensors} for key, tensors in tensors_of.items()}
     return [
         (unit, [call.with_tensors(replaced[id(call)]) if id(call) in replaced else call for call in calls])

@@ -190,18 +190,20 @@ class FactoredGradients:
         if not self.buffers:
             return np.zeros((0, *self.shape), np.float32)
         indices = [int(index) for index in self.index.of_replicas()]
-        rows = {index: [each.of_replicas() for each in self.buffers[index].rows] for index in set(indices)}
+        rows = {index: [row.of_replicas() for row in self.buffers[index].rows] for index in set(indices)}
         gradients = [
-            Factors([each[replica] for each in rows[index]], self.buffers[index].layout).materialized()
+            Factors([row[replica] for row in rows[index]], self.buffers[index].layout).materialized()
             for replica, index in enumerate(indices)
         ]
-        return np.concatenate([np.asarray(each) for each in gradients])
+        return np.concatenate([np.asarray(gradient) for gradient in gradients])
 
     def _index_of(self, factors: Factors) -> int:
         """The index of the buffers for factors of these shapes; new ones are made if there are none."""
         # Each combination of shapes has its own buffers, unless shapes may vary.
         static = self.capacity is not None
-        shapes = [(each.dtype, *(size if static else None for size in each.shape[1:])) for each in factors.tensors]
+        shapes = [
+            (tensor.dtype, *(size if static else None for size in tensor.shape[1:])) for tensor in factors.tensors
+        ]
         for index, buffers in enumerate(self.buffers):
             if (buffers.shapes, buffers.layout) == (shapes, factors.layout):
                 return index

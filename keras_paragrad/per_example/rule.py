@@ -172,7 +172,7 @@ class Rule:
         In overrides, the calls' tensors are zero for examples of weight 0, even where they were not finite.
         """
         by_xla = calls[0].by_xla
-        return [weighted_sum(weights, zeroed(each, weights), by_xla) for each in self.gradients_of_all(calls)]
+        return [weighted_sum(weights, zeroed(gradients, weights), by_xla) for gradients in self.gradients_of_all(calls)]
 
 
 def weighted_sum(weights: tf.Tensor, rows: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
@@ -288,21 +288,21 @@ def rule_for(layer: keras.layers.Layer) -> Rule | None:
         if rule is not None:
             if not rule.serves_overrides and _overrides_computation(type(layer), kind):
                 return None
-            return next((each for each in (*rule.variants, rule) if each.suits(layer)), None)
+            return next((variant for variant in (*rule.variants, rule) if variant.suits(layer)), None)
     return None
 
 
 def registered_by_name() -> dict[str, tuple[type[keras.layers.Layer], Rule]]:
     """Each registered rule and variant, by layer and configuration: "Dense", "Dense with LoRA"."""
     return {
-        f"{layer.__name__} {each.configuration}".strip(): (layer, each)
+        f"{layer.__name__} {candidate.configuration}".strip(): (layer, candidate)
         for layer, rule in _RULES.items()
-        for each in (rule, *rule.variants)
+        for candidate in (rule, *rule.variants)
     }
 
 
 def _overrides_computation(kind: type, registered: type) -> bool:
     """Whether a class overrides an attribute of the registered class that its `call` may depend on."""
     between = kind.__mro__[: kind.__mro__.index(registered)]
-    overridden = {name for each in between for name in vars(each) if hasattr(registered, name)}
+    overridden = {name for ancestor in between for name in vars(ancestor) if hasattr(registered, name)}
     return any(not name.startswith("__") and name not in _NOT_COMPUTED_FROM for name in overridden)

@@ -121,7 +121,7 @@ def check_separable_model(model: Any) -> None:
     if getattr(model, "inputs", None):
         inputs = model.inputs[0] if isinstance(model, keras.Sequential) else model.input
         check_separable_layer(
-            model, keras.tree.map_structure(lambda each: tf.TensorSpec(each.shape, each.dtype), inputs)
+            model, keras.tree.map_structure(lambda leaf: tf.TensorSpec(leaf.shape, leaf.dtype), inputs)
         )
 
 
@@ -154,8 +154,8 @@ def check_separable_loss(term: LossTerm) -> None:
 
 def _incomputable_loss(term: LossTerm, error: Exception) -> ValueError:
     """The error for a loss that fails on its targets and predictions."""
-    shapes = [[tuple(leaf.shape) for leaf in keras.tree.flatten(each)] for each in (term.y_true, term.y_pred)]
-    true, pred = (" and ".join(map(str, each)) for each in shapes)
+    shapes = [[tuple(leaf.shape) for leaf in keras.tree.flatten(structure)] for structure in (term.y_true, term.y_pred)]
+    true, pred = (" and ".join(map(str, shapes_of)) for shapes_of in shapes)
     name = term.loss.name
     advice = ""
     if name.startswith("sparse_") and true == pred:

@@ -160,7 +160,7 @@ class PerExampleGradients(keras.layers.Wrapper):
 
     def call(self, inputs: Structure, *args: Any, **kwargs: Any) -> Structure:
         """Calls the wrapped layer; in training it records what per-example gradients are computed from."""
-        if "mask" in kwargs and all(each is None for each in keras.tree.flatten(kwargs["mask"])):
+        if "mask" in kwargs and all(argument is None for argument in keras.tree.flatten(kwargs["mask"])):
             # Keras passes one for nested inputs even if there is none, and not every layer takes it.
             del kwargs["mask"]
         # A trial's gradients are the plain ones, and leave no step behind.

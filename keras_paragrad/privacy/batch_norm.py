@@ -128,7 +128,7 @@ def _group_normalization(layer: keras.layers.Layer, path: str) -> keras.layers.L
     """A `GroupNormalization` in place of a `BatchNormalization`, with its settings."""
     channels = layer.moving_mean.shape[0]
     rank = layer.input_spec.ndim
-    groups = next(each for each in range(min(channels, _MOST_GROUPS), 0, -1) if channels % each == 0)
+    groups = next(count for count in range(min(channels, _MOST_GROUPS), 0, -1) if channels % count == 0)
     if _positions(layer, rank) == 1:
         groups = 1
         if channels == 1:

@@ -95,7 +95,7 @@ class Privacy(InNotebooks):
             *updates: The noise multiplier, the sampling rate and the number of updates, for each kind of updates. None
                 at all, if no private example had a part in these weights.
         """
-        stated = [check_updates(*each) for each in updates]
+        stated = [check_updates(*update) for update in updates]
         self._releases.replace_unknown(
             Entry(secrets.randbits(62), 0, 0, 0, Event(noise, rate), count) for noise, rate, count, _ in stated
         )

@@ -139,8 +139,8 @@ def check_clip(clip: object) -> ClipNorm:
         return clip
     if isinstance(clip, Mapping) and clip:
         return {
-            _check_pattern(pattern): float(check_number("clip_norm", each, above=0, example=1.0))
-            for pattern, each in clip.items()
+            _check_pattern(pattern): float(check_number("clip_norm", bound, above=0, example=1.0))
+            for pattern, bound in clip.items()
         }
     if isinstance(clip, str | Mapping):
         expected = (
@@ -190,7 +190,7 @@ def _bounds(model: keras.Model, clip: Mapping[str, float] | str) -> list[tuple[k
     assert isinstance(clip, Mapping)
     # Paths below the model: a pattern for layers may occur in the model's own name.
     names = [(layer.path or layer.name).removeprefix(f"{model.name}/") for layer in layers]
-    matching = [next((each for each in clip if re.search(each, name)), None) for name in names]
+    matching = [next((pattern for pattern in clip if re.search(pattern, name)), None) for name in names]
     for name, pattern in zip(names, matching, strict=True):
         if pattern is None:
             meant = _misspelt([pattern for pattern in clip if pattern not in matching], names)
@@ -224,7 +224,7 @@ def _groups(
         keys = {id(variable) for variable in unit.rule.variables(unit.layer)} & set(quantities.indices)
         shared = [group for group in groups if group[0] & keys]
         groups = [group for group in groups if not group[0] & keys]
-        recorded = [each for group in shared for each in group[1]] + [(unit, calls)]
+        recorded = [call for group in shared for call in group[1]] + [(unit, calls)]
         bound = min([by_layer[id(unit.layer)], *(group[2] for group in shared)])
         groups.append((keys.union(*(group[0] for group in shared)), recorded, bound))
     return [(Quantities(recorded, quantities.variables), bound) for _, recorded, bound in groups]

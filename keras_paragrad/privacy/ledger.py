@@ -84,10 +84,10 @@ class Ledger:
     def add(self, entries: Iterable[Entry]) -> None:
         """Adds runs, and further updates of known ones."""
         for entry in entries:
-            for each in _MERGED.get(entry.run, (entry,)):
-                known = self._entries.get(each.run)
-                if known is None or known.updates < each.updates:
-                    self._entries[each.run] = each
+            for run in _MERGED.get(entry.run, (entry,)):
+                known = self._entries.get(run.run)
+                if known is None or known.updates < run.updates:
+                    self._entries[run.run] = run
 
     @property
     def unknown(self) -> Entry | None:
@@ -218,7 +218,7 @@ def _merge_to_fit(entries: list[Entry]) -> list[Entry]:
 
 def _merge(one: Entry, other: Entry) -> Entry:
     """Merges two entries into one whose epsilon is no less."""
-    parts = [each for entry in (one, other) for each in _MERGED.get(entry.run, (entry,))]
+    parts = [run for entry in (one, other) for run in _MERGED.get(entry.run, (entry,))]
     number = hashlib.blake2b(b"".join(map(_packed, parts)), digest_size=8).digest()
     run = int.from_bytes(number, "little", signed=True)
     noise = min(one.event.noise_multiplier, other.event.noise_multiplier)

@@ -321,7 +321,7 @@ class PrivateModel(PerExampleModel):
         if outputs is None or not keras.tree.is_nested(targets) or self.loss is None:
             return targets
         names = getattr(self, "output_names", None)
-        targets_of = {each.path: each.y_true for each in LossMatching(self.loss, names).match(targets, outputs)}
+        targets_of = {match.path: match.y_true for match in LossMatching(self.loss, names).match(targets, outputs)}
         leaves = keras.tree.flatten_with_path(outputs)
         found = [targets_of.get(path) for path, _ in leaves]
         # In a list, tf.data would stack the tensors.

@@ -120,7 +120,7 @@ class _Batches:
             leaves = tf.numpy_function(
                 lambda numbers: tuple(keras.tree.flatten(self.take(numbers))),
                 [numbers],
-                [each.dtype for each in specs],
+                [spec.dtype for spec in specs],
             )
             for leaf, spec in zip(leaves, specs, strict=True):
                 leaf.set_shape([numbers.shape[0], *spec.shape[1:]])

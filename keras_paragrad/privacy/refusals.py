@@ -44,7 +44,7 @@ def check_compiled(model: keras.Model) -> None:
             "optimizer may have a state computed from examples. Write private.compile(optimizer, loss) before fit."
         )
     optimizer = model.optimizer
-    if any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in nested_optimizers(optimizer)):
+    if any(isinstance(inner, keras.optimizers.LossScaleOptimizer) for inner in nested_optimizers(optimizer)):
         raise ValueError(
             "Loss scaling skips an update if a gradient overflows, so the number of updates depends on the data, "
             "without noise. Use the policy 'mixed_bfloat16', which needs no loss scale, instead of 'mixed_float16'."
@@ -61,9 +61,9 @@ def check_compiled(model: keras.Model) -> None:
             "write make_private(..., physical_batch_size=...) for batches that fit the memory."
         )
     wrapping = [
-        type(each).__name__
-        for each in nested_optimizers(optimizer)
-        if type(each).apply_gradients is not keras.optimizers.Optimizer.apply_gradients
+        type(inner).__name__
+        for inner in nested_optimizers(optimizer)
+        if type(inner).apply_gradients is not keras.optimizers.Optimizer.apply_gradients
     ]
     if wrapping:
         raise ValueError(
@@ -71,14 +71,14 @@ def check_compiled(model: keras.Model) -> None:
             "noise may be too small. Write clipnorm=... or the like, which applies after the noise, or move what it "
             "does into update_step."
         )
-    losses = [each for each in keras.tree.flatten(model.loss) if isinstance(each, keras.losses.Loss)]
-    weighted = [each.name for each in losses if each.reduction == "mean_with_sample_weight"]
+    losses = [loss for loss in keras.tree.flatten(model.loss) if isinstance(loss, keras.losses.Loss)]
+    weighted = [loss.name for loss in losses if loss.reduction == "mean_with_sample_weight"]
     if weighted:
         raise ValueError(
             f"{', '.join(weighted)} divides by the sample weights of the batch (reduction='mean_with_sample_weight'), "
             "so an example changes the gradients of others. Write reduction='sum_over_batch_size'."
         )
-    if any(getattr(each, "reduction", "") in (None, "none") for each in losses):
+    if any(getattr(loss, "reduction", "") in (None, "none") for loss in losses):
         raise ValueError("A loss isn't reduced (reduction='none'). Write reduction='sum_over_batch_size'.")
 
 

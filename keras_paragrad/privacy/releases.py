@@ -143,14 +143,16 @@ class Releases:
         self.sync()
         previous, digests = self.ledger.digests, self._digests()
         self._digests_at_begin = digests
-        changed = {key: each for key, each in digests.items() if previous is None or previous.get(key, each) != each}
-        released = {key: released_by(each) for key, each in changed.items()}
+        changed = {
+            key: digest for key, digest in digests.items() if previous is None or previous.get(key, digest) != digest
+        }
+        released = {key: released_by(digest) for key, digest in changed.items()}
         for entries in released.values():
             self.ledger.add(entries or ())
         if previous is not None and None in released.values() and not self._foreign:
             self.ledger.add([unknown_entry(0)])
             variables = self._model.per_example.layer.trainable_variables
-            names = [each.path for each in variables if released.get(id(each), ()) is None]
+            names = [variable.path for variable in variables if released.get(id(variable), ()) is None]
             self._warn_of_unknown(f"{', '.join(names)}, which were changed outside of fit,")
         if previous is None:
             remember_released(digests.values(), self.ledger)
@@ -160,7 +162,7 @@ class Releases:
         """Notes the digests of the weights, by which they are recognized later."""
         self.sync()
         previous, self.ledger.digests, self._foreign = self._digests_at_begin, self._digests(), False
-        changed = [each for key, each in self.ledger.digests.items() if each != previous.get(key)]
+        changed = [digest for key, digest in self.ledger.digests.items() if digest != previous.get(key)]
         remember_released(changed, self.ledger)
 
     def _digests(self) -> dict[int, bytes]:
@@ -297,14 +299,14 @@ def _digest_of_state(model: keras.Model) -> bytes:
     """A digest of what the next update depends on: weights, the optimizer's iterations, and the learning rate."""
     digest = hashlib.blake2b(digest_size=16)
     optimizer = model.optimizer
-    for each in [*model.per_example.layer.weights, optimizer.iterations, optimizer.learning_rate]:
-        digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(each)).tobytes())
+    for weight in [*model.per_example.layer.weights, optimizer.iterations, optimizer.learning_rate]:
+        digest.update(np.ascontiguousarray(keras.ops.convert_to_numpy(weight)).tobytes())
     return digest.digest()
 
 
 def _describe_compile(model: keras.Model) -> list[object]:
     """The optimizer and the losses as plain values, equal in all processes."""
-    return [_describe(each) for each in (model.optimizer, *keras.tree.flatten(model.loss))]
+    return [_describe(component) for component in (model.optimizer, *keras.tree.flatten(model.loss))]
 
 
 def _describe(part: Any) -> list[object]:
@@ -315,5 +317,5 @@ def _describe(part: Any) -> list[object]:
 
 def _plain(value: object) -> object:
     if isinstance(value, dict):
-        return [(str(name), _plain(each)) for name, each in sorted(value.items(), key=lambda item: str(item[0]))]
+        return [(str(name), _plain(item)) for name, item in sorted(value.items(), key=lambda item: str(item[0]))]
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__

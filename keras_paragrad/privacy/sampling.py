@@ -114,7 +114,7 @@ def _weigh_rows(nest: NestTargets, batch: Batch, present: tf.Tensor) -> tuple[St
     weights = nest(sample_weight) if keras.tree.is_nested(sample_weight) else None
     if weights is not None:
         return x, y, keras.tree.map_structure(weigh, targets, weights)
-    return x, y, keras.tree.map_structure(lambda each: weigh(each, sample_weight), targets)
+    return x, y, keras.tree.map_structure(lambda leaf: weigh(leaf, sample_weight), targets)
 
 
 def present_rows(batch: Batch) -> tf.Tensor:

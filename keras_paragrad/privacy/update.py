@@ -111,7 +111,7 @@ def _allows_any_batch_size(model: keras.Model) -> bool:
         return False
     # A model built from symbolic inputs may have a fixed batch size; of others nothing is known.
     inputs = getattr(model.per_example.layer, "inputs", None)
-    return bool(inputs) and all(each.shape[0] is None for each in inputs)
+    return bool(inputs) and all(input_.shape[0] is None for input_ in inputs)
 
 
 class GaussianNoise:

@@ -68,7 +68,7 @@ class Meter:
         """The number of updates that the optimizer has made."""
         counted = self._counted if not self._several or self._traced else None
         counters = optimizers_of(self.model) if counted is None else [counted]
-        return max(int(each.iterations.numpy()) for each in counters)
+        return max(int(counter.iterations.numpy()) for counter in counters)
 
     def watch(self, updated: Sequence[keras.Variable], known: Sequence[keras.Variable]) -> Sequence[keras.Variable]:
         """The measured weights, chosen in the first call.
@@ -82,7 +82,10 @@ class Meter:
         """
         if not self._weights:
             self._trainable = self.model.trainable_variables
-            trainable, of_model = {id(weight) for weight in self._trainable}, {id(each) for each in self.model.weights}
+            trainable, of_model = (
+                {id(weight) for weight in self._trainable},
+                {id(weight) for weight in self.model.weights},
+            )
             known_ids = {id(weight) for weight in known}
             weights = [weight for weight in self._trainable if id(weight) in known_ids]
             # Frozen after the optimizer was built, and still updated.
@@ -203,7 +206,7 @@ def _measure(update: Update, square: Callable[[tf.Tensor | None], tf.Tensor]) ->
         for norm, before, after in zip(gradients, update.gradients, update.clipped, strict=True)
     ]
     weights = [square(weight) for weight in update.before]
-    change = [square(each) for each in update.change]
+    change = [square(change) for change in update.change]
     # Only counted if a sum isn't finite.
     nonfinite = tf.cond(
         tf.math.is_finite(tf.add_n(gradients)),

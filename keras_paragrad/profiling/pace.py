@@ -96,10 +96,10 @@ class Retraces:
         """Observes this train function from now on."""
         if function is self._function:
             return
-        previous = {id(each): count for each, count in zip(self._traced, self._counts, strict=True)}
+        previous = {id(function): count for function, count in zip(self._traced, self._counts, strict=True)}
         self._function, self._traced = function, compiled_functions(function)
         counts = _traces(self._traced)
-        self._counts = [previous.get(id(each), count) for each, count in zip(self._traced, counts, strict=True)]
+        self._counts = [previous.get(id(function), count) for function, count in zip(self._traced, counts, strict=True)]
 
     def traced(self) -> bool:
         """Whether graphs were traced since the last `update`."""
@@ -120,7 +120,7 @@ class Retraces:
 
 def _traces(functions: Sequence[Any]) -> list[int]:
     """How many graphs were traced for each of some functions."""
-    return [each.experimental_get_tracing_count() for each in functions]
+    return [function.experimental_get_tracing_count() for function in functions]
 
 
 class Pace:

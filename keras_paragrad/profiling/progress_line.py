@@ -26,9 +26,9 @@ def check_show(value: object, names: Collection[str], example: str) -> str | tup
     if isinstance(value, str):
         raise refusal("show", value, what, f'["{example}"]')
 
-    def check(name: str, each: object) -> str:
-        if (text := check_text(name, each)) not in names:
-            raise refusal(name, each, f"one of {', '.join(names)}", None)
+    def check(name: str, value: object) -> str:
+        if (text := check_text(name, value)) not in names:
+            raise refusal(name, value, f"one of {', '.join(names)}", None)
         return text
 
     return check_each("show", value, check, what, example=f'["{example}"]')
@@ -49,7 +49,7 @@ def hide_in_progress_bar(
     """
     fit = fit_frame(inspect.currentframe(), model)
     callbacks = getattr(fit and fit.f_locals.get("callbacks"), "callbacks", ())
-    bar = next((each for each in callbacks if isinstance(each, keras.callbacks.ProgbarLogger)), None)
+    bar = next((callback for callback in callbacks if isinstance(callback, keras.callbacks.ProgbarLogger)), None)
     if bar is not None and fit is not None:
         state = state_of(bar)
         state.progress = state.progress or _Filter(bar, fit.f_locals.get("validation_data") is not None)

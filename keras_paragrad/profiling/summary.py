@@ -242,7 +242,7 @@ class PipelineTime:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "PipelineTime":
         """Restores a `PipelineTime` from JSON data."""
-        values = {**data, "work": tuple(StageWork(**each) for each in data["work"])}
+        values = {**data, "work": tuple(StageWork(**part) for part in data["work"])}
         return cls(**cast("dict[str, Any]", values))
 
 

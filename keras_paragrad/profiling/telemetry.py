@@ -186,7 +186,7 @@ class GradientTelemetry(keras.callbacks.Callback):
             self._measured_optimizer = optimizer
             optimizers = optimizers_of(model) if overrides_train_step(model) else [optimizer]
             self._clips = any(map(clips_gradients, optimizers))
-            self._scales = any(isinstance(each, keras.optimizers.LossScaleOptimizer) for each in optimizers)
+            self._scales = any(isinstance(inner, keras.optimizers.LossScaleOptimizer) for inner in optimizers)
         return known
 
     def _set_weights(self, weights: list[Weight]) -> None:

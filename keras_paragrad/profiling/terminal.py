@@ -93,9 +93,15 @@ def _operations_table(summary: ProfileSummary, most: int) -> Table:
         table.add_column(header, overflow="fold")
     for header in ("Count", "ms a step" if summary.steps else "ms", ""):
         table.add_column(header, justify="right")
-    for each in summary.operations[:most]:
-        kind = VARIANT.sub("", each.kind)
-        table.add_row(kind, each.layer or "-", str(each.count), f"{summary.per_step(each):.2f}", f"{each.share:.0%}")
+    for operation in summary.operations[:most]:
+        kind = VARIANT.sub("", operation.kind)
+        table.add_row(
+            kind,
+            operation.layer or "-",
+            str(operation.count),
+            f"{summary.per_step(operation):.2f}",
+            f"{operation.share:.0%}",
+        )
     return table
 
 

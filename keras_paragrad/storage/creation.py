@@ -84,7 +84,7 @@ def add_copies(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
 def _sharded_variables(model: keras.Model, *sections: str) -> Iterator[tuple[keras.Variable, ShardedVariable]]:
     """The variables of a model's sections that are in shards."""
     variables = training_variables(model)
-    for variable in [each for section in sections for each in variables[section]]:
+    for variable in [variable for section in sections for variable in variables[section]]:
         value = sharded_value(variable)
         if value is not None:
             yield variable, value
@@ -156,7 +156,7 @@ def _update(
     Raises:
         ValueError: An optimizer updates shards in a custom training loop.
     """
-    values = {id(each): sharded_value(each) for each in tf.nest.flatten([var, args, kwargs or {}])}
+    values = {id(value): sharded_value(value) for value in tf.nest.flatten([var, args, kwargs or {}])}
     sharded = {key: value for key, value in values.items() if value is not None}
     if not sharded or any(value.being_updated for value in sharded.values()):
         return type(strategy.extended).update(strategy.extended, var, fn, args, kwargs, group)
@@ -168,8 +168,8 @@ def _update(
     with tf.device("CPU:0"):
         wholes = {key: tf.Variable(tensor, trainable=False) for key, tensor in tensors.items()}
 
-    def whole(each: Any) -> Any:
-        return wholes[id(sharded[id(each)])] if id(each) in sharded else each
+    def whole(value: Any) -> Any:
+        return wholes[id(sharded[id(value)])] if id(value) in sharded else value
 
     with strategy.scope():
         result = fn(whole(var), *tf.nest.map_structure(whole, args), **tf.nest.map_structure(whole, kwargs or {}))

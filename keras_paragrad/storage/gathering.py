@@ -97,7 +97,7 @@ def gather_before_loop(variables: Sequence[Any], needed: Container[int]) -> Gene
         variables: All that the loop's body may read: Keras's or TensorFlow's.
         needed: The ids of those that are needed. Others are zeros.
     """
-    values = [(value, id(each) in needed) for each in variables for value in _not_copied([each])]
+    values = [(value, id(variable) in needed) for variable in variables for value in _not_copied([variable])]
     with read_linked(
         {id(value): value.gathered() if needs else tf.zeros(value.shape, value.dtype) for value, needs in values}
     ):
@@ -141,8 +141,8 @@ def _call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Struct
     if _looks_up_rows(layer, missing, keywords):
         return _call_embedding(call, missing[0], *arguments, **keywords)
     # Wait for the inputs of the previous layer: these weights arrive while that layer computes, and no earlier.
-    after = [each for each in _ORDER.inputs if each.graph is _graph()]
-    _ORDER.inputs = [each for each in inputs if isinstance(each, tf.Tensor) and hasattr(each, "graph")]
+    after = [input_ for input_ in _ORDER.inputs if input_.graph is _graph()]
+    _ORDER.inputs = [input_ for input_ in inputs if isinstance(input_, tf.Tensor) and hasattr(input_, "graph")]
     dtypes = _compute_dtypes(layer)
     whole, cast = linked, {}
     for value in missing:
@@ -169,10 +169,10 @@ def _read_by(layer: keras.layers.Layer) -> list[Any]:
 def _compute_dtypes(layer: keras.layers.Layer) -> dict[int, str]:
     """The dtype to which Keras casts each sharded weight of a layer, by `id`, if it differs from the weight's."""
     dtypes = {}
-    for each in layer._flatten_layers():
-        for variable in each._trainable_variables if each.autocast else ():
+    for inner in layer._flatten_layers():
+        for variable in inner._trainable_variables if inner.autocast else ():
             value = sharded_value(variable)
-            dtype = value and dtype_within(variable, each.compute_dtype)
+            dtype = value and dtype_within(variable, inner.compute_dtype)
             if value and dtype != value.dtype.name:
                 dtypes[id(value)] = dtype
     return dtypes
@@ -184,7 +184,7 @@ def _graph() -> tf.Graph | None:
 
 def _looks_up_rows(layer: keras.layers.Layer, missing: Sequence[ShardedVariable], keywords: dict[str, Any]) -> bool:
     """Whether a call reads only the rows of one matrix that its input names."""
-    calls = [each.call for each in (keras.layers.Embedding, *REVERSIBLE_EMBEDDINGS)]
+    calls = [layer.call for layer in (keras.layers.Embedding, *REVERSIBLE_EMBEDDINGS)]
     plain = type(layer).call in calls and not layer.lora_enabled and layer.quantization_mode is None
     return plain and len(missing) == 1 and missing[0].partition.rows is not None and not keywords.get("reverse")
 

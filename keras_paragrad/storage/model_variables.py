@@ -23,7 +23,9 @@ def training_variables(model: keras.Model) -> Sections:
     window = builder.loss_window if builder is not None and builder.stages.apply else None
     sections = {
         "model": model.variables,
-        "optimizer": [variable for each in held_optimizers(model.optimizer) for variable in variables_of(each)],
+        "optimizer": [
+            variable for optimizer in held_optimizers(model.optimizer) for variable in variables_of(optimizer)
+        ],
         "metrics": [*model.metrics_variables, *(window.variables.values() if window is not None else ())],
     }
     seen: set[int] = set()
@@ -39,8 +41,13 @@ def variables_of_run(model: keras.Model) -> Sections:
     """`training_variables`, with those of all optimizers."""
     sections = training_variables(model)
     seen = {id(variable) for variables in sections.values() for variable in variables}
-    others = [inner for each in optimizers_of(model) for inner in held_optimizers(each)]
-    new = {id(each): each for optimizer in others for each in variables_of(optimizer) if id(each) not in seen}
+    others = [inner for optimizer in optimizers_of(model) for inner in held_optimizers(optimizer)]
+    new = {
+        id(variable): variable
+        for optimizer in others
+        for variable in variables_of(optimizer)
+        if id(variable) not in seen
+    }
     return {**sections, "optimizer": [*sections["optimizer"], *new.values()]}
 
 
@@ -54,13 +61,13 @@ def built_with(model: keras.Model) -> list[list[int] | None]:
     built: list[list[int] | None] = []
     for optimizer in optimizers_of(model):
         variables = optimizer._trainable_variables if optimizer.built else None
-        others = [each.path for each in variables or () if id(each) not in numbers]
+        others = [variable.path for variable in variables or () if id(variable) not in numbers]
         if others:
             raise ValueError(
                 f"{optimizer.name} updates {', '.join(others)}, and backups hold the model's variables alone. Make the "
                 "layers that have them attributes of the model."
             )
-        built.append(None if variables is None else [numbers[id(each)] for each in variables])
+        built.append(None if variables is None else [numbers[id(variable)] for variable in variables])
     return built
 
 
@@ -112,14 +119,14 @@ def variables_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
         *(variable for saved in _saved_variables(optimizer) for variable in saved.variables.values()),
     ]
     ids = set(map(id, known))
-    attributes = (each for each in vars(optimizer).values() if isinstance(each, keras.Variable))
-    return [*known, *(each for each in attributes if id(each) not in ids)]
+    attributes = (value for value in vars(optimizer).values() if isinstance(value, keras.Variable))
+    return [*known, *(attribute for attribute in attributes if id(attribute) not in ids)]
 
 
 def accumulated_variables(optimizer: keras.optimizers.Optimizer) -> dict[int, keras.Variable]:
     """The model's variable for each accumulator of its gradient, by the accumulator's `id`."""
-    saved = [each for part in held_optimizers(optimizer) for each in _saved_variables(part)]
-    return {accumulator: variable for each in saved for accumulator, variable in each.counterparts.items()}
+    saved = [wrapper for part in held_optimizers(optimizer) for wrapper in _saved_variables(part)]
+    return {accumulator: variable for wrapper in saved for accumulator, variable in wrapper.counterparts.items()}
 
 
 class TracedState:
@@ -140,7 +147,7 @@ class TracedState:
     def _now(self, model: keras.Model) -> list[tuple[Any, Any, bool]]:
         sections = training_variables(model)
         variables = (*sections["model"], *sections["optimizer"])
-        return [(weakref.ref(each), weakref.ref(each._value), each.trainable) for each in variables]
+        return [(weakref.ref(variable), weakref.ref(variable._value), variable.trainable) for variable in variables]
 
 
 def _is_same(before: tuple[Any, Any, bool], now: tuple[Any, Any, bool]) -> bool:
@@ -165,8 +172,8 @@ def rename_keys(optimizer: keras.optimizers.Optimizer, keys: dict[str | int, str
         optimizer: The optimizer, or `None`.
         keys: The new keys by the old ones.
     """
-    for each in held_optimizers(optimizer):
-        for attribute in vars(each).values():
+    for inner in held_optimizers(optimizer):
+        for attribute in vars(inner).values():
             if isinstance(attribute, dict):
                 for key in keys.keys() & attribute.keys():
                     value = attribute[key]

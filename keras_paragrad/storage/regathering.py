@@ -60,11 +60,13 @@ def regather_in_backward(loss: tf.Tensor) -> Generator[None]:
     yield
     operations = graph.get_operations()
     positions = {operation.name: position for position, operation in enumerate(operations)}
-    collectives = [(at, each) for at, each in enumerate(operations) if at >= before and _is_collective(each)]
-    weights = [_Weight(each, before, positions, collectives) for each in gathered]
+    collectives = [
+        (at, operation) for at, operation in enumerate(operations) if at >= before and _is_collective(operation)
+    ]
+    weights = [_Weight(tensor, before, positions, collectives) for tensor in gathered]
     # In the order in which the backward pass uses them, the same on every replica.
     after = [loss]
-    for weight in sorted((each for each in weights if each.uses), key=lambda each: each.first):
+    for weight in sorted((weight for weight in weights if weight.uses), key=lambda weight: weight.first):
         after = weight.regather(after)
     _GATHERED.weights = []
 
@@ -103,11 +105,11 @@ class _Weight:
             The tensors that this one waits for: inputs of its first use, which do not depend on it.
         """
         first = next(use for use, _ in self.uses if self._positions[use.name] == self.first)
-        after = [each for each in first.inputs if self._is_backward(each.op)] or after
+        after = [input_ for input_ in first.inputs if self._is_backward(input_.op)] or after
         self._regathered[id(self._tensor)] = self._gather(after)
         for use, view in self.uses:
-            for index, each in enumerate(use.inputs):
-                if each is view:
+            for index, input_ in enumerate(use.inputs):
+                if input_ is view:
                     use._update_input(index, self._counterpart(view))
         return after
 
@@ -133,8 +135,8 @@ class _Weight:
             operation = waiting.pop()
             if operation.name not in self._positions and operation.name not in visited:
                 visited[operation.name] = operation
-                waiting += [each.op for each in operation.inputs]
-        return [each for each in visited.values() if _is_collective(each)]
+                waiting += [input_.op for input_ in operation.inputs]
+        return [operation for operation in visited.values() if _is_collective(operation)]
 
     def _is_backward(self, operation: tf.Operation) -> bool:
         # Operations that gather another weight again have no position.
@@ -148,7 +150,7 @@ class _Weight:
                 continue
             if use.type in _CALLS:
                 views += [view for output in _outputs_viewing(use, tensor) for view in self._views_of(output)]
-            elif use.type in _VIEWS and all(each is tensor or each.op.type == "Const" for each in use.inputs):
+            elif use.type in _VIEWS and all(input_ is tensor or input_.op.type == "Const" for input_ in use.inputs):
                 views += [view for output in use.outputs for view in self._views_of(output)]
         return views
 
@@ -167,13 +169,13 @@ class _Weight:
             return self._regathered[id(view)]
         # A constant inside a function is copied to the graph.
         inputs = [
-            each if each.op.type == "Const" and each.graph is graph else self._counterpart(each)
-            for each in operation.inputs
+            input_ if input_.op.type == "Const" and input_.graph is graph else self._counterpart(input_)
+            for input_ in operation.inputs
         ]
         copy = graph.create_op(
             operation.type,
             inputs,
-            [each.dtype for each in operation.outputs],
+            [output.dtype for output in operation.outputs],
             attrs=dict(operation.node_def.attr),
             op_def=operation.op_def,
         )
@@ -225,5 +227,5 @@ def _outputs_viewing(call: tf.Operation, tensor: tf.Tensor) -> list[tf.Tensor]:
 def _origin(tensor: tf.Tensor) -> tf.Tensor:
     """The tensor that a tensor is a view of."""
     operation = tensor.op
-    inputs = [each for each in operation.inputs if each.op.type != "Const"]
+    inputs = [input_ for input_ in operation.inputs if input_.op.type != "Const"]
     return _origin(inputs[0]) if operation.type in _VIEWS and len(inputs) == 1 else tensor

@@ -21,7 +21,7 @@ def sum_gradients(gradients: Sequence[GradientTensor]) -> list[GradientTensor]:
     A product with a sparse matrix looks up each row once, so on one device its gradient has each row once. Where
     several replicas have looked up a row, their gradients are added, as an optimizer squares and clips each row.
     """
-    reads = [_split_reads(each) for each in gradients]
+    reads = [_split_reads(gradient) for gradient in gradients]
     sums = iter(sum_over_replicas([read for group in reads for read in group]))
     return [_concatenate([_merge_rows(next(sums), read) for read in group]) for group in reads]
 
@@ -108,8 +108,8 @@ def _indices_by_read(rows: tf.Tensor) -> Iterator[tf.Tensor]:
     """The row numbers that were concatenated into `rows`."""
     operation = None if tf.executing_eagerly() else rows.op
     if operation is not None and operation.type == "ConcatV2":
-        for each in operation.inputs[:-1]:
-            yield from _indices_by_read(each)
+        for input_ in operation.inputs[:-1]:
+            yield from _indices_by_read(input_)
     else:
         yield rows
 

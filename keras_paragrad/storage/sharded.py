@@ -261,7 +261,7 @@ class Sharded(Whole):
 
     @staticmethod
     def reduce(gradients: Sequence[GradientTensor], storages: Sequence[Any]) -> list[tf.Tensor]:
-        return reduce_scatter(gradients, [each.variable.partition for each in storages])
+        return reduce_scatter(gradients, [storage.variable.partition for storage in storages])
 
     def gather(self, gradient: GradientTensor) -> tf.Tensor:
         # The identity takes on control dependencies.

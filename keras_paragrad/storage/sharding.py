@@ -86,10 +86,10 @@ def all_gather(shard: tf.Tensor) -> tf.Tensor:
 
 def largest_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """The largest of all replicas' values of each element, in one exchange; called on every replica."""
-    flat = tf.concat([tf.reshape(tf.cast(each, "float32"), [-1]) for each in tensors], 0)
+    flat = tf.concat([tf.reshape(tf.cast(tensor, "float32"), [-1]) for tensor in tensors], 0)
     largest = tf.reduce_max(tf.reshape(all_gather(flat), [replica_count(), -1]), 0)
-    parts = tf.split(largest, [tf.size(each) for each in tensors])
-    return [tf.cast(tf.reshape(part, each.shape), each.dtype) for part, each in zip(parts, tensors, strict=True)]
+    parts = tf.split(largest, [tf.size(tensor) for tensor in tensors])
+    return [tf.cast(tf.reshape(part, tensor.shape), tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 def reduce_scatter(gradients: Sequence[GradientTensor], partitions: Sequence[Partition]) -> list[tf.Tensor]:
@@ -104,7 +104,7 @@ def reduce_scatter(gradients: Sequence[GradientTensor], partitions: Sequence[Par
         return [_scatter(*pair) for pair in zip(gradients, partitions, strict=True)]
     index = replica_index()
     # TensorFlow's reduce-scatter hangs between CPUs, so this all-reduces and takes the shard.
-    sums = sum_over_replicas([tf.identity(each) if tf.is_tensor(each) else each for each in gradients])
+    sums = sum_over_replicas([tf.identity(gradient) if tf.is_tensor(gradient) else gradient for gradient in gradients])
     return [_sum_shards([total], index, partition) for total, partition in zip(sums, partitions, strict=True)]
 
 
@@ -165,9 +165,9 @@ def _rows_in(shard: tf.Tensor, index: int, indices: tf.Tensor, rows: int, width:
 def _sum_shards(gradients: Sequence[tf.Tensor], index: int, partition: Partition) -> tf.Tensor:
     """One shard of a sum of gradients."""
     if not all(isinstance(each, tf.IndexedSlices) for each in gradients):
-        return tf.add_n([partition.shard(tf.convert_to_tensor(each), index) for each in gradients])
-    values = tf.concat([each.values for each in gradients], 0)
-    indices = tf.concat([each.indices for each in gradients], 0)
+        return tf.add_n([partition.shard(tf.convert_to_tensor(gradient), index) for gradient in gradients])
+    values = tf.concat([gradient.values for gradient in gradients], 0)
+    indices = tf.concat([gradient.indices for gradient in gradients], 0)
     if partition.rows is None:
         whole = tf.math.unsorted_segment_sum(values, indices, partition.shape[0])
         return partition.shard(whole, index)
@@ -183,7 +183,7 @@ def _exchange(compute: Callable[[Sequence[Any], int], tf.Tensor], value: Structu
     def merge(strategy: tf.distribute.Strategy, grouped: Any) -> PerReplica:
         local = strategy.experimental_local_results
         values = [
-            tf.nest.map_structure(lambda each, k=k: local(each)[k], grouped) for k in range(replica_count(strategy))
+            tf.nest.map_structure(lambda leaf, k=k: local(leaf)[k], grouped) for k in range(replica_count(strategy))
         ]
         results = []
         for index, device in enumerate(strategy.extended.worker_devices):

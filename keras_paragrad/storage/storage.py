@@ -175,13 +175,13 @@ def any_divided(variables: Sequence[keras.Variable]) -> bool:
 
 def mesh_of(variables: Sequence[keras.Variable]) -> Mesh | None:
     """The mesh on which functions have to run that use the variables, or `None`."""
-    return next((mesh for each in variables if (mesh := storage_of(each).mesh) is not None), None)
+    return next((mesh for variable in variables if (mesh := storage_of(variable).mesh) is not None), None)
 
 
 def computing_with(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[object]:
     """The context in which functions run that use the variables."""
     storages = map(storage_of, variables)
-    return next((each.computing() for each in storages if each.mesh is not None), contextlib.nullcontext())
+    return next((storage.computing() for storage in storages if storage.mesh is not None), contextlib.nullcontext())
 
 
 def reduce_gradients(
@@ -204,9 +204,9 @@ def reduce_overwritten(gradients: Gradients, variables: Sequence[keras.Variable]
     """The gradients, with the replicas' largest of variables that are assigned theirs, as Keras accumulates these."""
     results = list(gradients)
     pairs = enumerate(zip(gradients, variables, strict=True))
-    own = {index: each for index, (each, variable) in pairs if each is not None and is_overwritten(variable)}
+    own = {index: pair for index, (pair, variable) in pairs if pair is not None and is_overwritten(variable)}
     if own and replica_count() > 1:
-        largest = largest_over_replicas([tf.convert_to_tensor(each) for each in own.values()])
+        largest = largest_over_replicas([tf.convert_to_tensor(value) for value in own.values()])
         for index, value in zip(own, largest, strict=True):
             results[index] = storage_of(variables[index]).scatter(value)
     return results
@@ -219,8 +219,8 @@ def reduce_divided_gradients(
     storages = [storage_of(variable) for variable in variables]
     indices = [
         index
-        for index, each in enumerate(storages)
-        if each.divided and gradients[index] is not None and not is_overwritten(variables[index])
+        for index, storage in enumerate(storages)
+        if storage.divided and gradients[index] is not None and not is_overwritten(variables[index])
     ]
     scaled = [gradients[index] if scale is None else scale_gradient(gradients[index], scale) for index in indices]
     return _replace_by_sums(gradients, scaled, storages, indices)
@@ -232,7 +232,9 @@ def reduce_replicated_gradients(
     """Sums the gradients of replicated variables, and other tensors, and leaves other gradients as they are."""
     storages = [*map(storage_of, variables), *(Whole(None) for _ in others)]
     owners = [*variables, *(None for _ in others)]
-    indices = [index for index, each in enumerate(storages) if not (each.divided or is_overwritten(owners[index]))]
+    indices = [
+        index for index, storage in enumerate(storages) if not (storage.divided or is_overwritten(owners[index]))
+    ]
     tensors = [*gradients, *others]
     sums = _replace_by_sums(tensors, [tensors[index] for index in indices], storages, indices)
     return sums[: len(gradients)], sums[len(gradients) :]

@@ -17,8 +17,8 @@ from keras_paragrad.storage.storage import storage_of
 # Optimizers whose steps compute each element from that element alone; all others get whole variables, one at a time.
 # Ftrl too: Keras's `add` looks at the shape of its accumulators, and takes a shard as long as a row for a bias.
 _ELEMENTWISE = {
-    each.update_step
-    for each in (
+    optimizer.update_step
+    for optimizer in (
         keras.optimizers.SGD,
         keras.optimizers.RMSprop,
         keras.optimizers.Adam,
@@ -38,10 +38,10 @@ _METHODS = (
 
 def overridden_method(optimizer: keras.optimizers.Optimizer) -> str | None:
     """A method, other than `update_step`, that a user's optimizer overrides, and that would get shards."""
-    for each in held_optimizers(optimizer):
+    for inner in held_optimizers(optimizer):
         for name in _METHODS:
-            if getattr(type(each), name).__module__.partition(".")[0] not in ("keras", "keras_paragrad"):
-                return f"{type(each).__name__}.{name}"
+            if getattr(type(inner), name).__module__.partition(".")[0] not in ("keras", "keras_paragrad"):
+                return f"{type(inner).__name__}.{name}"
     return None
 
 
@@ -95,10 +95,10 @@ def squared_norms(
     scales_itself = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     scale = optimizer.dynamic_scale if scales_itself else optimizer.loss_scale_factor
     squares: list[Any] = [
-        None if each is None else storage.square(_unscale(each, scale))
-        for each, storage in zip(gradients, storages, strict=True)
+        None if gradient is None else storage.square(_unscale(gradient, scale))
+        for gradient, storage in zip(gradients, storages, strict=True)
     ]
-    divided = [index for index, each in enumerate(squares) if each is not None and storages[index].divided]
+    divided = [index for index, square in enumerate(squares) if square is not None and storages[index].divided]
     for index, total in zip(divided, sum_over_replicas([squares[index] for index in divided]), strict=True):
         squares[index] = total
     return squares
@@ -127,11 +127,11 @@ def install_storages(optimizer: keras.optimizers.Optimizer, variables: Sequence[
     for inner in updating_optimizers(optimizer):
         # Bypass `__setattr__`: Keras tracks what is assigned.
         attributes = vars(inner)
-        if any(each.divided for each in storages) and state_of(inner).norms is None:
+        if any(storage.divided for storage in storages) and state_of(inner).norms is None:
             state_of(inner).norms = ()
             attributes["_clip_gradients"] = functools.partial(_clip, inner)
             attributes["_update_model_variables_moving_average"] = functools.partial(_average, inner)
-        if not all(each.takes_steps_of(inner) for each in storages):
+        if not all(storage.takes_steps_of(inner) for storage in storages):
             attributes.setdefault("_backend_update_step", functools.partial(_step, inner))
 
 
@@ -204,7 +204,9 @@ def _average(optimizer: keras.optimizers.Optimizer, trainable_variables: Sequenc
     momentum = tf.cast(tf.not_equal(optimizer.iterations, 0), "float32") * optimizer.ema_momentum
     averages = optimizer._model_variables_moving_average
     pairs = [
-        (each, average) for each, average in zip(trainable_variables, averages, strict=True) if average is not None
+        (variable, average)
+        for variable, average in zip(trainable_variables, averages, strict=True)
+        if average is not None
     ]
 
     def merge(strategy: tf.distribute.Strategy, momentum: tf.Tensor) -> None:

@@ -1368,8 +1368,8 @@ _CUSTOM_STEPS = [
     _fault(
         "slices read the zeros of what they don't need in place of shards",
         "storage/gathering.py",
-        "id(each) in needed) for",
-        "id(each) in ()) for",
+        "id(variable) in needed) for",
+        "id(variable) in ()) for",
         "custom_steps/test_custom_steps.py::test_shards[diffusion-parameters-4-31-optimizer0]",
     ),
     _fault(
@@ -1389,8 +1389,8 @@ _CUSTOM_STEPS = [
     _fault(
         "of a backup, only the compiled optimizer is restored",
         "storage/model_variables.py",
-        "for each in optimizers_of(model) for inner in held_optimizers(each)]",
-        "for each in [model.optimizer] for inner in held_optimizers(each)]",
+        "for optimizer in optimizers_of(model) for inner in held_optimizers(optimizer)]",
+        "for optimizer in [model.optimizer] for inner in held_optimizers(optimizer)]",
         "custom_steps/test_custom_steps.py::test_backups[gan-parameters]",
     ),
     _fault(
@@ -1459,8 +1459,8 @@ _CUSTOM_STEPS = [
     _fault(
         "added losses are tried with the kernels of the model alone",
         "engine/probes/weighting_trial.py",
-        "for added in ([each.gradients_of_added for each in results], others, values):",
-        "for added in ([each.gradients_of_added for each in results], values):",
+        "for added in ([result.gradients_of_added for result in results], others, values):",
+        "for added in ([result.gradients_of_added for result in results], values):",
         "accumulation/test_weighting_trials.py::test_experts_that_get_no_rows_at_first",
     ),
     _fault(

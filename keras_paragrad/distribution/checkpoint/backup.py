@@ -260,8 +260,10 @@ class Backup(keras.callbacks.Callback):
 
     def _check_optimizers(self) -> None:
         """Refuses a step with optimizers that a backup would leave out."""
-        known = {id(each) for each in seam.optimizers_of(self.model)}
-        others = [each.name for each in StepBuilder.of(self.model).called_optimizers if id(each) not in known]
+        known = {id(optimizer) for optimizer in seam.optimizers_of(self.model)}
+        others = [
+            optimizer.name for optimizer in StepBuilder.of(self.model).called_optimizers if id(optimizer) not in known
+        ]
         if others:
             raise ValueError(
                 f"The train_step of {type(self.model).__name__} updates weights with {', '.join(others)}, which is in "

@@ -200,7 +200,7 @@ class Content(NamedTuple):
             "dtypes": [dtype_name(array.dtype) for array in arrays],
         }
         if shards:
-            cut = [each.described() if isinstance(each, VariableInShards) else None for each in all_values]
+            cut = [value.described() if isinstance(value, VariableInShards) else None for value in all_values]
             described["shards"] = {"files": shards, "replicas": self.replicas, "cut": cut}
         if self.built is not None:
             described["built"] = self.built

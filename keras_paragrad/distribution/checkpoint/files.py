@@ -206,7 +206,7 @@ def _create(path: Path) -> bool:
 def _new_file(path: Path, suffix: str = "partial") -> Generator[Path]:
     """Creates a new file next to another; removed on failure."""
     names = (f"{path.name}.{suffix}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
-    new = next(each for each in map(path.with_name, names) if _create(each))
+    new = next(candidate for candidate in map(path.with_name, names) if _create(candidate))
     try:
         yield new
     except BaseException:

@@ -58,7 +58,7 @@ def with_one_writer(callbacks: Sequence[keras.callbacks.Callback], is_chief: boo
         _refuse(callback)
     if is_chief:
         return callbacks
-    return [each for callback in callbacks for each in _without_files(callback)]
+    return [name for callback in callbacks for name in _without_files(callback)]
 
 
 def check_callbacks(callbacks: object) -> list[keras.callbacks.Callback]:

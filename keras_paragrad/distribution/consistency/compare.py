@@ -40,7 +40,7 @@ def check_same_training(strategy: tf.distribute.Strategy, description: Mapping[s
     mine = json.dumps(description)
     of_chief = json.loads(from_chief(strategy, mine.encode() if placement.worker == 0 else None))
     named = list(itertools.islice(differences(of_chief, json.loads(mine)), _MOST_DIFFERENCES))
-    reports = [json.loads(each) for each in _gather_texts(strategy, json.dumps(named).encode())]
+    reports = [json.loads(text) for text in _gather_texts(strategy, json.dumps(named).encode())]
     raise ValueError(f"The workers would train differently: {_in_words(reports)}.{SAME_SCRIPT}")
 
 
@@ -54,8 +54,8 @@ def differences(one: object, other: object, path: str = "") -> Iterator[tuple[st
             inner = f"{path}.{key}" if path else key
             yield from differences(one.get(key, _MISSING), other.get(key, _MISSING), inner)
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
-        for index, (each, another) in enumerate(zip(one, other, strict=True)):
-            yield from differences(each, another, f"{path}[{index}]")
+        for index, (item, another) in enumerate(zip(one, other, strict=True)):
+            yield from differences(item, another, f"{path}[{index}]")
     elif repr(one) != repr(other):
         yield path, _text(one), _text(other)
 

@@ -121,9 +121,9 @@ def to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         if _is_lambda(value):
             return "<lambda>"
-        return {str(key): to_json(each) for key, each in value.items() if key not in _LEFT_OUT}
+        return {str(key): to_json(item) for key, item in value.items() if key not in _LEFT_OUT}
     if isinstance(value, (list, tuple)):
-        return [to_json(each) for each in value]
+        return [to_json(item) for item in value]
     if isinstance(value, np.ndarray):
         checksum = f"checksum {zlib.crc32(np.ascontiguousarray(value).tobytes()):08x}"
         return value.tolist() if value.size <= 4 else f"{value.dtype} of shape {value.shape}, {checksum}"
@@ -171,8 +171,10 @@ def _attributes(value: object) -> dict[str, Any]:
     base = next((base for base in (keras.Model, keras.layers.Layer) if isinstance(value, base)), None)
     known = _OF_KERAS | (_attributes_of_a_plain(base) if base else frozenset[str]())
     fields = getattr(value, "__dict__", {})
-    attributes = {name: each for name, each in fields.items() if not name.startswith("_") and name not in known}
-    return to_json({name: each for name, each in sorted(attributes.items()) if _is_compared(each)})
+    attributes = {
+        name: attribute for name, attribute in fields.items() if not name.startswith("_") and name not in known
+    }
+    return to_json({name: attribute for name, attribute in sorted(attributes.items()) if _is_compared(attribute)})
 
 
 @functools.cache
@@ -192,20 +194,20 @@ def _is_compared(value: object) -> bool:
 def _attributes_by_class(objects: Iterable[object]) -> dict[str, Any]:
     """The attributes of objects by the name of their class, with a number from the second of a class."""
     attributes: dict[str, Any] = {}
-    for each in objects:
-        name = type(each).__name__
+    for instance in objects:
+        name = type(instance).__name__
         count = sum(other.partition(" ")[0] == name for other in attributes)
-        attributes[f"{name} {count + 1}" if count else name] = _attributes(each)
+        attributes[f"{name} {count + 1}" if count else name] = _attributes(instance)
     return attributes
 
 
 def _describe_model(model: keras.Model) -> dict[str, Any]:
     """A compiled model: its layers and how they are connected, its weights' shapes, optimizer, loss and metrics."""
     config, layers, optimizer = dict(_config_of(model) or {}), all_layers(model), model.optimizer
-    arguments = {name: each for name, each in compile_arguments(model).items() if name != "optimizer"}
+    arguments = {name: argument for name, argument in compile_arguments(model).items() if name != "optimizer"}
     # The config of a Functional or Sequential model contains those of its layers, without attributes.
     configs = config.pop("layers", None)
-    custom = [each for each in (model, *(layers if configs else ())) if not is_of_a_library(type(each))]
+    custom = [component for component in (model, *(layers if configs else ())) if not is_of_a_library(type(component))]
     return {
         "model": {"class_name": type(model).__name__, "config": config},
         "layers": configs or layers,
@@ -249,13 +251,13 @@ def _names_in(value: Any) -> Iterator[tuple[str, str]]:
         if isinstance(config, dict) and isinstance(config.get("name"), str):
             yield str(value.get("class_name")), config["name"]
     if isinstance(value, (dict, list)):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _names_in(each)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _names_in(item)
 
 
 def _renamed(value: Any, names: Mapping[str, str], refers: bool = False) -> Any:
     if isinstance(value, list):
-        return [_renamed(each, names, refers) for each in value]
+        return [_renamed(item, names, refers) for item in value]
     if isinstance(value, dict):
-        return {key: _renamed(each, names, refers or key in _REFERENCES) for key, each in value.items()}
+        return {key: _renamed(item, names, refers or key in _REFERENCES) for key, item in value.items()}
     return names.get(value, value) if refers and isinstance(value, str) else value

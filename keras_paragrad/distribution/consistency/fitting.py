@@ -169,9 +169,9 @@ def _codes(callback: keras.callbacks.Callback, hooks: Sequence[str]) -> list[Cod
     if not (has_hooks or isinstance(callback, keras.callbacks.LambdaCallback)):
         return []
     # A hook may call another of the callback's methods, which stops.
-    members = [member for each in (*custom, callback) for member in vars(each).values()]
-    functions = [inspect.unwrap(getattr(each, "__func__", getattr(each, "fget", each))) for each in members]
-    return [each.__code__ for each in functions if isinstance(each, FunctionType)]
+    members = [member for owner in (*custom, callback) for member in vars(owner).values()]
+    functions = [inspect.unwrap(getattr(member, "__func__", getattr(member, "fget", member))) for member in members]
+    return [function.__code__ for function in functions if isinstance(function, FunctionType)]
 
 
 def _names_in(code: CodeType) -> set[str]:
@@ -282,6 +282,10 @@ def _put(bound: inspect.BoundArguments, name: str, value: object) -> None:
     if name in bound.signature.parameters:
         bound.arguments[name] = value
         return
-    rest = [each for each in bound.signature.parameters.values() if each.kind is inspect.Parameter.VAR_KEYWORD]
+    rest = [
+        parameter
+        for parameter in bound.signature.parameters.values()
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD
+    ]
     if rest:
         bound.arguments[rest[0].name] = {**bound.arguments.get(rest[0].name, {}), name: value}

@@ -87,7 +87,7 @@ def adapt_all(
     """Adapts several layers in one pass; each comes with the function that selects its values from an `x`."""
     placement = replica_placement(strategy)
     moments = all_or_none(strategy, lambda: _worker_moments(layers, data, policy, placement))
-    vectors = gather(strategy, np.concatenate([each.to_vector() for each in moments]))
+    vectors = gather(strategy, np.concatenate([moment.to_vector() for moment in moments]))
     start = 0
     for (layer, _), shard in zip(layers, moments, strict=True):
         size = shard.to_vector().size

@@ -176,8 +176,8 @@ def _rows_of_this_worker(batch_size: int, policy: str, placement: ReplicaPlaceme
     """Rows of a batch that this worker reads."""
     if policy != "already_sharded":
         return batch_size
-    each, rest = divmod(batch_size, placement.workers)
-    return each + (placement.worker < rest)
+    rows, rest = divmod(batch_size, placement.workers)
+    return rows + (placement.worker < rest)
 
 
 def _rows_of_stream(batches: Dataset, request: DataOptions) -> int:

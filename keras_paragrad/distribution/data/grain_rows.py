@@ -36,7 +36,7 @@ def plain_batches(x: FitData) -> PlainBatches | None:
     if rows is None:
         return None
     # One of them is the size, if it is made of batches.
-    for size in {each for each in vars(dataset).values() if type(each) is int and each > 0}:
+    for size in {number for number in vars(dataset).values() if type(number) is int and number > 0}:
         for drop_remainder in (False, True):
             if _is_like(dataset, parent.batch(size, drop_remainder=drop_remainder)):
                 try:

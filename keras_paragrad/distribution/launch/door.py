@@ -158,14 +158,14 @@ def nodes_in_words(ranks: Sequence[int]) -> str:
 
 def _plan(facts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """The cluster of all machines' workers, in order of ranks; or what differs between them."""
-    for rank, each in facts.items():
-        if differs := _difference(facts[0], rank, each):
+    for rank, machine in facts.items():
+        if differs := _difference(facts[0], rank, machine):
             return {"refused": differs}
     workers: list[str] = []
     firsts: dict[str, int] = {}
-    for rank, each in facts.items():
+    for rank, machine in facts.items():
         firsts[str(rank)] = len(workers)
-        workers += map(str, each["workers"])
+        workers += map(str, machine["workers"])
     return {"jobs": {"worker": workers}, "firsts": firsts, "ranks": list(facts), "run": secrets.token_hex(16)}
 
 

@@ -139,10 +139,10 @@ def _step_error(
         on_device: list[Any] = [tf.Variable(tf.constant(weight)) for weight in weights]
         _two_steps(on_device, tf.constant(x), tf.constant(y))
     divided_variables: list[Any] = [
-        MeshVariable(value=weight, mesh=mesh, axes=each, name="checked", trainable=True)
-        for weight, each in zip(weights, axes, strict=True)
+        MeshVariable(value=weight, mesh=mesh, axes=weight_axes, name="checked", trainable=True)
+        for weight, weight_axes in zip(weights, axes, strict=True)
     ]
-    data = [distribute(each, mesh, (batch_axis, None)) for each in (x, y)]
+    data = [distribute(array, mesh, (batch_axis, None)) for array in (x, y)]
     with on_mesh(mesh):
         _two_steps(divided_variables, *data)
     expected = [variable.numpy() for variable in on_device]

@@ -63,7 +63,9 @@ def variables_kept_divided(model: keras.Model, axes: dict[int, Axes]) -> set[int
     """The `id`s of variables that a step uses divided; it gathers the others where it reads them."""
     divided: set[int] = set()
     for layer in all_layers(model):
-        by_heads = isinstance(layer, _ATTENTION) and all(_by_heads(each, axes[id(each)]) for each in layer.variables)
+        by_heads = isinstance(layer, _ATTENTION) and all(
+            _by_heads(variable, axes[id(variable)]) for variable in layer.variables
+        )
         if by_heads or type(layer) in _DIVIDED:
             divided |= {id(variable) for variable in layer.variables}
     return divided

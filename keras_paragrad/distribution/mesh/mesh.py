@@ -102,10 +102,10 @@ def _choose_devices(shape: Mapping[str, int], named: Sequence[str] | None, hardw
     count, rest = divmod(places, workers)
     # All devices that are named have to be used; of the others, some may be left over.
     if rest or len(names) < count or (named and len(names) != count):
-        each, count = f" on each of {workers} workers" if workers > 1 else "", count or 1
+        where, count = f" on each of {workers} workers" if workers > 1 else "", count or 1
         raise ValueError(
-            f"mesh={shape} has {counted(places, 'place')} for {counted(len(names), 'device')}{each}: "
-            f"{', '.join(names)}. Write a mesh of {len(names) * workers}, or name {counted(count, 'device')}{each}. "
+            f"mesh={shape} has {counted(places, 'place')} for {counted(len(names), 'device')}{where}: "
+            f"{', '.join(names)}. Write a mesh of {len(names) * workers}, or name {counted(count, 'device')}{where}. "
             f"{splitting_cpu(count)}"
         )
     return tuple(names[:count])

@@ -90,7 +90,7 @@ class LayoutTable(Printable):
     def device_bytes(self) -> dict[str, int]:
         """The bytes of weights and optimizer state that each device holds, by its name."""
         return {
-            name: self.slots[name] + sum(each.device_bytes.get(name, 0) for each in self.variables)
+            name: self.slots[name] + sum(variable.device_bytes.get(name, 0) for variable in self.variables)
             for name in self.mesh.devices
         }
 
@@ -98,10 +98,10 @@ class LayoutTable(Printable):
         table = Table(title=Text(f"Layout of {self.model} on a mesh of {self.mesh.in_words}"))
         for header in ("Variable", "Shape", "Layout", "On each device"):
             table.add_column(header, overflow="fold", justify="right" if header == "On each device" else "left")
-        for each in self.variables:
-            layout = "whole" if not any(each.axes) else ", ".join(axis or "-" for axis in each.axes)
-            shape = " x ".join(map(str, each.shape)) or "scalar"
-            table.add_row(Text(each.path), shape, layout, bytes_in_words(max(each.device_bytes.values())))
+        for variable in self.variables:
+            layout = "whole" if not any(variable.axes) else ", ".join(axis or "-" for axis in variable.axes)
+            shape = " x ".join(map(str, variable.shape)) or "scalar"
+            table.add_row(Text(variable.path), shape, layout, bytes_in_words(max(variable.device_bytes.values())))
         table.add_row("optimizer", "", "as its variables", bytes_in_words(max(self.slots.values())))
         table.add_row(
             "all", "", f"one device: {bytes_in_words(self.total)}", bytes_in_words(max(self.device_bytes.values()))

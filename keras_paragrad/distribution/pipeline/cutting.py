@@ -122,23 +122,23 @@ def _named_cuts(calls: Calls, cuts: list[str]) -> list[int]:
     """The indices of the calls after which the named layers end a stage."""
     name = calls.model.name
     last = {node.operation.name: index for index, node in enumerate(calls.nodes)}
-    unknown = next((each for each in cuts if each not in last), None)
+    unknown = next((cut for cut in cuts if cut not in last), None)
     if unknown is not None:
         _refuse_unknown(calls, unknown)
-    indices = [last[each] for each in cuts]
+    indices = [last[cut] for cut in cuts]
     if any(first >= second for first, second in itertools.pairwise(indices)):
-        ordered = sorted(dict.fromkeys(cuts), key=lambda each: last[each])
+        ordered = sorted(dict.fromkeys(cuts), key=lambda cut: last[cut])
         raise ValueError(f"`cuts` is {cuts}, and {name!r} calls these layers in another order. Write cuts={ordered}.")
     if indices[-1] == len(calls.nodes) - 1:
         raise ValueError(
             f"`cuts` ends with {cuts[-1]!r}, which is the last layer of {name!r}, so nothing is left for the last "
             "stage. A layer in `cuts` ends its stage. Leave that one out."
         )
-    for each, index in zip(cuts, indices, strict=True):
+    for cut, index in zip(cuts, indices, strict=True):
         shared = calls.shared_across(index)
         if shared:
             raise ValueError(
-                f"A cut after {each!r} cuts the shared {shared}, which would have to be on two devices. Cut before "
+                f"A cut after {cut!r} cuts the shared {shared}, which would have to be on two devices. Cut before "
                 "its first use or after its last, as Pipeline(stages=...) does."
             )
     return indices
@@ -282,15 +282,17 @@ def _timed(part: Part, run: RunPart, known: Tensors, operation_fn: OperationFn) 
             outputs = run(tensors, operation_fn=operation_fn)
             floats = [tensor for leaf in outputs.values() for tensor in dense_parts(leaf) if has_gradient(tensor)]
         keys[:] = outputs
-        gradients: list[Any] = [each for each in tape.gradient(floats, watched) if each is not None]
-        gradients = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
+        gradients: list[Any] = [gradient for gradient in tape.gradient(floats, watched) if gradient is not None]
+        gradients = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
         # Reading this sum waits for all gradients.
-        total = tf.add_n([tf.cast(tf.reshape(each, [-1])[0], "float32") for each in gradients] or [tf.constant(0.0)])
-        return list(outputs.values()), [mask_of(each) for each in outputs.values()], gradients, total
+        total = tf.add_n(
+            [tf.cast(tf.reshape(gradient, [-1])[0], "float32") for gradient in gradients] or [tf.constant(0.0)]
+        )
+        return list(outputs.values()), [mask_of(output) for output in outputs.values()], gradients, total
 
     # Copies, as weights may be in the memory of the host.
     values = [tf.identity(tf.convert_to_tensor(variable.value)) for variable in variables]
-    arguments = list(known.values()), [mask_of(each) for each in known.values()], values
+    arguments = list(known.values()), [mask_of(value) for value in known.values()], values
     outputs, masks, *_ = forward_backward(*arguments)
     times = []
     for _ in range(_REPEATS):

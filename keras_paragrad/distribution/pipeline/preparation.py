@@ -131,7 +131,7 @@ class PipelinePreparation(Preparation):
         # XLA compiles for one device: stages, and not the step.
         self.set_jit_compile(False)
         homes = {names[0]: variables_of_part(part) for names, part in self._stages}
-        for variable in [each for variables in homes.values() for each in variables]:
+        for variable in [variable for variables in homes.values() for variable in variables]:
             # Layers may have got more variables since, for example by `enable_lora`.
             self._homes.setdefault(id(variable), (variable, device_of_variable(variable)))
         move_with_slots(homes, self.model.optimizer)

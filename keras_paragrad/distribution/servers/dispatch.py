@@ -117,7 +117,7 @@ class Dispatcher:
             errors.insert(1, error)
         # A failed step cancels those of other workers, which may be reported first.
         causes = [error for error in errors if isinstance(error, Exception)]
-        error = min(causes, key=lambda each: isinstance(each.__cause__ or each, tf.errors.CancelledError))
+        error = min(causes, key=lambda cause: isinstance(cause.__cause__ or cause, tf.errors.CancelledError))
         if isinstance(error, tf.errors.OpError):
             raise RuntimeError(_explain(error)) from error
         raise error

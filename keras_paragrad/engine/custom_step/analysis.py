@@ -111,7 +111,7 @@ class _PhaseAnalysis:
 
     def analyze(self) -> StepAnalysis:
         step = self.step
-        calls = [self._call(each) for each in step.applies]
+        calls = [self._call(call) for call in step.applies]
         self._add_assignments(before=sys.maxsize)
         states = [self._state(key, value) for key, value in step.values.items() if key not in step.weights]
         logs = [self._log(value) for value in step.logs]
@@ -161,7 +161,7 @@ class _PhaseAnalysis:
         for key in self.step.weights & self.step.assigned_at.keys():
             sources = self.step.sources([self.step.values[key]])
             if sources.by_slice:
-                updated = any(id(variable) == key for each in self.step.applies for variable in each.updated)
+                updated = any(id(variable) == key for call in self.step.applies for variable in call.updated)
                 advice = (
                     "keras_paragrad.memory.recompute(model) saves memory on whole batches, and DistributedFit trains "
                     "such a step on several devices"

@@ -29,7 +29,7 @@ def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Bat
     Raises:
         IndivisibleError: The step computes something else then, or it can't be tried.
     """
-    static = {each.shape[0] for each in keras.tree.flatten(data) if each is not None}
+    static = {leaf.shape[0] for leaf in keras.tree.flatten(data) if leaf is not None}
     known = static.pop() if len(static) == 1 else None
     # A step may draw as many rows of noise as a batch has.
     rows = known if known and known <= _MOST_ROWS else ROWS
@@ -80,7 +80,7 @@ class _CallTrial(TrialStep):
             self.divides = []
         with intercepting(self):
             logs = train_step_of(self.model)(data)
-        return [[tf.cast(each, "float32") for each in keras.tree.flatten(logs) if each is not None]]
+        return [[tf.cast(log, "float32") for log in keras.tree.flatten(logs) if log is not None]]
 
     def effects(self, data: Batch) -> list[list[tf.Tensor]]:
         """The gradients, what the step reports, and what it assigns."""
@@ -89,12 +89,12 @@ class _CallTrial(TrialStep):
         return [*results, [tf.cast(value, "float32") for variable, value in states if not is_seed(variable)]]
 
     def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
-        sizes = {int(each.shape[0]) for each in keras.tree.flatten((arguments, keywords)) if has_rows(each)}
+        sizes = {int(leaf.shape[0]) for leaf in keras.tree.flatten((arguments, keywords)) if has_rows(leaf)}
         total = max(sizes, default=0)
         if self._finds:
             with random_numbers_of_part(0, total, total):
                 outputs = call(*arguments, **keywords)
-            by_row = all(has_rows(each) and each.shape[0] == total for each in keras.tree.flatten(outputs))
+            by_row = all(has_rows(leaf) and leaf.shape[0] == total for leaf in keras.tree.flatten(outputs))
             self.divides.append(by_row and len(sizes) == 1 and total > 1)
             return outputs
         self._index += 1

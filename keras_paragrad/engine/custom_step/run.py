@@ -138,7 +138,7 @@ class _Phase:
 
     def new_values(self, scope: PhaseScope) -> dict[int, tf.Tensor]:
         """The values that this phase computes of states, after its last slice."""
-        computed = [each.variable for each in self.step.analysis.states if each.phase == self.phase]
+        computed = [state.variable for state in self.step.analysis.states if state.phase == self.phase]
         values = {id(variable): scope.get_current_value(variable) for variable in computed}
         return {key: value for key, value in values.items() if value is not None}
 
@@ -150,7 +150,7 @@ class _Phase:
     def _start(self) -> _Sums:
         calls = [self.step.analysis.calls[index] for index in self.calls]
         variables = [[call.variables[index] for index in call.indices] for call in calls]
-        gradients = [[tf.zeros(each.shape, sum_dtype(each)) for each in group] for group in variables]
+        gradients = [[tf.zeros(variable.shape, sum_dtype(variable)) for variable in group] for group in variables]
         states = [tf.convert_to_tensor(variable.value) for variable in self.carried]
         return _Sums(gradients, states, [tf.constant(0.0) for _ in self.averaged])
 
@@ -160,7 +160,9 @@ class _Phase:
         scope, logs = self._run_slice(sums, rows, captured.__setitem__)
         pairs = zip(self.calls, sums.gradients, strict=True)
         gradients = [self._accumulate(index, total, captured[index], rows) for index, total in pairs]
-        return _Sums(gradients, [scope.value_of(each) for each in self.carried], self._add_logs(sums.logs, logs, rows))
+        return _Sums(
+            gradients, [scope.value_of(variable) for variable in self.carried], self._add_logs(sums.logs, logs, rows)
+        )
 
     def _finish(self, sums: _Sums, rows: Batch) -> tuple[PhaseScope, StepLogs, list[tf.Tensor]]:
         """Runs the last slice, in which optimizers update variables where the step calls them."""
@@ -208,7 +210,7 @@ class _Phase:
         call, weight = self.step.analysis.calls[index], self.step.share(self.step.weightings[index], rows)
         present: list[GradientTensor] = [gradients[number] for number in call.indices]  # pyright: ignore
         variables = [call.variables[number] for number in call.indices]
-        return [accumulate_gradient(*each, weight) for each in zip(variables, total, present, strict=True)]
+        return [accumulate_gradient(*arguments, weight) for arguments in zip(variables, total, present, strict=True)]
 
     def _add_logs(self, total: list[tf.Tensor], logs: StepLogs, rows: Batch) -> list[tf.Tensor]:
         flat, share = keras.tree.flatten(logs), self._share_of_examples(rows)

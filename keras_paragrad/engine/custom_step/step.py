@@ -50,7 +50,7 @@ class CustomStep:
             model, self.analysis, data, _stated(normalize), normalize.divider
         )
         # Whether the step reports sums over the rows, where that is unknown of a number.
-        self.summed = all(each.divisor is None for each in self.weightings)
+        self.summed = all(weighting.divisor is None for weighting in self.weightings)
         log_once(model, self.describe())
         prepare_optimizers(self.analysis.calls)
         self.versions = WeightVersions(self.analysis)
@@ -63,7 +63,9 @@ class CustomStep:
     def describe(self) -> str:
         """How the step is divided."""
         pairs = zip(self.calls, self.weightings, strict=True)
-        listed = "; ".join(f"{call.optimizer.name}: {each.name}, phase {call.phase + 1}" for call, each in pairs)
+        listed = "; ".join(
+            f"{call.optimizer.name}: {variable.name}, phase {call.phase + 1}" for call, variable in pairs
+        )
         name = type(self.model).__name__
         return f"The train_step of {name} is divided. Parts of a batch are weighted by: {listed}."
 
@@ -192,9 +194,11 @@ class _BatchWeights:
 
     def __init__(self, batch: Batch, replica_batch: ReplicaBatch, weightings: Sequence[Weighting]):
         self.batch, self.replica_batch = batch, replica_batch
-        divided = {each.name: each for each in (WEIGHTINGS["examples"], *weightings) if each.divisor}
+        divided = {
+            weighting.name: weighting for weighting in (WEIGHTINGS["examples"], *weightings) if weighting.divisor
+        }
         # Not in `share`: TensorFlow can't run collectives in a loop over slices.
-        totals = sum_over_replicas([self.divisor(each, batch) for each in divided.values()])
+        totals = sum_over_replicas([self.divisor(weighting, batch) for weighting in divided.values()])
         self._totals = dict(zip(divided, totals, strict=True))
 
     def divisor(self, weighting: Weighting, rows: Batch) -> tf.Tensor:

@@ -45,7 +45,7 @@ class CapturedApply(NamedTuple):
     def updated(self) -> list[keras.Variable]:
         """The variables that the call updates: the given ones, and the optimizer's counters and slots."""
         rate = getattr(self.optimizer, "_learning_rate", None)
-        return [*self.variables, *(each for each in self.optimizer.variables if each is not rate)]
+        return [*self.variables, *(variable for variable in self.optimizer.variables if variable is not rate)]
 
 
 class Sources(NamedTuple):
@@ -107,18 +107,20 @@ class StepGraph:
         self.values, self.assigned_at, self.losses = scope.values, scope.positions, scope.losses
         self._position = {operation: index for index, operation in enumerate(self._graph.get_operations())}
         self._batch = {tensor.op for tensor in keras.tree.flatten(batch) if tensor is not None}
-        self.weights = {id(variable) for each in self.applies for variable in each.variables}
-        self.weights |= {id(each) for each in model_variables if each.trainable and id(each) in self.values}
-        updated = [variable for each in self.applies for variable in each.updated]
-        self.variables = {id(each): each for each in (*model_variables, *updated)}
-        self.seeds = {id(each) for each in model_variables if is_seed(each)}
+        self.weights = {id(variable) for call in self.applies for variable in call.variables}
+        self.weights |= {
+            id(variable) for variable in model_variables if variable.trainable and id(variable) in self.values
+        }
+        updated = [variable for call in self.applies for variable in call.updated]
+        self.variables = {id(variable): variable for variable in (*model_variables, *updated)}
+        self.seeds = {id(variable) for variable in model_variables if is_seed(variable)}
         self.metrics = {id(variable) for metric in step_metrics(model) for variable in metric.variables}
-        handles = {id(each.value.handle): id(each) for each in self.variables.values()}
+        handles = {id(handled.value.handle): id(handled) for handled in self.variables.values()}
         # The variable that each captured handle belongs to; other resources, such as tables, are no variables.
         self._captured: dict[tf.Operation, int | None] = {
             inner.op: handles.get(id(outer)) for outer, inner in self._graph.captures if inner.dtype == tf.resource
         }
-        self._check({id(each) for each in model_variables})
+        self._check({id(variable) for variable in model_variables})
 
     def _capture(
         self, optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
@@ -142,7 +144,10 @@ class StepGraph:
                 ends="",
             )
         definition = self._graph.as_graph_def()
-        for node in (*definition.node, *(node for each in definition.library.function for node in each.node_def)):
+        for node in (
+            *definition.node,
+            *(node for function in definition.library.function for node in function.node_def),
+        ):
             if node.op.startswith(_WRITES):
                 raise self.refusal(
                     f"assigns a tf.Variable (by {node.op}), which each part of a batch would do. Keep the value "

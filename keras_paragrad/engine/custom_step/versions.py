@@ -75,10 +75,10 @@ class PhaseScope(WeightScope):
         `update` collects the gradients, and in the last slice updates the weights; in `released`, `apply` isn't
         captured.
         """
-        phases = {self._changes[id(each)][self._version[id(each)]].phase for each in variables}
+        phases = {self._changes[id(variable)][self._version[id(variable)]].phase for variable in variables}
         if phases == {self._phase} and self._last:
-            for each in variables:
-                self._versions.save(each, self._version[id(each)])
+            for variable in variables:
+                self._versions.save(variable, self._version[id(variable)])
             with released(), suspended_scope():
                 update()
         elif self._phase in phases:
@@ -87,9 +87,9 @@ class PhaseScope(WeightScope):
 
     def advance(self, variables: Sequence[keras.Variable]) -> None:
         """Advances to the next version of weights."""
-        for each in variables:
-            self._version[id(each)] += 1
-            self._map_to_version(id(each))
+        for variable in variables:
+            self._version[id(variable)] += 1
+            self._map_to_version(id(variable))
 
     def add_update(self, update: tuple[keras.Variable, object]) -> None:
         """Assigns a variable."""
@@ -129,8 +129,12 @@ def suspended_scope() -> Generator[None]:
 
 def gather_remote_values(model: keras.Model) -> dict[int, tf.Tensor]:
     """The values, by the variables' ids, of which other workers hold shards; called on every worker."""
-    remote = [each for each in all_variables(model) if (value := sharded_value(each)) and value.has_remote_shards]
-    return make_variables(lambda: {id(each): tf.constant(each.numpy()) for each in remote}) if remote else {}
+    remote = [
+        variable for variable in all_variables(model) if (value := sharded_value(variable)) and value.has_remote_shards
+    ]
+    return (
+        make_variables(lambda: {id(variable): tf.constant(variable.numpy()) for variable in remote}) if remote else {}
+    )
 
 
 def make_variables(make: Callable[[], Made]) -> Made:

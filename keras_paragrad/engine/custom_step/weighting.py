@@ -65,9 +65,12 @@ class TrialStep(PureFunction):
         self, model: keras.Model, calls: Sequence[ApplyCall], remote: Mapping[int, tf.Tensor], rows: int = ROWS
     ):
         self.calls = calls
-        values = [(each, remote[id(each)] if id(each) in remote else value_of(each)) for each in all_variables(model)]
+        values = [
+            (variable, remote[id(variable)] if id(variable) in remote else value_of(variable))
+            for variable in all_variables(model)
+        ]
         # Variables, and not tensors: the tape of the step watches what it reads.
-        self._weights = {id(each): tf.Variable(value) for each, value in values if each.trainable}
+        self._weights = {id(variable): tf.Variable(value) for variable, value in values if variable.trainable}
         super().__init__(model, self._trace, total=rows, values=[pair for pair in values if not pair[0].trainable])
 
     def scope(self, state: State) -> keras.StatelessScope:
@@ -109,20 +112,20 @@ class _ScalarTrial(TrialStep):
 
 def _dependent_states(step: TrialStep, analysis: StepAnalysis, rows: Batch, split: BatchSplit) -> list[str]:
     """The states that slices assign and nothing combines, and that depend on how rows are split."""
-    model, positions = step.model, {id(each): index for index, each in enumerate(step.variables)}
-    normalizations = [each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization)]
-    combined = {id(variable) for each in (*step_metrics(model), *normalizations) for variable in each.variables}
-    assigned = [each.variable for each in analysis.states if each.by_slice and not is_seed(each.variable)]
-    states = [each for each in assigned if id(each) in positions.keys() - combined]
-    indices = [positions[id(each)] for each in states]
+    model, positions = step.model, {id(variable): index for index, variable in enumerate(step.variables)}
+    normalizations = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
+    combined = {id(variable) for metric in (*step_metrics(model), *normalizations) for variable in metric.variables}
+    assigned = [state.variable for state in analysis.states if state.by_slice and not is_seed(state.variable)]
+    states = [state for state in assigned if id(state) in positions.keys() - combined]
+    indices = [positions[id(state)] for state in states]
 
     def run(rows: Batch, values: State, first: int) -> tuple[Any, State]:
         given = dict(zip(indices, values, strict=True))
-        results, after = step(rows, [given.get(*each) for each in enumerate(step.start)], first)
+        results, after = step(rows, [given.get(*item) for item in enumerate(step.start)], first)
         return results[: len(step.calls)], [after[index] for index in indices]
 
     start = [step.start[index] for index in indices]
-    return [each.path for each in split_dependent_states(states, run, start, rows, split)] if states else []
+    return [state.path for state in split_dependent_states(states, run, start, rows, split)] if states else []
 
 
 class _StepTrial(NamedTuple):
@@ -148,12 +151,12 @@ def find_weightings(
     Raises:
         IndivisibleError: None fits, or parts of a batch leave other states than the whole.
     """
-    candidates = [each for name, each in WEIGHTINGS.items() if name not in ("sample_weight", "mask")]
+    candidates = [weighting for name, weighting in WEIGHTINGS.items() if name not in ("sample_weight", "mask")]
     remote = gather_remote_values(model)
     if arguments_of(data)["sample_weight"] is not None:
         candidates.insert(1, WEIGHTINGS["sample_weight"])
     if stated is not None:
-        candidates = [stated, *(each for each in candidates if each is not stated)]
+        candidates = [stated, *(candidate for candidate in candidates if candidate is not stated)]
 
     split = BatchSplit(replica_count() > 1, divider is None or divider.in_sequence, ROWS, FIRST)
 
@@ -183,7 +186,7 @@ def find_weightings(
         if stated is None:
             raise IndivisibleError(message)
         warn_once(model, message)
-    taken = [[each for each in trial.fitting if stated in (None, each)] for trial in result.trials]
+    taken = [[weighting for weighting in trial.fitting if stated in (None, weighting)] for trial in result.trials]
     misfits = {index: trial for index, trial in enumerate(result.trials) if not taken[index]}
     if misfits:
         raise IndivisibleError(_misfit_message(model, analysis.calls, misfits, stated))
@@ -203,7 +206,7 @@ def sums_in_step(model: keras.Model, data: Batch) -> tuple[list[bool], NumberPar
             # What trains inexactly may be anything.
             _log.debug("What the losses of a step divide by was not found.", exc_info=True)
             return [], None
-        return [each.divisor is None for each in weightings], scalars
+        return [weighting.divisor is None for weighting in weightings], scalars
 
     return once_per_compile(("sums in train_step",), model, arguments_of(data), find)
 
@@ -225,7 +228,9 @@ def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
             reasons.append(f"updates weights {len(analysis.calls)} times")
         if any(not state.by_slice for state in analysis.states):
             reasons.append("changes states once an update, which happens once a micro-batch then")
-        others = dict.fromkeys(each.argument for each in weightings if each is not WEIGHTINGS["examples"])
+        others = dict.fromkeys(
+            weighting.argument for weighting in weightings if weighting is not WEIGHTINGS["examples"]
+        )
         if others:
             reasons.append(f"has losses that are weighted by {', '.join(others)}")
         return f"The train_step of {type(model).__name__} {', and '.join(reasons)}." if reasons else None
@@ -240,14 +245,14 @@ def _compare(
     """For each call, the errors of the candidates; and what makes up the step's numbers."""
     whole, *of_parts = results = compute_parts(step, data)
     arguments = [arguments_of(take_rows(data, *rows)) for rows in ((0, ROWS), *BOUNDS)]
-    shares = shares_of([[each.value(rows) for each in candidates] for rows in arguments])
+    shares = shares_of([[candidate.value(rows) for candidate in candidates] for rows in arguments])
     errors = [
-        errors_of([each[index] for each in results], shares, half_precision=step.half_precision)
+        errors_of([result[index] for result in results], shares, half_precision=step.half_precision)
         for index in range(len(step.calls))
     ]
     scalars = None
     with contextlib.suppress(Inconclusive):
-        scalars = compare_scalars(whole[-1], [each[-1] for each in of_parts], half_precision=step.half_precision)
+        scalars = compare_scalars(whole[-1], [results[-1] for results in of_parts], half_precision=step.half_precision)
     return errors, scalars
 
 

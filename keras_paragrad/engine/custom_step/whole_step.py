@@ -62,7 +62,7 @@ class WholeStep:
         trace, whole = _Trace(), keras.tree.map_structure(_of_all_replicas, data)
         graph = StepGraph(model, whole, trace)
         _check_same_everywhere(graph, trace)
-        self.calls = [ApplyCall(each.optimizer, each.variables, each.present, 0) for each in graph.applies]
+        self.calls = [ApplyCall(apply.optimizer, apply.variables, apply.present, 0) for apply in graph.applies]
         if any(find_accumulator(call.optimizer) for call in self.calls):
             raise graph.refusal("is to accumulate gradients of whole batches")
         self.reduced_late = trace.reduced_late(graph)
@@ -82,7 +82,7 @@ class WholeStep:
 
     def run(self, data: Batch) -> StepLogs:
         """Runs the step on the batch of all replicas, and returns its logs."""
-        batch = keras.tree.map_structure(lambda each: None if each is None else _gather_rows(each), data)
+        batch = keras.tree.map_structure(lambda leaf: None if leaf is None else _gather_rows(leaf), data)
         # Metrics and logs are those of one replica, as if the others had no rows.
         counted = ReplicaBatch(rows_of(batch), tf.constant(replica_index() == 0))
         return LogReducer(self.model, batch, counted, None, []).run(lambda: self._run(batch))
@@ -140,16 +140,16 @@ class _Trace:
     def reduced_late(self, graph: StepGraph) -> list[bool]:
         """For each gradient, whether it goes to optimizers alone, which get it reduced."""
         position = {operation.name: index for index, operation in enumerate(graph.operations)}
-        applied = {id(gradient) for each in graph.applies for gradient in each.gradients}
+        applied = {id(gradient) for call in graph.applies for gradient in call.gradients}
         logged = {id(log) for log in graph.logs}
 
         def goes_to_optimizers(gradient: Any, end: int) -> bool:
             tensors = (gradient.values, gradient.indices) if isinstance(gradient, tf.IndexedSlices) else (gradient,)
-            used = any(position[use.name] >= end for each in tensors for use in each.consumers())
+            used = any(position[use.name] >= end for tensor in tensors for use in tensor.consumers())
             return not used and id(gradient) in applied and id(gradient) not in logged
 
         return [
-            all(each is None or goes_to_optimizers(each, end) for each in gradients)
+            all(gradient is None or goes_to_optimizers(gradient, end) for gradient in gradients)
             for gradients, end in self._gradients
         ]
 
@@ -177,7 +177,7 @@ class _OnReplica:
         if not divides:
             with counting_examples(None):
                 return call(*arguments, **keywords)
-        share = _Share([each for each in keras.tree.flatten((arguments, keywords)) if has_rows(each)])
+        share = _Share([leaf for leaf in keras.tree.flatten((arguments, keywords)) if has_rows(leaf)])
         positional, named = keras.tree.map_structure(share.cut, (arguments, keywords))
         with counting_examples(share.count > 0):
             outputs = call(*positional, **named)
@@ -195,15 +195,15 @@ class _Share:
     """A replica's share of the rows of a call. Without rows it computes the last one, which nothing depends on."""
 
     def __init__(self, tensors: Sequence[Any]):
-        sizes = {each.shape[0] for each in tensors} - {None}
+        sizes = {tensor.shape[0] for tensor in tensors} - {None}
         if len(sizes) > 1:
             raise IndivisibleError(f"{_DIFFERENT} {sizes}")
         static = tensors[0].shape[0]
         rows: Any = tf.shape(tensors[0])[0] if static is None else static
         checks = [
-            tf.debugging.assert_equal(tf.shape(each)[0], rows, _DIFFERENT)
-            for each in tensors[1:]
-            if static is None or each.shape[0] is None
+            tf.debugging.assert_equal(tf.shape(tensor)[0], rows, _DIFFERENT)
+            for tensor in tensors[1:]
+            if static is None or tensor.shape[0] is None
         ]
         with tf.control_dependencies([check for check in checks if check is not None]):
             rows = tf.identity(rows) if static is None else rows

@@ -69,7 +69,10 @@ class PartComparison(abc.ABC):
         changed = functools.cache(lambda: list(self._changed(rows)))
         for call, (whole, total) in enumerate(self.gradients(rows, cut)):
             error = _finding(
-                whole, total, lambda call=call: (each[call] for each in changed()), self.function.half_precision
+                whole,
+                total,
+                lambda call=call: (gradients[call] for gradients in changed()),
+                self.function.half_precision,
             )
             if error:
                 return Difference(error, len(cut.rows), len(cut.bounds), call)
@@ -78,7 +81,7 @@ class PartComparison(abc.ABC):
     def gradients(self, rows: Batch, cut: RowCut) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
         """For each call, the gradient of the whole, and the weighted sum of the parts' gradients."""
         wholes = self.run(rows, 0)
-        totals = [[np.zeros_like(each) for each in whole.gradient] for whole in wholes]
+        totals = [[np.zeros_like(gradient) for gradient in whole.gradient] for whole in wholes]
         for start, stop in cut.bounds:
             parts = self.run(take_rows(rows, start, stop), start)
             for whole, total, part in zip(wholes, totals, parts, strict=True):
@@ -96,14 +99,14 @@ class PartComparison(abc.ABC):
             sums += share * part
 
     def _changed(self, rows: Batch) -> Iterable[list[list[np.ndarray]]]:
-        yield [each.gradient for each in self.run(rows, 0, changed=True)]
+        yield [call.gradient for call in self.run(rows, 0, changed=True)]
         if not self.function.draws:
             # Rows in another order would draw other random numbers.
             yield self.reordered(rows)
 
     def reordered(self, rows: Batch) -> list[list[np.ndarray]]:
         """The gradients of the same rows in another order."""
-        return [each.gradient for each in self.run(reverse_rows(rows), 0)]
+        return [call.gradient for call in self.run(reverse_rows(rows), 0)]
 
 
 def _finding(
@@ -116,7 +119,7 @@ def _finding(
     error = relative_error(whole, total)
     if error is None or error <= GRADIENT.of(half_precision):
         return 0.0
-    noise = max((relative_error(whole, each) or 0.0 for each in changed()), default=0.0)
+    noise = max((relative_error(whole, other) or 0.0 for other in changed()), default=0.0)
     return 0.0 if error <= TIMES_NOISE * noise else error
 
 
@@ -130,18 +133,20 @@ def relative_error(whole: list[np.ndarray], other: list[np.ndarray]) -> float | 
 
 
 def _norm(tensors: list[np.ndarray]) -> float:
-    return float(np.sqrt(sum(np.sum(np.square(each)) for each in tensors)))
+    return float(np.sqrt(sum(np.sum(np.square(tensor)) for tensor in tensors)))
 
 
 def change_last_digits(nested: Any) -> Any:
     """Nested tensors whose real numbers differ in the last digits of float32."""
 
-    def change(each: Any) -> Any:
-        return each * tf.cast(1 + _LAST_DIGITS, each.dtype) if each is not None and each.dtype.is_floating else each
+    def change(value: Any) -> Any:
+        return (
+            value * tf.cast(1 + _LAST_DIGITS, value.dtype) if value is not None and value.dtype.is_floating else value
+        )
 
     return keras.tree.map_structure(change, nested)
 
 
 def reverse_rows(nested: Structure) -> Structure:
     """The rows of nested tensors in reverse order."""
-    return keras.tree.map_structure(lambda each: None if each is None else tf.reverse(each, [0]), nested)
+    return keras.tree.map_structure(lambda leaf: None if leaf is None else tf.reverse(leaf, [0]), nested)

@@ -51,26 +51,26 @@ class RowCut(NamedTuple):
         if row_count(nested) == len(self.rows) == self.rows[-1] + 1:
             # As they are: a copy may not fit.
             return nested
-        return keras.tree.map_structure(lambda each: None if each is None else tf.gather(each, self.rows), nested)
+        return keras.tree.map_structure(lambda leaf: None if leaf is None else tf.gather(leaf, self.rows), nested)
 
 
 def join_rows(batches: Sequence[Batch]) -> Batch:
     """The rows of several batches as one, of those that have the shapes of the first: others are padded otherwise."""
 
     def shapes(batch: Batch) -> list[Any]:
-        return [None if each is None else tuple(each.shape[1:]) for each in keras.tree.flatten(batch)]
+        return [None if leaf is None else tuple(leaf.shape[1:]) for leaf in keras.tree.flatten(batch)]
 
-    alike = [each for each in batches if shapes(each) == shapes(batches[0])]
+    alike = [batch for batch in batches if shapes(batch) == shapes(batches[0])]
     if len(alike) == 1:
         return alike[0]
-    return keras.tree.map_structure(lambda *each: None if each[0] is None else tf.concat(each, 0), *alike)
+    return keras.tree.map_structure(lambda *leaves: None if leaves[0] is None else tf.concat(leaves, 0), *alike)
 
 
 def local_rows(batch: Batch) -> Batch:
     """The rows of a batch on all replicas of this process, as dense tensors; `None` if it holds anything else."""
     leaves = [local_replica_values(leaf) for leaf in keras.tree.flatten(batch)]
-    parts = [each for values in leaves for each in values if each is not None]
-    if not all(isinstance(each, tf.Tensor) and each.shape.rank and each.dtype != tf.string for each in parts):
+    parts = [value for values in leaves for value in values if value is not None]
+    if not all(isinstance(part, tf.Tensor) and part.shape.rank and part.dtype != tf.string for part in parts):
         return None
     joined = [tf.concat(values, 0) if len(values) > 1 and values[0] is not None else values[0] for values in leaves]
     return keras.tree.pack_sequence_as(batch, joined)
@@ -78,8 +78,8 @@ def local_rows(batch: Batch) -> Batch:
 
 def part_size(model: keras.Model, stages: Stages, batch: Batch) -> tuple[int, int]:
     """The rows that one part of a batch holds, and the number of parts of an update."""
-    leaf = next(each for each in keras.tree.flatten(batch) if each is not None)
-    size = max(int(rows_of(each)) for each in local_replica_values(leaf))
+    leaf = next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
+    size = max(int(rows_of(value)) for value in local_replica_values(leaf))
     parts = model.distribute_strategy.num_replicas_in_sync
     if stages.split:
         rows = stages.split.part_rows(size)

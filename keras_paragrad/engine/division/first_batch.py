@@ -101,7 +101,9 @@ class FirstBatchProof:
 
     def _prove_step(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
         """Proves the model's own `train_step`, once it is analyzed."""
-        step = next((each for each in self._divisions.steps.values() if isinstance(each, CustomStep)), None)
+        step = next(
+            (candidate for candidate in self._divisions.steps.values() if isinstance(candidate, CustomStep)), None
+        )
         difference = step and find_difference_of_step(self.model, step, data, size, parts)
         if step is None or difference is None:
             return
@@ -178,7 +180,7 @@ def _parts_have_own_statistics(model: keras.Model) -> bool:
     layers = layers_of_batch_statistics(model)
     # What replicas synchronize isn't computed here.
     replicas = model.distribute_strategy.num_replicas_in_sync > 1
-    return bool(layers) and not (replicas and any(each.synchronized for each in layers))
+    return bool(layers) and not (replicas and any(layer.synchronized for layer in layers))
 
 
 def _measure_statistics(

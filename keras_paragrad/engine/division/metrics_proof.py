@@ -38,7 +38,7 @@ def metrics_are_known(model: keras.Model) -> bool:
     metrics = keras.tree.flatten([compiled.get(name) for name in ("metrics", "weighted_metrics")])
     if type(model).compute_metrics is not keras.Model.compute_metrics:
         return False
-    return all(each is None or is_kerass_own_metric(each) for each in metrics)
+    return all(metric is None or is_kerass_own_metric(metric) for metric in metrics)
 
 
 def find_metric_differences(
@@ -65,7 +65,7 @@ def find_metric_differences(
             return []
         batch = rows, outputs
         compute, start = PureFunction(model, results), reset_state(model)
-        whole, reordered = (compute(each, start)[0] for each in (batch, reverse_rows(batch)))
+        whole, reordered = (compute(rows, start)[0] for rows in (batch, reverse_rows(batch)))
         divided = [take_rows(batch, *bounds) for bounds in cut.bounds]
         split = results_after_parts(compute, divided, start, on_replicas=on_replicas)
         tolerance = METRIC.of(compute.half_precision)

@@ -138,7 +138,7 @@ class _DividedPass(PartComparison):
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         state = change_last_digits(self.function.reseed()) if changed else None
         (gradients, divisor), _ = self.function(rows, state, first)
-        return [WeightedGradient([np.asarray(each, "float64") for each in gradients], float(divisor))]
+        return [WeightedGradient([np.asarray(gradient, "float64") for gradient in gradients], float(divisor))]
 
     def compute(self, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Traces the gradient."""
@@ -172,12 +172,12 @@ class _DividedLoss(_DividedPass):
     def compute(self, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
         """Traces the gradient with respect to the outputs."""
         rows, outputs = data
-        real = [each for each in keras.tree.flatten(outputs[0]) if each.dtype.is_floating]
+        real = [output for output in keras.tree.flatten(outputs[0]) if output.dtype.is_floating]
         with tf.GradientTape() as tape:
             tape.watch(real)
             loss, divisor = self.loss(rows, mark_outputs(outputs))
         gradients: Any = tape.gradient(loss, real, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return [tf.cast(tf.convert_to_tensor(each), "float32") for each in gradients], divisor
+        return [tf.cast(tf.convert_to_tensor(gradient), "float32") for gradient in gradients], divisor
 
     def add(self, total: list[np.ndarray], gradient: list[np.ndarray], share: float, start: int, stop: int) -> None:
         """Puts the weighted gradient of a part's outputs in its rows."""
@@ -192,7 +192,7 @@ class _DividedLoss(_DividedPass):
 
     def reordered(self, rows: Batch) -> list[list[np.ndarray]]:
         """The gradient of the outputs, computed in another order."""
-        return [[each[::-1] for each in gradient] for gradient in super().reordered(rows)]
+        return [[array[::-1] for array in gradient] for gradient in super().reordered(rows)]
 
 
 def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut, most_bytes: int) -> Structure | None:
@@ -202,9 +202,9 @@ def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut, most_bytes: i
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         y_pred = call_model(model, x, training=True)
         leaves = keras.tree.flatten(y_pred)
-        if any(each.shape.rank == 0 or each.shape[0] != row_count(x) for each in leaves):
+        if any(leaf.shape.rank == 0 or leaf.shape[0] != row_count(x) for leaf in leaves):
             raise Inconclusive("the outputs have no row for each example")
-        return y_pred, [mask_of(each) for each in leaves]
+        return y_pred, [mask_of(leaf) for leaf in leaves]
 
     compute, outputs = PureFunction(model, forward), []
     for bounds in cut.bounds:
@@ -217,7 +217,7 @@ def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut, most_bytes: i
 def mark_outputs(outputs: tuple[Structure, list[tf.Tensor | None]]) -> Structure:
     """Outputs with their masks, as a model returns them."""
     y_pred, masks = outputs
-    marked = [with_mask(*each) for each in zip(keras.tree.flatten(y_pred), masks, strict=True)]
+    marked = [with_mask(*arguments) for arguments in zip(keras.tree.flatten(y_pred), masks, strict=True)]
     return keras.tree.pack_sequence_as(y_pred, marked)
 
 
@@ -227,5 +227,5 @@ def bytes_of(graph: tf.Graph) -> int:
 
 
 def _bytes(nested: Structure) -> int:
-    tensors = [each for each in keras.tree.flatten(nested) if each is not None and each.dtype != tf.resource]
-    return sum((each.shape.num_elements() or 0) * each.dtype.size for each in tensors)
+    tensors = [tensor for tensor in keras.tree.flatten(nested) if tensor is not None and tensor.dtype != tf.resource]
+    return sum((tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors)

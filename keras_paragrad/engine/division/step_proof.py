@@ -45,9 +45,9 @@ class _DividedStep(PartComparison):
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         rows = _change_inputs(rows) if changed else rows
         arguments = arguments_of(rows)
-        divisors = [float(each.value(arguments)) for each in self.weightings]
+        divisors = [float(weighting.value(arguments)) for weighting in self.weightings]
         calls, _ = self.function(rows, None, first)
-        gradients = [[np.asarray(each, "float64") for each in gradient] for gradient in calls]
+        gradients = [[np.asarray(array, "float64") for array in gradient] for gradient in calls]
         return list(map(WeightedGradient, gradients, divisors))
 
 

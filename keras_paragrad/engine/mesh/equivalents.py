@@ -25,8 +25,8 @@ def reverse(tensor: tf.Tensor, axis: Array, name: str | None = None) -> tf.Tenso
     tensor, axes = tf.convert_to_tensor(tensor), tf.get_static_value(axis)
     if axes is None:
         return None
-    for each in np.ravel(axes):
-        tensor = _permute(tensor, int(each), lambda order: order[::-1])
+    for dimension in np.ravel(axes):
+        tensor = _permute(tensor, int(dimension), lambda order: order[::-1])
     return tensor
 
 
@@ -35,8 +35,8 @@ def roll(input: tf.Tensor, shift: Array, axis: Array, name: str | None = None) -
     tensor, shifts, axes = tf.convert_to_tensor(input), tf.get_static_value(shift), tf.get_static_value(axis)
     if shifts is None or axes is None:
         return None
-    for each, by in zip(np.ravel(axes), np.ravel(shifts), strict=True):
-        tensor = _permute(tensor, int(each), functools.partial(np.roll, shift=int(by)))
+    for dimension, by in zip(np.ravel(axes), np.ravel(shifts), strict=True):
+        tensor = _permute(tensor, int(dimension), functools.partial(np.roll, shift=int(by)))
     return tensor
 
 
@@ -52,7 +52,7 @@ def space_to_batch(input: tf.Tensor, block_shape: Array, paddings: Array, name: 
     tensor = tf.pad(tensor, [[0, 0], *padding, *[[0, 0]] * (len(tensor.shape) - len(block) - 1)])
     rows, *sizes = _static_sizes(tensor)
     others = sizes[len(block) :]
-    inner = [size // each for size, each in zip(sizes, block, strict=False)]
+    inner = [size // factor for size, factor in zip(sizes, block, strict=False)]
     tensor = tf.reshape(tensor, [rows, *(part for pair in zip(inner, block, strict=True) for part in pair), *others])
     order = [0, *range(2, 2 * len(block) + 1, 2), *range(1, 2 * len(block), 2)]
     tensor = tf.transpose(tensor, [*order, *range(2 * len(block) + 1, len(tensor.shape))])
@@ -70,7 +70,7 @@ def batch_to_space(input: tf.Tensor, block_shape: Array, crops: Any, name: str |
     tensor = pin_on_mesh(tf.reshape(tensor, [rows, *block, *sizes]))
     order = [position for axis in range(1, count + 1) for position in (count + axis, axis)]
     tensor = tf.transpose(tensor, [0, *order, *range(2 * count + 1, len(tensor.shape))])
-    whole = [size * each for size, each in zip(sizes, block, strict=False)]
+    whole = [size * factor for size, factor in zip(sizes, block, strict=False)]
     tensor = pin_on_mesh(tf.reshape(tensor, [rows, *whole, *sizes[count:]]))
     # Not `tf.slice`, whose gradient is another operation under XLA.
     return tensor[(slice(None), *(slice(a, size - b) for size, (a, b) in zip(whole, crops, strict=True)))]
@@ -171,7 +171,7 @@ def depthwise_input_gradient(
     """`tf.raw_ops.DepthwiseConv2dNativeBackpropInput`, for which DTensor has no sharding rule, as a convolution of the
     cotangent with the flipped kernel; `None` with dilations.
     """
-    if any(each != 1 for each in dilations):
+    if any(dilation != 1 for dilation in dilations):
         return None
     layout = _ChannelsLast(data_format)
     sizes, gradient = layout.order(tf.get_static_value(input_sizes)), pin_on_mesh(layout.to(out_backprop))
@@ -208,7 +208,7 @@ def depthwise_filter_gradient(
 
     `None` with dilations.
     """
-    if any(each != 1 for each in dilations):
+    if any(dilation != 1 for dilation in dilations):
         return None
     layout = _ChannelsLast(data_format)
     inputs, cotangent = pin_on_mesh(layout.to(input)), pin_on_mesh(layout.to(out_backprop))
@@ -237,7 +237,7 @@ def _padding(
     """The padding before and after an axis."""
     padding = padding.decode() if isinstance(padding, bytes) else padding
     if padding == "EXPLICIT":
-        return [int(each) for each in explicit]
+        return [int(pad) for pad in explicit]
     total = max((count - 1) * stride + window - int(size), 0) if padding == "SAME" else 0
     return [total // 2, total - total // 2]
 

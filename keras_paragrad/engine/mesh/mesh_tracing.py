@@ -101,7 +101,7 @@ def _with_own_attributes(model: keras.Model) -> Generator[None]:
     with contextlib.ExitStack() as stack:
         for layer in all_layers(model):
             values: dict[str, Any] = {
-                name: tf.constant(each.numpy()) for name, each in vars(layer).items() if _is_array(each)
+                name: tf.constant(value.numpy()) for name, value in vars(layer).items() if _is_array(value)
             }
             if isinstance(layer, keras.layers.RNN):
                 values["unroll"] = True

@@ -47,11 +47,16 @@ def pinning_between_layers(model: keras.Model) -> Generator[None]:
     or a reshape that splits one.
     """
     layers = all_layers(model)
-    inside = {id(each) for layer in layers if isinstance(layer, _PINNED_AS_A_WHOLE) for each in _descendants(layer)}
+    inside = {
+        id(descendant)
+        for layer in layers
+        if isinstance(layer, _PINNED_AS_A_WHOLE)
+        for descendant in _descendants(layer)
+    }
     # Such as TimeDistributed, which stacks its layer's outputs.
     wrapped = {id(layer.layer) for layer in layers if isinstance(layer, keras.layers.Wrapper)}
     unpinned = {id(layer) for layer in layers if type(layer) in _UNPINNED} - wrapped
-    pinned = [each for each in layers if id(each) not in inside | unpinned and not isinstance(each, keras.Model)]
+    pinned = [layer for layer in layers if id(layer) not in inside | unpinned and not isinstance(layer, keras.Model)]
     with contextlib.ExitStack() as stack:
         for layer in [model, *pinned]:
             stack.enter_context(attributes(layer, call=_pin_call(layer.call)))
@@ -59,9 +64,9 @@ def pinning_between_layers(model: keras.Model) -> Generator[None]:
 
 
 def _descendants(layer: keras.layers.Layer) -> Iterator[keras.layers.Layer]:
-    for each in children(layer):
-        yield each
-        yield from _descendants(each)
+    for child in children(layer):
+        yield child
+        yield from _descendants(child)
 
 
 def _pin_call(call: Callable[..., Structure]) -> Callable[..., Structure]:

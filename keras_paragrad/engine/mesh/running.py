@@ -70,7 +70,7 @@ def take_off_mesh(model: keras.Model) -> None:
     # Steps traced before the model was on the mesh update variables that are replaced now.
     StepBuilder.of(model).retrace()
     sections = [*training_variables(model).values(), window.variables.values() if window else ()]
-    for variable in [each for variables in sections for each in variables]:
+    for variable in [variable for variables in sections for variable in variables]:
         if mesh_variable_of(variable) is not None:
             keys.append((_key(model.optimizer, variable), variable))
             with tf.device("CPU:0"):
@@ -158,7 +158,7 @@ class ModelOnMesh:
     def wrap(self, step: Step) -> Step:
         """Makes a compiled training step run on the mesh, with batches from the host; refuses untested stages."""
         stages = StepBuilder.of(self.model).stages
-        name = next((each for each in _UNTESTED if getattr(stages, each) is not None), None)
+        name = next((stage for stage in _UNTESTED if getattr(stages, stage) is not None), None)
         if name:
             raise ValueError(
                 f"{self.model.name!r} is trained on a mesh, where a component that fills the stage {name} of a step "

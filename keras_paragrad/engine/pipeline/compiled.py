@@ -116,5 +116,5 @@ def program_names(file: Path) -> dict[str, str]:
     """The names of XLA's programs, which contain the compiled functions' names, by their numbers in an `.xplane.pb`."""
     # xprof's reader omits everything but events.
     planes = XSpace.FromString(file.read_bytes()).planes
-    metadata = [each for plane in planes if plane.name == "/host:metadata" for each in plane.event_metadata.values()]
-    return {str(each.id): each.name for each in metadata}
+    metadata = [event for plane in planes if plane.name == "/host:metadata" for event in plane.event_metadata.values()]
+    return {str(event.id): event.name for event in metadata}

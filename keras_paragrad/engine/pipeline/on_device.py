@@ -106,7 +106,9 @@ class _StageCall:
         self.leaves = list(inputs.values())
         self.tensors = [part for leaf in self.leaves for part in dense_parts(leaf)]
         self.indices = [index for index, tensor in enumerate(self.tensors) if has_gradient(tensor)]
-        variables = {id(each): each for layer in stage.part.layers for each in layer.variables} if remote else {}
+        variables = (
+            {id(variable): variable for layer in stage.part.layers for variable in layer.variables} if remote else {}
+        )
         self.weights = [variable for variable in variables.values() if variable.trainable]
         self.state = [variable for variable in variables.values() if not variable.trainable]
 
@@ -118,7 +120,7 @@ class _StageCall:
         def run(*arguments: tf.Tensor):
             with tf.GradientTape(persistent=True) as tape:
                 # Two inputs may be the same tensor, and an output may be an input: each has its own gradient.
-                sources = [tf.identity(each) for each in arguments]
+                sources = [tf.identity(argument) for argument in arguments]
                 tape.watch(sources)
                 inputs = self._with_inputs(sources)
                 with self._reading(sources[len(self.indices) :]) as scope:
@@ -141,7 +143,7 @@ class _StageCall:
         tensors: Any = run(*(self.tensors[index] for index in self.indices), *copies)
         returned = iter(tensors)
         results = list(outputs.values())
-        parts = [[next(returned) if has_gradient(part) else part for part in dense_parts(each)] for each in results]
+        parts = [[next(returned) if has_gradient(part) else part for part in dense_parts(result)] for result in results]
         for loss in returned:
             # Not `owner.add_loss`: a Functional model refuses it.
             keras.layers.Layer.add_loss(self.stage.owner, loss)

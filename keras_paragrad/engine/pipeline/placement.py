@@ -73,7 +73,7 @@ def _device_function() -> Callable[[tf.Operation], str]:
             return resources[0]
         if operation.device or not inputs:
             return operation.device
-        return max(inputs, key=lambda each: _size(each[0]))[1]
+        return max(inputs, key=lambda pair: _size(pair[0]))[1]
 
     return device_of
 
@@ -93,7 +93,9 @@ def device_of_variable(variable: keras.Variable) -> str:
 def slot_bytes_by_device(optimizer: keras.optimizers.Optimizer | None) -> dict[str, int]:
     """The bytes of an optimizer's variables, with those of the optimizers that it wraps, on each device."""
     by_device: dict[str, int] = {}
-    for variable in {id(each): each for inner in held_optimizers(optimizer) for each in variables_of(inner)}.values():
+    for variable in {
+        id(variable): variable for inner in held_optimizers(optimizer) for variable in variables_of(inner)
+    }.values():
         device = device_of_variable(variable)
         by_device[device] = by_device.get(device, 0) + variable_bytes(variable)
     return by_device

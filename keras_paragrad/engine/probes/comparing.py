@@ -130,7 +130,7 @@ def _refuse_outputs(y_pred: Structure, added: Sequence[Any]) -> str | None:
     for path, leaf in keras.tree.flatten_with_path(y_pred):
         shape = getattr(leaf, "shape", None)
         if shape is None or not shape.rank or shape[0] != _ROWS:
-            name = "".join(f"[{each!r}]" for each in path)
+            name = "".join(f"[{key!r}]" for key in path)
             return (
                 f"The loss compares examples, and the model's output{name and ' '}{name} has the shape {shape} for "
                 f"{_ROWS} examples, so the outputs of parts of a batch can't be put together. Return one row for each "
@@ -147,8 +147,10 @@ def _refuse_outputs(y_pred: Structure, added: Sequence[Any]) -> str | None:
 
 def _mixing_layer(model: Any, x: Structure, divider: Divider, training: bool) -> str | None:
     """Says which layer mixes examples."""
-    norms = [each for each in all_layers(model) if isinstance(each, keras.layers.BatchNormalization) and each.trainable]
-    synchronized = not training or (not divider.in_sequence and all(each.synchronized for each in norms))
+    norms = [
+        layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+    ]
+    synchronized = not training or (not divider.in_sequence and all(norm.synchronized for norm in norms))
     layer = norms[0].name if norms and not synchronized else find_mixing_layer(model, x, training=training)
     if layer is None:
         return None

@@ -173,7 +173,10 @@ def _mixing_problems(
     whole = [term for term in terms if not term.reduces_itself]
     # Training and evaluation share this answer.
     mixing = once_per_compile(
-        ("mixing losses",), model, arguments, lambda: [each.loss.name for each in whole if loss_mixes_rows(each)]
+        ("mixing losses",),
+        model,
+        arguments,
+        lambda: [output_loss.loss.name for output_loss in whole if loss_mixes_rows(output_loss)],
     )
     for name in dict.fromkeys(mixing):
         instead = f" {divider.for_comparing_losses}" if divider.for_comparing_losses else ""

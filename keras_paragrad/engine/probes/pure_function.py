@@ -77,7 +77,7 @@ class PureFunction:
         self.model, self.compute, self._any_rows, self.as_trained = model, compute, any_rows, as_trained
         self.total, self.half_precision = total, uses_half_precision(model)
         if values is None:
-            values = [(each, value_of(each, replace_tiny=not as_trained)) for each in all_variables(model)]
+            values = [(variable, value_of(variable, replace_tiny=not as_trained)) for variable in all_variables(model)]
         self.variables, self.start = [variable for variable, _ in values], [value for _, value in values]
         self.draws: bool | None = None
         self.loss_weights = _values_of_loss_weights(model, replace_tiny=not as_trained)
@@ -149,13 +149,13 @@ class PureFunction:
             if self.loss_weights:
                 compiled = self.model._compile_loss
                 pairs = zip(compiled._flat_losses, self.loss_weights, strict=True)
-                compiled._flat_losses = [each._replace(loss_weights=weight) for each, weight in pairs]
+                compiled._flat_losses = [loss._replace(loss_weights=weight) for loss, weight in pairs]
             results = self.compute(data)
             after = [scope.get_current_value(variable) for variable in self.variables]
             self.draws = drawn is not None and drawn.draws > 0
             # Variables among the results have their values only in this scope.
             return keras.tree.map_structure(
-                lambda each: each.value if isinstance(each, keras.Variable) else each, (results, after)
+                lambda value: value.value if isinstance(value, keras.Variable) else value, (results, after)
             )
 
 
@@ -226,12 +226,12 @@ def _values_of_loss_weights(model: keras.layers.Layer, *, replace_tiny: bool) ->
     if not getattr(model, "_compile_loss", None) or not model._compile_loss._flat_losses:
         return []
     weights: list[Any] = list(loss_weights_of(model))
-    if not any(isinstance(each, (keras.Variable, tf.Variable)) for each in weights):
+    if not any(isinstance(weight, (keras.Variable, tf.Variable)) for weight in weights):
         return []
-    raw = [each.value if isinstance(each, keras.Variable) else each for each in weights]
-    local = [local_replica_values(each)[0] for each in raw]
-    values = [float(tf.convert_to_tensor(each)) for each in local]
-    return [1.0 if replace_tiny and abs(each) < _TINY else each for each in values]
+    raw = [weight.value if isinstance(weight, keras.Variable) else weight for weight in weights]
+    local = [local_replica_values(value)[0] for value in raw]
+    values = [float(tf.convert_to_tensor(value)) for value in local]
+    return [1.0 if replace_tiny and abs(value) < _TINY else value for value in values]
 
 
 def _draw_weight(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
@@ -263,7 +263,7 @@ def watch_weights(model: keras.layers.Layer) -> Generator[Callable[[tf.Tensor], 
 
     def gradients_of(target: tf.Tensor) -> list[tf.Tensor]:
         gradients = tape.gradient(target, weights)
-        return [tf.cast(tf.convert_to_tensor(each), "float32") for each in gradients if each is not None]
+        return [tf.cast(tf.convert_to_tensor(gradient), "float32") for gradient in gradients if gradient is not None]
 
     with tape:
         tape.watch(weights)

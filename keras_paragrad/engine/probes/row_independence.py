@@ -169,15 +169,15 @@ def _first_mixing(model: keras.layers.Layer, pair: RowPair, training: bool) -> s
         def record(*arguments: Any, **keywords: Any) -> Structure:
             outputs = call(*arguments, **keywords)
             graph = tf.compat.v1.get_default_graph()
-            recorded.append((operation.name, [each for each in _tensors(outputs) if each.graph is graph]))
+            recorded.append((operation.name, [tensor for tensor in _tensors(outputs) if tensor.graph is graph]))
             return outputs
 
         return record
 
     def outputs(arguments: tuple[Structure, ...]) -> list[list[tf.Tensor]]:
-        operations = {id(each): each for each in all_layers(model)}
+        operations = {id(layer): layer for layer in all_layers(model)}
         for layer in (model, *all_layers(model)):
-            operations.update({id(each): each for each in getattr(layer, "operations", ())})
+            operations.update({id(operation): operation for operation in getattr(layer, "operations", ())})
         graph = tf.compat.v1.get_default_graph()
         recorded.clear()
         with contextlib.ExitStack() as stack:
@@ -186,7 +186,7 @@ def _first_mixing(model: keras.layers.Layer, pair: RowPair, training: bool) -> s
             call_model(model, *arguments, training=training)
         names[:] = [name for name, _ in recorded]
         # Tensors within a loop can't be returned from it.
-        return [[each for each in tensors if each.graph is graph] for _, tensors in recorded]
+        return [[tensor for tensor in tensors if tensor.graph is graph] for _, tensors in recorded]
 
     compute = PureFunction(model, outputs)
     before, after = compute(pair.first)[0], compute(pair.second)[0]
@@ -217,7 +217,7 @@ _MIXING_LOSSES = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
 def computes_rows_independently(model: keras.layers.Layer) -> bool:
     """Whether a model is Sequential or Functional and has only layers of Keras known to compute row by row."""
     layers = [model, *all_layers(model)]
-    operations = [operation for each in layers for operation in getattr(each, "operations", ())]
+    operations = [operation for layer in layers for operation in getattr(layer, "operations", ())]
     nodes = [node for operation in operations for node in operation._inbound_nodes]
     # In a vector of one number per example, the last axis is that of examples.
     return all(map(_is_row_wise, layers + operations)) and all(
@@ -240,7 +240,7 @@ def has_value_per_example(loss_or_metric: keras.losses.Loss | keras.metrics.Metr
 def has_losses_per_example(model: keras.Model) -> bool:
     """Whether the compiled losses, which are built, are Keras's, and none compares examples."""
     losses = model._compile_loss._flat_losses if model._compile_loss else ()
-    return all(each.loss is None or has_value_per_example(each.loss) for each in losses)
+    return all(output_loss.loss is None or has_value_per_example(output_loss.loss) for output_loss in losses)
 
 
 def is_kerass_own_metric(metric: object) -> bool:
@@ -259,14 +259,14 @@ def _is_row_wise(operation: keras.Operation) -> bool:
         # Broadcasting aligns the last axes, so all ranks must be equal.
         nodes = operation._inbound_nodes
         return all(
-            len({len(each.shape) for each in (*node.input_tensors, *node.output_tensors)}) == 1 for node in nodes
+            len({len(tensor.shape) for tensor in (*node.input_tensors, *node.output_tensors)}) == 1 for node in nodes
         )
     if not module.startswith(_ROW_WISE_MODULES):
         return False
     axes = (getattr(operation, name, None) for name in ("axis", "attention_axes"))
     equation = getattr(operation, "equation", None)
     return (
-        all(axis is None or all(each == -1 or each > 0 for each in keras.tree.flatten(axis)) for axis in axes)
+        all(axis is None or all(index == -1 or index > 0 for index in keras.tree.flatten(axis)) for axis in axes)
         and (equation is None or _keeps_rows(equation))
         and not getattr(operation, "stateful", False)
         and not any(map(_is_custom_callable, vars(operation).values()))

@@ -93,7 +93,7 @@ def layers_dependent_on(model: keras.Model, batches: Iterable[Batch], split: "Ba
     for index, batch in enumerate(batches):
         try:
             variables = split_dependent_states(compute.variables, compute, compute.start, batch, split)
-            found += [owners[id(each)] for each in variables if id(each) in owners]
+            found += [owners[id(variable)] for variable in variables if id(variable) in owners]
         except UnknownState as state:
             if not state.resources:
                 raise
@@ -121,20 +121,20 @@ def split_dependent_states(
 
     Leaves out those that other seeds change. `run` maps rows and the variables' values to results and new values.
     """
-    reseeded = [value + 1 if is_seed(each) else value for each, value in zip(variables, start, strict=True)]
+    reseeded = [value + 1 if is_seed(variable) else value for variable, value in zip(variables, start, strict=True)]
     part, rest = take_rows(batch, 0, split.first), take_rows(batch, split.first, split.rows)
     (_, whole), (_, random), (_, first) = run(batch, start, 0), run(batch, reseeded, 0), run(part, start, 0)
     alone, last = run(rest, start, split.first)
     # Either may come first: without aggregation, a replica keeps its own.
     orders = ((first, last), (last, first)) if split.on_replicas else ()
-    ends = [[_aggregate(*each) for each in zip(variables, *order, strict=True)] for order in orders]
-    changed = [not _close(*each) for each in zip(start, first, strict=True)]
+    ends = [[_aggregate(*values) for values in zip(variables, *order, strict=True)] for order in orders]
+    changed = [not _close(*values) for values in zip(start, first, strict=True)]
     read = False
     if split.in_sequence:
         ends.append(run(rest, first, split.first)[1])
         # With the same random numbers, what the first part has changed makes the difference.
         seeds = zip(variables, start, first, strict=True)
-        after = run(rest, [before if is_seed(each) else value for each, before, value in seeds], split.first)[0]
+        after = run(rest, [before if is_seed(variable) else value for variable, before, value in seeds], split.first)[0]
         same = zip(*map(_numbers, (alone, run(rest, start, split.first)[0], after)), strict=True)
         read = any(_close(one, again) and not _close(one, other) for one, again, other in same)
 
@@ -144,11 +144,11 @@ def split_dependent_states(
         if read and changed[index]:
             return True
         values = [whole[index], first[index], last[index]]
-        return not all(_close(start[index], each) for each in values) and not all(
+        return not all(_close(start[index], value) for value in values) and not all(
             _changed_alike(start[index], whole[index], end[index]) for end in ends
         )
 
-    return [each for index, each in enumerate(variables) if differs(index)]
+    return [variable for index, variable in enumerate(variables) if differs(index)]
 
 
 def layers_storing_examples(model: keras.layers.Layer, *arguments: Any) -> list[str]:
@@ -209,7 +209,7 @@ def split_dependent_call_metrics(
 
 def _state_owners(model: keras.layers.Layer) -> dict[int, str]:
     """The layer's name for each of its variables, by id."""
-    layers = [each for each in (model, *all_layers(model)) if not isinstance(each, keras.layers.BatchNormalization)]
+    layers = [layer for layer in (model, *all_layers(model)) if not isinstance(layer, keras.layers.BatchNormalization)]
     return {
         id(variable): layer.name
         for layer in layers
@@ -225,14 +225,16 @@ def _owners_of_resources(model: keras.layers.Layer, resources: list[tf.Tensor]) 
     names = [
         layer.name
         for layer in layers
-        if any(isinstance(each, tf.Variable) and id(each.handle) in handles for each in vars(layer).values())
+        if any(
+            isinstance(attribute, tf.Variable) and id(attribute.handle) in handles for attribute in vars(layer).values()
+        )
     ]
     return names or [model.name]
 
 
 def _train(model: keras.layers.Layer, inputs: tuple[Structure, ...]) -> list[tf.Tensor]:
     outputs = call_model(model, *inputs, training=True)
-    return [each for each in (*keras.tree.flatten(outputs), *added_losses(model)) if tf.is_tensor(each)]
+    return [tensor for tensor in (*keras.tree.flatten(outputs), *added_losses(model)) if tf.is_tensor(tensor)]
 
 
 def _results(
@@ -242,7 +244,7 @@ def _results(
     compute, start = PureFunction(model, results), reset_state(model)
     whole = [compute(batch, state)[0] for state in (start, compute.reseed(start))]
     parts = [[take_rows(batch, 0, first), take_rows(batch, first, _ROWS)] for first in firsts]
-    return [*whole, *(results_after_parts(compute, each, start, on_replicas=on_replicas) for each in parts)]
+    return [*whole, *(results_after_parts(compute, part, start, on_replicas=on_replicas) for part in parts)]
 
 
 def reset_state(model: keras.Model) -> State:
@@ -254,7 +256,7 @@ def results_after_parts(compute: PureFunction, parts: Sequence[Batch], start: St
     """What is computed of no batch in the state after all parts, which replicas take at once, and others in turn."""
     if on_replicas:
         states = [compute(part, start)[1] for part in parts]
-        state = [_aggregate(*each) for each in zip(compute.variables, *states, strict=True)]
+        state = [_aggregate(*values) for values in zip(compute.variables, *states, strict=True)]
     else:
         state = start
         for part in parts:
@@ -275,7 +277,7 @@ def _close(one: Any, other: Any) -> bool:
 
 def _changed_alike(start: Any, one: Any, other: Any) -> bool:
     """Whether a state has changed alike."""
-    before, one, other = (np.asarray(each, "float64") for each in (start, one, other))
+    before, one, other = (np.asarray(state, "float64") for state in (start, one, other))
     most = np.abs(one - before)[np.isfinite(one)].max(initial=0)
     rounding = STATE_ROUNDING * np.abs(one[np.isfinite(one)]).max(initial=0)
     return np.allclose(one, other, rtol=0, atol=STATE_CHANGE * most + rounding, equal_nan=True)
@@ -283,8 +285,8 @@ def _changed_alike(start: Any, one: Any, other: Any) -> bool:
 
 def _numbers(results: Any) -> list[np.ndarray]:
     """The numbers among what was computed."""
-    return [np.asarray(each, "float64") for each in keras.tree.flatten(results) if _is_number(each)]
+    return [np.asarray(result, "float64") for result in keras.tree.flatten(results) if _is_number(result)]
 
 
-def _is_number(each: Any) -> bool:
-    return isinstance(each, np.ndarray) or each.dtype.is_floating or each.dtype.is_integer
+def _is_number(value: Any) -> bool:
+    return isinstance(value, np.ndarray) or value.dtype.is_floating or value.dtype.is_integer

@@ -136,8 +136,8 @@ def check_finite(results: Sequence[Array], what: str) -> None:
     Raises:
         Inconclusive: There are numbers, and none is finite.
     """
-    numbers = [tf.cast(each, "float64") for each in map(tf.convert_to_tensor, results) if each.dtype.is_floating]
-    if numbers and not any(np.isfinite(each).any() for each in numbers):
+    numbers = [tf.cast(tensor, "float64") for tensor in map(tf.convert_to_tensor, results) if tensor.dtype.is_floating]
+    if numbers and not any(np.isfinite(number).any() for number in numbers):
         raise Inconclusive(f"{what} are not finite on synthetic rows")
 
 

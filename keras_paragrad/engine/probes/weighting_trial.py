@@ -59,7 +59,7 @@ class Fit(NamedTuple):
 
 def fits_in_all_draws(candidates: Sequence[Weighting], draws: Sequence[Sequence[float]]) -> list[Fit]:
     """How well the candidates fit, from their errors in each draw."""
-    return [Fit(each, max(errors)) for each, errors in zip(candidates, zip(*draws, strict=True), strict=True)]
+    return [Fit(candidate, max(errors)) for candidate, errors in zip(candidates, zip(*draws, strict=True), strict=True)]
 
 
 class WeightingTrial(NamedTuple):
@@ -78,7 +78,7 @@ class WeightingTrial(NamedTuple):
     @property
     def fitting(self) -> list[Weighting]:
         """The weightings that fit."""
-        return [each.weighting for each in self.fits if not each.error]
+        return [fit.weighting for fit in self.fits if not fit.error]
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.fits))
@@ -134,7 +134,7 @@ class _Trial:
         data = tuple(arguments[name] for name in ("x", "y", "sample_weight"))
         draws = over_draws(self.model, data, size, self._compare)
         fits = fits_in_all_draws(self.candidates, [draw.errors for draw in draws])
-        fits = [each for each in fits if self.has_mask or each.weighting is not WEIGHTINGS["mask"]]
+        fits = [fit for fit in fits if self.has_mask or fit.weighting is not WEIGHTINGS["mask"]]
         trial = WeightingTrial(fits, random=bool(self._random))
         hides = any(draw.mask_hides for draw in draws)
         return trial._replace(ambiguous=self.has_mask and not hides and WEIGHTINGS["mask"] in trial.fitting)
@@ -145,16 +145,16 @@ class _Trial:
         if self._random:
             return _Draw(self._errors_on_average(batch), False)
         results = compute_parts(self.compute, batch)
-        shares = shares_of([each.divisors for each in results])
+        shares = shares_of([result.divisors for result in results])
         how = functools.partial(errors_of, shares=shares, half_precision=self.compute.half_precision)
-        errors = how([each.gradients for each in results])
+        errors = how([result.gradients for result in results])
         if results[0].added:
-            others = [each.gradients_of_added for each in compute_parts(self.compute, batch, self._drawn)]
-            values = [each.added for each in results]
-            for added in ([each.gradients_of_added for each in results], others, values):
+            others = [part.gradients_of_added for part in compute_parts(self.compute, batch, self._drawn)]
+            values = [result.added for result in results]
+            for added in ([result.gradients_of_added for result in results], others, values):
                 with contextlib.suppress(Inconclusive):
                     errors = list(map(max, errors, how(added, rounding=ROUNDING_OF_ADDED)))
-        names = [each.name for each in self.candidates]
+        names = [candidate.name for candidate in self.candidates]
         by_rows, by_mask = (shares[:, names.index(name)] for name in ("examples", "mask"))
         return _Draw(errors, not np.allclose(by_rows, by_mask))
 
@@ -169,12 +169,12 @@ class _Trial:
             loss, inputs, _ = compute_loss(self.model, data)
             # Of an unreduced loss, Keras differentiates the sum.
             loss = tf.cast(tf.reduce_sum(loss), "float32")
-            added = [tf.cast(tf.reduce_sum(each), "float32") for each in added_losses(self.model)]
+            added = [tf.cast(tf.reduce_sum(loss), "float32") for loss in added_losses(self.model)]
         self.has_mask = output_mask(inputs["y_pred"]) is not None
         gradients = gradients_of(loss)
         if not gradients:
             raise Inconclusive("the loss has no gradient")
-        divisors = [tf.cast(each.value(inputs), "float32") for each in self.candidates]
+        divisors = [tf.cast(candidate.value(inputs), "float32") for candidate in self.candidates]
         total = [tf.add_n(added)] if added else []
         return _Computed(gradients, loss, divisors, gradients_of(total[0]) if added else [], total)
 
@@ -188,7 +188,7 @@ class _Trial:
         def sample(number: int, start: int, stop: int) -> tuple[np.ndarray, Any]:
             states = (self.compute.reseed(by=_SAMPLES * number + draw) for draw in range(_SAMPLES))
             results = [self.compute(take_rows(batch, start, stop), state, start)[0] for state in states]
-            return np.array([float(each.loss) for each in results]), results[-1].divisors
+            return np.array([float(result.loss) for result in results]), results[-1].divisors
 
         (whole, _), *of_parts = samples = [sample(number, *rows) for number, rows in enumerate(_WHOLE_AND_PARTS)]
         errors = []
@@ -230,8 +230,8 @@ def errors_of(
         Inconclusive: The gradient of the whole is 0 or not finite, so it tells nothing.
     """
     whole, *of_parts = gradients
-    expected = [np.asarray(each, "float64") for each in whole]
-    norm = np.sqrt(sum(np.sum(np.square(each)) for each in expected))
+    expected = [np.asarray(gradient, "float64") for gradient in whole]
+    norm = np.sqrt(sum(np.sum(np.square(gradient)) for gradient in expected))
     if not np.isfinite(norm) or not norm:
         # A logarithm of a label of 0, say. Every weighting would fit.
         raise Inconclusive("the loss has no finite gradient other than 0 on synthetic rows")
@@ -275,17 +275,19 @@ def over_draws(
     data = batch if isinstance(batch, tuple) else (batch,)
 
     def draw(seed: int, classes: bool = True) -> list[Any]:
-        return [rows(each, seed=3 * seed + index, labels=classes and index == 1) for index, each in enumerate(data)]
+        return [rows(leaf, seed=3 * seed + index, labels=classes and index == 1) for index, leaf in enumerate(data)]
 
-    padding = next((each.mask_value for each in all_layers(model) if isinstance(each, keras.layers.Masking)), 0)
+    padding = next((layer.mask_value for layer in all_layers(model) if isinstance(layer, keras.layers.Masking)), 0)
     x, *others = draw(1)
-    weights = keras.tree.map_structure(lambda each: _replace(each, 0, _is_padded), others[1:])
-    padded = keras.tree.map_structure(lambda each: _replace(each, padding, _is_padded), x)
-    tokens = min((each.input_dim for each in all_layers(model) if isinstance(each, keras.layers.Embedding)), default=2)
+    weights = keras.tree.map_structure(lambda leaf: _replace(leaf, 0, _is_padded), others[1:])
+    padded = keras.tree.map_structure(lambda leaf: _replace(leaf, padding, _is_padded), x)
+    tokens = min(
+        (layer.input_dim for layer in all_layers(model) if isinstance(layer, keras.layers.Embedding)), default=2
+    )
     distant = rows(data[0], seed=2, low=-3.0, high=3.0, tokens=tokens)
     batches = [tuple(draw(0)), tuple(draw(0, classes=False)), (distant, *others), (padded, *others[:1], *weights)]
     for label in _IGNORED if others else ():
-        labels = keras.tree.map_structure(lambda each, label=label: _replace(each, label, _is_ignored), others[0])
+        labels = keras.tree.map_structure(lambda leaf, label=label: _replace(leaf, label, _is_ignored), others[0])
         batches.append((x, labels, *others[1:]))
     results, nothing_told = [], None
     for index, drawn in enumerate(batches):

@@ -117,4 +117,7 @@ def _packed(variables: list[keras.Variable]) -> tf.Tensor:
 
 def _unpacked(vector: Array, variables: list[keras.Variable]) -> list[tf.Tensor]:
     parts = tf.split(vector, [variable.shape.num_elements() for variable in variables])
-    return [tf.cast(tf.reshape(part, each.shape), each.dtype) for part, each in zip(parts, variables, strict=True)]
+    return [
+        tf.cast(tf.reshape(part, variable.shape), variable.dtype)
+        for part, variable in zip(parts, variables, strict=True)
+    ]

@@ -41,7 +41,7 @@ def _open_batch_size(data: Batch) -> Batch:
             rest = [size if known is None else known for size, known in zip(sizes, leaf.shape[1:], strict=True)]
             return tf.SparseTensor(leaf.indices, leaf.values, tf.stack([_open_rows(rows), *rest]))
         if isinstance(leaf, tf.RaggedTensor):
-            splits = [_open_rows(each) for each in leaf.nested_row_splits]
+            splits = [_open_rows(splits) for splits in leaf.nested_row_splits]
             return tf.RaggedTensor.from_nested_row_splits(leaf.flat_values, splits, validate=False)  # pyright: ignore
         return _open_rows(leaf)
 

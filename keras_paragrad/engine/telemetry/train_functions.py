@@ -34,11 +34,11 @@ def compiled_functions(function: object) -> list[Any]:
     seen: set[int] = set()
     level = [function]
     for _ in range(_DEPTH):
-        level = [each for outer in level for each in _referred_to(outer) if id(each) not in seen]
+        level = [inner for outer in level for inner in _referred_to(outer) if id(inner) not in seen]
         seen.update(map(id, level))
-        functions.update((id(each), each) for each in level if hasattr(each, "experimental_get_tracing_count"))
+        functions.update((id(value), value) for value in level if hasattr(value, "experimental_get_tracing_count"))
         # A `tf.function` called by another one is traced with it.
-        level = [each for each in level if not hasattr(each, "experimental_get_tracing_count")]
+        level = [value for value in level if not hasattr(value, "experimental_get_tracing_count")]
     return list(functions.values())
 
 
@@ -47,7 +47,7 @@ def _referred_to(value: object) -> Iterator[object]:
     if hasattr(value, "experimental_get_tracing_count"):
         return
     contents = value if isinstance(value, (list, tuple)) else closure_contents(value)
-    yield from (each for each in contents if callable(each) or isinstance(each, (list, tuple)))
+    yield from (content for content in contents if callable(content) or isinstance(content, (list, tuple)))
 
 
 class TracedGraph(NamedTuple):
@@ -84,7 +84,7 @@ def batch_spec(iterator: BatchIterator) -> Specs:
     spec = getattr(iterator, "element_spec", None)
     if spec is None:
         return None
-    return tf.nest.map_structure(lambda each: getattr(each, "_value_specs", (each,))[0], spec)
+    return tf.nest.map_structure(lambda leaf: getattr(leaf, "_value_specs", (leaf,))[0], spec)
 
 
 def gradient_graph(model: keras.Model, spec: Specs, examples: int) -> tf.Graph:
@@ -95,7 +95,7 @@ def gradient_graph(model: keras.Model, spec: Specs, examples: int) -> tf.Graph:
         with tf.GradientTape() as tape:
             y_pred = model(x, training=True)
             loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        return [each for each in tape.gradient(loss, model.trainable_variables) if each is not None]
+        return [gradient for gradient in tape.gradient(loss, model.trainable_variables) if gradient is not None]
 
     sized = [tf.TensorSpec([examples, *leaf.shape[1:]], leaf.dtype) for leaf in tf.nest.flatten(spec)]
     return trace_untouched(model, gradients, *sized).graph

@@ -66,7 +66,9 @@ def observe_before_all_reduce(model: keras.Model, gradients: Gradients, factor: 
     if observation is not None:
         factor = factor * tf.cast(model.optimizer.scale_loss(tf.constant(1.0)), "float32")
         observation.before_optimizer = True
-        observation.observe_gradient([scale_gradient(each, tf.math.reciprocal_no_nan(factor)) for each in gradients])
+        observation.observe_gradient(
+            [scale_gradient(gradient, tf.math.reciprocal_no_nan(factor)) for gradient in gradients]
+        )
 
 
 class Observation(MethodPatch):
@@ -208,7 +210,7 @@ def watched_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def refuse_unwatched(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
     """Refuses to update by an optimizer whose updates telemetry doesn't see."""
     watched = watched_optimizers(model)
-    if not any(optimizer is each for outer in watched for each in held_optimizers(outer)):
+    if not any(optimizer is inner for outer in watched for inner in held_optimizers(outer)):
         raise ValueError(
             f"The train_step of {type(model).__name__} updates weights with {optimizer.name!r}, which "
             "GradientTelemetry doesn't see. Make it an attribute of the model."

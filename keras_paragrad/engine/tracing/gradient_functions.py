@@ -75,7 +75,7 @@ def _graph_of(function: Callable[..., object]) -> tf.Graph | None:
     level = [function]
     # From TensorFlow 2.22 what it registers holds no results, but the user's function still may hold tensors.
     for _ in range(3):
-        contents = [content for each in level for content in closure_contents(each)]
+        contents = [content for function in level for content in closure_contents(function)]
         tensors = [leaf for content in contents for leaf in tf.nest.flatten(content) if hasattr(leaf, "graph")]
         if tensors:
             return tensors[0].graph

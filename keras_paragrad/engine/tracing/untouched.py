@@ -113,26 +113,26 @@ def without_assignments() -> contextlib.AbstractContextManager[object]:
 
 def _restorers(pending: list[Any], but: tuple[object, ...]) -> list[Callable[[], None]]:
     """Functions that restore the content of all objects reachable from `pending`."""
-    seen: dict[int, object] = {id(each): each for each in but}
+    seen: dict[int, object] = {id(value): value for value in but}
     restorers: list[Callable[[], None]] = []
     while pending:
         # TensorFlow's dictionary is a proxy of another.
-        each = pending.pop()
-        each = getattr(each, "__wrapped__", each) if isinstance(each, dict) else each
-        if isinstance(each, _ATOMS) or id(each) in seen:
+        value = pending.pop()
+        value = getattr(value, "__wrapped__", value) if isinstance(value, dict) else value
+        if isinstance(value, _ATOMS) or id(value) in seen:
             continue
-        seen[id(each)] = each
-        if isinstance(each, (tuple, frozenset)):
-            pending += each
-        elif isinstance(each, np.ndarray):
-            if each.nbytes <= _SMALL_ARRAY and each.flags.writeable:
-                restorers.append(functools.partial(_fill_array, each, each.copy()))
-        elif methods := next((pair for pair in _CONTAINERS if isinstance(each, pair[0])), None):
-            content = dict(each) if isinstance(each, dict) else list(each)
-            restorers.append(functools.partial(_fill, each, *methods, content))
+        seen[id(value)] = value
+        if isinstance(value, (tuple, frozenset)):
+            pending += value
+        elif isinstance(value, np.ndarray):
+            if value.nbytes <= _SMALL_ARRAY and value.flags.writeable:
+                restorers.append(functools.partial(_fill_array, value, value.copy()))
+        elif methods := next((pair for pair in _CONTAINERS if isinstance(value, pair[0])), None):
+            content = dict(value) if isinstance(value, dict) else list(value)
+            restorers.append(functools.partial(_fill, value, *methods, content))
             pending += [*content, *content.values()] if isinstance(content, dict) else content
-        elif _is_followed(type(each)) and isinstance(getattr(each, "__dict__", None), dict):
-            pending.append(vars(each))
+        elif _is_followed(type(value)) and isinstance(getattr(value, "__dict__", None), dict):
+            pending.append(vars(value))
     return restorers
 
 
@@ -155,7 +155,7 @@ def _fill(container: Any, kind: type, add: str, content: Any) -> None:
 
 
 def _members(container: Any) -> list[int]:
-    return [id(each) for each in (*container, *(container.values() if isinstance(container, dict) else ()))]
+    return [id(item) for item in (*container, *(container.values() if isinstance(container, dict) else ()))]
 
 
 def _fill_array(array: np.ndarray, content: np.ndarray) -> None:

@@ -116,17 +116,17 @@ class LowRankEinsum(LowRank):
         a, b, scale = lora_factors(call.layer, call.input.dtype)
         axes = Axes.of(call.layer.equation, call.input.shape.rank)
         last = axes.kernel[-1]
-        rank = next(each for each in string.ascii_letters if each not in axes.inputs + axes.outputs + axes.kernel)
+        rank = next(letter for letter in string.ascii_letters if letter not in axes.inputs + axes.outputs + axes.kernel)
         sides = (axes.inputs, call.input), (axes.outputs, call.cotangent)
         # The side that has the last axis, and the other.
         (with_last, wide), (without, other) = sides if last in axes.inputs else sides[::-1]
-        kernel, narrow = (each.replace(last, rank) for each in (axes.kernel, with_last))
+        kernel, narrow = (spec.replace(last, rank) for spec in (axes.kernel, with_last))
         by_b = scale * tf.einsum(f"{with_last},{rank}{last}->{narrow}", wide, b)
         by_a = scale * tf.einsum(f"{without},{kernel}->{narrow}", other, a)
 
         of_input = (narrow, by_b) if last in axes.inputs else sides[0]
         of_output = sides[1] if last in axes.inputs else (narrow, by_b)
-        rows, columns = (each.replace(last, rank) for each in (axes.rows, axes.columns))
+        rows, columns = (subscripts.replace(last, rank) for subscripts in (axes.rows, axes.columns))
         left = _sort_axes(of_input[1], of_input[0], axes.groups, axes.positions, rows)
         right = _sort_axes(of_output[1], of_output[0], axes.groups, axes.positions, columns)
         order = axes.groups + rows + columns

@@ -61,7 +61,7 @@ class TableGradients(NamedTuple):
     def _sum_duplicates(self) -> tuple[tf.Tensor, tf.Tensor]:
         """The indices `(count,)` and values `(count, width)` summed for each example and index, padded with zeros."""
         order = tf.argsort(self.indices, axis=1, stable=True)
-        indices, cotangents = (tf.gather(each, order, batch_dims=1) for each in (self.indices, self.cotangents))
+        indices, cotangents = (tf.gather(tensor, order, batch_dims=1) for tensor in (self.indices, self.cotangents))
         shape = tf.shape(indices)
         batch, lookups = shape[0], shape[1]
         changes = tf.pad(tf.cast(indices[:, 1:] != indices[:, :-1], tf.int32), [[0, 0], [1, 0]])
@@ -191,8 +191,8 @@ def _factor_gradients(calls: Sequence[Call]) -> tuple[TableGradients, Product]:
     layer = calls[0].layer
     indices, cotangents = concatenate_lookups(calls)
     a, b = (
-        tf.cast(tf.convert_to_tensor(each.value), cotangents.dtype)
-        for each in (layer.lora_embeddings_a, layer.lora_embeddings_b)
+        tf.cast(tf.convert_to_tensor(factor.value), cotangents.dtype)
+        for factor in (layer.lora_embeddings_a, layer.lora_embeddings_b)
     )
     scale = layer.lora_alpha / layer.lora_rank
     table = TableGradients(indices, scale * tf.einsum("btq,rq->btr", cotangents, b), layer.input_dim)
@@ -257,9 +257,9 @@ class ReversibleEmbeddingRule(Rule):
         by_weight = [table + scores] if calls[0].layer.tie_weights else [table, list(map(transpose, scores))]
         parts = [[tf.convert_to_tensor(part) for part in parts] for parts in by_weight]
         if not all(parts):
-            zeros = tf.zeros_like(next(each[0] for each in parts if each))
-            parts = [each or [transpose(zeros)] for each in parts]
-        return [tf.add_n(each) for each in parts]
+            zeros = tf.zeros_like(next(terms[0] for terms in parts if terms))
+            parts = [terms or [transpose(zeros)] for terms in parts]
+        return [tf.add_n(terms) for terms in parts]
 
 
 def _split_calls(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:

@@ -152,7 +152,9 @@ def _by_repeated_batches(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Ten
 
     def gradients_of_example(index: tf.Tensor):
         is_example = tf.range(tf.shape(finite)[0]) == index
-        masked = [tf.where(_broadcast(is_example, each), each, tf.zeros_like(each)) for each in cotangents]
+        masked = [
+            tf.where(_broadcast(is_example, cotangent), cotangent, tf.zeros_like(cotangent)) for cotangent in cotangents
+        ]
         gradients = _gradients(tape, outputs, weights, masked)
         return [tf.where(finite[index], gradient, float("nan")) for gradient in gradients]
 
@@ -161,7 +163,7 @@ def _by_repeated_batches(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Ten
 
 def _are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
     """Whether all of several `(batch, ...)` tensors are finite, for each example."""
-    rows = [tf.reduce_all(tf.math.is_finite(each), list(range(1, each.shape.rank))) for each in tensors]
+    rows = [tf.reduce_all(tf.math.is_finite(tensor), list(range(1, tensor.shape.rank))) for tensor in tensors]
     return tf.reduce_all(tf.stack(rows), 0)
 
 

@@ -253,7 +253,9 @@ def concatenate_products(products: Sequence[Product]) -> Product:
     """The products of several calls, concatenated along the positions."""
     if len(products) == 1:
         return products[0]
-    return Product(tf.concat([each.left for each in products], 2), tf.concat([each.right for each in products], 2))
+    return Product(
+        tf.concat([product.left for product in products], 2), tf.concat([product.right for product in products], 2)
+    )
 
 
 def bias_gradients(cotangent: tf.Tensor, shape: Sequence[int], bias: keras.Variable) -> tf.Tensor:

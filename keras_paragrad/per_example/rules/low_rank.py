@@ -51,36 +51,45 @@ class LowRank(Rule, abc.ABC):
         return self.gradients_of_all([call])
 
     def gradients_of_all(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        return [*(each.layout(each.product.gradients()) for each in self._concatenate(calls)), *_biases(calls)]
+        return [
+            *(concatenated.layout(concatenated.product.gradients()) for concatenated in self._concatenate(calls)),
+            *_biases(calls),
+        ]
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         by_xla = calls[0].by_xla
-        norms = [each.product.squared_norms(by_xla) for each in self._concatenate(calls)]
+        norms = [concatenated.product.squared_norms(by_xla) for concatenated in self._concatenate(calls)]
         return [*norms, *(squared_norm(bias, by_xla) for bias in _biases(calls))]
 
     def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        norms = [each.product.squared_norms(calls[0].by_xla) for each in self._concatenate(calls)]
+        norms = [concatenated.product.squared_norms(calls[0].by_xla) for concatenated in self._concatenate(calls)]
         return [*norms, *map(tf.square, _biases(calls))]
 
     def second_moments(self, calls: Sequence[Call]) -> list[tf.Tensor]:
-        moments = [each.layout(each.product.second_moment()) for each in self._concatenate(calls)]
+        moments = [
+            concatenated.layout(concatenated.product.second_moment()) for concatenated in self._concatenate(calls)
+        ]
         return [*moments, *(tf.reduce_sum(tf.square(bias), 0) for bias in _biases(calls))]
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
-        sums = [each.layout(each.product.weighted_sum(weights)) for each in self._concatenate(calls)]
+        sums = [
+            concatenated.layout(concatenated.product.weighted_sum(weights)) for concatenated in self._concatenate(calls)
+        ]
         return [*sums, *sums_of_biases(_biases, calls, weights)]
 
     def _concatenate(self, calls: Sequence[Call]) -> list[FactorGradient]:
         """The gradients of A and B over all calls, concatenated along the positions."""
         return [
-            FactorGradient(concatenate_products([each.product for each in of_calls]), of_calls[0].layout)
+            FactorGradient(concatenate_products([call.product for call in of_calls]), of_calls[0].layout)
             for of_calls in zip(*map(self.factor_gradients, calls), strict=True)
         ]
 
 
 def lora_factors(layer: keras.layers.Layer, dtype: tf.DType) -> tuple[tf.Tensor, tf.Tensor, float]:
     """A and B in a dtype, and the scale s."""
-    values = [tf.cast(tf.convert_to_tensor(each.value), dtype) for each in (layer.lora_kernel_a, layer.lora_kernel_b)]
+    values = [
+        tf.cast(tf.convert_to_tensor(factor.value), dtype) for factor in (layer.lora_kernel_a, layer.lora_kernel_b)
+    ]
     return values[0], values[1], layer.lora_alpha / layer.lora_rank
 
 

@@ -107,7 +107,7 @@ def _slice_windows(
     """
     patches = padded
     for axis in range(len(outputs)):
-        taps, stride, dilation, count = (each[axis] for each in (*geometry[:3], outputs))
+        taps, stride, dilation, count = (values[axis] for values in (*geometry[:3], outputs))
         # Taps of earlier axes may have been inserted before this one.
         current = first + axis + (axis if into < first else 0)
         if stride > 1 and patches.shape[current] is not None:
@@ -115,7 +115,7 @@ def _slice_windows(
         else:
             starts = [tap * dilation for tap in range(taps)]
             ranges = [slice(start, start + (count - 1) * stride + 1, stride) for start in starts]
-            slices = [patches[(slice(None),) * current + (each,)] for each in ranges]
+            slices = [patches[(slice(None),) * current + (taps,)] for taps in ranges]
         patches = tf.stack(slices, axis=into + (axis if in_order else 0))
     return patches
 

@@ -245,8 +245,8 @@ def _about_computing(evidence: Evidence) -> Advice:
     kind_of_first = VARIANT.sub("", first.kind)
     where = f"{kind_of_first} in {first.layer}" if first.layer else kind_of_first
     figures += f", {first.share:.0%} of operations' time is {where}"
-    if layer := next((each for each in evidence.layers if each.is_layer), None):
-        part = layer.total / sum(each.total for each in evidence.layers)
+    if layer := next((layer for layer in evidence.layers if layer.is_layer), None):
+        part = layer.total / sum(layer.total for layer in evidence.layers)
         figures += f"; the layer that takes longest is {layer.name}, {part:.0%}"
     kind = evidence.device_kind
     policy, _ = faster_policy(kind, [run.compute_capability] if kind == "GPU" else [])
@@ -259,6 +259,6 @@ def _about_computing(evidence: Evidence) -> Advice:
     elif median >= _WORTH_A_NETWORK:
         # CPU replicas on one machine share its cores.
         measures.append("more replicas, on other machines,")
-    helps = " or ".join(each for each in measures if each)
+    helps = " or ".join(measure for measure in measures if measure)
     text = f"{helps} may help" if helps else "nothing else stands out"
     return Advice("compute", f"The model itself takes the time; {text}.", figures)

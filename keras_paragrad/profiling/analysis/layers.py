@@ -36,28 +36,28 @@ def layer_times(operations: Sequence[Operation], layers: Collection[str], optimi
     """
     chosen = in_steps(operations)
     optimizers = frozenset(re.findall(r"\w+", optimizer.lower()))
-    names = LayerNames(layers, [each.name for each in chosen])
+    names = LayerNames(layers, [operation.name for operation in chosen])
     times: dict[tuple[str, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for each in chosen:
-        layer, scopes = names.of(each.name), each.name.split("/")[:-1]
-        key = (layer, True) if layer else (_part_without_layer(each, scopes, optimizers), False)
-        times[key][_pass_of(scopes) if layer or key[0] == _LOSSES else "other"] += each.milliseconds
+    for operation in chosen:
+        layer, scopes = names.of(operation.name), operation.name.split("/")[:-1]
+        key = (layer, True) if layer else (_part_without_layer(operation, scopes, optimizers), False)
+        times[key][_pass_of(scopes) if layer or key[0] == _LOSSES else "other"] += operation.milliseconds
     found = [LayerTime(name, is_layer=is_layer, **passes) for (name, is_layer), passes in times.items()]
-    if not any(each.is_layer for each in found):
+    if not any(layer.is_layer for layer in found):
         return ()
-    return tuple(sorted(found, key=lambda each: -each.total))
+    return tuple(sorted(found, key=lambda layer: -layer.total))
 
 
 def kind_times(operations: Sequence[Operation]) -> tuple[KindTime, ...]:
     """The time of each kind of operation, in descending order."""
     times: Mapping[str, list[float]] = defaultdict(lambda: [0.0, 0])
-    for each in in_steps(operations):
-        of_kind = times[VARIANT.sub("", each.kind)]
-        of_kind[0] += each.milliseconds
-        of_kind[1] += each.times
+    for operation in in_steps(operations):
+        of_kind = times[VARIANT.sub("", operation.kind)]
+        of_kind[0] += operation.milliseconds
+        of_kind[1] += operation.times
     total = sum(time for time, _ in times.values()) or 1.0
     found = [KindTime(kind, int(count), time, time / total) for kind, (time, count) in times.items()]
-    return tuple(sorted(found, key=lambda each: -each.milliseconds))
+    return tuple(sorted(found, key=lambda allocation: -allocation.milliseconds))
 
 
 def _pass_of(scopes: Sequence[str]) -> str:

@@ -24,8 +24,8 @@ def memory_use(file: Path, steps: Sequence[StepTime], origin: float) -> tuple[Me
     """
     profile = xprof_tool(file, "memory_profile") if steps else None
     found = []
-    for name, each in (profile or {}).get("memoryProfilePerAllocator", {}).items():
-        snapshots = each.get("sampledTimelineSnapshots", [])
+    for name, memory in (profile or {}).get("memoryProfilePerAllocator", {}).items():
+        snapshots = memory.get("sampledTimelineSnapshots", [])
         times = np.array([float(one["timeOffsetPs"]) / _PICOSECONDS_PER_NANOSECOND for one in snapshots])
         held = np.array([float(one["aggregationStats"]["heapAllocatedBytes"]) for one in snapshots])
         batches = in_batches((times - origin) / NANOSECONDS, steps)

@@ -75,15 +75,15 @@ def compiled_operations(compiled: list[Compiled]) -> list[Operation]:
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
     stack: list[Compiled] = []
-    for each in sorted(compiled, key=lambda each: (each.line, each.begin, -each.end)):
-        while stack and (stack[-1].line != each.line or stack[-1].end <= each.begin):
+    for run in sorted(compiled, key=lambda run: (run.line, run.begin, -run.end)):
+        while stack and (stack[-1].line != run.line or stack[-1].end <= run.begin):
             stack.pop()
-        length = (each.end - each.begin) / NANOSECONDS
+        length = (run.end - run.begin) / NANOSECONDS
         if stack:
             times[stack[-1].name] -= length
-        times[each.name] += length
-        counts[each.name] += 1
-        stack.append(each)
+        times[run.name] += length
+        counts[run.name] += 1
+        stack.append(run)
     return [Operation(name, _kind_of_compiled(name), counts[name], time, False) for name, time in times.items()]
 
 
@@ -94,34 +94,43 @@ def _kind_of_compiled(name: str) -> str:
 
 def in_steps(operations: Sequence[Operation]) -> list[Operation]:
     """The operations without the input pipeline's; only those on a GPU or TPU if there are any."""
-    of_steps = [each for each in operations if each.kind not in _PIPELINE_KINDS]
-    return [each for each in of_steps if each.on_device] or of_steps
+    of_steps = [operation for operation in operations if operation.kind not in _PIPELINE_KINDS]
+    return [operation for operation in of_steps if operation.on_device] or of_steps
 
 
 def longest_operations(operations: list[Operation], layers: Collection[str]) -> tuple[OperationTime, ...]:
     """The longest of all operations."""
     chosen = in_steps(operations)
-    total = sum(each.milliseconds for each in chosen) or 1.0
-    names = LayerNames(layers, [each.name for each in chosen])
-    chosen.sort(key=lambda each: -each.milliseconds)
+    total = sum(operation.milliseconds for operation in chosen) or 1.0
+    names = LayerNames(layers, [operation.name for operation in chosen])
+    chosen.sort(key=lambda operation: -operation.milliseconds)
     return tuple(
         OperationTime(
-            each.name, each.kind, names.of(each.name), each.times, each.milliseconds, each.milliseconds / total
+            operation.name,
+            operation.kind,
+            names.of(operation.name),
+            operation.times,
+            operation.milliseconds,
+            operation.milliseconds / total,
         )
-        for each in chosen[:MOST]
+        for operation in chosen[:MOST]
     )
 
 
 def input_stages(operations: Sequence[Operation]) -> frozenset[str]:
     """The stages of the input pipeline as the trace names them, such as `Prefetch`, `ParallelMapV2` and `Generator`."""
-    paths = [each.name.split("::")[2:] for each in operations if each.kind == "Dataset"]
+    paths = [operation.name.split("::")[2:] for operation in operations if operation.kind == "Dataset"]
     return frozenset(stage.partition("[")[0] for path in paths for stage in path)
 
 
 def slowest_input_stage(operations: Sequence[Operation]) -> str:
     """The stage of the input pipeline with the most self time, or `""` without a pipeline."""
-    stages = [each for each in operations if each.kind == "Dataset" and not each.name.endswith(_WAITING_STAGES)]
-    return max(stages, key=lambda each: each.milliseconds).name.rpartition("::")[2] if stages else ""
+    stages = [
+        operation
+        for operation in operations
+        if operation.kind == "Dataset" and not operation.name.endswith(_WAITING_STAGES)
+    ]
+    return max(stages, key=lambda stage: stage.milliseconds).name.rpartition("::")[2] if stages else ""
 
 
 class LayerNames:

@@ -78,26 +78,26 @@ def training_spans(trace: Trace) -> list[Span] | None:
 def _work_of(trace: Trace, line: int) -> list[Span]:
     """The work of other threads in functions that a thread called, directly or indirectly."""
     work: dict[str, list[Work]] = defaultdict(list)
-    for each in trace.work:
-        work[each.flow].append(each)
+    for part in trace.work:
+        work[part.flow].append(part)
     remaining = [call for call in trace.calls if call.line != line]
     started = new = _pop_work([call for call in trace.calls if call.line == line], work)
     while new and remaining:
         spans_by_line: dict[int, list[Span]] = defaultdict(list)
-        for each in new:
-            spans_by_line[each.line].append((each.begin, each.end))
-        covered = {each: Coverage(spans) for each, spans in spans_by_line.items()}
+        for part in new:
+            spans_by_line[part.line].append((part.begin, part.end))
+        covered = {line: Coverage(spans) for line, spans in spans_by_line.items()}
         inside, outside = [], []
         for call in remaining:
             is_inside = call.line in covered and covered[call.line].within(call.begin, call.begin + 1)
             (inside if is_inside else outside).append(call)
         remaining, new = outside, _pop_work(inside, work)
         started = started + new
-    return [(each.begin, each.end) for each in started]
+    return [(part.begin, part.end) for part in started]
 
 
 def _pop_work(calls: list[TracedCall], work: dict[str, list[Work]]) -> list[Work]:
-    return [each for call in calls for each in work.pop(call.flow, [])]
+    return [part for call in calls for part in work.pop(call.flow, [])]
 
 
 def lock_waits(calls: Sequence[Span], executions: Sequence[Span]) -> list[Span]:
@@ -208,7 +208,7 @@ def overlaps(trace: Trace) -> tuple[list[Span], list[Span], Coverage]:
     steps = [(marker.begin, marker.end) for marker in markers]
     working = Coverage(())
     for line in {marker.line for marker in markers}:
-        working |= _host_work(trace, line, [(each.begin, each.end) for each in markers if each.line == line])
+        working |= _host_work(trace, line, [(marker.begin, marker.end) for marker in markers if marker.line == line])
     return steps, _clip(trace.collective, steps), Coverage(trace.operations) & working
 
 
@@ -252,20 +252,20 @@ def pipeline_time(
     >>> times.bubble, times.ideal
     (0.25, 0.25)
     """
-    operations = sorted(operations, key=lambda each: each.begin)
+    operations = sorted(operations, key=lambda operation: operation.begin)
     by_step = [(step, _within(operations, step, origin)) for step in steps]
     by_step = [(step, inside) for step, inside in by_step if inside]
     if not by_step:
         return None
-    lanes = {(each.stage, each.column) for _, inside in by_step for each in inside}
+    lanes = {(operation.stage, operation.column) for _, inside in by_step for operation in inside}
     stages = 1 + max(stage for stage, _ in lanes)
     columns = 1 + max(column for _, column in lanes)
     by_step = [(step, _number_programs(inside, columns)) for step, inside in by_step]
-    microbatches = 1 + max(each.micro_batch for _, inside in by_step for each in inside)
+    microbatches = 1 + max(operation.micro_batch for _, inside in by_step for operation in inside)
     spans = [_span(inside) for _, inside in by_step]
     busy = sum(_busy(inside, lane) for _, inside in by_step for lane in lanes)
     total = len(lanes) * sum(end - begin for begin, end in spans)
-    by_length = sorted(zip(spans, by_step, strict=True), key=lambda each: each[0][1] - each[0][0])
+    by_length = sorted(zip(spans, by_step, strict=True), key=lambda pair: pair[0][1] - pair[0][0])
     (begin, end), (step, inside) = by_length[len(by_length) // 2]
     passes = -(-microbatches // columns)
     return PipelineTime(
@@ -282,43 +282,45 @@ def pipeline_time(
 
 def _within(operations: Iterable[StageOperation], step: StepTime, origin: float) -> list[StageOperation]:
     begin = origin + NANOSECONDS * step.begins
-    return [each for each in operations if begin <= each.begin < begin + NANOSECONDS * step.duration]
+    return [operation for operation in operations if begin <= operation.begin < begin + NANOSECONDS * step.duration]
 
 
 def _number_programs(operations: Iterable[StageOperation], columns: int) -> list[StageOperation]:
     """Numbers the micro-batches of programs' runs: columns take turns, each in order."""
     runs: dict[str, int] = collections.Counter()
     numbered = []
-    for each in operations:
-        if each.program:
-            number = each.column + columns * runs[each.program]
-            runs[each.program] += 1
-            each = StageOperation(each.stage, each.column, number, *each[3:])
-        numbered.append(each)
+    for operation in operations:
+        if operation.program:
+            number = operation.column + columns * runs[operation.program]
+            runs[operation.program] += 1
+            operation = StageOperation(operation.stage, operation.column, number, *operation[3:])
+        numbered.append(operation)
     return numbered
 
 
 def _span(operations: Iterable[StageOperation]) -> tuple[float, float]:
-    spans = [(each.begin, each.end) for each in operations]
+    spans = [(operation.begin, operation.end) for operation in operations]
     return min(begin for begin, _ in spans), max(end for _, end in spans)
 
 
 def _busy(operations: Iterable[StageOperation], lane: tuple[int, int]) -> float:
-    spans = [(each.begin, each.end) for each in operations if (each.stage, each.column) == lane]
+    spans = [
+        (operation.begin, operation.end) for operation in operations if (operation.stage, operation.column) == lane
+    ]
     return Coverage(spans).within(*_span(operations)) if spans else 0.0
 
 
 def _work(operations: Iterable[StageOperation], origin: float, gap: float) -> list[StageWork]:
     """Joins operations of the same micro-batch into intervals."""
     work = []
-    ordered = sorted(operations, key=lambda each: (each[:4], each.begin))
-    for key, group in itertools.groupby(ordered, key=lambda each: each[:4]):
+    ordered = sorted(operations, key=lambda operation: (operation[:4], operation.begin))
+    for key, group in itertools.groupby(ordered, key=lambda operation: operation[:4]):
         intervals: list[list[float]] = []
-        for each in group:
-            if intervals and each.begin <= intervals[-1][1] + gap:
-                intervals[-1][1] = max(intervals[-1][1], each.end)
+        for operation in group:
+            if intervals and operation.begin <= intervals[-1][1] + gap:
+                intervals[-1][1] = max(intervals[-1][1], operation.end)
             else:
-                intervals.append([each.begin, each.end])
+                intervals.append([operation.begin, operation.end])
         work += [
             StageWork(*key, round((begin - origin) / NANOSECONDS, 4), round((end - begin) / NANOSECONDS, 4))
             for begin, end in intervals
