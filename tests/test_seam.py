@@ -26,7 +26,7 @@ from keras_paragrad import (
     microbatch,
 )
 from keras_paragrad.compat import private
-from keras_paragrad.compat.check import check_backend, forget, look_for, refuse, users
+from keras_paragrad.compat.check import check_backend, forget, look_for, raise_missing, users
 from keras_paragrad.compat.layers import call_model, dtype_within
 from keras_paragrad.compat.names import HOOKS, NAMES, Hook
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -159,7 +159,7 @@ def test_every_attribute_of_instances_is_found():
 )
 def test_a_missing_hook_is_named_with_the_versions_and_its_users(hook, says):
     with pytest.raises(ImportError, match=says) as caught:
-        refuse([hook])
+        raise_missing([hook])
     for part in (
         keras.__version__,
         tf.__version__,

@@ -12,7 +12,7 @@ from keras_paragrad.accumulation.slices import DIVIDER
 from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
 from keras_paragrad.engine.custom_step.analysis import analyze_step
 from keras_paragrad.engine.custom_step.call_trial import find_divided_calls
-from keras_paragrad.engine.custom_step.weighting import find_weightings as find_weightings_of_step
+from keras_paragrad.engine.custom_step.weighting import find_step_weightings
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.losses.weightings import weighting_of
@@ -63,7 +63,7 @@ by_examples = weighting_of(lambda x, y, y_pred, sample_weight: tf.shape(y)[0])
 def custom_step(model):
     """Keras's own `train_step` is analyzed and tried as any other."""
     analysis = analyze_step(model, (SPEC, SPEC))
-    find_weightings_of_step(model, analysis, (SPEC, SPEC))
+    find_step_weightings(model, analysis, (SPEC, SPEC))
 
 
 def divided_calls(model):

@@ -2,7 +2,7 @@
 
 import argparse
 
-from keras_paragrad.cli.parser import refuse
+from keras_paragrad.cli.parser import print_error
 from keras_paragrad.extras import MissingExtraError, require
 
 _HELP = """to use it, add to the shell's startup file:
@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         require("`completions`", "shtab")
     except MissingExtraError as error:
-        return refuse("completions", error, 1)
+        return print_error("completions", error, 1)
     import shtab
 
     print(shtab.complete(arguments.parser, arguments.shell))

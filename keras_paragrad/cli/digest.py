@@ -3,7 +3,7 @@
 import argparse
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.cli.parser import add_examples, complete_paths, refuse
+from keras_paragrad.cli.parser import add_examples, complete_paths, print_error
 from keras_paragrad.cli.waiting import Say, while_waiting
 
 _PAGE = "guides/deterministic"
@@ -39,7 +39,7 @@ def _printed(paths: list[str], say: Say) -> int:
         try:
             digests.append(digest_of(path))
         except (DamagedBackupError, OSError, ValueError) as error:
-            return refuse("digest", error)
+            return print_error("digest", error)
         print(digests[-1].source)
         print("\n".join(f"  {line}" for line in digests[-1].lines()))
     fields = ("weights", "optimizer", "data_order")

@@ -3,7 +3,7 @@
 import argparse
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.cli.parser import add_examples, did_you_mean, refuse
+from keras_paragrad.cli.parser import add_examples, print_error, suggest_word
 from keras_paragrad.pages import command_of, names_of, pages, read_page, title_of
 
 
@@ -17,7 +17,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints a page, or the names and titles of all; returns 0, or 2 if there is no such page."""
     known = pages()
     if not known:
-        return refuse("docs", "the pages are not installed with the package. Install it again from its wheel.", 1)
+        return print_error("docs", "the pages are not installed with the package. Install it again from its wheel.", 1)
     if arguments.page is None:
         width = max(map(len, known))
         print(*(f"{name.ljust(width)}  {title_of(file)}" for name, file in known.items()), sep="\n")
@@ -25,10 +25,12 @@ def run(arguments: argparse.Namespace) -> int:
     names = names_of(arguments.page, known)
     if not names:
         last = {name.rpartition("/")[2]: name for name in known}
-        near = did_you_mean(arguments.page.removesuffix(".md"), [*known, *last])
-        return refuse("docs", f"there is no page {quote(arguments.page)}{near or '. `keras-paragrad docs` lists all.'}")
+        near = suggest_word(arguments.page.removesuffix(".md"), [*known, *last])
+        return print_error(
+            "docs", f"there is no page {quote(arguments.page)}{near or '. `keras-paragrad docs` lists all.'}"
+        )
     if len(names) > 1:
-        return refuse("docs", f"{quote(arguments.page)} is several pages: {', '.join(map(command_of, names))}")
+        return print_error("docs", f"{quote(arguments.page)} is several pages: {', '.join(map(command_of, names))}")
     _show(read_page(names[0], known))
     return 0
 

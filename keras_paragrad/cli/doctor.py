@@ -2,7 +2,7 @@
 
 import argparse
 
-from keras_paragrad.cli.parser import add_examples, number
+from keras_paragrad.cli.parser import add_examples, finite_number
 from keras_paragrad.cli.waiting import Say, while_waiting
 from keras_paragrad.pages import command_of
 
@@ -12,7 +12,7 @@ _PAGE = "guides/plan"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `doctor`."""
     add_examples(parser, "doctor\ndoctor --seconds 30", _PAGE)
-    seconds = number(above=0, most=24 * 3600)
+    seconds = finite_number(above=0, most=24 * 3600)
     parser.add_argument(
         "--seconds", type=seconds, default=120.0, metavar="S", help="time limit of the collective (default: 120)"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_paragrad.arguments import LARGEST, quote
-from keras_paragrad.cli.parser import add_examples, complete_paths, did_you_mean, integer, refuse
+from keras_paragrad.cli.parser import add_examples, complete_paths, integer, print_error, suggest_word
 from keras_paragrad.cli.waiting import Say, while_waiting
 from keras_paragrad.distribution.decisions import MOST_DESCRIBED
 
@@ -41,7 +41,7 @@ def _estimated(arguments: argparse.Namespace, say: Say) -> int:
     namespace = vars(_imported(path))
     if not callable(namespace.get(name)):
         functions = [name for name, value in namespace.items() if callable(value) and not name.startswith("_")]
-        return refuse("estimate", f"{path} has no function {name!r}{did_you_mean(name, functions)}")
+        return print_error("estimate", f"{path} has no function {name!r}{suggest_word(name, functions)}")
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
     from keras_paragrad.compat.variables import without_memory
     from keras_paragrad.memory.estimate import estimate_memory
@@ -53,7 +53,7 @@ def _estimated(arguments: argparse.Namespace, say: Say) -> int:
     try:
         estimate = estimate_memory(model, arguments.batch_size, arguments.devices, length=arguments.length)
     except ValueError as error:
-        return refuse("estimate", error)
+        return print_error("estimate", error)
     if arguments.json:
         print(json.dumps(estimate.to_dict(), indent=2))
     else:

@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from keras_paragrad.arguments import LARGEST, MOST_PARTS, quote
-from keras_paragrad.cli.parser import add_examples, integer, number, refuse
+from keras_paragrad.cli.parser import add_examples, finite_number, integer, print_error
 from keras_paragrad.cli.waiting import while_waiting
 from keras_paragrad.distribution.decisions import (
     BATCHES,
@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     machine.add_argument("--cpus", type=some, metavar="N", help="processors")
     machine.add_argument("--logical-cpus", type=some, metavar="N", help="logical CPU devices")
     machine.add_argument("--gpus", type=none, metavar="N", help="GPUs of each worker")
-    gigabytes = number(above=0, most=MOST_DESCRIBED)
+    gigabytes = finite_number(above=0, most=MOST_DESCRIBED)
     machine.add_argument("--gpu-memory-gb", type=gigabytes, metavar="GB", help="memory of each GPU, in GiB")
     machine.add_argument("--compute-capability", type=_capability, metavar="X.Y", help="of each GPU, such as 9.0")
     machine.add_argument("--tpu", dest="tpu_cores", type=none, const=8, nargs="?", metavar="N", help="a TPU of N cores")
@@ -69,7 +69,7 @@ def _explained(arguments: argparse.Namespace) -> int:
         hardware = _machine(arguments)
         plan = make_plan(hardware, _options(arguments))
     except ValueError as error:
-        return refuse("explain", error)
+        return print_error("explain", error)
     if arguments.json:
         print(json.dumps(plan.to_dict(), indent=2))
     elif arguments.all:
@@ -110,7 +110,7 @@ def _add_options(group: Any) -> None:
     option("--min-shard-bytes", type=integer(1, LARGEST), metavar="BYTES", help="smaller variables stay whole")
     option("--device-bytes", type=integer(1, LARGEST), metavar="BYTES", help="a device's memory, for --shard auto")
     option("--pack-bytes", type=integer(0, LARGEST), metavar="BYTES", help="gradients that are all-reduced together")
-    seconds = number(least=1, most=LONGEST_WAIT)
+    seconds = finite_number(least=1, most=LONGEST_WAIT)
     option("--startup-timeout", type=seconds, metavar="SECONDS", help="time to wait for other workers at the start")
     option("--collective-timeout", type=seconds, metavar="SECONDS", help="time until a collective without them fails")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.cli.parser import add_examples, complete_paths, integer, integer_range, number, refuse
+from keras_paragrad.cli.parser import add_examples, complete_paths, finite_number, integer, integer_range, print_error
 
 if TYPE_CHECKING:
     from keras_paragrad.distribution.cluster import Cluster
@@ -58,13 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     here.add_argument(
         "--regrow-seconds",
-        type=number(least=0, most=_LONGEST_GRACE),
+        type=finite_number(least=0, most=_LONGEST_GRACE),
         metavar="S",
         help=f"with --workers 2:4, when lost ones are started again; 0 for never (default: {_REGROW:g}, then doubled)",
     )
     here.add_argument(
         "--grace-seconds",
-        type=number(least=0, most=_LONGEST_GRACE),
+        type=finite_number(least=0, most=_LONGEST_GRACE),
         default=30.0,
         metavar="S",
         help="seconds between SIGTERM and SIGKILL (default: 30)",
@@ -111,9 +111,9 @@ def run(arguments: argparse.Namespace) -> int:
         layout = Layout(workers, arguments.ps, arguments.devices_per_worker, arguments.port_base, world=world)
         return launch(layout, command, supervision, meeting)
     except ValueError as error:
-        return refuse("launch", error)
+        return print_error("launch", error)
     except ConnectionError as error:
-        return refuse("launch", error, 1)
+        return print_error("launch", error, 1)
 
 
 def _add_nodes(several: Any) -> None:
@@ -137,13 +137,13 @@ def _add_nodes(several: Any) -> None:
     )
     several.add_argument(
         "--startup-timeout",
-        type=number(least=1, most=_LONGEST_GRACE),
+        type=finite_number(least=1, most=_LONGEST_GRACE),
         metavar="S",
         help=f"seconds to wait for all machines (default: {_STARTUP:g})",
     )
     several.add_argument(
         "--wait",
-        type=number(least=1, most=_LONGEST_GRACE),
+        type=finite_number(least=1, most=_LONGEST_GRACE),
         metavar="S",
         help=f"seconds to wait once too few machines are left; then the exit status is 75 (default: {_WAIT:g})",
     )

@@ -28,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         """Prints the usage and the message to stderr, and exits with status 2."""
         choice = _CHOICE.search(message)
         if choice:
-            message += did_you_mean(choice[1], re.split(r"[\s,']+", choice[2]))
+            message += suggest_word(choice[1], re.split(r"[\s,']+", choice[2]))
         super().error(message if len(message) < 2000 else f"{message[:2000]}...")
 
     def refuse_unknown(self, words: list[str]) -> None:
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         if words:
             options = [option for action in self._actions for option in action.option_strings]
             unknown = words[0].partition("=")[0]
-            self.error(f"unrecognized arguments: {quote(' '.join(words))[1:-1]}{did_you_mean(unknown, options)}")
+            self.error(f"unrecognized arguments: {quote(' '.join(words))[1:-1]}{suggest_word(unknown, options)}")
 
 
 def add_examples(parser: argparse.ArgumentParser, examples: str, page: str | None = None) -> None:
@@ -46,19 +46,19 @@ def add_examples(parser: argparse.ArgumentParser, examples: str, page: str | Non
     parser.epilog = "\n".join(["examples:", *lines, *([f"\nexplained by: {command_of(page)}"] if page else [])])
 
 
-def refuse(command: str, error: object, status: int = 2) -> int:
+def print_error(command: str, error: object, status: int = 2) -> int:
     """Prints an error as argparse prints its own, and returns the exit status."""
     print(f"{PROGRAM} {command}: error: {error}", file=sys.stderr)
     return status
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def suggest_word(word: str, known: Iterable[str]) -> str:
     """A question that suggests the closest known word, or an empty string.
 
     Example:
 
-    >>> from keras_paragrad.cli.parser import did_you_mean
-    >>> did_you_mean("--worker", ["--workers", "--ps"])
+    >>> from keras_paragrad.cli.parser import suggest_word
+    >>> suggest_word("--worker", ["--workers", "--ps"])
     '. Did you mean `--workers`?'
     """
     close = difflib.get_close_matches(word[:100], [candidate for candidate in known if candidate], 1)
@@ -107,7 +107,7 @@ def integer_range(least: int, most: int) -> Callable[[str], Range]:
     return read
 
 
-def number(**bounds: Any) -> Callable[[str], float]:
+def finite_number(**bounds: Any) -> Callable[[str], float]:
     """For `add_argument(type=...)`: reads a finite number within the bounds of `check_number`."""
 
     def read(word: str) -> float:

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.cli.parser import add_examples, complete_paths, refuse
+from keras_paragrad.cli.parser import add_examples, complete_paths, print_error
 from keras_paragrad.cli.waiting import Say, while_waiting
 from keras_paragrad.extras import MissingExtraError
 from keras_paragrad.pages import command_of
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Writes the report and prints its path; returns 0, or 1 if there is nothing to report on, or nowhere to write."""
     log_dirs = arguments.compare or [arguments.log_dir]
     if arguments.compare and not log_dirs[1:]:
-        return refuse("report", "--compare takes two folders or more: report --compare before after", 2)
+        return print_error("report", "--compare takes two folders or more: report --compare before after", 2)
     return while_waiting("report", lambda say: _written(log_dirs, arguments.output, say), needs_tensorflow=False)
 
 
@@ -46,7 +46,7 @@ def _written(log_dirs: list[str], output: str | None, say: Say) -> int:
     try:
         path = write_report(log_dir, output, others or None)
     except (OSError, ValueError, MissingExtraError) as error:
-        return refuse("report", error, 1)
+        return print_error("report", error, 1)
     print(path)
     # Beside the path, which a script may read.
     print(f"The report is explained by: {command_of(_PAGE)}", file=sys.stderr)

@@ -51,11 +51,11 @@ def look_for(*parts: str) -> None:
     if getattr(_THREAD, "is_sampling", False):
         return
     if missing := [hook for part in parts if part not in _FOUND for hook in NAMES[part] if problem(hook)]:
-        refuse(missing)
+        raise_missing(missing)
     _FOUND.update(parts)
 
 
-def refuse(hooks: Iterable[Hook]) -> NoReturn:
+def raise_missing(hooks: Iterable[Hook]) -> NoReturn:
     """Raises the `ImportError` of names that the installed Keras and TensorFlow lack."""
     _raise([problem(hook) or _missing(hook) for hook in hooks])
 

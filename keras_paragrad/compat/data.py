@@ -150,6 +150,11 @@ def is_grain(x: object) -> bool:
     return isinstance(x, tuple(kinds))
 
 
+def is_batched(x: object) -> bool:
+    """Whether data is a dataset of batches (of TensorFlow, Keras or Grain) or a generator, rather than arrays."""
+    return isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__") or is_grain(x)
+
+
 def reads_arrays(adapter: DataAdapter) -> bool:
     """Whether the data are arrays."""
     return isinstance(adapter, ArrayDataAdapter)

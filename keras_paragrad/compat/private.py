@@ -7,7 +7,7 @@ releases lack becomes a stand-in, so that only what needs it fails, with the err
 import importlib
 from typing import Any, NoReturn
 
-from keras_paragrad.compat.check import lookup, refuse
+from keras_paragrad.compat.check import lookup, raise_missing
 from keras_paragrad.compat.names import HOOKS, Hook
 
 
@@ -17,13 +17,13 @@ class StandIn(type):
     hook: Hook
 
     def __call__(cls, *arguments: Any, **keywords: Any) -> NoReturn:
-        refuse([cls.hook])
+        raise_missing([cls.hook])
 
     def __getattr__(cls, name: str) -> NoReturn:
         # Python and tools ask each class for these.
         if name.startswith("__"):
             raise AttributeError(name)
-        refuse([cls.hook])
+        raise_missing([cls.hook])
 
 
 def stand_in_for(hook: Hook) -> StandIn:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.check import look_for
-from keras_paragrad.compat.data import split_for_validation
+from keras_paragrad.compat.data import is_batched, split_for_validation
 from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.compat.workers import replica_placement
@@ -24,7 +24,6 @@ from keras_paragrad.distribution.data import (
     distributed_dataset,
     normalize_inputs,
 )
-from keras_paragrad.distribution.data.sources import is_batched
 from keras_paragrad.distribution.decisions.shard import choose_shard
 from keras_paragrad.distribution.hardware import Hardware, detect
 from keras_paragrad.distribution.kernels import describe_kernels

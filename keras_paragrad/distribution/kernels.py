@@ -23,7 +23,7 @@ def describe_kernels() -> dict[str, str]:
     }
 
 
-def differences(here: dict[str, str], there: dict[str, str]) -> str:
+def kernel_differences(here: dict[str, str], there: dict[str, str]) -> str:
     """What differs between two descriptions, in words."""
     names = [name for name in here if here[name] != there.get(name)]
     return "; ".join(f"{name}: {there.get(name, 'unknown')} there, {here[name]} here" for name in names)

@@ -6,9 +6,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad.compat.data import is_batched
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.inputs.function import Derivative, OutputChoice, RowFunction, refuse_missing_derivatives
-from keras_paragrad.inputs.rows import OutFiles, is_batched
+from keras_paragrad.inputs.rows import OutFiles
 from keras_paragrad.inputs.run import DerivativeOptions, differentiate
 from keras_paragrad.inputs.selection import Wrt
 

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_path, quote, refusal
-from keras_paragrad.compat.data import is_grain
+from keras_paragrad.compat.data import is_batched
 from keras_paragrad.compat.types import FitData, Structure
 from keras_paragrad.inputs.selection import Nesting
 
@@ -94,11 +94,6 @@ def to_arrays(nested: object) -> list[np.ndarray]:
     if len({len(array) for array in arrays}) > 1:
         raise ValueError(f"The inputs have {[len(array) for array in arrays]} rows, and must have the same number.")
     return arrays
-
-
-def is_batched(x: object) -> bool:
-    """Whether `x` yields batches, rather than being the rows themselves."""
-    return isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__") or is_grain(x)
 
 
 def _read_batches(x: Any) -> tuple[Iterator[Any], int | None]:

@@ -9,10 +9,11 @@ import numpy as np
 
 from keras_paragrad.arguments import check_choice, check_flag, check_instance, check_integer
 from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.data import is_batched
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.inputs.chunks import EstimateBytes, Execution, bytes_of_gradient, rows_within_budget
 from keras_paragrad.inputs.function import Differentiate, check_output
-from keras_paragrad.inputs.rows import Chunk, InputRows, OutFiles, is_batched, make_sinks, to_arrays
+from keras_paragrad.inputs.rows import Chunk, InputRows, OutFiles, make_sinks, to_arrays
 from keras_paragrad.inputs.selection import Selection, Wrt
 from keras_paragrad.plain_text import counted
 

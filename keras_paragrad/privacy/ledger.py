@@ -112,7 +112,7 @@ def ledger_of(model: keras.Model) -> Ledger:
     return _LEDGERS.setdefault(model, Ledger())
 
 
-def digest_of(variable: keras.Variable) -> bytes:
+def variable_digest(variable: keras.Variable) -> bytes:
     """A digest of a variable's value and shape."""
     value = np.ascontiguousarray(keras.ops.convert_to_numpy(variable))
     return hashlib.blake2b(value.tobytes(), digest_size=16, salt=str(value.shape).encode()[-16:]).digest()

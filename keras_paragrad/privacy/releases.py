@@ -17,13 +17,13 @@ from keras_paragrad.privacy.ledger import (
     WORDS,
     Entry,
     Event,
-    digest_of,
     entries_of,
     ledger_of,
     released_by,
     remember_released,
     table_of,
     unknown_entry,
+    variable_digest,
 )
 
 _log = logging.getLogger("keras_paragrad")
@@ -167,7 +167,7 @@ class Releases:
 
     def _digests(self) -> dict[int, bytes]:
         variables = self._model.per_example.layer.trainable_variables
-        return {id(variable): digest_of(variable) for variable in variables}
+        return {id(variable): variable_digest(variable) for variable in variables}
 
     def begin_epoch(self, event: Event, digest_of_data: Callable[[], bytes]) -> tuple[int, int]:
         """Continues the current run, or starts one.

@@ -1,4 +1,4 @@
-"""Creating variables in shards, and changing how a built model is held."""
+"""Creates variables in shards, and moves a built model's variables into or out of shards."""
 
 import contextlib
 import functools
@@ -117,7 +117,7 @@ def _create(
     if placement.workers > 1:
         whole = _broadcast_from_chief(strategy, whole)
     partition = slot_of if slot_of and same_shape else Partition.of(tuple(whole.shape), placement.replicas)
-    # Keras 3.16 passes the shape of the whole.
+    # Keras 3.16 passes the whole variable's shape.
     shard_kwargs = {key: value for key, value in kwargs.items() if key != "shape"}
     shards = create(initial_value=functools.partial(tf.zeros, [partition.size], whole.dtype), **shard_kwargs)
     for index, shard in enumerate(shards.values):
@@ -127,7 +127,7 @@ def _create(
 
 
 def _broadcast_from_chief(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
-    """The chief's value on all workers."""
+    """Broadcasts the chief's value to all workers."""
 
     def broadcast() -> tf.Tensor:
         contribution = value if replica_index() == 0 else tf.zeros_like(value)
@@ -138,7 +138,7 @@ def _broadcast_from_chief(strategy: tf.distribute.Strategy, value: tf.Tensor) ->
         with strategy.scope():
             return first_replica_values(strategy, strategy.run(broadcast))
 
-    # Losses are built as on a replica, and from there none can be asked: this thread is on none.
+    # Keras builds losses in a replica context, where `strategy.run` is not allowed. A new thread has no context.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(run).result()
 

@@ -1,4 +1,4 @@
-"""DTensor, which no other module uses: tensors, variables and functions on a mesh of devices."""
+"""Wraps DTensor for all other modules: tensors, variables and functions on a mesh of devices."""
 
 import contextlib
 import os
@@ -68,7 +68,7 @@ def span_workers(workers: Sequence[str], worker: int) -> None:
 
 
 def make_mesh(shape: Mapping[str, int], devices: Sequence[str], workers: int = 1, worker: int = 0) -> Mesh:
-    """Makes a mesh of this process's devices, or of those of all workers.
+    """Makes a mesh of this process's devices, or of all workers' devices.
 
     Args:
         shape: The size of each axis by name.
@@ -103,7 +103,7 @@ def on_mesh(mesh: Mesh) -> Generator[None]:
 
 @contextlib.contextmanager
 def discard_assignments() -> Generator[None]:
-    """Context in which a step on a mesh reads back what it assigns to variables, which keep their values."""
+    """Context in which a step on a mesh reads back its own assignments, while the variables keep their values."""
     CONTEXT.assigned = {}
     try:
         yield
@@ -128,7 +128,7 @@ def axis_size(mesh: Mesh, axis: str) -> int:
 
 
 def distribute(value: Array, mesh: Mesh, axes: Axes) -> tf.Tensor:
-    """A DTensor of a value, each part of which is sent to its devices alone.
+    """Makes a DTensor of a value, and sends each part only to its own devices.
 
     Args:
         value: The whole, an array or a tensor.
@@ -159,8 +159,8 @@ def _part(whole: tf.Tensor, position: Sequence[int], sizes: Sequence[int]) -> tf
     return tf.slice(whole, begin, sizes) if sizes else whole
 
 
-def gather(tensor: Any) -> tf.Tensor:
-    """The whole of a DTensor, in the host's memory; other tensors are returned unchanged. Called on every worker."""
+def gather_dtensor(tensor: Any) -> tf.Tensor:
+    """Gathers a DTensor into host memory; returns other tensors unchanged. Called on every worker."""
     if not dtensor.is_dtensor(tensor):
         return tensor
     layout = dtensor.fetch_layout(tensor)
@@ -198,8 +198,8 @@ def relayout(tensor: tf.Tensor, axes: Axes, gradient: Axes | None = None) -> tf.
         return dtensor.relayout(tensor, layout), backward
 
     def backward(cotangent: tf.Tensor) -> tf.Tensor:
-        # DTensor's own gradient restores the layout of the input, which is not always known in a trace. It also lacks
-        # rules for some divided gradients: so they are divided last.
+        # DTensor's own gradient restores the layout of the input, which is not always known in a trace. DTensor also
+        # lacks rules for some divided gradients, so gradients are divided last.
         cotangent = dtensor.relayout(cotangent, layout)
         return cotangent if gradient is None else dtensor.relayout(cotangent, layout_of(CONTEXT.mesh, gradient))
 

@@ -56,7 +56,7 @@ def gather_on_read(model: keras.Model) -> None:
 
 
 def install_gather(layer: keras.layers.Layer) -> None:
-    """Installs the gather on a layer's `call`, or removes it; not if `recompute` or a user has replaced `call`."""
+    """Installs the gather on a layer's `call`, or removes it; leaves a `call` that `recompute` or a user replaced."""
     # Bypass Keras's tracking: a method is not state.
     attributes, gathers = vars(layer), state_of(layer).gathers
     if gathers and _CALL not in attributes:
@@ -66,14 +66,14 @@ def install_gather(layer: keras.layers.Layer) -> None:
 
 
 def call_with_gather(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Structure:
-    """Runs the `call` of a layer's class, after gathering the weights if the layer is to."""
+    """Runs the `call` of a layer's class; gathers the weights first if the layer gathers at calls."""
     if state_of(layer).gathers:
         return _call(layer, *arguments, **keywords)
     return type(layer).call(layer, *arguments, **keywords)
 
 
 def compiles_each_layer(model: keras.Model) -> bool:
-    """Whether XLA has to compile a model's layers one by one, as each gathers its weights when it is called."""
+    """Whether XLA has to compile a model's layers one by one, because each layer gathers its weights when called."""
     return bool(_not_copied(model.variables)) and can_compile_by_layer(model)
 
 
@@ -91,11 +91,11 @@ def _not_copied(variables: Sequence[keras.Variable]) -> list[ShardedVariable]:
 
 @contextlib.contextmanager
 def gather_before_loop(variables: Sequence[Any], needed: Container[int]) -> Generator[None]:
-    """Context of a loop in which this replica reads, and tapes watch, variables that were gathered before.
+    """Context of a loop in which this replica reads, and tapes watch, weights gathered before the loop.
 
     Args:
-        variables: All that the loop's body may read: Keras's or TensorFlow's.
-        needed: The ids of those that are needed. Others are zeros.
+        variables: The Keras or TensorFlow variables that the loop's body may read.
+        needed: The ids of the variables whose values the body needs. All others read as zeros.
     """
     values = [(value, id(variable) in needed) for variable in variables for value in _not_copied([variable])]
     with read_linked(
@@ -111,7 +111,7 @@ def zeros_in_place_of_shards(variables: Sequence[keras.Variable]) -> contextlib.
 
 @contextlib.contextmanager
 def watch_gathered(tape: tf.GradientTape) -> Generator[Callable[[keras.Variable], Any]]:
-    """Context of a pass for which weights were gathered before.
+    """Context of a pass that reads weights gathered before it.
 
     Args:
         tape: The tape that records the pass.
@@ -158,7 +158,7 @@ def _call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Struct
 
 
 def _read_by(layer: keras.layers.Layer) -> list[Any]:
-    """The variables that a layer reads: in a stateless scope, what that has in their place."""
+    """The variables that a layer reads, or the values that a stateless scope has for them."""
     scope = get_stateless_scope()
     if scope is None:
         return layer.variables
@@ -192,7 +192,7 @@ def _looks_up_rows(layer: keras.layers.Layer, missing: Sequence[ShardedVariable]
 def _call_embedding(
     call: Callable[..., Structure], table: ShardedVariable, indices: tf.Tensor, *arguments: Any, **keywords: Any
 ) -> Structure:
-    """Calls an embedding with a table of the rows that it looks up, and their numbers in that table."""
+    """Calls an embedding with a table of only the rows that it looks up, and with indices into this table."""
     if any(arguments):
         with read_as({id(table): table.gathered()}):
             return call(indices, *arguments, **keywords)

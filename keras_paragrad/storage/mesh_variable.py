@@ -19,7 +19,7 @@ from keras_paragrad.storage.dtensor import (
     Mesh,
     computing_on_mesh,
     distribute,
-    gather,
+    gather_dtensor,
     make_variable,
     on_mesh,
     relayout,
@@ -39,7 +39,7 @@ _WRITES = (
 )
 
 
-# Not a `ResourceVariable`, as DTensor's are: TensorFlow's operations read the handles of those directly.
+# Not a `ResourceVariable`, as DTensor's variables are: TensorFlow's operations would read the handle directly.
 class MeshVariable(BaseResourceVariable):
     """A variable that is divided over a mesh.
 
@@ -175,7 +175,7 @@ class MeshVariable(BaseResourceVariable):
         return value
 
     def _serialize_to_tensors(self) -> dict[str, tf.Tensor]:
-        # `tf.train.Checkpoint` would read it in a function of one device.
+        # `tf.train.Checkpoint` would read the variable in a function on one device.
         return {"VARIABLE_VALUE": self.read_value()}
 
     def _restore_from_tensors(self, restored_tensors: dict[str, tf.Tensor]) -> Any:
@@ -187,7 +187,7 @@ class MeshVariable(BaseResourceVariable):
 
 
 class Meshed(Whole):
-    """The storage of a variable whose value is a `MeshVariable`: in a step it acts as on one device."""
+    """The storage of a variable whose value is a `MeshVariable`. A step uses it as it would on one device."""
 
     # A `MeshVariable`.
     variable: Any
@@ -232,5 +232,5 @@ for _method in _WRITES:
 
 @tf.custom_gradient
 def _gather_with_gradient(value: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
-    # The gradient is whole and on no mesh, as the value.
-    return gather(value), lambda gradient: gradient
+    # Like the value, the gradient is whole and on no mesh.
+    return gather_dtensor(value), lambda gradient: gradient

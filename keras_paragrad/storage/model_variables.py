@@ -38,7 +38,7 @@ def training_variables(model: keras.Model) -> Sections:
 
 
 def variables_of_run(model: keras.Model) -> Sections:
-    """`training_variables`, with those of all optimizers."""
+    """`training_variables`, plus the variables of all other optimizers of the model."""
     sections = training_variables(model)
     seen = {id(variable) for variables in sections.values() for variable in variables}
     others = [inner for optimizer in optimizers_of(model) for inner in held_optimizers(optimizer)]
@@ -52,10 +52,10 @@ def variables_of_run(model: keras.Model) -> Sections:
 
 
 def built_with(model: keras.Model) -> list[list[int] | None]:
-    """For each of the `optimizers_of` a model, the numbers of the model's variables that it was built with, if it was.
+    """For each optimizer of a model, the indices of the model's variables it was built with; `None` if it isn't built.
 
     Raises:
-        ValueError: It was built with others.
+        ValueError: An optimizer was built with variables outside of the model.
     """
     numbers = {id(variable): number for number, variable in enumerate(model.variables)}
     built: list[list[int] | None] = []
@@ -72,7 +72,7 @@ def built_with(model: keras.Model) -> list[list[int] | None]:
 
 
 def build_as_before(model: keras.Model, built: Sequence[Sequence[int] | None]) -> None:
-    """Builds a model's optimizers with the variables that `built_with` has numbered."""
+    """Builds a model's optimizers with the variables whose indices `built_with` has returned."""
     for optimizer, numbers in zip(optimizers_of(model), built, strict=False):
         if numbers is not None and not optimizer.built and max(numbers, default=0) < len(model.variables):
             with model.distribute_strategy.scope():
@@ -93,17 +93,17 @@ def add_all(sections: Sections, values: dict[str, Iterable[np.ndarray]]) -> None
             assign_sum(variable, variable.numpy() + value)
 
 
-def build_optimizer(model: keras.Model) -> None:
-    """Builds the optimizer if no step has."""
+def build_model_optimizer(model: keras.Model) -> None:
+    """Builds a model's optimizer, unless it is built already."""
     if model.optimizer is not None and not model.optimizer.built:
         with model.distribute_strategy.scope():
             model.optimizer.build(model.trainable_variables)
 
 
 def build_optimizer_ahead(model: keras.Model) -> None:
-    """Builds the optimizer before the first step, unless layers are frozen, which may train by then."""
+    """Builds the optimizer before the first step, unless layers are frozen: they may be unfrozen by then."""
     if all(layer.trainable for layer in (model, *all_layers(model))):
-        build_optimizer(model)
+        build_model_optimizer(model)
 
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
@@ -113,7 +113,7 @@ def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
 
 
 def variables_of(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """An optimizer's variables, with its accumulators, and those that Keras doesn't track, as Nadam's product."""
+    """An optimizer's variables, including accumulators and variables that Keras doesn't track (Nadam's product)."""
     known = [
         *optimizer.variables,
         *(variable for saved in _saved_variables(optimizer) for variable in saved.variables.values()),
@@ -130,7 +130,7 @@ def accumulated_variables(optimizer: keras.optimizers.Optimizer) -> dict[int, ke
 
 
 class TracedState:
-    """What a model's compiled functions were traced with: its `compile`, and its variables where they were."""
+    """The `compile` call, variables and storages with which a model's functions were traced."""
 
     def __init__(self):
         self._configuration: object = None
@@ -156,7 +156,7 @@ def _is_same(before: tuple[Any, Any, bool], now: tuple[Any, Any, bool]) -> bool:
 
 def replace_value(variable: keras.Variable, value: Array) -> None:
     """Moves a Keras variable to a new `tf.Variable` with a value; tapes watch it if they watched the old one."""
-    # Keras's flag is that of the moment: a layer that is frozen now may be trained later.
+    # Keras's flag may change: a layer that is frozen now may be trained later.
     trainable = variable.trainable
     variable.trainable = variable._value.trainable
     try:
@@ -177,7 +177,7 @@ def rename_keys(optimizer: keras.optimizers.Optimizer, keys: dict[str | int, str
             if isinstance(attribute, dict):
                 for key in keys.keys() & attribute.keys():
                     value = attribute[key]
-                    # TensorFlow doesn't see what `pop` changes in a dictionary that it tracks, and saves that no more.
+                    # TensorFlow doesn't notice `pop` on a tracked dictionary, and would no longer save the dictionary.
                     del attribute[key]
                     attribute[keys[key]] = value
             elif isinstance(attribute, set):

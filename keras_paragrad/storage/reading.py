@@ -12,12 +12,12 @@ from keras_paragrad.compat.types import TensorVariable
 
 
 class Reading(threading.local):
-    """What replaces sharded variables on this replica, whose code runs in its own thread.
+    """The tensors that replace sharded variables on this replica, whose code runs in its own thread.
 
     Attributes:
         values: Tensors to read instead of gathering, by the `id` of the variable.
         cast: The same, already cast to the dtype that a layer computes in.
-        linked: The same, of variables that tapes watch: their gradients are those of the variables.
+        linked: The same, for variables that tapes watch. A tensor's gradient flows to its variable.
         assigned: Recorded assignments by the `id` of the variable, or `None` if assignments are carried out.
     """
 

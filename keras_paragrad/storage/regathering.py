@@ -36,7 +36,7 @@ def record_gather(variable: TensorVariable, dtype: DType | None, tensor: tf.Tens
 
 
 def forget_gathers() -> None:
-    """Forgets what this replica has gathered in a step whose backward pass reads it where it is."""
+    """Forgets the weights that this replica has gathered, for a step whose backward pass reuses them."""
     _GATHERED.weights = []
 
 
@@ -143,7 +143,7 @@ class _Weight:
         return self._positions.get(operation.name, -1) >= self._before
 
     def _views_of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
-        """A tensor, and those in the forward pass that are views of it."""
+        """A tensor and its views in the forward pass."""
         views = [tensor]
         for use in tensor.consumers():
             if self._is_backward(use):
@@ -189,7 +189,7 @@ def _is_collective(operation: tf.Operation) -> bool:
 
 @contextlib.contextmanager
 def _separate_collective_order() -> Generator[None]:
-    """Context in which collectives don't wait for those that were traced outside of it."""
+    """Context in which collectives don't wait for collectives traced outside of it."""
     original = _get_token()
     CollectiveReplicaLauncher._get_ordering_token = _second_token
     try:
@@ -200,7 +200,7 @@ def _separate_collective_order() -> Generator[None]:
 
 @functools.cache
 def _get_token() -> Callable[..., tf.Tensor]:
-    """TensorFlow's own, which contexts of several replicas restore."""
+    """TensorFlow's own method, cached because several replicas enter and leave the context at once."""
     return CollectiveReplicaLauncher._get_ordering_token
 
 
@@ -217,7 +217,7 @@ def _body(call: tf.Operation) -> tf.Graph:
 
 
 def _outputs_viewing(call: tf.Operation, tensor: tf.Tensor) -> list[tf.Tensor]:
-    """The outputs of a call that are views of an input: a function returns what its backward pass reads."""
+    """The outputs of a call that are views of an input: a function returns the tensors its backward pass reads."""
     body = _body(call)
     parameters = {id(inner) for outer, inner in zip(call.inputs, body.inputs, strict=True) if outer is tensor}
     pairs = zip(call.outputs, body.outputs, strict=True)

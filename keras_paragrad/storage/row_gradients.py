@@ -19,7 +19,7 @@ def sum_gradients(gradients: Sequence[GradientTensor]) -> list[GradientTensor]:
     """Sums gradients over the replicas, dense or `tf.IndexedSlices`; other tensors as well.
 
     A product with a sparse matrix looks up each row once, so on one device its gradient has each row once. Where
-    several replicas have looked up a row, their gradients are added, as an optimizer squares and clips each row.
+    several replicas have looked up a row, their gradients are added, because optimizers square and clip row by row.
     """
     reads = [_split_reads(gradient) for gradient in gradients]
     sums = iter(sum_over_replicas([read for group in reads for read in group]))
@@ -37,7 +37,7 @@ def scale_gradient(gradient: GradientTensor | None, factor: Scalar) -> Any:
 
 
 def is_overwritten(variable: Any) -> bool:
-    """Whether optimizers assign a variable its gradient, as float8 scales: it is no sum, and has no factor."""
+    """Whether the "gradient" is the variable's new value, as for float8 scales: it is neither summed nor scaled."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 
@@ -70,7 +70,7 @@ def sum_dtype(variable: keras.Variable) -> str:
 def accumulate_gradient(
     variable: keras.Variable, total: GradientTensor | None, gradient: Any, factor: Scalar | None = None
 ) -> Any:
-    """Adds a gradient of a variable, times a factor, to a sum; of float8 scales, it keeps the larger one."""
+    """Returns `total + factor * gradient`; for float8 scales, the larger of the two."""
     gradient = tf.cast(gradient, sum_dtype(variable))
     if is_overwritten(variable):
         return gradient if total is None else tf.maximum(total, gradient)  # pyright: ignore
@@ -78,7 +78,7 @@ def accumulate_gradient(
 
 
 def _merge_rows(total: Any, read: GradientTensor) -> Any:
-    """A sum with each row once, if the summed gradients had each row once."""
+    """Merges duplicate rows of a sum if `read` has unique rows."""
     if not isinstance(read, tf.IndexedSlices) or not _has_unique_rows(read.indices):
         return total
     rows, positions = tf.unique(total.indices)

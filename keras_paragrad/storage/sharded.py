@@ -1,4 +1,4 @@
-"""`ShardedVariable`: a variable of which each replica holds a shard, and `Sharded`, its storage."""
+"""`ShardedVariable`: a variable with one shard on each replica, and `Sharded`, its storage."""
 
 import contextlib
 from collections.abc import Callable, Generator, Iterable, Sequence
@@ -26,9 +26,9 @@ from keras_paragrad.storage.updating import is_elementwise
 
 
 class ShardedVariable(DistributedVariable):
-    """A distributed variable of which each replica holds one flat shard.
+    """A distributed variable with one flat shard on each replica.
 
-    On a replica and in cross-replica context it is whole: reading gathers it, and the gradient is that of the whole.
+    On a replica and in cross-replica context it is whole: reading gathers the value, and its gradient is whole too.
     Within `tf.distribute.StrategyExtended.update`, where optimizers compute, it is the shard.
 
     Args:
@@ -63,7 +63,7 @@ class ShardedVariable(DistributedVariable):
 
     @property
     def shape(self) -> tf.TensorShape:
-        """The shape of the whole, or within an update that of the shard."""
+        """The whole shape, or within an update the shard's shape."""
         return self.values[0].shape if get_update_replica_id() is not None else tf.TensorShape(self.partition.shape)
 
     def get_shape(self) -> tf.TensorShape:
@@ -72,7 +72,7 @@ class ShardedVariable(DistributedVariable):
 
     @property
     def handle(self) -> tf.Tensor:
-        """On a replica, the handle that tapes watch: of the copy if there is one, or of the shard."""
+        """On a replica, the handle that tapes watch: the copy's if there is one, else the shard's."""
         if self.copies_are_current and _on_replica():
             return self.local_copy.handle
         return super().handle
@@ -138,7 +138,7 @@ class ShardedVariable(DistributedVariable):
         return self.local_copy if self.copies_are_current else self.gathered()
 
     def gathered(self, dtype: DType | None = None, after: Sequence[tf.Tensor] = ()) -> tf.Tensor:
-        """The whole on this replica, from all replicas' shards. The gradient of the shard is that of the whole.
+        """Gathers all replicas' shards. The shard's gradient is the gradient of the whole value.
 
         Args:
             dtype: The dtype to gather in; the variable's, if `None`.
@@ -150,12 +150,12 @@ class ShardedVariable(DistributedVariable):
         return whole
 
     def whole(self, shard: tf.Tensor, dtype: DType | None = None) -> tf.Tensor:
-        """The whole, gathered from what each replica has read of its shard."""
+        """Gathers the whole value from each replica's `shard`, which it has read already."""
 
         @tf.custom_gradient
         def gather(shard: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
             shards = all_gather(tf.cast(shard, dtype or shard.dtype))
-            # *Combine* scatters the gradient, weighted against those of other replicas and micro-batches.
+            # *Combine* scatters the gradient, weighted against the gradients of other replicas and micro-batches.
             return self.partition.whole(shards), lambda gradient: tf.cast(gradient, self.dtype)
 
         whole: Any = gather(shard)
@@ -189,13 +189,13 @@ class ShardedVariable(DistributedVariable):
             return self._join(tf.concat([shard.read_value() for shard in self.values], 0))
 
     def _join(self, shards: tf.Tensor) -> tf.Tensor:
-        """The whole from all shards. Its gradient is that of the first shard, which tapes outside of replicas watch."""
+        """Joins all shards. The whole gradient flows to the first shard, which tapes outside of replicas watch."""
 
         return _linked(self.partition.whole(tf.stop_gradient(shards)), self.values[0].read_value())
 
     def _update_cross_replica(self, update_fn: Callable[..., object], value: Any, **kwargs: Any) -> object:
         if isinstance(value, tf.IndexedSlices):
-            # They are rows of the whole.
+            # `tf.IndexedSlices` index rows of the whole variable.
             written = tf.Variable(self._gather_outside(), trainable=False)
             update_fn(written, value, **kwargs)
             return self._update_cross_replica(lambda variable, whole: variable.assign(whole), written)
@@ -271,7 +271,7 @@ class Sharded(Whole):
         return self.variable.partition.shard(gradient, replica_index())
 
     def accumulate(self, gradient: GradientTensor, scale: Scalar | None, first: tf.Tensor | bool) -> None:
-        # It was scaled when it was reduced. A slice of the sum would keep the whole sum in memory.
+        # The gradient was scaled when it was reduced. A slice of the sum would keep the whole sum in memory.
         super().accumulate(tf.raw_ops.DeepCopy(x=gradient), None, first)
 
     def takes_steps_of(self, optimizer: keras.optimizers.Optimizer) -> bool:
@@ -334,7 +334,7 @@ def sharded_value(variable: object) -> ShardedVariable | None:
 
 
 def _linked(whole: tf.Tensor, shard: tf.Tensor) -> tf.Tensor:
-    """A whole value, whose gradient is that of a shard, which tapes watch."""
+    """A whole value whose gradient flows to a shard, which tapes watch."""
 
     @tf.custom_gradient
     def link(_: tf.Tensor) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:

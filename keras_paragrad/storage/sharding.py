@@ -109,9 +109,9 @@ def reduce_scatter(gradients: Sequence[GradientTensor], partitions: Sequence[Par
 
 
 def look_up_rows(table: tf.Tensor, indices: tf.Tensor, partition: Partition) -> tf.Tensor:
-    """Rows of a sharded matrix, for each replica those that it asks for; called on every replica.
+    """Looks up rows of a sharded matrix, different ones on each replica; called on every replica.
 
-    Each replica looks up in its shard the rows that any replica asks for, so rows are sent and not shards.
+    Each replica looks up in its shard the rows that any replica requests, so rows are sent instead of shards.
 
     Args:
         table: This replica's shard, flat.
@@ -141,21 +141,21 @@ def _scatter(gradient: GradientTensor, partition: Partition) -> tf.Tensor:
     """This replica's shard of the sum of all local replicas' gradients."""
     if isinstance(gradient, tf.IndexedSlices):
         return _exchange(lambda gradients, index: _sum_shards(gradients, index, partition), gradient)
-    # Divided on the device that has it, so each of the others is sent only its shard.
+    # Divide on the device that holds the sum, so each other device is sent only its shard.
     return _exchange(
         lambda replicas, index: tf.add_n([shards[index] for shards in replicas]), partition.all_shards(gradient)
     )
 
 
 def _check_rows(indices: tf.Tensor, partition: Partition) -> tf.Tensor:
-    """Fails as `tf.gather` does on CPUs: a row that no shard has would be zeros."""
+    """Fails for rows outside of the table, as `tf.gather` does on CPUs; they would silently read as zeros."""
     exist = tf.reduce_all(tf.logical_and(indices >= 0, indices < partition.shape[0]))
     with tf.control_dependencies([tf.debugging.Assert(exist, [_NO_SUCH_ROW, partition.shape[0], indices])]):
         return tf.identity(indices)
 
 
 def _rows_in(shard: tf.Tensor, index: int, indices: tf.Tensor, rows: int, width: int) -> tf.Tensor:
-    """The rows that one shard has, and zeros for those of others."""
+    """Looks up the rows that are in one shard; rows of other shards read as zeros."""
     local = indices - index * rows
     inside = tf.logical_and(local >= 0, local < rows)
     values = tf.gather(tf.reshape(shard, [rows, width]), tf.where(inside, local, tf.zeros_like(local)))

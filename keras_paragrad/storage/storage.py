@@ -1,4 +1,4 @@
-"""`Storage`: where a variable's value lives, and what steps, optimizers, windows and backups ask of one or several."""
+"""`Storage`: where a variable's value lives, and the operations that steps, optimizers, windows and backups use."""
 
 import contextlib
 import functools
@@ -31,19 +31,19 @@ class Parts(NamedTuple):
 
 
 def host_value(variable: Variable | tf.Variable) -> np.ndarray:
-    """A variable's value in host memory, unchanged later: TensorFlow copies what is read before it writes there."""
+    """A variable's value in host memory. Later writes don't change it: TensorFlow copies a buffer that is in use."""
     value = variable.value if isinstance(variable, keras.Variable) else variable
     return np.asarray(value.read_value()) if hasattr(value, "read_value") else np.asarray(value)
 
 
 class Storage(Protocol):
-    """Where a variable's value lives. The defaults are those of a variable that is whole on every replica.
+    """Where a variable's value lives. The defaults suit a variable that is whole on every replica.
 
     Attributes:
         variable: The Keras or TensorFlow variable.
         divided: Whether each replica holds a part. Then gradients are reduced before they are accumulated.
         replaces: Whether the first gradient of a window replaces an accumulator's value; else the value is zeroed.
-        mesh: The mesh on which functions have to run that use the variable, or `None`.
+        mesh: The mesh on which functions that use the variable have to run, or `None`.
     """
 
     variable: Variable
@@ -144,7 +144,7 @@ class Storage(Protocol):
         """Ends an update; called on every replica."""
 
     def computing(self) -> contextlib.AbstractContextManager[object]:
-        """The context in which functions run that use the variable."""
+        """The context in which functions that use the variable run."""
         return contextlib.nullcontext()
 
     def parts(self, placement: ReplicaPlacement) -> Parts | None:
@@ -174,12 +174,12 @@ def any_divided(variables: Sequence[keras.Variable]) -> bool:
 
 
 def mesh_of(variables: Sequence[keras.Variable]) -> Mesh | None:
-    """The mesh on which functions have to run that use the variables, or `None`."""
+    """The mesh on which functions that use the variables have to run, or `None`."""
     return next((mesh for variable in variables if (mesh := storage_of(variable).mesh) is not None), None)
 
 
 def computing_with(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[object]:
-    """The context in which functions run that use the variables."""
+    """The context in which functions that use the variables run."""
     storages = map(storage_of, variables)
     return next((storage.computing() for storage in storages if storage.mesh is not None), contextlib.nullcontext())
 
@@ -201,7 +201,7 @@ def reduce_gradients(
 
 
 def reduce_overwritten(gradients: Gradients, variables: Sequence[keras.Variable]) -> list[GradientTensor | None]:
-    """The gradients, with the replicas' largest of variables that are assigned theirs, as Keras accumulates these."""
+    """Replaces gradients that `is_overwritten` variables are assigned by their maximum over replicas, as Keras does."""
     results = list(gradients)
     pairs = enumerate(zip(gradients, variables, strict=True))
     own = {index: pair for index, (pair, variable) in pairs if pair is not None and is_overwritten(variable)}

@@ -14,7 +14,7 @@ from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar, TensorVariable
 from keras_paragrad.storage.storage import storage_of
 
-# Optimizers whose steps compute each element from that element alone; all others get whole variables, one at a time.
+# Optimizers whose steps compute each element independently; all others get whole variables, one at a time.
 # Ftrl too: Keras's `add` looks at the shape of its accumulators, and takes a shard as long as a row for a bias.
 _ELEMENTWISE = {
     optimizer.update_step
@@ -37,7 +37,7 @@ _METHODS = (
 
 
 def overridden_method(optimizer: keras.optimizers.Optimizer) -> str | None:
-    """A method, other than `update_step`, that a user's optimizer overrides, and that would get shards."""
+    """The name of an overridden method, other than `update_step`, that would get shards, or `None`."""
     for inner in held_optimizers(optimizer):
         for name in _METHODS:
             if getattr(type(inner), name).__module__.partition(".")[0] not in ("keras", "keras_paragrad"):
@@ -46,7 +46,7 @@ def overridden_method(optimizer: keras.optimizers.Optimizer) -> str | None:
 
 
 def check_optimizer_of_shards(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses an optimizer that would take shards for whole variables.
+    """Refuses an optimizer that would mistake shards for whole variables.
 
     Raises:
         ValueError: The message says what to write.
@@ -122,7 +122,7 @@ def replace_norms(
 
 
 def install_storages(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
-    """Makes an optimizer, and those it delegates to, update variables by their storages; may be called again."""
+    """Makes an optimizer, and the optimizers in it, update variables by their storages; may be called again."""
     storages = [storage_of(variable) for variable in variables]
     for inner in updating_optimizers(optimizer):
         # Bypass `__setattr__`: Keras tracks what is assigned.

@@ -14,7 +14,7 @@ import pytest
 from keras_paragrad import AccumulatingOptimizer, GradientTelemetry, Throughput
 from keras_paragrad.distribution.consistency import compare, describe_training
 from keras_paragrad.distribution.consistency.compare import differing, sketches
-from keras_paragrad.distribution.consistency.describe import arguments_of, can_change_training
+from keras_paragrad.distribution.consistency.describe import bind_arguments, can_change_training
 from keras_paragrad.distribution.consistency.fitting import stops_within
 
 Callback = keras.callbacks.Callback
@@ -221,7 +221,7 @@ def test_subclassed_models_are_compared_by_attributes_and_layers():
 )
 def test_arguments_of_fit_are_named(one, other, named):
     made = model()
-    first, second = (describe_training(made, {}, arguments_of(made.fit, (), options)) for options in (one, other))
+    first, second = (describe_training(made, {}, bind_arguments(made.fit, (), options)) for options in (one, other))
     assert named in differences(first, second)
 
 
@@ -231,7 +231,7 @@ def test_how_much_is_shown_and_where_it_is_written_is_not_compared():
         describe_training(
             made,
             {},
-            arguments_of(
+            bind_arguments(
                 made.fit,
                 (),
                 {

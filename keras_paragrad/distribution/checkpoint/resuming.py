@@ -15,7 +15,7 @@ from keras_paragrad.distribution.checkpoint.file_format import digest_words
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position, StoredBackup
 from keras_paragrad.distribution.checkpoint.shards import locate_shards
 from keras_paragrad.distribution.checkpoint.writers import restore_callback_states
-from keras_paragrad.distribution.kernels import describe_kernels, differences
+from keras_paragrad.distribution.kernels import describe_kernels, kernel_differences
 from keras_paragrad.distribution.workers import from_chief, gather
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.plain_text import counted
@@ -151,7 +151,9 @@ class Resumption:
     def other_kernels(self) -> str:
         """How this process computes otherwise than the one that wrote the backup; of deterministic training."""
         ordered = StepBuilder.of(self.model).stages.sums_replicas
-        return differences(describe_kernels(), self._content.kernels) if ordered and self._content.kernels else ""
+        return (
+            kernel_differences(describe_kernels(), self._content.kernels) if ordered and self._content.kernels else ""
+        )
 
     def in_first_epoch(self, epoch: int, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Resumes within the epoch, once Keras and all callbacks have begun it.
@@ -213,7 +215,7 @@ class Resumption:
                 "batch, or start it with keras.Input(shape)."
             )
         if self._content.built is None:
-            seam.build_optimizer(self.model)
+            seam.build_model_optimizer(self.model)
         else:
             seam.build_as_before(self.model, self._content.built)
         variables = seam.variables_of_run(self.model)

@@ -77,7 +77,7 @@ def describe_training(
     return _without_automatic_names(to_json({**description, **_describe_model(model)}))
 
 
-def arguments_of(function: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def bind_arguments(function: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, including defaults."""
     signature = inspect.signature(function)
     bound = signature.bind(*args, **kwargs)

@@ -22,7 +22,7 @@ from keras_paragrad.distribution.consistency.compare import (
     sketches,
     variables_to_compare,
 )
-from keras_paragrad.distribution.consistency.describe import arguments_of, describe_training, is_of_a_library
+from keras_paragrad.distribution.consistency.describe import bind_arguments, describe_training, is_of_a_library
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.workers import all_or_none, gather
 
@@ -222,7 +222,7 @@ class ComparedFit:
     def _compared(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Compares model, arguments and weights between workers, and calls `fit` with `AgreeEachEpoch`."""
         fit = functools.partial(type(self._model).fit, self._model)
-        arguments = arguments_of(fit, args, kwargs)
+        arguments = bind_arguments(fit, args, kwargs)
         callbacks = given_callbacks(arguments.get("callbacks"))
         if any(isinstance(callback, AgreeEachEpoch) for callback in callbacks):
             return fit(*args, **kwargs)

@@ -15,9 +15,10 @@ from keras_paragrad.arguments import (
     quote,
     refusal,
 )
+from keras_paragrad.compat.data import is_batched
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.distribution.data.batch_sharding import check_policy
-from keras_paragrad.distribution.data.sources import is_batched, is_endless
+from keras_paragrad.distribution.data.sources import is_endless
 
 
 @dataclass(frozen=True)

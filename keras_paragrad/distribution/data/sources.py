@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.data import Adapter, ArrayRows, first_batch, is_grain, random_seed, read_once
-from keras_paragrad.compat.types import Batch, Dataset, FitData
+from keras_paragrad.compat.types import Batch, Dataset
 from keras_paragrad.distribution.workers import gather
 from keras_paragrad.engine.replicas.prepared import use_enqueuer_per_iterator
 
@@ -206,11 +206,6 @@ def static_rows(batches: Dataset) -> int | None:
     """The static number of rows per batch of a dataset, if it has one."""
     shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batches.element_spec)]
     return next((shape[0] for shape in shapes if isinstance(shape, tf.TensorShape) and shape.rank), None)
-
-
-def is_batched(x: FitData) -> bool:
-    """Whether data comes in batches already: a dataset of TensorFlow, Keras or Grain, or a generator."""
-    return isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__") or is_grain(x)
 
 
 def is_endless(x: Any) -> bool:

@@ -34,7 +34,7 @@ from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
 from keras_paragrad.engine.mesh.comparing import gradient_error
 from keras_paragrad.engine.mesh.mesh_tracing import OutputLayouts, install_distribute_tensor, tracing_for_mesh
-from keras_paragrad.engine.mesh.running import ModelOnMesh, row_count, take_off_mesh, variables_on_mesh
+from keras_paragrad.engine.mesh.running import ModelOnMesh, batch_rows, take_off_mesh, variables_on_mesh
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.plain_text import Printable, counted
 from keras_paragrad.storage.dtensor import Axes, bytes_by_device, make_mesh, span_workers, turn_combine_pass_off
@@ -173,7 +173,7 @@ class MeshPreparation(Preparation):
 
     def _check_first(self, data: Batch, on_mesh: ModelOnMesh) -> None:
         """Refuses a first batch of indivisible size, or whose gradient differs from that on one device."""
-        check_batch(row_count(data), self.mesh)
+        check_batch(batch_rows(data), self.mesh)
         # Compiling again may change the loss, and train variables that were frozen.
         current = compile_config(self.model), [id(variable) for variable in self.model.trainable_variables]
         if overrides_train_step(self.model) or self._compared == current:

@@ -69,7 +69,7 @@ class Calls:
         # The first and last call of each layer that has variables, and those that use each variable.
         self._users: dict[str, tuple[int, int]] = {}
         for index, node in enumerate(self.nodes):
-            variables = variables_of(node.operation)
+            variables = operation_variables(node.operation)
             keys = [f"weight {variable.path!r}" for variable in variables]
             for key in [f"layer {node.operation.name!r}", *keys] if variables else []:
                 self._users[key] = self._users.get(key, (index, index))[0], index
@@ -90,20 +90,20 @@ class Calls:
         seen: set[int] = set()
         sizes = []
         for node in self.nodes:
-            new = [variable for variable in variables_of(node.operation) if id(variable) not in seen]
+            new = [variable for variable in operation_variables(node.operation) if id(variable) not in seen]
             seen.update(map(id, new))
             sizes.append(sum(map(variable_bytes, new)))
         return sizes
 
 
-def variables_of(operation: keras.Operation) -> list[keras.Variable]:
+def operation_variables(operation: keras.Operation) -> list[keras.Variable]:
     """The variables of an operation, if it is a layer."""
     return list(operation.variables) if isinstance(operation, keras.layers.Layer) else []
 
 
 def variables_of_part(part: Part) -> list[keras.Variable]:
     """The variables of a part's layers, each once."""
-    return list({id(variable): variable for layer in part.layers for variable in variables_of(layer)}.values())
+    return list({id(variable): variable for layer in part.layers for variable in operation_variables(layer)}.values())
 
 
 def cut(model: keras.Model, pipeline: Pipeline, device: str) -> list[Part]:

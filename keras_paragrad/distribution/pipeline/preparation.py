@@ -37,7 +37,7 @@ from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.segments import Part, RunPart, functional_of, run_in_stages
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.plain_text import Printable
-from keras_paragrad.storage.model_variables import TracedState, build_optimizer, build_optimizer_ahead
+from keras_paragrad.storage.model_variables import TracedState, build_model_optimizer, build_optimizer_ahead
 
 DIVIDER = Divider(
     configured_by="DistributedFit",
@@ -143,7 +143,7 @@ class PipelinePreparation(Preparation):
     def _placing(self) -> Generator[None]:
         """Context of a step, whose optimizer is built."""
         with tf.init_scope():
-            build_optimizer(self.model)
+            build_model_optimizer(self.model)
         with placing_by_inputs(self.model):
             yield
 

@@ -14,7 +14,7 @@ from keras_paragrad.compat.types import Batch, Gradients, StepLogs
 from keras_paragrad.engine.custom_step.analysis import ApplyCall, StepAnalysis, analyze_step
 from keras_paragrad.engine.custom_step.run import SlicedStep, next_call
 from keras_paragrad.engine.custom_step.versions import PhaseScope, WeightVersions, make_variables, suspended_scope
-from keras_paragrad.engine.custom_step.weighting import find_weightings, sums_in_step
+from keras_paragrad.engine.custom_step.weighting import find_step_weightings, sums_in_step
 from keras_paragrad.engine.losses.log_reducer import LogReducer, reducing_metrics
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.number_updates import counting_numbers
@@ -46,7 +46,7 @@ class CustomStep:
         self.model = model
         build_layers_by_step(model, data)
         self.analysis: StepAnalysis = analyze_step(model, data)
-        self.weightings, self.scalars = find_weightings(
+        self.weightings, self.scalars = find_step_weightings(
             model, self.analysis, data, _stated(normalize), normalize.divider
         )
         # Whether the step reports sums over the rows, where that is unknown of a number.

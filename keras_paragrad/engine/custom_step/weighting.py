@@ -39,7 +39,7 @@ from keras_paragrad.engine.probes.weighting_trial import (
     errors_of,
     fits_in_all_draws,
     over_draws,
-    shares_of,
+    part_weights,
 )
 from keras_paragrad.engine.step.interception import capturing_applies
 
@@ -136,7 +136,7 @@ class _StepTrial(NamedTuple):
     dependent: list[str]
 
 
-def find_weightings(
+def find_step_weightings(
     model: keras.Model,
     analysis: StepAnalysis,
     data: Batch,
@@ -201,7 +201,7 @@ def sums_in_step(model: keras.Model, data: Batch) -> tuple[list[bool], NumberPar
 
     def find() -> tuple[list[bool], NumberParts | None]:
         try:
-            weightings, scalars = find_weightings(model, analyze_step(model, data), data)
+            weightings, scalars = find_step_weightings(model, analyze_step(model, data), data)
         except Exception:
             # What trains inexactly may be anything.
             _log.debug("What the losses of a step divide by was not found.", exc_info=True)
@@ -217,7 +217,7 @@ def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
     def find() -> str | None:
         try:
             analysis = analyze_step(model, data)
-            weightings, _ = find_weightings(model, analysis, data)
+            weightings, _ = find_step_weightings(model, analysis, data)
         except IndivisibleError as refusal:
             return str(refusal)
         except Exception:
@@ -245,7 +245,7 @@ def _compare(
     """For each call, the errors of the candidates; and what makes up the step's numbers."""
     whole, *of_parts = results = compute_parts(step, data)
     arguments = [arguments_of(take_rows(data, *rows)) for rows in ((0, ROWS), *BOUNDS)]
-    shares = shares_of([[candidate.value(rows) for candidate in candidates] for rows in arguments])
+    shares = part_weights([[candidate.value(rows) for candidate in candidates] for rows in arguments])
     errors = [
         errors_of([result[index] for result in results], shares, half_precision=step.half_precision)
         for index in range(len(step.calls))

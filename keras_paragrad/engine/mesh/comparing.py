@@ -12,7 +12,7 @@ from keras_paragrad.compat.types import Batch, GradientTensor, TensorVariable
 from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.mesh.mesh_tracing import explaining_errors
 from keras_paragrad.engine.tracing.untouched import untouched
-from keras_paragrad.storage.dtensor import discard_assignments, gather, on_mesh
+from keras_paragrad.storage.dtensor import discard_assignments, gather_dtensor, on_mesh
 from keras_paragrad.storage.storage import storage_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def _largest(array: np.ndarray) -> float:
 
 
 def _to_numpy(gradient: tf.Tensor) -> np.ndarray:
-    return np.asarray(gather(gradient)).astype("float64")
+    return np.asarray(gather_dtensor(gradient)).astype("float64")
 
 
 def _gradients_on_one_device(model: keras.Model, data: Batch, trainable: list[keras.Variable]) -> list[tf.Tensor]:

@@ -18,12 +18,12 @@ from keras_paragrad.engine.replicas.prepared import drop_functions, make_on_dema
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_from_data
 from keras_paragrad.engine.step.execution import compile_steps
-from keras_paragrad.storage.dtensor import Axes, Mesh, axis_size, distribute, gather, on_mesh
+from keras_paragrad.storage.dtensor import Axes, Mesh, axis_size, distribute, gather_dtensor, on_mesh
 from keras_paragrad.storage.mesh_variable import MeshVariable
 from keras_paragrad.storage.model_variables import (
     TracedState,
     accumulated_variables,
-    build_optimizer,
+    build_model_optimizer,
     rename_keys,
     replace_value,
     training_variables,
@@ -167,7 +167,7 @@ class ModelOnMesh:
             )
 
         def prepare(data: Batch) -> None:
-            build_optimizer(self.model)
+            build_model_optimizer(self.model)
             self.put_variables()
             self.check(data, self)
 
@@ -194,13 +194,13 @@ class ModelOnMesh:
             batch = self.batch(data)
             with on_mesh(self.mesh), explaining_errors(self.model):
                 logs = step(batch)
-            return keras.tree.map_structure(gather, logs)
+            return keras.tree.map_structure(gather_dtensor, logs)
 
         return run
 
     def batch(self, data: Batch) -> Batch:
         """Moves a batch to the mesh, divided by rows; whole on each device if its size can't be divided."""
-        rows = row_count(data)
+        rows = batch_rows(data)
         even = self.batch_axis is not None and rows and rows % axis_size(self.mesh, self.batch_axis) == 0
         # For the trace of a step, if this batch causes one.
         ROWS.count, ROWS.axis = rows, self.batch_axis if even else None
@@ -242,7 +242,7 @@ class ModelOnMesh:
             batch = self.batch(data)
             with on_mesh(self.mesh), explaining_errors(self.model):
                 outputs = compiled(batch)
-            return keras.tree.map_structure(gather, outputs)
+            return keras.tree.map_structure(gather_dtensor, outputs)
 
         def predict(batches: list[Batch]) -> Structure:
             outputs = [run(batch) for batch in batches]
@@ -252,7 +252,7 @@ class ModelOnMesh:
         return predict
 
 
-def row_count(data: Batch) -> int:
+def batch_rows(data: Batch) -> int:
     """The number of rows of a batch; 0 if it has none."""
     leaves = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
     return next((int(leaf.shape[0]) for leaf in leaves if len(leaf.shape)), 0)

@@ -145,7 +145,7 @@ class _Trial:
         if self._random:
             return _Draw(self._errors_on_average(batch), False)
         results = compute_parts(self.compute, batch)
-        shares = shares_of([result.divisors for result in results])
+        shares = part_weights([result.divisors for result in results])
         how = functools.partial(errors_of, shares=shares, half_precision=self.compute.half_precision)
         errors = how([result.gradients for result in results])
         if results[0].added:
@@ -192,7 +192,7 @@ class _Trial:
 
         (whole, _), *of_parts = samples = [sample(number, *rows) for number, rows in enumerate(_WHOLE_AND_PARTS)]
         errors = []
-        for shares in shares_of([divisors for _, divisors in samples]).T:
+        for shares in part_weights([divisors for _, divisors in samples]).T:
             total = np.sum([losses * share for (losses, _), share in zip(of_parts, shares, strict=True)], axis=0)
             noise = np.sqrt((whole.var() + total.var()) / _SAMPLES)
             error, scale = abs(whole.mean() - total.mean()), abs(whole.mean())
@@ -205,7 +205,7 @@ def compute_parts(compute: PureFunction, batch: Batch, state: State | None = Non
     return [compute(take_rows(batch, *rows), state, rows[0])[0] for rows in _WHOLE_AND_PARTS]
 
 
-def shares_of(divisors: Sequence[Sequence[Any]]) -> np.ndarray:
+def part_weights(divisors: Sequence[Sequence[Any]]) -> np.ndarray:
     """The weight of each part for each candidate `(parts, candidates)`, from divisors of the whole and the parts."""
     total, *of_parts = np.asarray(divisors, "float64")
     return np.where(total == 0, 1.0, np.asarray(of_parts) / np.where(total == 0, 1.0, total))
