@@ -1,4 +1,4 @@
-"""Models that are too large for a device: what a step takes, and layers that run again in the backward pass."""
+"""Training within a device's memory: estimates a step's memory, and recomputes layers in the backward pass."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""How much memory a device has left for training: of a GPU, or of the machine and the control group of a process."""
+"""Measures the memory available for training: on a GPU, or on the machine and in the process's control group."""
 
 import os
 import platform
@@ -12,17 +12,17 @@ _UNLIMITED = 2**60
 
 
 def resident_bytes(process: int | str = "self", *, peak: bool = False) -> int | None:
-    """The bytes of memory that a process holds, or has held at most; `None` if it is gone, or can't be asked.
+    """A process's resident memory or its peak, in bytes; `None` if the process is gone or can't be inspected.
 
     Args:
-        process: Its number, or `"self"`.
-        peak: Whether the most is asked for.
+        process: The process's id, or `"self"`.
+        peak: Whether to return the peak.
     """
     name = "VmHWM" if peak else "VmRSS"
     try:
         lines = Path(f"/proc/{process}/status").read_text().splitlines()
     except OSError:
-        # Without Linux's files, a process knows its own peak alone.
+        # Without Linux's files, a process knows only its own peak.
         return _peak() if process == "self" and not Path("/proc/self").exists() else None
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), None)
 
@@ -33,7 +33,7 @@ def _peak() -> int:
 
 
 def available_bytes() -> int | None:
-    """The memory that another process could take: the machine's, or what a control group leaves; `None` if unknown."""
+    """The bytes that another process could allocate, on the machine and in control groups; `None` if unknown."""
     sizes = [size for size in (_of_machine(), *_of_groups()) if size is not None]
     return min(sizes, default=None)
 
@@ -51,7 +51,7 @@ def _of_machine() -> int | None:
 
 
 def _of_groups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """What each control group around this process leaves of its limit, in both versions of Linux's interface."""
+    """The bytes left below the limit of each control group around this process, in either version of the interface."""
     try:
         lines = [line.split(":", 2) for line in groups.read_text().splitlines()]
     except OSError:
@@ -63,7 +63,7 @@ def _of_groups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/s
         base = root if controllers == "" else root / "memory"
         names = ("memory.max", "memory.current") if controllers == "" else _NAMES_OF_FIRST_VERSION
         inside = base / path.lstrip("/")
-        # In a container, the group is the root of what can be seen.
+        # In a container, the group is the visible root.
         for folder in dict.fromkeys((base, inside, *inside.parents)):
             if folder.is_relative_to(base) and (left := _left_in(folder, *names)) is not None:
                 found.append(left)
@@ -74,7 +74,7 @@ _NAMES_OF_FIRST_VERSION = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def _left_in(folder: Path, limit: str, usage: str) -> int | None:
-    """What a control group leaves of its limit; files that it has only read can be dropped."""
+    """The bytes left below a control group's limit; the cache of files it has only read counts as free."""
     try:
         most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
         pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -88,7 +88,7 @@ def _left_in(folder: Path, limit: str, usage: str) -> int | None:
 
 
 def free_on_gpus() -> int | None:
-    """The memory that is free on each of the machine's GPUs, from `nvidia-smi`; `None` if it can't be asked."""
+    """The free memory of each of the machine's GPUs, from `nvidia-smi`; `None` if it can't be run."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None

@@ -1,4 +1,4 @@
-"""`find_batch_size`: the largest batch that a device takes, by the estimate first, and then by training some steps."""
+"""`find_batch_size`: the largest batch that fits a device, first estimated and then found by training some steps."""
 
 import bisect
 import functools
@@ -26,13 +26,13 @@ from keras_paragrad.memory.trial import CannotTryError, Trials, first_rows
 from keras_paragrad.plain_text import Printable, counted
 
 _log = logging.getLogger("keras_paragrad")
-# The share of the memory that is left now that training may take: others use the machine, and TensorFlow the card.
+# The share of the available memory that training may take: other processes use the machine, and TensorFlow the GPU.
 _OF_MACHINE, _OF_CARD = 0.8, 0.9
-# The share of the limit that a batch which is not tried may take; the rest covers the estimate's error.
+# The share of the limit that an untried batch may take; the rest covers the estimate's error.
 _UNTRIED = 0.8
-# Rows of the data that are repeated for the batches that are tried.
+# Rows of the data that are repeated to make trial batches.
 ROWS = 64
-# Rows of a first trial without an estimate, as Keras's `fit` takes them.
+# Rows of the first trial without an estimate: the default of Keras's `fit`.
 _FIRST = 32
 _UNBOUNDED = 2**20
 
@@ -54,7 +54,7 @@ class SizeTried(NamedTuple):
 
 
 class SizesTried(Printable):
-    """What was tried, for `print`.
+    """The sizes that were tried, for `print`.
 
     Attributes:
         sizes: The sizes, in the order in which they were tried.
@@ -77,7 +77,7 @@ class SizesTried(Printable):
 
 
 class BatchSize(int):
-    """A number of rows, for `batch_size=` and wherever else a number is meant.
+    """A number of rows that records how it was found. An `int` everywhere else, as for `batch_size=`.
 
     Attributes:
         tried: What was tried, for `print`; `None` of a number that wasn't found.
@@ -158,7 +158,7 @@ def find_batch_size(
 
 
 def check_can_find(model: keras.Model, asked_by: str, instead: str) -> None:
-    """Refuses a model of which nothing can be tried or estimated.
+    """Refuses a model that can be neither tried nor estimated.
 
     Args:
         model: The model.
@@ -183,10 +183,10 @@ def check_can_find(model: keras.Model, asked_by: str, instead: str) -> None:
 
 
 def memory_of_device(device_bytes: int | None, steps: int) -> int:
-    """The bytes that training may take.
+    """The number of bytes that training may take.
 
     Raises:
-        ValueError: They are unknown, or on a GPU nothing can be tried. The message says what to write.
+        ValueError: It is unknown, or the GPU can't run a trial. The message says what to write.
     """
     gpus = tf.config.get_visible_devices("GPU")
     if gpus and steps and not _grows(gpus):
@@ -221,10 +221,10 @@ def estimated_bytes(model: keras.Model, spec: Specs, rows: int) -> int:
 
 
 def spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:
-    """The spec of batches, or `None` if they are not what the step gets."""
+    """The spec of the step's batches, or `None` if the step gets something else than the data."""
 
     def spec(leaf: np.ndarray) -> tf.TensorSpec:
-        # As Keras casts them.
+        # Keras casts the data like this.
         dtype = keras.config.floatx() if leaf.dtype.kind == "f" else leaf.dtype
         return tf.TensorSpec((None, *leaf.shape[1:]), dtype)
 
@@ -237,7 +237,7 @@ def spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:
 
 
 class TrialLog:
-    """Prints what is tried, or only logs it."""
+    """Prints each trial, or only logs it."""
 
     def __init__(self, asked_by: str, verbose: int):
         self.asked_by, self._verbose = asked_by, verbose
@@ -256,7 +256,7 @@ def find_size(
     begin: Callable[[], Callable[[int], int | None]] | None,
     log: TrialLog,
 ) -> BatchSize:
-    """The largest of some sizes that fits.
+    """Returns the largest size that fits.
 
     Args:
         model: The model, for messages.
@@ -305,7 +305,7 @@ def _by_trials(
     tried: list[SizeTried],
     log: TrialLog,
 ) -> int | None:
-    """The largest size that was trained on without taking too much; what is tried is added to `tried`."""
+    """Searches for the largest size that trains within the memory; appends each trial to `tried`."""
 
     def bytes_of(size: int) -> int | None:
         measured = measure(size)
@@ -321,7 +321,7 @@ def _by_trials(
 def _by_estimate(
     sizes: Sequence[int], limit: int, guess: "_Guess", tried: list[SizeTried], log: TrialLog
 ) -> int | None:
-    """The largest size that is estimated not to take more than `limit`; what is estimated is added to `tried`."""
+    """Searches for the largest size whose estimate is at most `limit`; appends each estimate to `tried`."""
 
     def bytes_of(size: int) -> int:
         estimated = guess.estimate(size)
@@ -340,7 +340,7 @@ def _rows_in_words(size: int) -> str:
 
 
 class _Guess:
-    """What the estimate says of sizes.
+    """The estimated bytes of a step as a linear function of its rows.
 
     Args:
         sizes: The sizes, in ascending order.
@@ -349,7 +349,7 @@ class _Guess:
 
     Attributes:
         first: The index of the largest size that fits by the estimate, or of the one to begin with.
-        line: The bytes without rows, and those of a row; `None` without an estimate.
+        line: The fixed bytes and the bytes per row; `None` without an estimate.
         problem: Why there is none.
     """
 
@@ -357,7 +357,7 @@ class _Guess:
         self.estimate = functools.cache(estimate)
         self.line: tuple[float, float] | None = None
         self.problem: ValueError | None = None
-        # As without an estimate.
+        # The same as without an estimate.
         self.first = bisect.bisect_right(sizes, max(_FIRST, sizes[0])) - 1
         points: list[tuple[int, int]] = []
 
@@ -376,5 +376,5 @@ class _Guess:
         self.first = bisect.bisect_left(sizes, found) if found else 0
 
     def estimated(self, size: int) -> int | None:
-        """The bytes that a size takes."""
+        """The estimated bytes of a size."""
         return None if self.line is None else round(self.line[0] + self.line[1] * size)

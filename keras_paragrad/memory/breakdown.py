@@ -135,7 +135,7 @@ def _peaks(step: TracedStep, gathered: Mapping[int | None, int] | None = None) -
 
 
 def _gradients_and_peak(step: TracedStep, peaks: Peaks, weight_sharding: Sharding) -> tuple[list[int], int]:
-    """The bytes of gradients at each one's arrival and at the end of the backward pass; its peak with activations."""
+    """The gradient bytes when each gradient arrives and at the end; the peak of the backward pass with activations."""
     by_number = {gradient.number: gradient for gradient in step.gradients}
     held, history, most = 0, [], peaks.activations[0]
     for number, activations in zip(peaks.gradients, peaks.activations[1:], strict=True):
@@ -152,7 +152,7 @@ def _gradients_and_peak(step: TracedStep, peaks: Peaks, weight_sharding: Shardin
 def _layers_with_gathered_weights(
     model: keras.Model, step: TracedStep
 ) -> Iterable[tuple[keras.layers.Layer, list[keras.Variable]]]:
-    """Layers with their own trainable variables that are gathered; tables are not, as their rows are looked up."""
+    """Yields layers with the variables that steps gather for them; embedding tables are looked up instead."""
     tables = {id(gradient.variable) for gradient in step.gradients if gradient.of_rows}
     for layer in (model, *all_layers(model)):
         inner = {id(variable) for child in children(layer) for variable in child.trainable_variables}

@@ -77,7 +77,7 @@ class Estimate(Printable):
         raise KeyError(f"{choice!r}; the estimate has {known or 'no column with recomputation'}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON's types, in bytes."""
+        """The estimate as JSON types, in bytes."""
         columns = [dataclasses.asdict(column) for column in self.columns]
         return {
             **{"model": self.model, "batch_size": self.batch_size, "replicas": self.replicas, "rows": self.rows},
@@ -137,7 +137,7 @@ class Recomputation(NamedTuple):
 
     @contextlib.contextmanager
     def in_effect(self) -> Generator[None]:
-        """Context in which they are recomputed by functions traced in it."""
+        """Context in which traced functions recompute the parts."""
         end = self.begin()
         try:
             yield
@@ -146,7 +146,7 @@ class Recomputation(NamedTuple):
 
 
 def automatic_recomputation(model: keras.Model) -> Recomputation:
-    """The parts that `recompute(model)` recomputes; if it can't cut the model, its repeated blocks."""
+    """The parts that `recompute(model)` would recompute, or the repeated blocks of a model that it can't cut."""
     try:
         cut = cut_where_it_pays(model)
     except ValueError:
@@ -207,7 +207,7 @@ def estimate_memory(
         model: A compiled and built model.
         batch_size: Examples in a batch.
         replicas: Number of devices.
-        per_replica: Whether `batch_size` is that of each replica.
+        per_replica: Whether `batch_size` is the size of each replica's batch.
         length: The size of axes that the model's inputs leave open, such as the number of tokens.
         optimizer: The optimizer, if not the model's.
         min_shard_bytes: The size of a trainable variable, in bytes, from which it is sharded.

@@ -1,4 +1,4 @@
-"""The peak memory of a traced graph: its operations are followed in order, without computing anything."""
+"""Simulates the peak memory of a traced graph: follows its operations in order, without computing anything."""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -144,12 +144,12 @@ class _Execution:
         return [values[number] for number in block.outputs]
 
     def _execute(self, block: Block, operation: TracedOperation, values: dict[int, _Value]) -> None:
-        """Runs an operation: allocates its results, and frees what it is the last to use."""
+        """Simulates an operation: allocates its results, and frees the inputs that it uses last."""
         inputs = [values[number] for number in operation.inputs]
         gathered = 0
         if operation.kind not in _NAMES:
             gathered = sum(values[number].gathered for number in {*operation.inputs})
-            # Gathered before a loop or branch, not in it.
+            # Weights are gathered before a loop or branch, not in it.
             inputs = [value.without_gather() for value in inputs]
         self._live += gathered
         self._peak = max(self._peak, self._live)
@@ -168,7 +168,7 @@ class _Execution:
         self._live -= gathered
 
     def _plain(self, operation: TracedOperation, inputs: list[_Value]) -> list[_Value]:
-        """The results of an operation without branches or loops: new memory, or that of an input."""
+        """The results of an operation without branches or loops, in new memory or in an input's buffer."""
         kind, known = operation.kind, _known_value(operation, inputs)
         if kind.startswith("TensorList") and (lists := self._of_list(kind, inputs)) is not None:
             return lists
@@ -221,7 +221,7 @@ class _Execution:
             return self._loop(condition, body, inputs)
         if operation.kind in ("If", "StatelessIf", "Case", "StatelessCase"):
             choice, *arguments = inputs
-            # The branch is seldom known: take the largest, such as that of an update.
+            # It is seldom known which branch runs: take the largest, such as an update.
             branch = max(operation.blocks, key=lambda block: len(block.operations))
             if choice.known is not None:
                 index = int(choice.known) if "Case" in operation.kind else int(not choice.known)
@@ -261,7 +261,7 @@ class _Execution:
         return buffer
 
     def _release(self, buffer: _Buffer | None) -> None:
-        """Drops one owner of a buffer, and frees it and its parts with the last."""
+        """Drops one owner of a buffer; the last owner frees it and its parts."""
         released = [buffer]
         while released:
             dropped = released.pop()

@@ -1,4 +1,4 @@
-"""Bytes that each part of a model stores for the backward pass, and its FLOPs, measured on a traced step."""
+"""Measures the bytes that each part of a model stores for the backward pass, and its FLOPs, on a traced step."""
 
 import contextlib
 import math
@@ -20,9 +20,9 @@ Result = TypeVar("Result")
 _EXAMPLES = 2
 # Sizes for unknown dimensions, by the rank of the input: pixels, or sequence lengths.
 _OPEN = {4: 224, 5: 32}
-# Sequence lengths that are tried; some models have a maximum.
+# Sequence lengths to try; some models have a maximum.
 _OPEN_STEPS = (128, 64, 16)
-# FLOPs in the time of writing a byte; about the same on CPUs and GPUs.
+# FLOPs in the time it takes to write a byte; about the same on CPUs and GPUs.
 _PER_BYTE = 20
 _SAME_BYTES = {"ExpandDims", "Identity", "IdentityN", "PreventGradient", "Reshape", "Squeeze", "StopGradient"}
 _NOT_COMPUTED = {"Const", "Placeholder"}
@@ -116,14 +116,14 @@ def _bytes_per_example(tensor: keras.KerasTensor, steps: int) -> float:
 
 
 def _closed(shape: Sequence[int | None], steps: int) -> list[int]:
-    """A shape with sizes for its unknown dimensions."""
+    """Fills in the unknown dimensions of a shape."""
     first, *others = shape or (None,)
     size = _OPEN.get(len(shape), steps)
     return [_EXAMPLES if first is None else first, *(size if other is None else other for other in others)]
 
 
 def _traced(model: keras.Model, steps: int) -> tuple[list[tf.Operation], int]:
-    """The operations of a forward and backward pass, and the number of those in the forward pass."""
+    """The operations of a forward and backward pass, and how many belong to the forward pass."""
     variables = list({id(variable): variable for variable in model.variables}.values())
     functional: Any = functional_of(model)
     inputs = keras.tree.map_structure(

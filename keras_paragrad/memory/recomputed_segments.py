@@ -1,4 +1,4 @@
-"""Cuts a model into segments to recompute: of equal length, or those that save memory."""
+"""Cuts a model into segments to recompute: segments of equal length, or the ones that save memory."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -53,7 +53,7 @@ def equal_segments(count: int, parts: int) -> list[Span]:
 
 
 def best_segments(model_cost: ModelCost) -> list[Span]:
-    """The segments that need the least memory; those that free enough bytes per FLOP are recomputed."""
+    """Chooses the segments that need the least memory; recomputes the ones that free enough bytes per FLOP."""
     costs = model_cost.parts
     cuts = _best_cuts(model_cost)
     total_bytes = sum(cost.stored_bytes + cost.output_bytes for cost in costs)
@@ -68,7 +68,7 @@ def best_segments(model_cost: ModelCost) -> list[Span]:
 
 
 def _keep_last_segments(model_cost: ModelCost, segments: list[Span]) -> list[Span]:
-    """Stops recomputing segments at the end that don't lower the peak: they are freed before others run again."""
+    """Stops recomputing the last segments if that doesn't raise the peak: they are freed before others run again."""
     peak = peak_bytes(model_cost, segments)
     for index in reversed(range(len(segments))):
         fewer = [*segments[:index], segments[index].without_recomputation(), *segments[index + 1 :]]
@@ -79,7 +79,7 @@ def _keep_last_segments(model_cost: ModelCost, segments: list[Span]) -> list[Spa
 
 
 def peak_bytes(model_cost: ModelCost, segments: Sequence[Span]) -> float:
-    """The peak of bytes: after the forward pass, or while a segment is recomputed."""
+    """The peak in bytes: after the forward pass, or while a segment is recomputed."""
     held, peak = 0.0, 0.0
     for first, last, recomputed in segments:
         inside = _stored_bytes(model_cost.parts[first:last])
@@ -102,7 +102,7 @@ def _stored_input_bytes(costs: Sequence[PartCost], first: int) -> float:
 
 
 def _best_cuts(model_cost: ModelCost) -> list[int]:
-    """The cuts with the smallest sum of the largest segment and all segments' inputs."""
+    """Chooses the cuts that minimize the largest segment's bytes plus all segments' input bytes."""
     total, least = _stored_bytes(model_cost.parts), max(cost.stored_bytes for cost in model_cost.parts)
     sizes = [least + (total - least) * (step / _TRIED) ** 2 for step in range(_TRIED + 1)]
     cuts = [_cuts_of_size(size, model_cost) for size in sizes]
@@ -111,7 +111,7 @@ def _best_cuts(model_cost: ModelCost) -> list[int]:
 
 
 def _cuts_of_size(size: float, model_cost: ModelCost) -> list[int]:
-    """The cuts with the smallest segment inputs, where no segment stores more than `size`."""
+    """Chooses the cuts that minimize the segments' input bytes, if no segment may store more than `size`."""
     best: list[tuple[float, int]] = [(0.0, 0)]
     for last in range(1, len(model_cost.parts) + 1):
         held, options = 0.0, []

@@ -1,11 +1,11 @@
-"""The search for the largest size that takes no more than a limit, in few measurements."""
+"""Searches for the largest size whose cost is within a limit, with few measurements."""
 
 import bisect
 from collections.abc import Callable, Sequence
 
 
 def nice_sizes(most: int) -> list[int]:
-    """Numbers of up to four binary digits and zeros, up to `most`, which is the last."""
+    """Sizes of the form `k * 2**n` with `k < 16`, up to `most`, which is the last."""
     powers = range(most.bit_length())
     return sorted({size for power in powers for digits in range(1, 16) if (size := digits << power) < most} | {most})
 
@@ -17,17 +17,17 @@ def largest(
     first: int,
     line: tuple[float, float] | None,
 ) -> int | None:
-    """The largest size that takes no more than `limit`, if sizes take the more the larger they are.
+    """Returns the largest size whose cost is at most `limit`, if the cost grows with the size.
 
-    Looks where what was measured before says that the limit is, and ends when a size fits and the next one doesn't, or
-    two sizes say that it doesn't.
+    Extrapolates from the sizes measured so far to the limit. Ends when a size fits and the next one doesn't fit, or isn't
+    expected to.
 
     Args:
         sizes: The sizes, in ascending order.
         limit: The limit, in bytes.
-        measure: The bytes that a size takes; `None` if it takes too much.
+        measure: Returns the bytes that a size takes, or `None` if the memory ran out.
         first: The index of the size to begin with.
-        line: What is expected: the bytes without rows, and those of a row.
+        line: The expected cost: fixed bytes, and bytes per row.
     """
     low, high, index = -1, len(sizes), first
     points: list[tuple[int, int]] = []
@@ -39,7 +39,7 @@ def largest(
         if high - low <= 1:
             break
         if used is None:
-            # Half of what was too much, or between that and what fits.
+            # Half of the smallest size that was too large, or between it and the largest size that fits.
             half = bisect.bisect_right(sizes, sizes[index] // 2) - 1
             index = (low + high) // 2 if low >= 0 else half
         else:
@@ -51,14 +51,14 @@ def largest(
 
 
 def _rows_at(limit: int, points: Sequence[tuple[int, int]], line: tuple[float, float] | None) -> float:
-    """The number of rows that are expected to take `limit`."""
+    """The number of rows whose expected cost is `limit`."""
     (rows, used), constant = points[-1], line[0] if line else 0.0
     others = [point for point in points[:-1] if point[0] != rows]
     if others:
         other, used_there = others[-1]
         slopes = [(used - used_there) / (rows - other)]
     else:
-        # What is off may be each row's, or the same for all.
+        # The error may be per row or constant.
         slopes = [(used - constant) / rows, *(line[1:] if line else ())]
     expected = [rows + (limit - used) / slope if slope > 0 else float("inf") for slope in slopes]
     return sum(expected) / len(expected)

@@ -1,4 +1,4 @@
-"""Tries batches in processes of their own: what is sent there, how it is watched, and what is learned."""
+"""Tries batches in child processes: sends the model there, watches the memory, and returns the measured peak."""
 
 import contextlib
 import importlib
@@ -29,9 +29,9 @@ from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
 from keras_paragrad.memory.available import available_bytes, resident_bytes
 
-# Seconds between looks at the memory of a trial, in which it can take some 50 MB more.
+# Seconds between two looks at a trial's memory; meanwhile it can allocate some 50 MB more.
 _INTERVAL = 0.005
-# The share of the available memory that a trial may take with all that its process takes.
+# The share of the available memory that a trial's process may take in all.
 _MOST = 0.95
 _LIBRARIES = {"builtins", "keras", "keras_paragrad", "numpy", "tensorflow"}
 
@@ -41,14 +41,14 @@ class CannotTryError(Exception):
 
 
 class Trials:
-    """Trains a model for some steps in processes of their own, and measures what that takes.
+    """Trains a model for some steps in child processes, and measures their memory.
 
     Args:
         model: The model, compiled and built. It is not changed.
         data: Some rows of `x`, `y` and `sample_weight`, as nested arrays.
         device_bytes: The bytes that training may take.
         steps: Number of steps.
-        preparations: The calls that prepare the model, as module, name and keyword arguments; by default those in
+        preparations: The calls that prepare the model, as module, name and keyword arguments; by default the ones in
             effect.
 
     Raises:
@@ -66,7 +66,7 @@ class Trials:
         self._model, self._device_bytes = model, device_bytes
         self._preparations = preparations_of(model) if preparations is None else preparations
         with untouched(model, never_run()), _refusing(), warnings.catch_warnings():
-            # Of lambdas in it.
+            # Keras warns about lambdas in the model.
             warnings.simplefilter("ignore")
             config = keras.saving.serialize_keras_object(model)
         self._request = {
@@ -82,7 +82,7 @@ class Trials:
         }
 
     def bytes_of(self, rows: int, preparations: Iterable[tuple[str, str, dict[str, Any]]] = ()) -> int | None:
-        """The bytes at the peak of training on batches of `rows`; `None` if they ran out.
+        """The peak bytes of training on batches of `rows`; `None` if the memory ran out.
 
         Args:
             rows: The rows of a batch.
@@ -104,13 +104,13 @@ class Trials:
                 return result["bytes"]
             printed = (directory / "output.txt").read_text(errors="replace")
         if status == -signal.SIGKILL or (status == -signal.SIGABRT and "alloc" in printed):
-            # By the kernel, by `_run`, or by what allocates.
+            # Killed by the kernel, by `_run`, or by its own allocator.
             return None
         last = next((line for line in reversed(printed.splitlines()) if line.strip()), "nothing was printed")
         raise CannotTryError(f"a process of its own ended with status {status}: {last.strip()[:300]}")
 
     def _save_assets(self, directory: Path) -> None:
-        """Saves what layers need besides their config, such as vocabularies."""
+        """Saves the assets that layers need besides their config, such as vocabularies."""
         with _refusing():
             for index, layer in enumerate(all_layers(self._model)):
                 if hasattr(layer, "save_assets"):
@@ -121,7 +121,7 @@ class Trials:
         """Runs the process until it ends, or takes too much; returns its exit status."""
         safe = ["-P"] if sys.flags.safe_path else []
         command = [sys.executable, *safe, "-m", "keras_paragrad.memory.trial_process", str(directory)]
-        # It must not join this process's cluster, and imports what this one does.
+        # The trial must not join this process's cluster, and imports from the same paths.
         environment = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
         environment["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in sys.path)
         environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -156,7 +156,7 @@ def _base(directory: Path) -> int | None:
 
 @contextlib.contextmanager
 def _refusing() -> Generator[None]:
-    """Context in which whatever code of the model's own raises means that it can't be tried."""
+    """Context in which an error raised by the user's code means that the model can't be tried."""
     try:
         yield
     except Exception as error:
@@ -164,14 +164,14 @@ def _refusing() -> Generator[None]:
 
 
 def preparations_of(model: keras.Model, without: str | None = None) -> list[tuple[str, str, dict[str, Any]]]:
-    """The calls that have prepared a model for training.
+    """The calls that prepared a model for training.
 
     Args:
         model: The model.
         without: A stage of the step to leave out.
 
     Raises:
-        CannotTryError: One of them can't be made again.
+        CannotTryError: A call can't be repeated.
     """
     calls = [
         ("keras_paragrad.memory.recomputation", "recompute", recomputation)
@@ -189,7 +189,7 @@ def preparations_of(model: keras.Model, without: str | None = None) -> list[tupl
 
 
 def custom_objects_of(model: keras.Model) -> dict[str, Any]:
-    """The classes and functions of others in a model, by the names in its config."""
+    """The user's classes and functions in a model, by their names in its config."""
     found: dict[str, Any] = {}
     seen: dict[int, object] = {}
     pending: list[Any] = [model]
@@ -211,7 +211,7 @@ def custom_objects_of(model: keras.Model) -> dict[str, Any]:
 
 
 def _pickled(request: dict[str, Any]) -> bytes:
-    """The request as bytes, with the code that another process can't import, if cloudpickle is installed."""
+    """Pickles the request; with cloudpickle, if it is installed, which includes code that can't be imported."""
     if importlib.util.find_spec("cloudpickle"):
         with _refusing():
             return importlib.import_module("cloudpickle").dumps(request)
@@ -227,10 +227,10 @@ def _pickled(request: dict[str, Any]) -> bytes:
 
 
 def first_rows(x: Any, y: Any, most: int) -> tuple[Structure, Structure, Structure, int | None]:
-    """Some rows of the data of `fit`, as nested arrays: of `x`, `y` and `sample_weight`; and how many rows there are.
+    """The first rows of `x`, `y` and `sample_weight` as nested arrays, and the number of rows in the data.
 
     Raises:
-        ValueError: It is a generator, or has other rows than arrays do.
+        ValueError: The data is a generator, or its elements have no rows as arrays have.
     """
     whole = False
     if isinstance(x, tf.data.Dataset) or is_grain(x):

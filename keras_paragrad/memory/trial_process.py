@@ -21,7 +21,7 @@ import keras_paragrad  # noqa: F401  (registers the classes that a model may hav
 from keras_paragrad.compat.model import all_layers, words_of
 from keras_paragrad.memory.available import resident_bytes
 
-# Words of TensorFlow, XLA, cuDNN and Python for memory that can't be had.
+# Phrases by which TensorFlow, XLA, cuDNN and Python report that memory ran out.
 _OUT_OF_MEMORY = ("out of memory", "resource_exhausted", "oom when allocating", "failed to allocate", "bad_alloc")
 
 
@@ -30,7 +30,7 @@ def main(directory: Path) -> None:
     _be_killed_first()
     request = pickle.loads((directory / "request.pickle").read_bytes())
     on_gpu = _set_up(request)
-    # TensorFlow's runtime is not a part of what training takes.
+    # TensorFlow's runtime doesn't count as memory of the training.
     tf.reduce_sum(tf.ones((8, 8))).numpy()
     base = 0 if on_gpu else resident_bytes() or 0
     (directory / "base.json").write_text(json.dumps(base))
@@ -48,13 +48,13 @@ def main(directory: Path) -> None:
 
 
 def _be_killed_first() -> None:
-    """Has the kernel end this process before others, when memory runs out."""
+    """Makes the kernel kill this process before others when memory runs out."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _set_up(request: dict[str, Any]) -> bool:
-    """Sets Keras and TensorFlow up as in the process that asks; returns whether training runs on a GPU."""
+    """Configures Keras and TensorFlow as in the parent process; returns whether training runs on a GPU."""
     keras.config.set_floatx(request["floatx"])
     keras.config.set_image_data_format(request["image_data_format"])
     keras.config.set_dtype_policy(request["dtype_policy"])
@@ -68,7 +68,7 @@ def _set_up(request: dict[str, Any]) -> bool:
 
 def _train(request: dict[str, Any], directory: Path) -> None:
     """Makes the model and its data, and trains."""
-    # The code is that of the process that asks.
+    # Unpickling is safe: the code comes from the parent process.
     model = keras.saving.deserialize_keras_object(request["model"], request["custom_objects"], safe_mode=False)
     for index, layer in enumerate(all_layers(model)):
         if (directory / f"assets_{index}").exists():
