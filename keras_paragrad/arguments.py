@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# Of a batch in deterministic training.
+# The default number of parts of a batch in deterministic training.
 MOST_PARTS = 1024
 LARGEST = 2**63 - 1
 _NAME_BYTES, _PATH_BYTES = 255, 4096
@@ -53,7 +53,7 @@ def refusal(name: str, value: object, expected: str, example: str | None = None)
 
 
 def did_you_mean(name: object, known: Sequence[str]) -> str:
-    """A question about the closest of the known names, to append to a message; empty if none is close.
+    """Suggests the closest known name, as a question to append to a message; empty if none is close.
 
     Example:
 

@@ -40,7 +40,7 @@ def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], An
 
 
 def passing_options_to(function: Callable[..., Any], *, without: Collection[str] = ()) -> Callable[[F], F]:
-    """Decorates a function with `**options`, for `help()` and `inspect.signature` to show those of another function.
+    """Decorates a function with `**options`, so that `help()` and `inspect.signature` show another function's options.
 
     Args:
         function: The function or class that gets the options.

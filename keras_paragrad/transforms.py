@@ -49,7 +49,7 @@ class transform_gradients:  # noqa: N801  (used as a function and as a context m
     Args:
         model: A built and compiled model. Compiling it anew keeps transform and state.
         f: A function `f(gradients, variables) -> gradients`, or an object with `init(variables) -> state` and
-            `update(gradients, state, variables) -> (gradients, state)`, such as those of optax for TensorFlow's
+            `update(gradients, state, variables) -> (gradients, state)`, like optax's but for TensorFlow's
             tensors. Both lists have an item for each of the model's `trainable_variables`; where there is no gradient,
             it is zeros and stays without effect. The returned gradients have the same shapes and dtypes.
 

@@ -12,7 +12,7 @@ from keras_paragrad.compat.types import Config
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
-# Slices of a batch are always weighted by their normalizer, never uniformly.
+# Slices of a batch are always weighted by their normalizers, never uniformly.
 SLICE_WEIGHTINGS = tuple(name for name in WEIGHTINGS if name != "uniform")
 TAILS = ("flush", "carry", "drop")
 ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)

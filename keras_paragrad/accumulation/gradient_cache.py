@@ -63,7 +63,7 @@ class GradientCache:
         return gradient_of_batch(self.context, gradients, whole)
 
     def _outputs(self, x: Structure, in_loop: tf.Tensor | int, last: Structure) -> list[tf.Tensor]:
-        """The tensors of `forward` for the whole batch; `last` is the slice after those in the loop, if any."""
+        """Runs all slices for the first time, and joins their tensors; `last` is the slice after the loop, if any."""
         specs, assigned = self._trace(rows_at(x, 0, self.size))
         arrays = [tf.TensorArray(spec.dtype, in_loop, element_shape=spec.shape) for spec in specs]
 

@@ -56,7 +56,7 @@ class HostSchedule:
         if not self._counting:
             self._read()
         self._restored = self.optimizer.window.restored if self.optimizer.built else None
-        # The epoch's last one ends its window within the step, which may do more after an update.
+        # The epoch's last batch closes its window within the step, which may do more after an update.
         last = self.batches_left if self.optimizer.tail == "flush" else None
         return [self._count(number == last) for number in range(1, batches + 1)]
 
@@ -68,7 +68,7 @@ class HostSchedule:
         self._counting = True
 
     def _count(self, last: bool) -> bool:
-        """Counts a batch, which may be the epoch's last; whether it ends with an update."""
+        """Counts a batch, which may be the epoch's last; returns whether it ends with an update."""
         self._position += 1
         full = last or self._position >= self.optimizer.schedule.at(self._update)
         if full:

@@ -45,7 +45,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
     In a custom training loop, `flush()` updates with the gradients of an open window, and `discard()` empties it.
 
     Optimizer wrapper that delegates state, settings and methods to `inner_optimizer`: `learning_rate` and `clipnorm`
-    read and set those of the inner optimizer. Checkpoints of the wrapper and of the inner optimizer alone are
+    read and set the inner optimizer's. Checkpoints of the wrapper and of the inner optimizer alone are
     interchangeable.
 
     Args:
@@ -61,7 +61,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         tail: What to do with a partial window at the end of an epoch: `"flush"` updates with it, `"carry"` continues
             it in the next epoch, `"drop"` discards it. Without `ExactAccumulation()`, windows continue across epochs
             and this applies at the end of `fit`.
-        accumulator_dtype: The dtype of the accumulators, or `None` for that of each weight.
+        accumulator_dtype: The dtype of the accumulators, or `None` for each weight's dtype.
         skip_nonfinite: Whether a replica skips micro-batches with an infinite or NaN gradient. Always so under a
             `LossScaleOptimizer`.
         name: The optimizer's name.
@@ -149,7 +149,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
         Args:
             grads: A gradient for each variable, dense or `tf.IndexedSlices`, or `None`.
-            trainable_variables: The variables; by default those the optimizer was built with, in order.
+            trainable_variables: The variables; by default all that the optimizer was built with, in order.
 
         Raises:
             ValueError: All gradients are `None`, or the optimizer was not built with one of the variables.
@@ -182,7 +182,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     @property
     def gradient_weight(self) -> keras.Variable:
-        """The window's weight. Its gradient, passed to `apply` with the others, is their `Contribution`."""
+        """A dummy variable. Its "gradient", passed to `apply` with the others, is the micro-batch's `Contribution`."""
         return self.window.weight
 
     @contextlib.contextmanager
@@ -225,7 +225,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
             means, weight = window.mean(indices, [all_variables[index] for index in indices])
             gradients = dict(zip(indices, means, strict=True))
             present = [gradients.get(index) for index in updated]
-            # Here, as TensorFlow can't run collectives in the branch below.
+            # Reduce here: TensorFlow can't run collectives in the branch below.
             return present, weight, squared_norms(self.inner_optimizer, present, variables)
 
         gradients, weight, norms = per_replica(mean)

@@ -1,4 +1,4 @@
-"""Combines the gradients of slices into that of the batch."""
+"""Combines the gradients of slices into the gradient of the batch."""
 
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ class SliceSums:
         self.equal_weights = equal_weights
         self.variables = self.model.trainable_weights
         self.present: set[int] = set()
-        # The gradient of a mean over a slice is larger than that over the batch, and could overflow.
+        # The gradient of a slice's mean is larger than the gradient of the batch's mean, and could overflow.
         self._scales_loss = unwrap_loss_scale(self.model.optimizer) is not self.model.optimizer
         self.last: Any = None
 

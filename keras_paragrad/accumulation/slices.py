@@ -35,7 +35,7 @@ from keras_paragrad.memory.batch_size import (
 )
 from keras_paragrad.memory.trial import Trials, preparations_of
 
-# Of a trial of slices.
+# The steps of a trial.
 _STEPS = 2
 DIVIDER = Divider(
     configured_by="microbatch",
@@ -165,12 +165,12 @@ class Slices(NamedTuple):
 
     @property
     def preparation(self) -> tuple[str, str, dict[str, Any]]:
-        """The call that fills the stage, for a process in which a batch is tried."""
+        """The call that fills the stage, to repeat in a trial's process."""
         return __name__, "microbatch", {"size": self.size, "weighting": self.normalize.weighting}
 
     @property
     def deferred_refusal(self) -> DeferredRefusal:
-        """Logs, for batches of a single slice, what several would refuse."""
+        """Logs, for batches of a single slice, the error that several slices would raise."""
         return DeferredRefusal(
             self.normalize, f"is trained on whole batches. One of more than size={self.size} examples"
         )
@@ -181,7 +181,7 @@ class Slices(NamedTuple):
         return f"A batch has more than size={self.size} examples, and can't be split into slices."
 
     def part_rows(self, rows: int) -> int:
-        """The rows of a slice of a batch of so many rows."""
+        """The number of rows of a slice of a batch."""
         return min(rows, self.size)
 
     def cuts(self, data: Batch) -> bool | None:
@@ -260,7 +260,7 @@ class UnchosenSlices(NamedTuple):
 
     @property
     def deferred_refusal(self) -> None:
-        """Nothing is known to be refused."""
+        """Nothing, as no size is chosen yet."""
         return None
 
     def choose(self, model: keras.Model, adapter: Adapter | None) -> Slices:

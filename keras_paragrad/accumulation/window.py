@@ -116,7 +116,7 @@ class GradientWindow(SavedVariables):
 
     Args:
         optimizer: The optimizer, already built.
-        dtype: The accumulators' dtype, or `None` for that of each variable.
+        dtype: The accumulators' dtype, or `None` for each variable's dtype.
     """
 
     _replaced: set[int]
@@ -124,13 +124,13 @@ class GradientWindow(SavedVariables):
 
     def __init__(self, optimizer: WrappingOptimizer, dtype: str | None):
         super().__init__()
-        # The indices of sums that gradients have replaced, and were added to, in any trace. Bypass tracking.
+        # The indices of sums that a gradient has replaced, or was added to, in any trace. Bypass tracking.
         self.__dict__.update(_replaced=set(), _added=set())
         variables = optimizer.trainable_variables
         self.overwrites = [overwrites(variable) for variable in variables]
         self.position = self.add("position", dtype="int64")
         self.weight = self.add("weight", local=True, aggregation="sum")
-        # So outer optimizers, such as a LossScaleOptimizer, pass its gradient on unchanged.
+        # Outer optimizers, such as a LossScaleOptimizer, then pass its gradient on unchanged.
         self.weight.overwrite_with_gradient = True
         # A variable that is overwritten by its gradient, such as a float8 scale, takes the largest. Its values are the
         # same on all replicas, and must not be summed when saved.
@@ -140,7 +140,7 @@ class GradientWindow(SavedVariables):
                 variable.shape,
                 variable.dtype if overwrites or dtype is None else dtype,
                 aggregation="mean" if overwrites else "sum",
-                # That of a sharded variable is sharded too, and holds the sum over all replicas.
+                # The accumulator of a sharded variable is sharded too, and holds the sum over all replicas.
                 local=not storage_of(variable).divided,
                 like=variable,
             )

@@ -36,7 +36,7 @@ JIT: dict[str, str | bool] = {"auto": "auto", "true": True, "false": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of `explain`: a machine, and those of `DistributedFit`."""
+    """Declares the arguments of `explain`: a machine, and the arguments of `DistributedFit`."""
     add_examples(parser, _EXAMPLES, "guides/plan")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--all", action="store_true", help="print each decision, why, and how to change it")
@@ -81,7 +81,7 @@ def _explained(arguments: argparse.Namespace) -> int:
 
 def _add_options(group: Any) -> None:
     """Declares an option for each argument of `DistributedFit`."""
-    # What isn't given is left to the defaults of `Options`.
+    # Options that aren't given are left to the defaults of `Options`.
     option = functools.partial(group.add_argument, default=argparse.SUPPRESS)
     option("--strategy", choices=STRATEGIES, help="how replicas are spread over devices and workers")
     option("--devices", type=_names, metavar="GPU:0,GPU:1", help="devices of a process (default: all)")

@@ -19,11 +19,11 @@ _MOST = 1024
 # A day, in seconds.
 _LONGEST_GRACE = 24 * 3600
 _TOKEN, _SHORTEST_TOKEN = "KERAS_PARAGRAD_TOKEN", 16
-# Until machines are given up that haven't come, in seconds.
+# Seconds to wait for machines that haven't come.
 _STARTUP = _WAIT = 600.0
-# Until workers that were lost are started again, in seconds; doubled each time.
+# Seconds before lost workers are started again; doubled each time.
 _REGROW = 60.0
-# Restarts after a failure, if the number of workers may change.
+# The default number of restarts if the number of workers may change.
 _RESTARTS = 10
 _USAGE = """%(prog)s --workers N [options] script.py [arguments]
        %(prog)s --workers N [options] -m module [arguments]
@@ -150,7 +150,7 @@ def _add_nodes(several: Any) -> None:
 
 
 def _meeting(arguments: argparse.Namespace) -> "Meeting | None":
-    """Where the machines meet; `None` without `--nodes`."""
+    """The meeting point of the machines; `None` without `--nodes`."""
     several = ("node_rank", "rendezvous", "workers_per_node", "token_file", "node_address", "startup_timeout", "wait")
     given = [f"--{name.replace('_', '-')}" for name in several if getattr(arguments, name) is not None]
     if arguments.nodes is None:
@@ -247,7 +247,7 @@ def _given_cluster(arguments: argparse.Namespace, cluster: "Cluster | None") -> 
 
 
 def _check_alone(option: str, cluster: "Cluster | None") -> None:
-    """Checks that this isn't one of several tasks, each of which would start its own cluster."""
+    """Checks that this isn't one of several tasks: each task would start a cluster of its own."""
     if cluster is not None and sum(map(len, cluster.jobs.values())) > 1:
         raise ValueError(
             f"This process is {cluster.job} {cluster.index} of a cluster described by {cluster.source}, and {option} "

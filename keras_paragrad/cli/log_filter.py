@@ -1,7 +1,7 @@
-"""Passes standard error on, but for TensorFlow's log lines. Run by path; needs only the standard library.
+"""Passes standard error on, without TensorFlow's log lines. Run by path; needs only the standard library.
 
-It is a process of its own, so that the last words of a process that is killed pass, too. A line `FAILED` says that the
-command has failed, and what was held back may say why.
+It is a separate process, so that the last output of a killed process passes too. A line `FAILED` says that the
+command has failed: the lines held back may say why, and are printed.
 """
 
 import contextlib

@@ -26,7 +26,7 @@ def main(words: Sequence[str] | None = None) -> int:
     `run(arguments)` runs it and returns the exit status.
 
     Args:
-        words: The command line after `keras-paragrad`; that of the process if `None`.
+        words: The command line after `keras-paragrad`; the process's own if `None`.
 
     Returns:
         The exit status.
@@ -36,7 +36,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     parser = Parser(PROGRAM, description="Inspects the hardware, plans training on it, and starts it.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {keras_paragrad.__version__}")
-    # What `completions` completes.
+    # Read by `completions`.
     parser.set_defaults(parser=parser)
     subparsers = parser.add_subparsers(dest="command", metavar="command", parser_class=Parser)
     for name, module in COMMANDS.items():

@@ -82,7 +82,7 @@ def integer(least: int, most: int) -> Callable[[str], int]:
 
 
 class Range(NamedTuple):
-    """At least and at most so many."""
+    """A number of workers or machines that may change between two bounds."""
 
     least: int
     most: int

@@ -1,4 +1,4 @@
-"""What a command that takes seconds shows meanwhile: what it does, and none of TensorFlow's log lines."""
+"""Shows the progress of a command that takes seconds, and hides TensorFlow's log lines."""
 
 import contextlib
 import os
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from keras_paragrad.cli import PROGRAM, STARTED_AS_COMMAND, log_filter
 
-# Says on standard error what is done from now on, if it takes time.
+# Announces the next stage of a command on standard error.
 Say = Callable[[str], None]
 
 _LEVEL = "TF_CPP_MIN_LOG_LEVEL"
-# Seconds after which what is still done is said again.
+# Seconds between repeated announcements of the same stage.
 _REPEATED = 10.0
 
 
 def while_waiting(command: str, work: Callable[[Say], int], needs_tensorflow: bool = True) -> int:
-    """Runs the work of a command, which says what takes time; returns its exit status.
+    """Runs the work of a command, which announces its slow stages; returns its exit status.
 
     TensorFlow's log lines are shown only if it fails, or if `TF_CPP_MIN_LOG_LEVEL` is set.
     """
@@ -32,14 +32,14 @@ def while_waiting(command: str, work: Callable[[Say], int], needs_tensorflow: bo
         try:
             status = work(say)
         finally:
-            # Wrong arguments, 2, have nothing to do with it.
+            # After wrong arguments (2), log lines don't help.
             if status == 1 and log is not None:
                 log.show()
         return status
 
 
 class _HeldLog:
-    """TensorFlow's log lines, which were held back."""
+    """TensorFlow's log lines that were held back."""
 
     def show(self) -> None:
         """Prints them."""
@@ -49,10 +49,10 @@ class _HeldLog:
 
 @contextlib.contextmanager
 def _without_log_lines() -> Generator[_HeldLog]:
-    """Filters what is written to standard error, by C++ too."""
+    """Filters everything written to standard error, also by C++."""
     sys.stderr.flush()
     command = [sys.executable, "-I", "-S", str(Path(log_filter.__file__))]
-    # Ctrl-C leaves a session of its own alone, so that it passes on what the command says to it.
+    # Ctrl-C doesn't reach a separate session, so the filter can still pass on the command's last output.
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     assert child.stdin is not None
     before = os.dup(2)
@@ -65,14 +65,14 @@ def _without_log_lines() -> Generator[_HeldLog]:
         sys.stderr.flush()
         os.dup2(before, 2)
         os.close(before)
-        # A process that was started meanwhile may keep the pipe open.
+        # A child process may keep the pipe open.
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(2)
 
 
 @contextlib.contextmanager
 def _progress(prefix: str) -> Generator[Say]:
-    """Prints what is said at once, and again with the seconds it has taken, until it ends."""
+    """Prints each stage at once, and again with its duration until it ends."""
     stages, ended = [("", time.monotonic())], threading.Event()
 
     def say(what: str) -> None:
@@ -87,7 +87,7 @@ def _progress(prefix: str) -> Generator[Say]:
                 repeated[since] = int(seconds // _REPEATED)
                 print(f"{prefix}: {what}... {seconds:.0f} s", file=sys.stderr, flush=True)
 
-    # How often each stage was said again, by when it began.
+    # How often each stage was announced again, by its start time.
     repeated: dict[float, int] = {}
     threading.Thread(target=repeat, name="progress", daemon=True).start()
     try:

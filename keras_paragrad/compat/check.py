@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.names import NAMES, Hook
 
-# What `make compat` finds nothing missing in.
+# Releases in which `make compat` finds every name.
 KNOWN_TO_WORK = "keras 3.10 with tensorflow 2.19, 3.12 with 2.20, and 3.15 with 2.21"
 # The folders that may use private names.
 _SEAM = ("compat", "engine", "storage")
@@ -61,19 +61,19 @@ def raise_missing(hooks: Iterable[Hook]) -> NoReturn:
 
 
 def problem(hook: Hook) -> str | None:
-    """What a hook lacks: the name itself, or a parameter of it; `None` if nothing."""
+    """A description of what is missing: the name itself, or a parameter of it; `None` if nothing is."""
     return None if hook.optional else _PROBLEMS[hook.found](hook)
 
 
 def forget() -> None:
-    """Makes `look_for` look again."""
+    """Clears the cache of `look_for`."""
     _FOUND.clear()
     samples.cache_clear()
 
 
 @functools.cache
 def samples() -> list[object]:
-    """One instance of each class whose instances' attributes are looked for; it takes some 20 ms to make them."""
+    """An instance of each class whose instances have hooked attributes; making them takes some 20 ms."""
     try:
         # In another thread: Keras keeps its name counters, seeds, dtype policy and scopes by thread.
         with ThreadPoolExecutor(max_workers=1) as executor:
@@ -125,7 +125,7 @@ def _raise(problems: Iterable[str], cause: Exception | None = None) -> NoReturn:
 
 
 def lookup(hook: Hook, path: str) -> Any:
-    """What is at a dotted path in a hook's module."""
+    """Returns the object at a dotted path in a hook's module."""
     value: Any = importlib.import_module(hook.module)
     for name in path.split(".") if path else ():
         value = getattr(value, name)
@@ -137,7 +137,7 @@ def _missing(hook: Hook) -> str:
 
 
 def users(hook: Hook) -> list[str]:
-    """The modules that use a name, of those in the folders that may."""
+    """The modules that use a name, in the folders that may use private names."""
     package = Path(__file__).parents[1]
     name = hook.path.rpartition(".")[2] or hook.module.rpartition(".")[2]
     # Other names are words too, such as `context`: as attributes, or imported.
@@ -172,7 +172,7 @@ def _problem_by_name(hook: Hook) -> str | None:
 
 
 def _problem_of_code(hook: Hook) -> str | None:
-    """What is missing of a hook that a class's methods assign; `None` if nothing."""
+    """The problem with an attribute that a class's methods should assign; `None` if one assigns it."""
     owner, _, attribute = hook.path.rpartition(".")
     try:
         cls = lookup(hook, owner)
@@ -194,13 +194,13 @@ def _assigns(owner: type, attribute: str) -> bool:
 
 
 def _problem_of_object(hook: Hook) -> str | None:
-    """What is missing of a hook that only instances have, such as an attribute set in `__init__`; else `None`."""
+    """The problem with an attribute that only instances have, such as one set in `__init__`; `None` if it is there."""
     owner, _, attribute = hook.path.rpartition(".")
     try:
         cls = lookup(hook, owner)
     except (ImportError, AttributeError):
         return _missing(hook)
-    # Another class's instance may have an attribute of that name.
+    # Another class's instance may have an attribute with the same name.
     return (
         None if any(isinstance(sample, cls) and hasattr(sample, attribute) for sample in samples()) else _missing(hook)
     )

@@ -15,7 +15,7 @@ from keras_paragrad.compat.types import GradientTensor
 from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.compat.workers import replica_placement
 
-# Bytes from which a tensor on CPUs is all-reduced without a bucket, which saves two copies and waiting for the others.
+# Bytes from which a CPU tensor is all-reduced by itself, which saves two copies and waiting for a bucket to fill.
 # On two cores, 16 tensors of 1 MiB then took 12.5 ms instead of 13.2, 60 of them 47 ms instead of 80, and 16 of 4 MiB
 # 38 ms instead of 118; but 16 of 0.5 MiB 7.6 ms instead of 6.6.
 LARGE = 2**20
@@ -42,11 +42,11 @@ _contexts = 0
 
 @contextlib.contextmanager
 def as_one_replica() -> Generator[None]:
-    """Context in which strategies have one replica in sync, for what asks `num_replicas_in_sync` on this thread.
+    """Context in which strategies report one replica to code that reads `num_replicas_in_sync` on this thread.
 
-    A loss that is divided by it is then what one device computes: Keras's means, which are divided by its
-    `scale_loss_for_distribution`, `tf.nn.compute_average_loss`, and what users divide. Keras divides no sums, so the
-    total can't be corrected afterwards. Collectives don't ask, and sum over all replicas.
+    A loss that is divided by the number is then the loss of one device: Keras's means (by
+    `scale_loss_for_distribution`), `tf.nn.compute_average_loss`, and the user's own divisions. Keras doesn't divide
+    sums, so the total can't be corrected afterwards. Collectives still sum over all replicas.
     """
     _count_contexts(1)
     _claims.open += 1
@@ -59,8 +59,8 @@ def as_one_replica() -> Generator[None]:
 
 @contextlib.contextmanager
 def as_on_replica(strategy: tf.distribute.Strategy) -> Generator[None]:
-    """Context of a strategy, outside of a step, in which code that is only traced is as on its one replica."""
-    # A worker has the values of its own replicas alone.
+    """Context of a strategy, outside of a step, in which code is traced as on a single replica."""
+    # A worker has only its own replicas' values.
     first = replica_placement(strategy).first
     with strategy.scope(), tf.distribute.ReplicaContext(strategy, replica_id_in_sync_group=first), as_one_replica():
         yield
@@ -210,5 +210,5 @@ def run_if(
 
 
 def local_values(strategy: tf.distribute.Strategy, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
-    """Values of Keras variables on this process's first replica, read without a collective."""
+    """Reads Keras variables on this process's first replica, without a collective."""
     return [np.asarray(tf.convert_to_tensor(first_replica_values(strategy, variable.value))) for variable in variables]

@@ -63,11 +63,11 @@ class _AddedLosses:
 
     @property
     def added(self) -> list[list[tf.Tensor]]:
-        """By layer."""
+        """The added losses, by layer."""
         return [inner._losses[count:] for inner, count in self._counts]
 
     def replace(self, losses: Sequence[list[tf.Tensor]]) -> None:
-        """Replaces them by other losses for each layer, or removes them."""
+        """Replaces each layer's added losses, or removes them."""
         for index, (inner, count) in enumerate(self._counts):
             inner._losses[count:] = losses[index] if losses else []
 

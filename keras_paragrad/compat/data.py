@@ -25,7 +25,7 @@ from keras_paragrad.compat.private import (
 )
 from keras_paragrad.compat.types import Batch, Dataset, FitData, Structure
 
-# What Keras reads the data of `fit` with.
+# The adapter with which Keras reads the data of `fit`.
 Adapter: TypeAlias = DataAdapter
 
 
@@ -82,7 +82,7 @@ class ArrayRows:
         return self._mapped(numbers, _take_rows)
 
     def batches_with(self, elements: Dataset) -> Dataset:
-        """The elements `(indices, other)`, with a batch of rows in place of the indices."""
+        """Maps elements `(indices, other)` to `(rows, other)`."""
         return self._mapped(elements, _take_rows_with)
 
     def _mapped(self, elements: Dataset, take: Callable[..., Structure]) -> Dataset:
@@ -112,7 +112,7 @@ def without_autotuning(dataset: Dataset) -> Dataset:
 # AutoGraph takes longer to convert this than tracing takes.
 @tf.autograph.experimental.do_not_convert
 def _take_rows(numbers: tf.Tensor, arrays: Structure) -> Structure:
-    """The rows with some numbers, of nested arrays and sparse tensors."""
+    """Gathers rows by index from nested arrays and sparse tensors."""
 
     def take(leaf: Any) -> Any:
         if isinstance(leaf, TensorflowSparseWrapper):
@@ -170,7 +170,7 @@ def first_batch(adapter: DataAdapter) -> Batch:
 
 
 def sample_rows(adapter: DataAdapter, most: int) -> tuple[Batch, int]:
-    """Some rows of the data as nested arrays, and how many rows a batch has; iterators yield what they would have.
+    """The first rows of the data as nested arrays, and the batch size; iterators still yield every element.
 
     A dataset that says what it yields isn't read, as its next iterator may shuffle otherwise; its rows are zeros.
     """
@@ -215,11 +215,11 @@ def read_once(adapter: DataAdapter) -> None:
 
 
 def read_as_validation(adapter: DataAdapter, steps: int | None) -> None:
-    """Makes every iterator read what Keras's validation does: the first two batches, then the unread ones.
+    """Makes every iterator read as Keras's validation does: the first two batches, then the unread ones.
 
     Args:
         adapter: An unread adapter that `read_once` was called with.
-        steps: Batches per validation, or `None` for all. No more are read, as an iterator loses those at its end.
+        steps: Batches per validation, or `None` for all. No more are read: an iterator that ends loses them.
     """
     if isinstance(adapter, GeneratorDataAdapter):
         first, stream = adapter._first_batches, adapter.generator()

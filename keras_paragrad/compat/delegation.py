@@ -22,7 +22,7 @@ DELEGATED_METHODS = (
     "test_step",
     "predict_step",
 )
-# Overrides that conflict with those of the training model.
+# Overrides that conflict with the training model's.
 TRAINING_METHODS = (
     "train_step",
     "make_train_function",
@@ -54,7 +54,7 @@ def overrides(model: keras.Model, name: str) -> bool:
 
 
 def preprocesses(model: keras.Model) -> bool:
-    """Whether a model's own `fit` may change the data, unlike that of KerasHub's tasks without a preprocessor."""
+    """Whether a model's own `fit` may change the data; KerasHub's tasks without a preprocessor don't."""
     if not hasattr(model, "preprocess_samples"):
         return True
     if getattr(model, "preprocessor", None) is not None:
@@ -93,7 +93,7 @@ def explain_missing_compile(model: keras.Model, message: str) -> None:
 
 
 def layer_metrics(layer: keras.layers.Layer) -> list[keras.Metric]:
-    """A layer's metrics, without those passed to `compile`."""
+    """A layer's metrics, without the metrics passed to `compile`."""
     if not isinstance(layer, keras.Model):
         return layer.metrics
     with attributes(layer, compiled=False):

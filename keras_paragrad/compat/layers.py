@@ -1,4 +1,4 @@
-"""The state of a layer's call, tensors that it reads in place of variables, and the dense tensors of nested values."""
+"""The context of a layer's call, tensors read in place of variables, and the dense tensors of nested values."""
 
 import contextlib
 import copy
@@ -90,7 +90,7 @@ def with_mask(tensor: T, mask: tf.Tensor | None) -> T:
 
 
 def copy_mask(origin: object, tensor: object) -> None:
-    """Sets a tensor's mask to that of `origin`."""
+    """Copies the mask of `origin` to a tensor."""
     if mask_of(origin) is not mask_of(tensor):
         set_keras_mask(tensor, mask_of(origin))
 
@@ -105,7 +105,7 @@ def full_precision() -> Generator[None]:
 def dtype_within(variable: keras.Variable, dtype: str | None) -> str:
     """The dtype that a variable is read in by a layer that computes in `dtype`; its own, if `None`."""
     if dtype is None:
-        # In a scope of no dtype, Keras's property is the default one's.
+        # In a scope without a dtype, Keras's property returns the default scope's dtype.
         return variable._dtype
     with AutocastScope(dtype):
         return variable.dtype
@@ -225,7 +225,7 @@ class ReadScope(keras.StatelessScope):
                 f"{self.name!r} assigns to its weight {variable.path!r} when it is called, and {self.reason}"
             )
         self._assigned.setdefault(id(variable), variable)
-        # As in assignments to variables, through which no gradient flows.
+        # No gradient flows through an assignment, as with variables.
         super().add_update((variable, tf.stop_gradient(value)))
 
     def _record_use(self, variable: keras.Variable) -> None:

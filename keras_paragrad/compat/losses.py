@@ -29,7 +29,7 @@ class OutputLoss(NamedTuple):
 
 
 class LossMatching(CompileLoss):
-    """Finds the arguments of each loss as `compile` and `fit` do, by names and positions, and computes none of them.
+    """Matches each loss with its arguments as `compile` and `fit` do, by name and position, without computing losses.
 
     Args:
         loss: A loss, or losses nested as `compile` takes them.
@@ -89,7 +89,7 @@ class LossMatching(CompileLoss):
         return list(self._matched)
 
     def _by_name(self, y: Structure, y_pred: Structure) -> Structure:
-        """Targets by name in the order of the outputs, with `None` for the others, which Keras takes by position."""
+        """Orders targets given by name like the outputs, with `None` for missing ones, as Keras matches by position."""
         names = self.output_names
         if not isinstance(y, Mapping) or isinstance(y_pred, Mapping) or not names:
             return y

@@ -52,7 +52,7 @@ def all_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
 
 
 def other_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that `compile` of Keras wasn't given: attributes of the model and its layers, in lists too."""
+    """The optimizers not passed to Keras's `compile`: attributes of the model and its layers, also in lists."""
     known = {id(inner) for inner in held_optimizers(model.optimizer)}
     values = [
         value
@@ -65,12 +65,12 @@ def other_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """A model's optimizers: that of `compile`, and those that a `train_step` of its own calls."""
+    """A model's optimizers: the compiled one, and the ones that its own `train_step` calls."""
     return [*([] if model.optimizer is None else [model.optimizer]), *other_optimizers(model)]
 
 
 def count_after(tensors: Sequence[tf.Tensor]) -> None:
-    """Has the optimizers of the model that is called count an update after these tensors are there, and not before.
+    """Makes the running model's optimizers count an update only after these tensors are computed.
 
     TensorFlow inlines Keras's step, whose counter would advance for a batch that turns out not to exist. It orders the
     counter's read here before its assignment.
@@ -79,7 +79,7 @@ def count_after(tensors: Sequence[tf.Tensor]) -> None:
     if not isinstance(model, keras.Model) or not model.compiled:
         return
     if tf.executing_eagerly() or "make_train_function" in vars(model):
-        # Steps of our own are never inlined.
+        # This package's steps are never inlined.
         return
     with tf.control_dependencies([tensor for tensor in tensors if tf.is_tensor(tensor)]):
         for outer in optimizers_of(model):
@@ -89,7 +89,7 @@ def count_after(tensors: Sequence[tf.Tensor]) -> None:
 
 
 def step_metrics(model: keras.Model) -> list[keras.metrics.Metric]:
-    """The metrics that a custom step may update: also those that an overridden `metrics` property leaves out."""
+    """The metrics that a custom step may update, including metrics that an overridden `metrics` property omits."""
     metrics = [*model.metrics, *keras.Model.metrics.fget(model), *all_metrics(model)]  # pyright: ignore
     return list({id(metric): metric for metric in metrics}.values())
 
@@ -112,7 +112,7 @@ def added_losses_by_layer(model: keras.Model) -> list[tuple[keras.layers.Layer, 
 
 
 def replace_added_losses(model: keras.Model, losses: Iterable[tuple[keras.layers.Layer, Any]]) -> None:
-    """Makes these the losses that layers have added, and no others."""
+    """Replaces all losses that layers have added by these."""
     for layer in model._flatten_layers():
         layer._losses.clear()
     for layer, loss in losses:
@@ -199,7 +199,7 @@ def overrides_predict_step(model: keras.Model) -> bool:
 
 
 def words_of(error: BaseException) -> str:
-    """What an error says, without the terminal's styles that Keras writes into its own."""
+    """An error's message, without the terminal styles that Keras adds."""
     return _STYLES.sub("", str(error))
 
 
@@ -216,7 +216,7 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
 
 
 def fit_frame(frame: types.FrameType | None, model: keras.Model | None = None) -> types.FrameType | None:
-    """The innermost call of a model's `fit` from a frame outward, of the given model or of any."""
+    """The innermost call of `fit` from a frame outward, of the given model or of any."""
     while frame is not None:
         if frame.f_code.co_name == "fit":
             owner = frame.f_locals.get("self")

@@ -35,7 +35,7 @@ def _on_instances(module: str, path: str) -> Hook:
 
 
 NAMES: dict[str, tuple[Hook, ...]] = {
-    # What any component may ask of a model, its layers, losses and metrics.
+    # Used by every component: a model, its layers, losses and metrics.
     "models": (
         Hook("keras", "Layer._flatten_layers", ("include_self",)),
         Hook("keras", "Layer._get_own_losses"),
@@ -76,7 +76,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         _on_instances("keras.src.losses.losses", "LossFunctionWrapper._fn_kwargs"),
         _on_instances("keras.src.trainers.compile_utils", "CompileLoss._flat_losses"),
     ),
-    # Steps of our own, in place of Keras's.
+    # This package's steps, in place of Keras's.
     "steps": (
         Hook("keras", "Model._autoconvert_optionals", ("step_func",), optional=True),
         Hook("keras", "Model._maybe_symbolic_build", ("iterator", "data_batch")),
@@ -127,7 +127,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         _assigned("keras.optimizers", "Optimizer._accumulated_gradients"),
         _assigned("keras.optimizers", "Optimizer._model_variables_moving_average"),
     ),
-    # What `fit` reads.
+    # The data of `fit`.
     "data": (
         Hook(
             "keras.src.trainers.data_adapters",
@@ -187,7 +187,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("tensorflow.python.eager.context", "Context.delete_config_key_value", ("key",)),
         Hook("tensorflow.python.eager.context", "context"),
     ),
-    # Variables that each replica has a part of.
+    # Variables in shards.
     "shards": (
         Hook("keras", "Optimizer._apply_weight_decay", ("variables",)),
         Hook("keras", "Optimizer._backend_apply_gradients", ("grads", "trainable_variables")),
@@ -234,7 +234,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
             ("op_type", "output_tensors", "input_tensors", "backward_function"),
         ),
     ),
-    # What `tf.function` has traced.
+    # The traces of a `tf.function`.
     "traced functions": (
         Hook("tensorflow.python.distribute.input_lib", "DistributedIteratorSpec._element_spec"),
         Hook(

@@ -1,4 +1,4 @@
-"""Modules and classes of Keras and TensorFlow that are found through what is public in them."""
+"""Private modules and classes of Keras and TensorFlow, found through their public functions and attributes."""
 
 import inspect
 import sys
@@ -28,7 +28,7 @@ gen_nn_ops = home_of(tf.raw_ops.AvgPoolGrad)
 gen_random_ops = home_of(tf.raw_ops.RandomUniform)
 random_seed = home_of(tf.random.set_seed)
 gen_stateless_random_ops_v2 = home_of(tf.raw_ops.StatelessRandomNormalV2)
-# What `tf.Module` tracks its variables by.
+# The class through which `tf.Module` tracks its variables.
 AutoTrackable = owner_of("__setattr__", tf.Module)
 # The classes whose methods all strategies, optimizers and variables inherit.
 StrategyBase = owner_of("num_replicas_in_sync", tf.distribute.Strategy)

@@ -1,4 +1,4 @@
-"""What an optimizer can do, by its attributes, and a wrapper that delegates state and settings to `inner_optimizer`.
+"""Queries about optimizers, and a wrapper that delegates state and settings to `inner_optimizer`.
 
 An optimizer that wraps another, as `LossScaleOptimizer` does, has it as `inner_optimizer`; wrappers nest. One with
 `accumulates = True` implements `Accumulating`.
@@ -30,9 +30,9 @@ class Accumulating(Protocol):
 
     @property
     def gradient_weight(self) -> keras.Variable:
-        """The variable whose gradient, passed to `apply`, is the `Contribution` of the others as a tensor.
+        """A dummy variable. Its "gradient", passed to `apply`, is the micro-batch's `Contribution` as a tensor.
 
-        Keras assigns it its gradient, as it does float8 scales: wrappers don't scale such gradients.
+        Wrappers pass it on unscaled: Keras's `overwrite_with_gradient` marks it, as it does float8 scales.
         """
         ...
 
@@ -50,13 +50,13 @@ def innermost_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimize
     return innermost
 
 
-# What an attribute of an optimizer may be without optimizers of its own in it.
+# Types of attributes that hold no optimizer.
 _OF_OTHERS = (keras.layers.Layer, keras.Variable, tf.Variable, tf.Tensor, tf.distribute.Strategy, type)
 _LIBRARIES = {"builtins", "keras", "keras_paragrad", "numpy", "tensorflow"}
 
 
 def held_optimizers(optimizer: keras.optimizers.Optimizer | None) -> list[keras.optimizers.Optimizer]:
-    """An optimizer and all optimizers in it, whatever attributes, containers and objects of the user's hold them."""
+    """An optimizer and all optimizers that it holds, in attributes, containers or objects of the user's classes."""
     found: dict[int, keras.optimizers.Optimizer] = {}
     seen: dict[int, object] = {}
 
@@ -82,7 +82,7 @@ def held_optimizers(optimizer: keras.optimizers.Optimizer | None) -> list[keras.
 
 
 def updating_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:
-    """The optimizers that update variables: the innermost, and those that it delegates to."""
+    """The optimizers that update variables: the innermost one, and the optimizers it holds."""
     return held_optimizers(innermost_optimizer(optimizer))
 
 
@@ -128,20 +128,20 @@ def say_rows_are_summed(
 
 
 class UnreducedOptimizers:
-    """Optimizers that apply gradients as they are, until `restore`: they are the sums over the replicas already."""
+    """Optimizers that don't sum gradients over replicas, until `restore`: the gradients are summed already."""
 
     def __init__(self) -> None:
         self._before: dict[int, tuple[keras.optimizers.Optimizer, dict[str, Any]]] = {}
 
     def add(self, optimizer: keras.optimizers.Optimizer) -> None:
-        """Has an optimizer apply gradients as they are."""
+        """Keeps an optimizer from summing gradients over replicas."""
         attributes = vars(optimizer)
         before = {REDUCTION: attributes[REDUCTION]} if REDUCTION in attributes else {}
         self._before.setdefault(id(optimizer), (optimizer, before))
         attributes[REDUCTION] = list
 
     def restore(self) -> None:
-        """Restores all of them."""
+        """Restores all the optimizers."""
         for optimizer, before in self._before.values():
             del vars(optimizer)[REDUCTION]
             vars(optimizer).update(before)
@@ -153,7 +153,7 @@ def reduces_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def overwrites(variable: keras.Variable) -> bool:
-    """Whether Keras assigns a variable its gradient, as it does float8 scales."""
+    """Whether Keras assigns the gradient to the variable instead of updating it, as for float8 scales."""
     return getattr(variable, "overwrite_with_gradient", False)
 
 
@@ -191,7 +191,7 @@ _STATE = ("_variables", "_iterations", "_learning_rate", "_inner_optimizers")
 
 
 class WrappingOptimizer(keras.optimizers.Optimizer):
-    """An optimizer whose settings, counters, methods and saved state are those of `inner_optimizer`.
+    """An optimizer that shares the settings, counters, methods and saved state of `inner_optimizer`.
 
     A setting that only the inner optimizer has, such as `momentum`, is read and set there as well.
 
@@ -232,7 +232,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         if self.inner_optimizer.built:
             self.inner_optimizer._check_variables_are_known(variables)
         else:
-            # With tracking on: Keras saves tracked variables alone, and Nadam assigns one to an attribute.
+            # With tracking on: Keras saves only tracked variables, and Nadam assigns one to an attribute.
             self.inner_optimizer.build(variables)
         with DotNotTrackScope():
             for index, variable in enumerate(variables):
@@ -262,7 +262,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
 
     @property
     def learning_rate(self):
-        """The inner optimizer's learning rate; setting it sets that one."""
+        """The inner optimizer's learning rate, also when set."""
         return self.inner_optimizer.learning_rate
 
     @learning_rate.setter
@@ -270,7 +270,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
         self.inner_optimizer.learning_rate = value
 
     def get_config(self) -> Config:
-        """The inner optimizer and the name, serialized."""
+        """The constructor's arguments, serialized."""
         return {"inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer), "name": self.name}
 
     @classmethod

@@ -12,7 +12,7 @@ from keras_paragrad.compat.names import HOOKS, Hook
 
 
 class StandIn(type):
-    """The class of classes in place of names that are missing."""
+    """The metaclass of stand-ins for missing names."""
 
     hook: Hook
 
@@ -20,19 +20,19 @@ class StandIn(type):
         raise_missing([cls.hook])
 
     def __getattr__(cls, name: str) -> NoReturn:
-        # Python and tools ask each class for these.
+        # Python and tools read these of every class.
         if name.startswith("__"):
             raise AttributeError(name)
         raise_missing([cls.hook])
 
 
 def stand_in_for(hook: Hook) -> StandIn:
-    """A class that refuses to be called, and has no attributes."""
+    """Base of stand-ins: classes that can't be called and have no attributes."""
     return StandIn(hook.path.partition(".")[0], (), {"hook": hook})
 
 
 def _hooks_by_name() -> dict[str, Hook]:
-    """By what is imported, a module, class or function, a name of it that is looked for."""
+    """Maps each module, class or function that can be imported to one of its hooks."""
     modules: dict[str, Hook] = {}
     names: dict[str, Hook] = {}
     for hook in HOOKS:

@@ -11,7 +11,7 @@ Opened = TypeVar("Opened")
 
 
 class Replacement(NamedTuple):
-    """A function of a module, or method of a class, and what is called in its place.
+    """A function of a module, or method of a class, and its replacement.
 
     Attributes:
         owner: The module or class.

@@ -1,4 +1,4 @@
-"""`ModelState`, what the pack attaches to objects of the user's, and `MethodPatch`, which replaces their methods."""
+"""`ModelState`: per-object state that the package attaches to user objects; and `MethodPatch`: replaced methods."""
 
 import abc
 import contextlib
@@ -41,10 +41,10 @@ class ModelState:
         owner: The object: a model, layer, optimizer, loss, strategy or function.
     """
 
-    # Of models: the step builder, and how the model is trained (`distribution.preparation`).
+    # Of models: the step builder, and the preparations by a `Parallelism`.
     step_builder = Slot[Any](None)
     preparations = Slot[Mapping[type, Any]]({})
-    # The strategy of the workers that train a model on a mesh.
+    # Of models on a mesh: the strategy of the workers that train it.
     workers = Slot[Any](None)
     # Of models: the arguments of each `recompute` in effect, for processes in which a batch is tried.
     recomputations = Slot[tuple[dict[str, Any], ...]](())
@@ -52,7 +52,7 @@ class ModelState:
     independence = Slot[tuple[Any, dict[Any, Any]] | None](None)
     deferred_refusal = Slot[Mapping[str, Any]]({})
     logged = Slot[frozenset[str]](frozenset())
-    # Of models: what a custom `compute_metrics` has returned of the part of a batch that was traced last.
+    # Of models: the results of a custom `compute_metrics` for the part of a batch that was traced last.
     shown_metrics = Slot[tuple[str, ...] | None](None)
     # By replica, the weight of the loss in the backward pass that is being traced.
     replica_weights = Slot[Mapping[int, Any]]({})
@@ -60,14 +60,14 @@ class ModelState:
     patches = Slot[Mapping[type, Any]]({})
     # Of layers: whether a call gathers the weights.
     gathers = Slot[bool](False)
-    # Of optimizers: what an intercepted `apply` replaces, the installed transform, and the norms of sharded gradients,
-    # `()` between updates.
+    # Of optimizers: the original of an intercepted `apply`, the installed transform, and the norms of sharded gradients
+    # (`()` between updates).
     interception = Slot[Any](None)
     transform = Slot[Any](None)
     norms = Slot[tuple[Any, ...] | None](None)
-    # Of progress bars: which values they show.
+    # Of progress bars: the names of the values that they show.
     progress = Slot[Any](None)
-    # Of strategies: what measures how long a worker waits for the others.
+    # Of strategies: the `WaitClock`, which measures how long a worker waits for the others.
     wait_clock = Slot[Any](None)
     # Of strategies and replaced methods: whether they warn of an unprepared `fit`.
     warns = Slot[bool](False)
@@ -95,7 +95,7 @@ def state_of(owner: object) -> ModelState:
 
 
 def is_first(owner: object, message: str) -> bool:
-    """Whether a message wasn't said for this owner before; it is from now on."""
+    """Whether this is the first time that a message is said for this owner."""
     state = state_of(owner)
     if message in state.logged:
         return False
@@ -104,13 +104,13 @@ def is_first(owner: object, message: str) -> bool:
 
 
 def log_once(owner: object, message: str, level: int = logging.INFO) -> None:
-    """Logs what wasn't said for this owner before."""
+    """Logs a message once per owner."""
     if is_first(owner, message):
         logging.getLogger("keras_paragrad").log(level, "%s", message)
 
 
 def warn_once(owner: object, message: str, *, stacklevel: int = 2) -> None:
-    """Warns of what wasn't said for this owner before: not for each `fit`, replica or trace."""
+    """Warns once per owner, rather than in each `fit`, replica or trace."""
     if is_first(owner, message):
         warnings.warn(message, stacklevel=stacklevel + 1)
 
@@ -174,7 +174,7 @@ def patched(owner: object, make: Callable[[], Patch]) -> Generator[Patch]:
         owner: The object that the patch is attached to, so that the other replicas share it.
         make: Makes the patch. An owner has at most one of each class.
     """
-    # Replicas are traced interleaved, up to each collective: the first to enter patches, the last to leave restores.
+    # Traces of replicas are interleaved at collectives: the first replica to enter patches, the last to leave restores.
     new, state = make(), state_of(owner)
     kind = type(new)
     patch = state.patches.get(kind, new)

@@ -1,4 +1,4 @@
-"""Variables that are saved with their owner, and variables without memory, to be traced and counted."""
+"""Variables that are saved with their owner, and variables without memory for tracing and counting."""
 
 import contextlib
 import warnings
@@ -79,7 +79,7 @@ class SavedVariables(KerasSaveable, AutoTrackable):
 
     @property
     def restored(self) -> tuple[int, int]:
-        """A value that changes whenever the variables are restored from a file."""
+        """A counter that changes whenever the variables are restored from a file."""
         return self.loads, getattr(self, "_update_uid", 0)
 
     def save_own_variables(self, store: MutableMapping[str, np.ndarray]):
@@ -88,16 +88,16 @@ class SavedVariables(KerasSaveable, AutoTrackable):
             store[name] = variable.numpy()
 
     def load_own_variables(self, store: Mapping[str, np.ndarray]):
-        """Reads what `save_own_variables` wrote; zeros where nothing was written."""
+        """Reads the variables from a file; zeros where the file has none."""
         self.__dict__["loads"] += 1
         for name, variable in self.variables.items():
             assign_sum(variable, store[name] if name in store else keras.ops.zeros(variable.shape, variable.dtype))
 
 
 def assign_sum(variable: keras.Variable, value: Any) -> None:
-    """Assigns a value, in cross-replica context; of a sum over replicas, to the first replica.
+    """Assigns a value in cross-replica context: a sum over replicas is assigned to the first replica.
 
-    Equal shares on all replicas, as TensorFlow assigns them, may add up to other bits.
+    TensorFlow would assign equal shares to all replicas, whose sum may differ in the last bit.
     """
     distributed: Any = variable.value
     on_read = getattr(distributed, "synchronization", None) == tf.VariableSynchronization.ON_READ
@@ -124,7 +124,7 @@ def variable_bytes(variable: keras.Variable) -> int:
 
 def _initialize(_: bool, initialize: Callable[..., None], variable: keras.Variable, value: object) -> None:
     if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
-        # A symbolic value, which an optimizer computes from weights in `build`.
+        # An optimizer may compute a symbolic value from weights in `build`.
         dtype = dtype_within(variable, None)
         variable._value = unallocated_variable(value.shape, dtype, variable.trainable, variable.name)
     else:
@@ -190,7 +190,7 @@ def optimizer_variables(optimizers: Sequence[keras.optimizers.Optimizer]) -> dic
             *(getattr(inner, "_accumulated_gradients", ()) for inner in updating),
             *(wrapper.variables.values() for wrapper in saved),
         ],
-        # Without the others, which are listed above.
+        # Without the averages and accumulators, which are listed above.
         "slots": [inner.variables for inner in updating],
     }
     seen: set[int] = set()

@@ -12,7 +12,7 @@ _CPU = "/CPU:0"
 
 
 class WaitClock:
-    """Adds up the time for which the tensors of a step wait for those of other workers.
+    """Adds up the time for which a step's tensors wait for other workers.
 
     It is attached to a strategy, and part of each step that is traced from then on. The first replica of each worker is
     measured.
@@ -25,7 +25,7 @@ class WaitClock:
         self.replica = replica_placement(strategy).first
         with tf.init_scope(), tf.device(_CPU):
             self._on = tf.Variable(tf.constant(False), trainable=False)
-            # The seconds waited since they were read, and when the last wait ended.
+            # The seconds waited since the last `read`, and the time at which the last wait ended.
             self._seconds, self._ended = (tf.Variable(tf.constant(0.0, tf.float64), trainable=False) for _ in range(2))
 
     @classmethod
@@ -43,12 +43,12 @@ class WaitClock:
 
     @classmethod
     def attach(cls, strategy: tf.distribute.Strategy) -> "WaitClock":
-        """Gives a strategy a clock."""
+        """Attaches a clock to a strategy."""
         clock = state_of(strategy).wait_clock = cls(strategy)
         return clock
 
     def switch(self, on: bool) -> None:
-        """Measures from now on, or no longer. Measuring waits for a GPU wherever gradients are summed."""
+        """Starts or stops measuring. Measuring waits for a GPU wherever gradients are summed."""
         self._on.assign(on)
         self._seconds.assign(0.0)
 
@@ -59,11 +59,11 @@ class WaitClock:
         return seconds
 
     def wait(self, tensors: Sequence[Any], awaited: Sequence[Any]) -> None:
-        """Adds the time from when tensors are there until what they wait for is, while a step is traced."""
+        """Traces operations that add up the time from when `tensors` are computed until `awaited` are."""
         zero = tf.constant(0.0, tf.float64)
 
         def add() -> tf.Tensor:
-            # Of sums that are waited for at once, the time counts once.
+            # Overlapping waits count once.
             start = tf.maximum(begun, self._ended)
             now = self._now(awaited)
             with tf.control_dependencies([start]):
@@ -76,7 +76,7 @@ class WaitClock:
 
     @staticmethod
     def _now(tensors: Sequence[Any]) -> tf.Tensor:
-        """The time at which tensors are computed: on a GPU not before a value of each has been copied."""
+        """The time at which tensors are computed; on a GPU, when a value of each has been copied."""
         values = [
             tensor.values if isinstance(tensor, tf.IndexedSlices) else tensor
             for tensor in tensors

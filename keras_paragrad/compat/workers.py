@@ -1,4 +1,4 @@
-"""Strategies of several workers, and which replicas and values this process has."""
+"""Strategies of several workers, and the replicas and values that this process holds."""
 
 import contextlib
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from keras_paragrad.compat.types import TensorVariable
 
 
 def first_row(rows: tf.Tensor | int, part: tf.Tensor | int, parts: int) -> Any:
-    """The first row of a part of a batch: sizes differ by at most one row, and the larger parts come first."""
+    """The first row of a part of a batch; part sizes differ by at most one row, larger parts first."""
     size, larger = divmod(rows, parts) if isinstance(rows, int) else (rows // parts, tf.math.floormod(rows, parts))
     least = min if isinstance(larger, int) and isinstance(part, int) else tf.minimum
     return part * size + least(part, larger)
 
 
 def parts_per_replica(parts: int, replicas: int) -> int:
-    """How many consecutive parts of a batch a replica computes: a power of two, so that they are a branch of a tree."""
+    """The number of consecutive parts of a batch per replica: a power of two, so they are one branch of the sum tree."""
     count = 1
     while count * replicas < parts:
         count *= 2
@@ -104,7 +104,7 @@ def replica_variable(shape: Sequence[int | None], dtype: tf.DType = tf.float32) 
 
 
 def local_replica_values(value: TensorVariable | tf.Tensor) -> Sequence[TensorVariable | tf.Tensor]:
-    """The values of a variable or tensor on this process's replicas; itself without a strategy."""
+    """The values of a variable or tensor on this process's replicas; `(value,)` without a strategy."""
     return value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
 
 
@@ -118,10 +118,10 @@ def has_joined_a_cluster() -> bool:
 
 
 def barrier() -> None:
-    """Waits until every worker has called this, or is lost; takes less than 1 ms.
+    """Waits until every worker has called this function or is lost; takes less than 1 ms.
 
-    Call it after what may be a program's last collective: other workers may still read from one that has its result,
-    and would fail if that process exited.
+    Call it after a collective that may be the program's last: other workers may still read from a process that has its
+    result already, and would fail if that process exited.
     """
     # On an error other workers are lost; the next collective, if any, reports it.
     with contextlib.suppress(tf.errors.OpError):
@@ -129,26 +129,26 @@ def barrier() -> None:
 
 
 def post(name: str, text: str) -> None:
-    """Tells all workers something, once for each name; no collective, so any thread can call it at any time."""
+    """Posts a text under a name, once, for all workers to read. It is no collective, so any thread may call it."""
     context().set_config_key_value(name, text)
 
 
 def wait_for_post(name: str, seconds: float) -> str | None:
-    """What a worker has posted under a name; `None` if nothing within some seconds."""
+    """The text that a worker has posted under a name; `None` if there is none within some seconds."""
     with contextlib.suppress(tf.errors.DeadlineExceededError):
         return context().get_config_key_value(name, round(1000 * seconds))
     return None
 
 
 def remove_post(name: str) -> None:
-    """Removes what was posted under a name."""
+    """Removes the text posted under a name."""
     context().delete_config_key_value(name)
 
 
 class NamedDevicesStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """`tf.distribute.MultiWorkerMirroredStrategy` with replicas on named devices of each worker.
 
-    TensorFlow's takes all GPUs, or one CPU device.
+    TensorFlow's own strategy takes all GPUs, or one CPU device.
 
     Args:
         devices: Names such as `CPU:0`; every worker needs equally many, of the same kind.

@@ -102,7 +102,7 @@ class _Path(NamedTuple):
         ]
         differences = [x - start for x, start in zip(free, starts, strict=True)]
         points, weights = np.polynomial.legendre.leggauss(self.steps)
-        # From the interval (-1, 1) to the line's (0, 1).
+        # Map the interval (-1, 1) to (0, 1).
         positions, weights = tf.constant((points + 1) / 2), tf.constant(weights / 2)
 
         def add(step: tf.Tensor, sums: list[tf.Tensor]):

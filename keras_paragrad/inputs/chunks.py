@@ -95,7 +95,7 @@ class Execution:
         return estimate(forward_bytes, 4 * sum(sizes), traced.outputs[0].shape[1:].num_elements())
 
     def _run_first_by(self, method: Differentiate, leaves: list[tf.Tensor]) -> list[np.ndarray]:
-        """Compiles a method, and runs it on the first chunk, on which its result is checked."""
+        """Compiles a method, runs it on the first chunk, and checks the result."""
         self._function = self._compile(method, leaves)
         values, is_valid = self._function(leaves, tf.constant(True))
         if not self._gather(is_valid).all():

@@ -48,7 +48,7 @@ class RowFunction(NamedTuple):
         return _check_value(_select(self.model, outputs, self.output, self.labels), self._rows)
 
     def free_values(self) -> list[tf.Tensor]:
-        """The sources' own values: inputs, and outputs of layers, which a call of the model gives."""
+        """The sources' values: the inputs, and the layers' outputs in a call of the model."""
         values = {id(source): self.inputs[source.number] for source in self.selection.inputs}
         if self.selection.layers:
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
@@ -131,7 +131,7 @@ Differentiate = Callable[[RowFunction, list[tf.Tensor], Sequence[tf.Tensor], tf.
 
 @contextlib.contextmanager
 def refuse_missing_derivatives(message: str) -> Generator[None]:
-    """Context that reports gradients without a derivative of their own; `message` has `{}` for TensorFlow's."""
+    """Context that reports gradients without a second derivative; `{}` in `message` stands for TensorFlow's error."""
     try:
         yield
     except LookupError as error:
@@ -215,14 +215,14 @@ def _select(model: keras.Model, outputs: Structure, output: Output, labels: tf.T
 
 
 def _output_names(model: keras.Model, outputs: Structure) -> list[Spelling]:
-    """What each of the flattened outputs can be called."""
+    """The name and path of each flattened output."""
     paths = [path for path, _ in keras.tree.flatten_with_path(outputs)]
     names = list(getattr(model, "output_names", None) or [])
     return spellings(paths, names if len(names) == len(paths) else [None] * len(paths))
 
 
 def _output_number(name: str, known: list[Spelling]) -> int:
-    """The place of the output with a name or path."""
+    """The index of the output with a name or path."""
     places = places_of(name, known)
     if len(places) == 1:
         return places[0]

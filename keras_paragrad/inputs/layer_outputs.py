@@ -1,4 +1,4 @@
-"""The output of a layer within the call of its model, in place of an input."""
+"""Differentiates with respect to a layer's output within its model's call, instead of an input."""
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
@@ -14,7 +14,7 @@ _NAME_IT = "pass the tensor through keras.layers.Identity(name=...), and name th
 
 
 class LayerOutput(NamedTuple):
-    """What a layer gives when its model is called.
+    """A layer's output when its model is called.
 
     Attributes:
         name: What `wrt` calls it.
@@ -34,10 +34,10 @@ class LayerOutput(NamedTuple):
 def outputs_exchanged(
     sources: Sequence[LayerOutput], rows: int | None, exchange: Callable[[LayerOutput, tf.Tensor], tf.Tensor]
 ) -> Generator[None]:
-    """Context in which calls of layers give `exchange(source, output)`, with the mask of the output.
+    """Context in which a source layer's call returns `exchange(source, output)`, with the mask of the output.
 
     Raises:
-        ValueError: A layer is not called, or more than once, or gives something that has no derivative by row.
+        ValueError: A layer is not called, or more than once, or returns something that has no derivative by row.
     """
     graph, refused = tf.compat.v1.get_default_graph(), list[ValueError]()
     calls = {id(source.layer): 0 for source in sources}
@@ -76,7 +76,7 @@ def outputs_exchanged(
 
 
 def _check_calls(source: LayerOutput, calls: int) -> None:
-    """Refuses a layer without the call that is named."""
+    """Refuses a layer that isn't called as often as the source says."""
     if source.call is None and calls > 1:
         raise ValueError(
             f"The layer {source.name!r} is called {calls} times when the model is called. Write "

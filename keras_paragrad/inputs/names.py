@@ -1,4 +1,4 @@
-"""Finds inputs, outputs and layers by name or path; a name that two have is refused, with what tells them apart."""
+"""Finds inputs, outputs and layers by name or path. Errors for ambiguous names list names that are unique."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ Path = tuple[str | int, ...]
 
 
 class Spelling(NamedTuple):
-    """What an input or an output can be called.
+    """The name and path of an input or an output.
 
     Attributes:
         path: Its position in the nested structure.
@@ -23,16 +23,16 @@ class Spelling(NamedTuple):
 
     @property
     def joined(self) -> str | None:
-        """The path as text; `None` for a place in a list, which an integer would be mistaken for."""
+        """The path as text; `None` for an index in a list, which would be mistaken for the number of an input."""
         return "/".join(map(str, self.path)) if any(isinstance(key, str) for key in self.path) else None
 
     def code(self, variable: str) -> str:
-        """Code that picks it from a variable."""
+        """Code that picks this leaf from a variable."""
         return variable + "".join(f"[{key!r}]" for key in self.path)
 
 
 def spellings(paths: Sequence[Path], names: Sequence[str | None]) -> list[Spelling]:
-    """What each leaf of a structure can be called: by its key, or else by its name."""
+    """The name and path of each leaf of a structure: its key, or else its own name."""
     return [
         Spelling(path, path[-1] if path and isinstance(path[-1], str) else name)
         for path, name in zip(paths, names, strict=True)
@@ -40,13 +40,13 @@ def spellings(paths: Sequence[Path], names: Sequence[str | None]) -> list[Spelli
 
 
 def places_of(name: str, known: Sequence[Spelling]) -> list[int]:
-    """The places that have a path, or else a name."""
+    """The indices of the leaves with a path, or else with a name."""
     by_path = [place for place, leaf in enumerate(known) if leaf.joined == name]
     return by_path or [place for place, leaf in enumerate(known) if leaf.name == name]
 
 
 def distinct_names(known: Sequence[Spelling]) -> list[str | None]:
-    """For each, its name, or its path if others have the name; `None` if neither tells it apart."""
+    """Each leaf's name, or its path if other leaves have the same name; `None` if neither is unique."""
 
     def label(place: int, spelling: Spelling) -> str | None:
         options = (spelling.name, spelling.joined)
@@ -56,7 +56,7 @@ def distinct_names(known: Sequence[Spelling]) -> list[str | None]:
 
 
 def layers_by_path(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
-    """The layers at every depth, with the names on the way to each."""
+    """The layers at every depth, each with its path of names."""
 
     def walk(layer: keras.layers.Layer, above: str) -> Iterator[tuple[str, keras.layers.Layer]]:
         for child in children(layer):
@@ -72,6 +72,6 @@ def layers_by_path(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
 
 
 def layers_named(name: str, known: Sequence[tuple[str, keras.layers.Layer]]) -> list[tuple[str, keras.layers.Layer]]:
-    """The layers with a path, or else those whose paths end with a name."""
+    """The layers with a path, or else the layers whose paths end with a name."""
     exact = [leaf for leaf in known if leaf[0] == name]
     return exact or [leaf for leaf in known if f"/{leaf[0]}".endswith(f"/{name}")]

@@ -1,4 +1,4 @@
-"""Selects what to differentiate by: all inputs, or the inputs and layers that `wrt` names. Refuses integers."""
+"""Selects the sources of a derivative: all inputs, or the inputs and layers that `wrt` names. Refuses integers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -42,7 +42,7 @@ class InputLeaf(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """The inputs of a model, and what is differentiated by.
+    """The inputs of a model, and the sources to differentiate with respect to.
 
     Attributes:
         structure: The nesting of the inputs, with a number for each.
@@ -115,7 +115,7 @@ def _declared_inputs(model: keras.Model, structure: Nesting) -> list[keras.Keras
 
 
 def _find(model: keras.Model, known: list[Spelling], names: list[str], wanted: object) -> int | LayerOutput:
-    """The number of an input, or the layer, that `wrt` names."""
+    """Finds the index of an input, or the layer, that `wrt` names."""
     if not isinstance(wanted, str):
         try:
             return check_integer("wrt", wanted, least=0, most=len(names) - 1)

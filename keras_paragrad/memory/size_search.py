@@ -19,8 +19,8 @@ def largest(
 ) -> int | None:
     """Returns the largest size whose cost is at most `limit`, if the cost grows with the size.
 
-    Extrapolates from the sizes measured so far to the limit. Ends when a size fits and the next one doesn't fit, or isn't
-    expected to.
+    Extrapolates from the sizes measured so far to the limit. Ends when a size fits and the next one doesn't fit, or
+    isn't expected to.
 
     Args:
         sizes: The sizes, in ascending order.

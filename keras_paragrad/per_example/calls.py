@@ -1,4 +1,4 @@
-"""What is recorded of a layer's call: tensors that rules compute gradients from, and which weights it reads."""
+"""Records a layer's call: the tensors that rules compute gradients from, and the weights that the call reads."""
 
 import contextlib
 import dataclasses
@@ -92,7 +92,7 @@ class Call:
 
 
 def widened_dtype(dtype: tf.DType) -> tf.DType:
-    """Float32 for half precision, otherwise the dtype itself: squares of small gradients need the range."""
+    """Returns float32 for half precision, else the dtype itself: squares of small gradients need float32's range."""
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 

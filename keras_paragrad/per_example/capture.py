@@ -73,7 +73,7 @@ class Capture:
         return self._used_in_other_graph if self.reads.read_outside is None else self.reads.read_outside
 
     def weight_without_batch(self, size: int) -> keras.Variable | None:
-        """A weight of a unit whose outputs are not a batch of `size` examples, or `None`."""
+        """The first weight of a unit whose outputs are not a batch of `size` examples, or `None`."""
         for calls in self.calls.values():
             for call in calls:
                 if any(_rows(output) != size for output in call.outputs):
@@ -249,7 +249,7 @@ def _call_on_placeholders(
 def _unknown_rows_refusal(
     layer: keras.layers.Layer, arguments: tuple[Structure, ...], keywords: dict[str, Any], size: int
 ) -> ValueError:
-    """The error for a layer whose outputs have an unknown number of rows; names the first sublayer with such ones."""
+    """The error for a layer whose outputs have an unknown number of rows; names the first sublayer that loses it."""
     found: list[str] = []
     around: list[str] = []
 

@@ -23,7 +23,7 @@ from keras_paragrad.per_example.units import check_separable_layer, check_separa
 LossArgument: TypeAlias = (
     str | keras.losses.Loss | Callable[[Any, Any], Any] | Sequence["LossArgument | None"] | Mapping[str, Any]
 )
-# What to write for text, by argument.
+# The advice for text, by argument.
 _ENCODED = {
     "x": "keras.layers.StringLookup(vocabulary=[...])(texts)",
     "y": "np.unique(labels, return_inverse=True)[1]",
@@ -146,7 +146,7 @@ def _compile(
 
 
 def _check_loss(loss: object) -> None:
-    """Refuses what Keras takes for no loss."""
+    """Refuses an argument that Keras doesn't accept as a loss."""
     nested = keras.tree.is_nested(loss)
     for item in keras.tree.flatten(loss) or [None]:
         if (item is None and nested) or (isinstance(item, str) and item.lower() in _PICKED):
@@ -188,14 +188,14 @@ def _check_rows(name: str, nested: FitData, *, optional: bool = False, text: boo
 
 
 def _is_text(rows: object) -> bool:
-    """Whether an array is of strings, or of objects that are."""
+    """Whether an array holds strings, also as objects."""
     if not isinstance(rows, np.ndarray) or rows.dtype.kind not in "USTO":
         return False
     return rows.dtype.kind != "O" or (rows.size > 0 and all(isinstance(element, (str, bytes)) for element in rows.flat))
 
 
 def _may_take_text(model: keras.Model) -> bool:
-    """Whether a model has inputs of text, or doesn't say what it takes."""
+    """Whether a model takes text, or its inputs are unknown."""
     inputs = getattr(model, "inputs", None)
     return not inputs or any(input_.dtype == "string" for input_ in inputs)
 

@@ -42,7 +42,7 @@ class Quantities:
         return [Factors.of(gradient).materialized() for gradient in self.gradients_to_keep()]
 
     def gradients_to_keep(self) -> list[Any]:
-        """As `gradients`, but as factored `Factors` where these take less memory."""
+        """Like `gradients`, but as `Factors` where these take less memory."""
         gradients = self._add(self._parts("gradients_to_keep"))
         return [
             tf.zeros([self.batch, *variable.shape]) if gradient is None else gradient

@@ -11,7 +11,7 @@ from keras_paragrad.compat.types import Structure
 from keras_paragrad.per_example.calls import Call, WeightReads
 from keras_paragrad.sums import row_sums
 
-# Makes gradients, `(batch, *shape)`, of their factors.
+# Makes gradients, `(batch, *shape)`, from their factors.
 FactorLayout = Callable[..., Any]
 
 
@@ -147,7 +147,7 @@ class Rule:
         return [tf.add_n(list(parts)) for parts in zip(*map(self.gradients, calls), strict=True)]
 
     def gradients_to_keep(self, calls: Sequence[Call]) -> list[ExampleRows]:
-        """As `gradients_of_all`, or each as `Factors` where these take less memory."""
+        """Like `gradients_of_all`, but as `Factors` where these take less memory."""
         return list(self.gradients_of_all(calls))
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:

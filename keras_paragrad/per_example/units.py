@@ -43,7 +43,7 @@ def units_of(layer: keras.layers.Layer, whole: Collection[int] = ()) -> list[Uni
 
 
 def layers_with_variable(layer: keras.layers.Layer, variable: keras.Variable) -> list[keras.layers.Layer]:
-    """The layer and its sublayers with a trainable weight; those with the fewest weights, and innermost, first."""
+    """The layer and its sublayers with a trainable weight; the fewest weights first, and inner layers before outer."""
     layers_by_id = {
         id(inner): inner
         for inner in layer_and_sublayers(layer)
@@ -181,7 +181,7 @@ def example_losses(term: LossTerm) -> tf.Tensor:
 
 
 def call_signature(arguments: object) -> list[object]:
-    """The dtypes and shapes of nested arguments, without the batch axis: calls that agree in them are alike."""
+    """A cache key: the dtypes and shapes of nested arguments, without the batch axis."""
     return [
         (value.dtype, *value.shape[1:]) if tf.is_tensor(value) or isinstance(value, tf.TensorSpec) else repr(value)
         for value in keras.tree.flatten(arguments)

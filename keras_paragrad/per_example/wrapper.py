@@ -59,7 +59,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         masked_mean: `"batch"` or `"example"`: what a compiled loss averages over where there is a mask. Keras averages
             over what the masks of the whole batch keep, so an example's gradient depends on the masks of others. With
             `"example"`, an example's loss is the mean over what its own mask keeps, zero if that is nothing, and the
-            batch's gradient is the mean over the examples. The displayed `loss` remains that of Keras.
+            batch's gradient is the mean over the examples. The displayed `loss` remains Keras's.
         **kwargs: Arguments of `keras.layers.Layer`.
 
     Attributes:
@@ -163,7 +163,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         if "mask" in kwargs and all(argument is None for argument in keras.tree.flatten(kwargs["mask"])):
             # Keras passes one for nested inputs even if there is none, and not every layer takes it.
             del kwargs["mask"]
-        # A trial's gradients are the plain ones, and leave no step behind.
+        # A trial computes plain gradients, and must leave no step behind.
         is_step = may_be_differentiated() and not is_trial()
         if is_step:
             build_by_calling(self.layer, inputs)
@@ -324,7 +324,7 @@ def _check_arguments(arguments: Mapping[str, object]) -> None:
             continue
         close = difflib.get_close_matches(name, known, 1)
         meant = f"Did you mean {close[0]}=? " if close else ""
-        by_batch = "An optimizer clips the gradient of a batch, and clip_norm= that of each example. "
+        by_batch = "An optimizer clips the gradient of a batch, and clip_norm= clips each example's gradient. "
         raise ValueError(
             f"There is no argument {name}. {meant}{by_batch if 'norm' in name or 'clip' in name else ''}"
             f"The arguments are {', '.join(known)}."

@@ -14,7 +14,7 @@ from keras_paragrad.extras import require
 
 # Beyond these, squares overflow. A higher rate gives an upper bound, as does less noise; tiny noise has no finite one.
 _MIN_NOISE, _MAX_NOISE, _MIN_RATE = 1e-9, 1e50, 1e-100
-# dp-accounting rounds sums of a thousand terms and drops those below e^-30: an error of an update's log moments.
+# dp-accounting rounds sums of a thousand terms and drops terms below e^-30: the error of an update's log moments.
 _ROUNDING = 1e-12
 # For privacy loss distributions: below this noise, losses overflow, and epsilon is too large to mean anything.
 _INTERVAL, _MIN_PLD_NOISE, _MAX_PLD_NOISE, _MIN_PLD_RATE = 1e-4, 0.01, 1e5, 1e-12

@@ -14,7 +14,7 @@ class AdaptiveClip:
 
     After each update the norm C becomes C * exp(-learning_rate * (b - quantile)), where b is the fraction of the drawn
     examples whose norms are within C, with Gaussian noise. More noise on the gradients pays for that release, so
-    `epsilon` is that of a fixed clip norm.
+    `epsilon` is the same as with a fixed clip norm.
 
     Args:
         quantile: The fraction of examples that are not clipped, between 0 and 1.

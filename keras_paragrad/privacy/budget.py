@@ -45,7 +45,7 @@ class Settings:
         """Refuses settings that make no sense for this number of examples."""
         if self.delta * examples >= 1:
             raise ValueError(
-                f"`delta` is {self.delta:g}, which allows to release whole examples of {examples}. Write "
+                f"`delta` is {self.delta:g}, so whole examples out of {examples} may be released. Write "
                 f"make_private(..., delta={0.1 / examples:.1g}), for instance."
             )
         if examples < self.expected_batch_size:
@@ -75,7 +75,7 @@ class Privacy(InNotebooks):
 
     @property
     def updates(self) -> int:
-        """Number of updates that the weights come from, with those of loaded weights."""
+        """Number of updates that the weights come from, including the updates of loaded weights."""
         return sum(entry.updates for entry in self.entries())
 
     @property
@@ -93,7 +93,7 @@ class Privacy(InNotebooks):
 
         Args:
             *updates: The noise multiplier, the sampling rate and the number of updates, for each kind of updates. None
-                at all, if no private example had a part in these weights.
+                at all, if no private example influenced these weights.
         """
         stated = [check_updates(*update) for update in updates]
         self._releases.replace_unknown(
@@ -209,7 +209,7 @@ class Privacy(InNotebooks):
         return epsilon_of(entries, self.settings.delta, self.settings.accountant, event)
 
     def epsilon_after(self, updates: int) -> float:
-        """Epsilon of a number of updates: those that were made, and then others with the current settings."""
+        """Epsilon of a number of updates: the ones already made, then further ones with the current settings."""
         entries = self.entries()
         return self.epsilon_of(entries, max(0, updates - sum(entry.updates for entry in entries)))
 
@@ -297,7 +297,7 @@ def _describe_unknown(entries: Sequence[Entry]) -> str:
         return ""
     if unknown.updates:
         return f" Of {unknown.updates} updates the noise and the sampling are not known."
-    return " Some weights were replaced outside of training, by others of which nothing is known."
+    return " Some weights were replaced outside of training, by weights of unknown origin."
 
 
 def _describe_clip(clip: ClipNorm) -> str:

@@ -129,7 +129,7 @@ def gradient_noise_multiplier(noise_multiplier: float, count_noise: float) -> fl
     noise multiplier z if the gradients' is (z^-2 - (2 count_noise)^-2)^(-1/2).
 
     Args:
-        noise_multiplier: z, that of both together, above 0.
+        noise_multiplier: z, the noise multiplier of both sums together, above 0.
         count_noise: Standard deviation of the count's noise, in examples; above z / 2. The paper uses expected batch
             size / 20.
 

@@ -71,7 +71,7 @@ class PrivateGradients(PerExampleGradients):
 
     @contextlib.contextmanager
     def averaging(self, rows: tf.Tensor) -> Generator[None]:
-        """Context in which steps are traced whose means divide by `rows`, counted over all replicas."""
+        """Context in which traced steps divide means by `rows`, counted over all replicas."""
         previous = self.rows
         # Bypasses Keras's tracking.
         self.__dict__["rows"] = tf.cast(rows, "float32")
@@ -115,7 +115,7 @@ class PrivateGradients(PerExampleGradients):
         terms = step.loss.terms
         if self.rows is None or not terms:
             raise ValueError(
-                f"{self.name!r} belongs to a private model, whose steps have to be those of its fit: each update draws "
+                f"{self.name!r} belongs to a private model, whose steps have to run in its own fit: each update draws "
                 "its batch. Call private.fit(x, y, epochs=...) instead of train_on_batch or a loop."
             )
         return (1.0 if all(term.is_sum for term in terms) else self.rows) / self.expected_batch_size
@@ -183,7 +183,7 @@ def _within(norms: tf.Tensor, bound: tf.Tensor | float, counted: tf.Tensor) -> t
 
 
 def _bounds(model: keras.Model, clip: Mapping[str, float] | str) -> list[tuple[keras.layers.Layer, float]]:
-    """Each layer with its bound: `1 / sqrt(layers)` for all, or that of the first pattern that matches its path."""
+    """Each layer with its bound: `1 / sqrt(layers)` for all, or the bound of the first pattern that matches a path."""
     layers = [unit.layer for unit in units_of(model)]
     if clip == PER_LAYER:
         return [(layer, len(layers) ** -0.5) for layer in layers]
@@ -200,14 +200,14 @@ def _bounds(model: keras.Model, clip: Mapping[str, float] | str) -> list[tuple[k
             )
     if unused := [pattern for pattern in clip if pattern not in matching]:
         raise ValueError(
-            f"The regular expressions {unused} in clip_norm match no layer that those before them don't."
+            f"The regular expressions {unused} in clip_norm match no layer that earlier ones don't."
             f"{_misspelt(unused, names)} The layers with trainable weights are {', '.join(names)}."
         )
     return [(layer, clip[pattern]) for layer, pattern in zip(layers, matching, strict=True) if pattern is not None]
 
 
 def _misspelt(patterns: Sequence[str], names: Sequence[str]) -> str:
-    """For patterns that match no layer at all, the layers that may be meant."""
+    """Suggests layers for patterns that match none."""
     unmatched = [pattern for pattern in patterns if not any(re.search(pattern, name) for name in names)]
     parts = [*names, *(part for name in names for part in name.split("/"))]
     found = [(pattern, did_you_mean(pattern, parts)) for pattern in unmatched]

@@ -1,4 +1,4 @@
-"""The ledger of what training has released of the examples: its entries travel with the weights, and only grow."""
+"""The ledger of the releases that training has made. Its entries travel with the weights, and are only added to."""
 
 import hashlib
 import math
@@ -68,7 +68,7 @@ def unknown_entry(updates: int) -> Entry:
 
 
 class Ledger:
-    """What the weights of a model have released.
+    """The releases that a model's weights depend on.
 
     Attributes:
         digests: Digests of the trainable variables after the last `fit`, by `id`, or `None` before the first.
@@ -95,14 +95,14 @@ class Ledger:
         return self._entries.get(_UNKNOWN_RUN)
 
     def replace_unknown(self, entries: Iterable[Entry]) -> None:
-        """Replaces the unknown entry by those that the user states."""
+        """Replaces the unknown entry by the entries that the user states."""
         self._entries.pop(_UNKNOWN_RUN, None)
         self.add(entries)
 
 
 # By model, as several private models may train the same weights.
 _LEDGERS: "weakref.WeakKeyDictionary[keras.Model, Ledger]" = weakref.WeakKeyDictionary()
-# What variables had released before or after a private fit of this process, by the digest of their values.
+# The releases of variables before and after each private fit of this process, by the digest of their values.
 _RELEASED: dict[bytes, tuple[Entry, ...]] = {}
 # The entries that were merged into one row of a file, by its run.
 _MERGED: dict[int, tuple[Entry, ...]] = {}
@@ -119,14 +119,14 @@ def variable_digest(variable: keras.Variable) -> bytes:
 
 
 def remember_released(digests: Iterable[bytes], entries: Iterable[Entry]) -> None:
-    """Notes what variables with these digests have released, for other models that get the same values."""
+    """Records the releases of variables with these digests, for other models that get the same values."""
     released = tuple(entries)
     for digest in digests:
         _RELEASED.setdefault(digest, released)
 
 
 def released_by(digest: bytes) -> tuple[Entry, ...] | None:
-    """What a variable with this digest has released, or `None` if that isn't known."""
+    """The releases of a variable with this digest, or `None` if they aren't known."""
     return _RELEASED.get(digest)
 
 
@@ -160,7 +160,7 @@ def dp_event(entries: Iterable[Entry]) -> Any:
 
 
 def table_of(entries: Iterable[Entry]) -> np.ndarray:
-    """Writes entries, of which the last is the current run's, as int64 `(ROWS, WORDS)`."""
+    """Writes entries as int64 `(ROWS, WORDS)`; the last entry is the current run's."""
     table = np.zeros((ROWS, WORDS), np.int64)
     for row, entry in enumerate(_merge_to_fit(list(entries))):
         table[row] = _words(entry)

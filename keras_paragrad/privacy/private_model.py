@@ -36,7 +36,7 @@ DIVIDER = Divider(
     parts="the physical batches of an update",
     for_equal_parts="let the loss be a sum or a mean of one value per example",
     to_train_anyway=None,
-    # A wrong one would not bound the contribution of an example.
+    # A wrong weighting would not bound the contribution of an example.
     takes_weighting=False,
     for_any_loss="For training with differential privacy, let each loss return one value per example.",
 )

@@ -179,7 +179,7 @@ def _rows_in(batch: Batch, name: str) -> int:
     sizes = {shape[0] if shape else -1 for shape in shapes}
     if len(sizes) != 1 or -1 in sizes:
         raise ValueError(
-            f"The elements of {name} have the shapes {', '.join(map(str, shapes))}, which aren't those of a batch: "
+            f"The elements of {name} have the shapes {', '.join(map(str, shapes))}, which don't belong to a batch: "
             "the first axis has to be the same number of examples in each. Batch the data first, as in "
             "dataset.batch(64)."
         )

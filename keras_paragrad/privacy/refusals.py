@@ -1,4 +1,4 @@
-"""Refuses what would break differential privacy, before any example is read."""
+"""Refuses models and arguments that would break differential privacy, before any example is read."""
 
 from collections.abc import Sequence
 

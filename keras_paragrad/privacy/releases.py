@@ -103,7 +103,7 @@ class Releases:
         return list(self.ledger)
 
     def replace_unknown(self, entries: Iterable[Entry]) -> None:
-        """Replaces the unknown entry by those that the user states."""
+        """Replaces the unknown entry by the entries that the user states."""
         self.sync()
         self.ledger.replace_unknown(entries)
         self._write()
@@ -212,7 +212,7 @@ class Releases:
         if (run.event, run.context) != (event, context) or run.run != _keyed_hash(self.secret, "run", run.salt):
             return False
         if self._run is None and state is not None:
-            # An interrupted run, of which this model has made no update.
+            # An interrupted run to which this model has added no update.
             return _STATE_BEFORE.get((run.run, run.updates), state) == state
         return _is_unused(run.run, run.updates, state)
 

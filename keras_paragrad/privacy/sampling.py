@@ -134,9 +134,9 @@ def truncation_probability(examples: int, sampling_rate: float, limit: int) -> f
     `truncation`.
 
     Proof: let data be D' or, with one example x more, D. Draw from D' first, then toss whether x is drawn too. Unless x
-    and at least `limit` others are drawn, nothing is dropped because of x, and the update of D is that of D' with or
+    and at least `limit` others are drawn, nothing is dropped because of x, and the update of D is D''s with or
     without x: Poisson sampling of x, for which epsilon and delta hold. The exception has probability p in an update,
-    and at most updates * p in all. So outputs of D are within updates * p in total variation of those of a mechanism
+    and at most updates * p in all. So outputs of D are within updates * p in total variation of a mechanism
     that is (epsilon, delta)-close to D', and passing from D' to D multiplies that by exp(epsilon).
 
     Args:
@@ -161,7 +161,7 @@ def truncation_probability(examples: int, sampling_rate: float, limit: int) -> f
         return 0.0
     if rate == 1:
         return 1.0
-    # Terms decrease beyond the mean; those 50 deviations away, and 50 rows more, are negligible. Starting below the
+    # Terms decrease beyond the mean; 50 deviations and 50 rows further, they are negligible. Starting below the
     # mean as well bounds the time for limits that all draws exceed.
     mean = examples * rate
     spread = 50 * math.sqrt(mean * (1 - rate)) + 50

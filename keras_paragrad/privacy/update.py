@@ -56,7 +56,7 @@ def _round_up(number: int, multiple: int) -> int:
 
 
 class PhysicalBatches(Slices):
-    """Fills the *split* stage with the equal physical batches of an update, without those that have no drawn row.
+    """Fills the *split* stage with the equal physical batches of an update, without batches that have no drawn row.
 
     Their number shows in the time of an update, and in nothing that is saved.
     """

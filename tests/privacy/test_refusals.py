@@ -39,7 +39,7 @@ def fitted(private, loss=None, optimizer="sgd", data=None, **fit):
         ({"target_epsilon": 3.0}, "Either `target_epsilon` has to be given"),
         ({"target_epsilon": 3.0, "noise_multiplier": None}, "`target_epsilon` is given without `epochs`"),
         ({"epochs": 3}, "`epochs` calibrates noise to a target_epsilon"),
-        ({"examples": 2000}, "allows to release whole examples of 2000. Write make_private\\(..., delta=5e-05"),
+        ({"examples": 2000}, "so whole examples out of 2000 may be released. Write make_private\\(..., delta=5e-05"),
         ({"accountant": "moments"}, "`accountant` is 'moments'"),
         ({"seed": -1}, "`seed` is -1"),
     ],
@@ -256,7 +256,7 @@ def test_data(data, message):
 
 def test_delta_is_compared_with_the_size_of_the_data():
     with pytest.raises(
-        ValueError, match=r"allows to release whole examples of 60. Write make_private\(..., delta=0.002"
+        ValueError, match=r"so whole examples out of 60 may be released. Write make_private\(..., delta=0.002"
     ):
         fitted(private_of(delta=0.5))
 
@@ -278,7 +278,7 @@ def test_steps_outside_of_fit():
     with pytest.raises(ValueError, match="random samples only"):
         private.train_on_batch(*some_data())
     fitted(private)
-    with pytest.raises(ValueError, match="belongs to a private model, whose steps have to be those of its fit"):
+    with pytest.raises(ValueError, match="belongs to a private model, whose steps have to run in its own fit"):
         private.train_step(some_data())
     assert private.privacy.updates == 4
 

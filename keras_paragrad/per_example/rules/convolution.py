@@ -136,7 +136,7 @@ class DepthwiseRule(ConvolutionRule):
         return Convolutional.folded_squared_norms(self, calls)
 
     def folds(self, call: Call) -> bool:
-        # As products they have one column per channel, where a matmul has no reuse.
+        # Their products have one column per channel, where a matmul reuses nothing.
         return folded.suits(call)
 
 

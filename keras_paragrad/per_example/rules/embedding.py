@@ -124,7 +124,7 @@ class LowRankEmbedding(Rule):
 
     def weighted_sums(self, calls: Sequence[Call], weights: tf.Tensor) -> list[Any]:
         table, product = _factor_gradients(calls)
-        # Dense, as the plain gradient of A, which is multiplied by B before rows are looked up.
+        # Dense, like the plain gradient of A, which is multiplied by B before rows are looked up.
         return [tf.convert_to_tensor(table.weighted_sum(weights)), drop_group_axis(product.weighted_sum(weights))]
 
 

@@ -29,7 +29,7 @@ FEW_TAPS = 9
 
 
 def traced_once(compute: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
-    """Has layers of the same sizes share one traced function: tracing a loop for each took a third of a first step."""
+    """Lets layers of the same sizes share one traced function: tracing a loop for each took a third of a first step."""
 
     @functools.cache
     def function_of(geometry: Geometry, shape: tuple[int, ...]) -> Callable[..., tf.Tensor]:

@@ -162,7 +162,7 @@ def _by_repeated_batches(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Ten
 
 
 def _are_finite(tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-    """Whether all of several `(batch, ...)` tensors are finite, for each example."""
+    """Whether each example is finite in all of several `(batch, ...)` tensors."""
     rows = [tf.reduce_all(tf.math.is_finite(tensor), list(range(1, tensor.shape.rank))) for tensor in tensors]
     return tf.reduce_all(tf.stack(rows), 0)
 

@@ -86,7 +86,7 @@ class LowRank(Rule, abc.ABC):
 
 
 def lora_factors(layer: keras.layers.Layer, dtype: tf.DType) -> tuple[tf.Tensor, tf.Tensor, float]:
-    """A and B in a dtype, and the scale s."""
+    """Returns A and B, cast to a dtype, and the scale s."""
     values = [
         tf.cast(tf.convert_to_tensor(factor.value), dtype) for factor in (layer.lora_kernel_a, layer.lora_kernel_b)
     ]

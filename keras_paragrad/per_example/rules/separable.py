@@ -33,7 +33,7 @@ class SeparableRule(Rule):
     """Recomputes the depthwise output, and backpropagates the cotangent to it through the pointwise kernel."""
 
     before_activation = True
-    formula = "those of a depthwise convolution and a dense layer"
+    formula = "the formulas of a depthwise convolution and of a dense layer"
     norms_without_gradients = "where that is cheaper, if not shared"
 
     def case(self, layer: type[keras.layers.Layer], pick: Pick) -> RuleCase:
