@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# The default number of parts of a batch in deterministic training.
+# The most parts of a batch in deterministic training.
 MOST_PARTS = 1024
 LARGEST = 2**63 - 1
 _NAME_BYTES, _PATH_BYTES = 255, 4096

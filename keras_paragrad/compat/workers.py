@@ -21,7 +21,7 @@ def first_row(rows: tf.Tensor | int, part: tf.Tensor | int, parts: int) -> Any:
 
 
 def parts_per_replica(parts: int, replicas: int) -> int:
-    """The number of consecutive parts of a batch per replica: a power of two, so they are one branch of the sum tree."""
+    """The number of consecutive parts of a batch per replica: a power of two, so they are a branch of the sum tree."""
     count = 1
     while count * replicas < parts:
         count *= 2

@@ -1,4 +1,4 @@
-"""`Cluster`: the processes that train together, and the kinds of clusters that describe it."""
+"""`Cluster`: the processes that train together; and `ClusterKind`: where its description comes from."""
 
 import json
 import re
@@ -28,7 +28,7 @@ class ClusterKind(Protocol):
     Attributes:
         source: Its name, in messages and as `Cluster.source`.
         precedence: Kinds are tried in ascending order, and the first that finds a cluster is used. Variables that users
-            set come before those that a scheduler sets in every job.
+            set come before variables that a scheduler sets in every job.
         run_variables: Variables that distinguish runs on the same addresses.
         command: The command that starts `train.py` in a job.
     """

@@ -58,7 +58,7 @@ class DistributedFit(InNotebooks):
             `keras.distribution.DataParallel` or `ModelParallel`, or a
             `keras_paragrad.distribution.parallelism.Parallelism` of your own.
         devices: Names of this process's devices, such as `["GPU:0", "GPU:1"]`; by default, all available ones. For a
-            pipeline, those of its stages, in order; with data parallelism a list of devices for each stage.
+            pipeline, the devices of its stages, in order; with data parallelism a list of devices for each stage.
         communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
             `"one_device"`.
         jit: Whether to compile with XLA: on several replicas the forward and backward pass of each, in a pipeline each
@@ -70,8 +70,8 @@ class DistributedFit(InNotebooks):
         lr_scaling: How the learning rate grows with the batch, under `batch="per_replica"`: `None`, `"linear"` or
             `"sqrt"`.
         warmup_steps: Number of updates over which the learning rate grows to its scaled value.
-        exact: Whether the result must be that of one device. If not, updates take the mean of the
-            replicas' gradients, or the sum of those of sums, and whatever trains is trained.
+        exact: Whether the result must be the same as on one device. If not, updates take the mean of the
+            replicas' gradients (the sum, if the loss is a sum), and no model is refused for being inexact.
         weighting: What the loss of a replica's part of a batch is divided by: `"auto"` finds it, `"examples"`,
             `"sample_weight"`, `"mask"`, `"sum"` or a function of `(x, y, y_pred, sample_weight)` states it.
         prove: Whether the first batch proves, before the first update, that the replicas' parts give the gradient of
@@ -145,7 +145,7 @@ class DistributedFit(InNotebooks):
         return "\n".join(["DistributedFit", *summary_lines(self.plan, self.hardware)])
 
     def _create_as_planned(self) -> None:
-        """Has the strategy create variables whole or in shards."""
+        """Makes the strategy create variables whole or in shards."""
         if self.plan.shard.value == "none":
             # Another `DistributedFit` may have changed the strategy.
             create_whole(self.strategy)

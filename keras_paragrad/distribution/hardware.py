@@ -125,7 +125,7 @@ def logical_devices(gpus: tuple[Device, ...] | None = None, memory: int | None =
     """The logical devices that TensorFlow has created, or will create, for this process.
 
     Args:
-        gpus: The physical GPUs; by default those that TensorFlow sees, without their memory.
+        gpus: The physical GPUs; by default the ones that TensorFlow sees, without their memory.
         memory: The machine's memory, in bytes.
     """
     cpus, visible_gpus, tpus = map(tf.config.get_visible_devices, KINDS)

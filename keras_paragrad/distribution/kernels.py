@@ -1,4 +1,4 @@
-"""What the last bits of a computation depend on beside the program: the processor, its threads and its kernels."""
+"""Describes the hardware and kernels on which the last bits of a computation depend."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ THREADS = "TF_NUM_INTRAOP_THREADS"
 
 
 def describe_kernels() -> dict[str, str]:
-    """The kind of processor, the threads of an operation, the GPUs, and the libraries, in words."""
+    """Describes the processor, the threads of an operation, the GPUs and the libraries."""
     gpus = tf.config.list_physical_devices("GPU")
     names = [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus]
     return {
@@ -24,7 +24,7 @@ def describe_kernels() -> dict[str, str]:
 
 
 def kernel_differences(here: dict[str, str], there: dict[str, str]) -> str:
-    """What differs between two descriptions, in words."""
+    """Lists the differences between two descriptions."""
     names = [name for name in here if here[name] != there.get(name)]
     return "; ".join(f"{name}: {there.get(name, 'unknown')} there, {here[name]} here" for name in names)
 
@@ -39,7 +39,7 @@ def _processor() -> str:
 
 
 def _threads() -> int:
-    """How many threads an operation of TensorFlow's may take on the CPU."""
+    """The number of CPU threads that a TensorFlow operation may use."""
     if stated := tf.config.threading.get_intra_op_parallelism_threads() or int(os.environ.get(THREADS) or 0):
         return stated
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""`Parallelism`: how a model is trained, and `Preparation`, a model that is; `DistributedFit` calls nothing else."""
+"""`Parallelism`, a way to train, and `Preparation`, a model set up for it: the interface that `DistributedFit` uses."""
 
 import abc
 import contextlib
@@ -55,7 +55,7 @@ class Preparation(abc.ABC):
 
     @classmethod
     def of(cls, model: keras.Model, *settings: Any) -> Self:
-        """The model's preparation with these settings; one that it already has is renewed."""
+        """The model's preparation with these settings; renews an existing one."""
         before = state_of(model).preparations.get(cls)
         if before is not None and before.settings != settings and not cls.changes_in_place:
             before.undo()
@@ -71,7 +71,7 @@ class Preparation(abc.ABC):
         return before
 
     def start(self) -> None:  # noqa: B027  (most prepare nothing that outlasts `compile`)
-        """Does what is needed once, and need not be repeated after `compile`."""
+        """Sets up what `compile` doesn't reset; called once."""
 
     @abc.abstractmethod
     def renew(self) -> None:
@@ -100,7 +100,7 @@ class Preparation(abc.ABC):
 
     @property
     def table(self) -> Any:
-        """What each device holds, as `explain` shows it, or `None`."""
+        """A table of what each device holds, for `explain`, or `None`."""
         return None
 
     def replace(self, **methods: Callable[..., object]) -> None:
@@ -133,7 +133,7 @@ class Strategies(NamedTuple):
 
     @classmethod
     def same(cls, strategy: tf.distribute.Strategy) -> "Strategies":
-        """One strategy for all."""
+        """Uses one strategy for everything."""
         return cls(strategy, strategy, strategy)
 
 
@@ -150,7 +150,7 @@ class Parallelism(Planner):
     """How a model is trained: its plan, its strategies, its data, and how it is made exact.
 
     Derive from this class, and pass an instance as `DistributedFit(strategy=...)`. `decide` and `prepare` are abstract;
-    the other methods are those of one replica.
+    the other methods default to training on one replica.
 
     Example:
 
@@ -169,7 +169,7 @@ class Parallelism(Planner):
 
     # The parts of `compat.names.NAMES` that it uses, including the parts that every parallelism uses.
     parts: ClassVar[tuple[str, ...]] = ()
-    # And those that it also uses where processes of a cluster have to be started together.
+    # Further parts that it uses where the processes of a cluster have to be started together.
     parts_if_launched: ClassVar[tuple[str, ...]] = ("workers",)
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:

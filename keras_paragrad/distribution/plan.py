@@ -26,8 +26,8 @@ class Plan:
 
     Attributes:
         decisions: The decisions.
-        alike: The names of those that have to be the same on all workers.
-        counted: The parts that the model is divided into, in words, if those aren't replicas.
+        alike: The names of decisions that have to be the same on all workers.
+        counted: The parts that the model is divided into, in words, unless they are replicas.
         launched: Whether the processes of a cluster have to be started together.
     """
 

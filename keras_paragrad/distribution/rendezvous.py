@@ -1,4 +1,4 @@
-"""Rendezvous of a cluster's workers before TensorFlow, which would silently wait an hour for missing ones, starts."""
+"""Rendezvous of a cluster's workers before TensorFlow starts, which would silently wait an hour for missing ones."""
 
 import json
 import logging
@@ -91,7 +91,7 @@ def _collect_facts(
 
 
 def _compare_facts(addresses: list[str], facts: Mapping[str, object], server: RendezvousServer) -> dict[str, str]:
-    """What differs between workers, or who is missing; empty if all agree."""
+    """The first difference between workers, or the missing ones; empty if all agree."""
     facts_by_rank = {0: facts, **{rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}}
     missing = [f"worker {rank} ({addresses[rank]})" for rank in range(len(addresses)) if rank not in facts_by_rank]
     if missing:

@@ -43,7 +43,7 @@ def check_fit_arguments(
 
 
 def check_overridden_fit(model: keras.Model, x: FitData, data_options: dict[str, Any], plan: Plan) -> None:
-    """Refuses what has no effect on a model whose class overrides `fit`, and so reads its data itself."""
+    """Refuses arguments without effect on a model whose class overrides `fit`, and so reads its data itself."""
     prepared = f"{type(model).__name__} overrides `fit`. Write dist.prepare(model) and then"
     if isinstance(x, DistributedData):
         raise ValueError(

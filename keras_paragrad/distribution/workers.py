@@ -70,7 +70,7 @@ def sum_bytes(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray
 
     Args:
         strategy: The workers' strategy; all its workers call this, with equally many bytes.
-        array: This worker's bytes, with zeros for those of others.
+        array: This worker's bytes, with zeros in place of other workers' bytes.
     """
     placement = replica_placement(strategy)
     if placement.workers == 1:

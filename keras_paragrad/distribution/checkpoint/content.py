@@ -166,7 +166,7 @@ class Content(NamedTuple):
         callbacks: The state of each callback that has any.
         steps: Number of batches per epoch, or `None` if unknown.
         shards: The files of shards, one for each worker.
-        replicas: Number of replicas of those workers.
+        replicas: Number of replicas of these workers.
         built: For each optimizer of a model with its own `train_step`, the numbers of the model's variables that it was
             built with, if it was; `None` for other models.
         kernels: What computed it, of deterministic training: see `describe_kernels`.

@@ -1,4 +1,4 @@
-"""The files of a backup: the names and first lines that identify them, and those of the workers' shards."""
+"""The files of a backup and of the workers' shards: the names and first lines that identify them."""
 
 import contextlib
 import hashlib
@@ -27,7 +27,7 @@ class Position(NamedTuple):
 
     Attributes:
         epoch: The epoch to resume in, counted from 0.
-        batch: Number of batches of that epoch trained on.
+        batch: Number of batches of the epoch trained on.
     """
 
     epoch: int
@@ -193,7 +193,7 @@ def read_shards(directory: Path, shards: ShardFile, begin: int, size: int) -> np
 
 
 def remove_shards(directory: Path, keep: Collection[str] = ()) -> None:
-    """Removes all files of shards, except those of attempts with some keys."""
+    """Removes all files of shards, except the files of attempts with some keys."""
     # Another worker may remove the same ones.
     with contextlib.suppress(FileNotFoundError):
         for path in list(directory.iterdir()):

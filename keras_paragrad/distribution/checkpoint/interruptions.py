@@ -127,7 +127,7 @@ class StopChecks:
         return bool(answers[:, 0].any())
 
     def _next_interval(self) -> int:
-        """The number of steps until the next check: those of about a second."""
+        """The number of steps until the next check, about a second's."""
         steps = self._interval - self._remaining
         if self._every or steps <= 0:
             return self._interval

@@ -208,7 +208,7 @@ class Resumption:
             raise ValueError(f"{self._where} The epochs of this fit have {counted(steps, 'batch')}. {_ADVICE}")
 
     def _fitting_variables(self) -> dict[str, list[keras.Variable]]:
-        """The model's variables to restore, checked against those in the backup."""
+        """The model's variables to restore, checked against the variables in the backup."""
         if not self.model.built:
             raise ValueError(
                 "The model has no variables yet to restore a backup into. Build it before fit, by calling it on a "
@@ -228,7 +228,7 @@ class Resumption:
             seam.assign_all({section: variables[section]}, {section: self._values(section)})
 
     def _values(self, section: str) -> Iterator[np.ndarray]:
-        """The values of a section's variables; those in shards are read one at a time."""
+        """The values of a section's variables; variables in shards are read one at a time."""
         for value in self._content.values[section]:
             yield self._shards.read(value, self._content.replicas) if isinstance(value, VariableInShards) else value
 

@@ -144,7 +144,7 @@ class HasState(Protocol):
     """A custom callback whose state is backed up.
 
     `None`, numbers, strings, bytes, NumPy arrays, and lists, tuples and dicts of these are restored exactly, with their
-    types and those of their keys. Any other value is refused when training begins.
+    types and their keys' types. Any other value is refused when training begins.
     """
 
     def get_state(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class HasState(Protocol):
 
 
 def callback_states(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, dict[str, Any]]:
-    """The state of each callback that has any, by its class and index among the callbacks of that class."""
+    """The state of each callback that has any, by its class and its index among the callbacks of the class."""
     return {name: _callback_state(callback) for name, callback in _callbacks_by_name(callbacks).items()}
 
 

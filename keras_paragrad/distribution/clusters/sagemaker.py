@@ -27,7 +27,7 @@ class SageMaker(ClusterKind):
             raise ValueError(f'SM_HOSTS is {quote(text)}. Expected a JSON list of names, such as ["algo-1", "algo-2"].')
         if current not in hosts:
             raise ValueError(
-                f"SM_CURRENT_HOST is {quote(current)}, which is not in SM_HOSTS={text:.200}. Set it to one of those."
+                f"SM_CURRENT_HOST is {quote(current)}, which is not in SM_HOSTS={text:.200}. Set it to one of them."
             )
         port = read_port(environment, DEFAULT_PORT)
         return ClusterDescription({"worker": tuple(f"{host}:{port}" for host in hosts)}, "worker", hosts.index(current))

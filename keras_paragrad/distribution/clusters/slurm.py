@@ -49,7 +49,7 @@ def expand_tasks(text: str) -> list[int]:
     """The number of tasks on each node, from a form such as `2(x3),1`.
 
     Raises:
-        ValueError: It is not of that form.
+        ValueError: It is malformed.
 
     Example:
 
@@ -71,7 +71,7 @@ def expand_numbers(text: str) -> list[str]:
     """The numbers in a form such as `01-03,07`, as text, since leading zeros count.
 
     Raises:
-        ValueError: It is not of that form.
+        ValueError: It is malformed.
 
     Example:
 

@@ -167,7 +167,7 @@ def check_same_weights(strategy: tf.distribute.Strategy, model: keras.Model) -> 
 def refuse_if_differing(
     of_workers: np.ndarray, variables: Sequence[keras.Variable], when: str = "before the first step"
 ) -> None:
-    """Raises if a worker's sketches differ from those of the first."""
+    """Raises if a worker's sketches differ from the first worker's."""
     where = differing(of_workers)
     if where is None:
         return
@@ -185,7 +185,7 @@ def variables_to_compare(model: keras.Model) -> list[keras.Variable]:
     """The weights and the optimizer's variables that have to be the same on all workers.
 
     Weights that are not trained are compared before the first update only: some, such as the moving means of an
-    unsynchronized `BatchNormalization`, differ afterwards. Of those in shards, every worker has others.
+    unsynchronized `BatchNormalization`, differ afterwards. Each worker holds different shards, which aren't compared.
     """
     optimizer = model.optimizer
     fresh = optimizer is None or not optimizer.built or int(optimizer.iterations.numpy()) == 0

@@ -167,7 +167,7 @@ def _config_of(value: Any) -> dict[str, Any] | None:
 
 
 def _attributes(value: object) -> dict[str, Any]:
-    """The public attributes of plain types that an object has beyond those of its Keras base class."""
+    """The public attributes of plain types that an object has beyond its Keras base class's attributes."""
     base = next((base for base in (keras.Model, keras.layers.Layer) if isinstance(value, base)), None)
     known = _OF_KERAS | (_attributes_of_a_plain(base) if base else frozenset[str]())
     fields = getattr(value, "__dict__", {})
@@ -205,7 +205,7 @@ def _describe_model(model: keras.Model) -> dict[str, Any]:
     """A compiled model: its layers and how they are connected, its weights' shapes, optimizer, loss and metrics."""
     config, layers, optimizer = dict(_config_of(model) or {}), all_layers(model), model.optimizer
     arguments = {name: argument for name, argument in compile_arguments(model).items() if name != "optimizer"}
-    # The config of a Functional or Sequential model contains those of its layers, without attributes.
+    # The config of a Functional or Sequential model contains its layers' configs, without attributes.
     configs = config.pop("layers", None)
     custom = [component for component in (model, *(layers if configs else ())) if not is_of_a_library(type(component))]
     return {

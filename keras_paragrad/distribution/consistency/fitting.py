@@ -150,7 +150,7 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         if len(others):
             raise ValueError(
                 f"The workers differ after epoch {epoch}, counted from 0: the {of_workers[0, 2]:.0f} batches that "
-                f"worker 0 read have other shapes than those of worker {others[0]}. {_ADVICE['batches']}"
+                f"worker 0 read have other shapes than the batches of worker {others[0]}. {_ADVICE['batches']}"
             )
 
 
@@ -240,7 +240,7 @@ class ComparedFit:
             self._agreement = None
 
     def sharded(self, adapter: Adapter, steps: int | None) -> DistributedData | None:
-        """Data sharded so that each batch is that of one device; `None` if it is sharded already."""
+        """Shards data so that each global batch is the batch of one device; `None` if it is sharded already."""
         data = shard_again(self._model, self.shard_policy, self.parts, adapter, steps)
         if data is not None and self._agreement is not None and self._agreement.data is None:
             # Keras reads the training data first.

@@ -192,7 +192,7 @@ def _assign(layer: keras.layers.Normalization, moments: Moments) -> None:
         raise ValueError(NO_ROWS)
     if not np.isfinite(moments.mean).all():
         raise ValueError(
-            f"The input of the layer {layer.name!r} contains NaN or infinite values, and so has no mean. Remove those "
+            f"The input of the layer {layer.name!r} contains NaN or infinite values, and so has no mean. Remove them "
             "rows, or replace the values."
         )
     layer.adapt_mean.assign(moments.mean.astype(np.float32))

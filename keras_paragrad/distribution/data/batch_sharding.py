@@ -28,7 +28,7 @@ def check_policy(policy: str) -> str:
 
 
 def choose_policy(policy: str, x: FitData, workers: int) -> str:
-    """The requested policy, or for `"auto"` that of the dataset's options, else `"data"`."""
+    """The requested policy, or for `"auto"` the policy in the dataset's options, else `"data"`."""
     check_policy(policy)
     if workers == 1:
         return "data"
@@ -81,7 +81,7 @@ _unconverted = tf.autograph.experimental.do_not_convert
 
 
 def shard_batches(batches: Dataset, placement: ReplicaPlacement) -> Dataset:
-    """Splits each batch into a shard for each replica, in order, and yields those of this worker."""
+    """Splits each batch into a shard for each replica, in order, and yields this worker's shards."""
     if placement.local == 1:
         take_shard = _unconverted(lambda *batch: shard(_whole(batches, batch), placement.first, placement))
         return batches.map(take_shard, num_parallel_calls=tf.data.AUTOTUNE)

@@ -124,7 +124,7 @@ def distributed_dataset(
 
 
 def undivided_dataset(strategy: tf.distribute.Strategy, x: FitData, *arrays: Any, **options: Any) -> DistributedData:
-    """Data of which every worker reads the whole batches, in the same order."""
+    """Data whose whole batches every worker reads, in the same order."""
     policy = options.get("shard_policy", "auto")
     if policy not in ("auto", "data"):
         raise ValueError(

@@ -173,7 +173,7 @@ class DistributedData(CustomAdapter):
         return self
 
     def check_same_on_workers(self, strategy: tf.distribute.Strategy) -> None:
-        """Raises an error on every worker if their data, of which each reads all, differ."""
+        """Raises an error on every worker if the workers, which all read the whole data, read different data."""
         common_steps(strategy, self._source, "data")
 
     def first_batch(self) -> Batch:

@@ -25,7 +25,7 @@ def adapt_normalization(
     select: Select | None = None,
     shard_policy: str = "auto",
 ) -> None:
-    """Sets a layer's mean and variance to those of the data, computed in one pass in float64.
+    """Sets a layer's mean and variance to the data's, computed in one pass in float64.
 
     Each worker reads its shard, and one all-reduce merges them: the result is bitwise the same on all workers. It is
     saved with the model. A model's compiled functions keep the old values, so call this before `fit`, or use
@@ -102,7 +102,7 @@ def normalization_layers(model: keras.Model) -> list[keras.layers.Normalization]
         model: The model.
 
     Returns:
-        Its `Normalization` layers, except those created with their own `mean` and `variance`.
+        Its `Normalization` layers, except layers created with their own `mean` and `variance`.
 
     Example:
 

@@ -18,7 +18,7 @@ def decide_batch(options: Options, replicas: int | None) -> Decision:
     if options.batch == "per_replica":
         reason = "requested: every replica takes a batch, and a step is taken on all of them"
         return Decision("batch", "per_replica", reason, count, 'batch="global"')
-    reason = "the batch is divided among the replicas: the step is that of one device"
+    reason = "the batch is divided among the replicas: the step is the same as on one device"
     return Decision("batch", "global", reason, count, 'batch="per_replica"')
 
 

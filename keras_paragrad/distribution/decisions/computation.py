@@ -86,7 +86,7 @@ def _caution(policy: str | None, hardware: Hardware) -> str:
         return "a TPU has no units for float16; use mixed_bfloat16"
     if policy in ("mixed_float16", "mixed_bfloat16") and not hardware.of_kind("GPU") and not hardware.tpus:
         return "there is no GPU or TPU here: it saves memory at most"
-    return "results differ from those of float32" if policy != "float32" else ""
+    return "results differ from float32's" if policy != "float32" else ""
 
 
 def gains_from_xla(kind: str) -> bool:

@@ -89,7 +89,7 @@ def choose_shard(model: keras.Model, batch_size: int, batch_spec: Specs, run: Pl
     shard = next((choice for choice, total in totals.items() if total <= _SHARE * device_bytes), "parameters")
     words = {choice: f'"{choice}"' if choice else "whole" for choice in totals}
     reason = ", ".join(f"{words[choice]} {bytes_in_words(total)}" for choice, total in totals.items())
-    evidence = f"{bytes_in_words(device_bytes)} per device, of which a step may take {_SHARE:.0%}"
+    evidence = f"{bytes_in_words(device_bytes)} per device, {_SHARE:.0%} of which is available to a step"
     overrides = [f"shard={choice!r}" for choice in totals if choice != shard]
     if totals[shard] > _SHARE * device_bytes:
         mesh = _mesh_arguments(run.plan, run.hardware)

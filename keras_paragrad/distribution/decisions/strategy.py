@@ -1,4 +1,4 @@
-"""Decides the strategy, the devices, the number of replicas, and whether the result must be that of one device."""
+"""Decides the strategy, the devices, the number of replicas, and whether the result must equal one device's."""
 
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides, list_of
 from keras_paragrad.distribution.hardware import Hardware, kind_of_device
@@ -34,7 +34,7 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
 
 @decides(130)
 def decide_exact(hardware: Hardware, options: Options) -> Decision:
-    """Decides whether the result must be that of one device: `True`, unless `exact=False` is requested."""
+    """Decides whether the result must equal one device's: `True`, unless `exact=False` is requested."""
     if not options.exact:
         return Decision("exact", False, "requested", "Keras's own step is used", "exact=True")
     reason = "uneven batches, clipping, weights and non-finite gradients are handled as on one device"
@@ -113,7 +113,7 @@ def _check_named(name: str, hardware: Hardware) -> None:
 
 @decides(20, alike=False)
 def decide_devices(hardware: Hardware, options: Options, strategy: str) -> Decision:
-    """Takes the named devices, or those that the strategy would use.
+    """Takes the named devices, or the devices that the strategy would use.
 
     Returns:
         The names of this process's devices, as a tuple; empty if the strategy defines its own.

@@ -64,7 +64,7 @@ class Gang:
             member or another machine has failed, a signal was received, or all meet again.
 
     Attributes:
-        status: The exit status: that of the failed member, by the shell's convention (128 plus the signal that killed
+        status: The failed member's exit status, by the shell's convention (128 plus the signal that killed
             it); 128 plus the signal that the launcher received; `MEETS_AGAIN`; or 0.
         signalled: Whether the launcher received a signal.
         failed: The task that failed, if one of this machine did.

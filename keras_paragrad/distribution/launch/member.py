@@ -93,7 +93,7 @@ def _final_state(line: str) -> str:
 
 
 def _apply_backspaces(line: str) -> str:
-    """Applies backspaces, except those at the end."""
+    """Applies backspaces, except trailing ones."""
     characters = []
     for character in line.rstrip("\b"):
         if character == "\b":

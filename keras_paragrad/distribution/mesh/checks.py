@@ -107,7 +107,7 @@ def check_batch(rows: int | None, mesh: Mesh) -> None:
 
 
 def check_steps(mesh: Mesh) -> None:
-    """Refuses a mesh on which two steps of a small model differ from those of one device."""
+    """Refuses a mesh on which two steps of a small model differ from two steps on one device."""
     turn_combine_pass_off()
     error = _step_error(tuple(mesh.shape.items()), mesh.devices, mesh.batch_axis, mesh.workers, mesh.worker)
     if error > 1e-5:

@@ -95,7 +95,7 @@ def planned_mesh(options: Options, hardware: Hardware) -> Mesh:
 
 
 def _choose_devices(shape: Mapping[str, int], named: Sequence[str] | None, hardware: Hardware) -> tuple[str, ...]:
-    """The devices for the places of a mesh: those that are named, or the first of the worker's."""
+    """The devices for the places of a mesh: the named ones, or the worker's first ones."""
     workers, places = hardware.worker_count, math.prod(shape.values())
     devices = hardware.of_kind("GPU") or hardware.of_kind("CPU")
     names = list(named) if named else [device.name for device in devices]
@@ -112,7 +112,7 @@ def _choose_devices(shape: Mapping[str, int], named: Sequence[str] | None, hardw
 
 
 def _devices_of_worker(mesh: Mesh, workers: int) -> tuple[str, ...]:
-    """A worker's devices; a distribution names those of all workers, as Keras does."""
+    """A worker's devices; a distribution names all workers' devices, as Keras does."""
     kind, count = kind_of_device(mesh.devices[0]), len(mesh.devices)
     fits = max(count // workers, 1) * workers
     if count % workers or mesh.devices != tuple(f"{kind}:{index}" for index in range(count)):

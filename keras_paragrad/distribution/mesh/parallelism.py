@@ -181,9 +181,9 @@ class MeshPreparation(Preparation):
         error, path = gradient_error(self.model, data, on_mesh)
         if error > tolerance(self.model):
             raise RuntimeError(
-                f"The gradient of {path!r} on this mesh differs from that on one device, by {error:.1e} of its largest "
-                "entry: TensorFlow has a wrong rule for an operation on divided tensors. Give this variable and those "
-                "that are computed with it no layout, so that each device has them whole; or train with "
+                f"The gradient of {path!r} on this mesh differs from the one on one device, by {error:.1e} of its "
+                "largest entry: TensorFlow has a wrong rule for an operation on divided tensors. Give this variable "
+                "and the ones computed with it no layout, so that each device has them whole; or train with "
                 'DistributedFit("mirrored", shard="parameters").'
             )
         self._compared = current

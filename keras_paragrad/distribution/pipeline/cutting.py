@@ -66,7 +66,7 @@ class Calls:
         self.model = model
         self.functional: FunctionalModel = functional
         self.nodes = calls_of(functional)
-        # The first and last call of each layer that has variables, and those that use each variable.
+        # The first and last call of each layer that has variables, and the calls that use each variable.
         self._users: dict[str, tuple[int, int]] = {}
         for index, node in enumerate(self.nodes):
             variables = operation_variables(node.operation)

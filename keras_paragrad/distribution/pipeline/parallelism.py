@@ -151,7 +151,7 @@ def _check_devices(devices: Sequence[str | tuple[str, ...]], pipeline: Pipeline)
             unit, fix = "lists", "Write a list of devices for each stage, in order."
             if all(len(stage) == pipeline.count for stage in devices):
                 transposed = [list(stage) for stage in zip(*devices, strict=True)]
-                fix = f"Each list holds the devices of one stage, not those of one replica: devices={transposed}."
+                fix = f"Each list holds the devices of one stage, not of one replica: devices={transposed}."
         raise ValueError(
             f"devices={named} has {len(devices)} {unit}, and the pipeline has {pipeline.count} stages. {fix}"
         )

@@ -14,7 +14,7 @@ class Pipeline:
     """A strategy for `DistributedFit`: a Functional or Sequential model in stages, one on each device.
 
     Each device holds the weights, gradients and optimizer state of its stage, and computes it. A batch passes the
-    stages in micro-batches, several of them at once (GPipe). Training is that of one device on whole batches:
+    stages in micro-batches, several of them at once (GPipe). Training is the same as on one device with whole batches:
     micro-batches are weighted by their loss normalizers, and metrics see every example.
 
     Args:

@@ -248,7 +248,7 @@ class MicroBatches(NamedTuple):
         return None if rows is None else rows > 1
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
-        """The gradient of a batch, from those of its micro-batches."""
+        """The gradient of a batch, from its micro-batches' gradients."""
         # Metrics are updated in a branch, in which they can't create their variables.
         build_losses(context.model, rows_at(data, 0, 1), metrics=True)
         sums = SliceSums(context)

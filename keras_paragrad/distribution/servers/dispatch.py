@@ -115,7 +115,7 @@ class Dispatcher:
             self._coordinator.join()
         except Exception as error:
             errors.insert(1, error)
-        # A failed step cancels those of other workers, which may be reported first.
+        # A failed step cancels other workers' steps, which may be reported first.
         causes = [error for error in errors if isinstance(error, Exception)]
         error = min(causes, key=lambda cause: isinstance(cause.__cause__ or cause, tf.errors.CancelledError))
         if isinstance(error, tf.errors.OpError):

@@ -59,7 +59,7 @@ class ParameterServers(Parallelism):
         if options.exact:
             raise ValueError(
                 "Parameter servers are asynchronous: a gradient is applied to weights that other workers have changed, "
-                "so the result can't be that of one device. Write exact=False, or start the cluster without the job "
+                "so the result can't equal one device's. Write exact=False, or start the cluster without the job "
                 '"ps".'
             )
         reads = "the chief reads the data, and sends each batch to a free worker"

@@ -29,7 +29,7 @@ def prepare_for_servers(
     """Makes a model's own `fit`, `evaluate` and `predict` work under a `ParameterServerStrategy`.
 
     The chief reads the batches, and sends each to the next free worker: every example once per epoch, one update per
-    batch. Workers don't wait for each other, so gradients are stale: training differs from that of one device, and
+    batch. Workers don't wait for each other, so gradients are stale: training differs from training on one device, and
     between runs. Metrics and counters cover every example and update once; evaluation and prediction are exact.
 
     Args:
@@ -237,5 +237,5 @@ def _check_stages(model: keras.Model) -> None:
         raise ValueError(
             f"The model's training step is modified ({', '.join(filled)}): by a callback, such as ExactAccumulation, "
             "by microbatch, or by another preparation. With parameter servers, workers take Keras's own step: leave "
-            "those out, or undo() them."
+            "them out, or undo() them."
         )
