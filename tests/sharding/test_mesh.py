@@ -175,7 +175,7 @@ def test_adapted_means_are_constants():
     ("which", "says"),
     [
         pytest.param("loop", "'looped' needs the operation TensorList", marks=pytest.mark.long),
-        ("wrong", "on this mesh differs from that on one device"),
+        ("wrong", "on this mesh differs from the one on one device"),
         ("eager", "run_eagerly=True"),
         ("pattern", "No key of the layout map matches a variable or the output of a layer: '.*second/kernel'"),
         pytest.param("output", "No key of the layout map matches .* layer: '.*second/output'", marks=pytest.mark.long),

@@ -1,8 +1,8 @@
-"""Divides a model's own `train_step` into phases, by what its updates depend on.
+"""Divides a model's own `train_step` into phases, by the dependencies of its updates.
 
-An update by an optimizer needs the gradients of all slices, so what reads the updated weights runs after all slices of
-what computed the gradient: in a later *phase*. Within a phase, no slice reads a weight that another one's gradient
-updates.
+An optimizer's update needs the gradients of all slices. Code that reads the updated weights therefore runs in a later
+*phase*, after all slices of the code that computed the gradient. Within a phase, no slice reads a weight that the
+phase updates.
 """
 
 import sys
@@ -68,7 +68,7 @@ class WeightChange(NamedTuple):
 
 
 class StepAnalysis(NamedTuple):
-    """What a step does. Variables are named by their ids.
+    """The phases of a step, and the values that each one reads and assigns. Variables are keyed by their ids.
 
     Attributes:
         calls: The calls of optimizers, in order.
@@ -96,12 +96,12 @@ class StepAnalysis(NamedTuple):
 
 
 def analyze_step(model: keras.Model, data: Batch) -> StepAnalysis:
-    """Analyzes a model's own `train_step`, for slices of such shapes and dtypes; refuses one that can't be divided."""
+    """Analyzes a model's own `train_step` for slices of these shapes and dtypes; refuses one that can't be divided."""
     return _PhaseAnalysis(StepGraph(model, data)).analyze()
 
 
 class _PhaseAnalysis:
-    """Divides a step into phases. Attributes as in `StepAnalysis`; `changes` has optimizers' own variables as well."""
+    """Divides a step into phases. Attributes as in `StepAnalysis`; `changes` includes optimizers' own variables."""
 
     def __init__(self, step: StepGraph):
         self.step = step
@@ -147,9 +147,9 @@ class _PhaseAnalysis:
         )
 
     def _call(self, apply: CapturedApply) -> ApplyCall:
-        """Adds the changes of an optimizer's call."""
+        """Adds the changes made by an optimizer call."""
         self._add_assignments(before=apply.position)
-        # Not before an earlier update of the same weights.
+        # A phase never precedes an earlier update of the same weights.
         earlier = [change.phase for variable in apply.updated for change in self.changes.get(id(variable), ())]
         phase = max([self._phase_of(self.step.sources(apply.gradients), by_slice=True), *earlier])
         for variable in apply.updated:
@@ -157,7 +157,7 @@ class _PhaseAnalysis:
         return ApplyCall(apply.optimizer, apply.variables, apply.present, phase)
 
     def _add_assignments(self, *, before: int) -> None:
-        """Adds the assignments of trainable weights up to a position, unless they are among the changes."""
+        """Adds assignments of trainable weights up to a position that aren't among the changes yet."""
         for key in self.step.weights & self.step.assigned_at.keys():
             sources = self.step.sources([self.step.values[key]])
             if sources.by_slice:
@@ -199,9 +199,9 @@ class _PhaseAnalysis:
         )
 
     def _phase_of(self, sources: Sources, *, by_slice: bool, at: int = sys.maxsize) -> int:
-        """The first phase in which a value can be computed, of the changes before a position."""
+        """The first phase in which a value can be computed, given the changes before a position."""
         phases = [
-            # The last slice of a phase reads what it has updated; the others don't.
+            # Only the last slice of a phase may read the phase's updates.
             change.phase + by_slice
             for variable, position in sources.reads
             for change in self.changes.get(variable, ())
@@ -210,7 +210,7 @@ class _PhaseAnalysis:
         return max(phases, default=0)
 
     def _closure(self, values: list[object], by_slice: set[int]) -> tuple[set[tuple[int, int]], set[int]]:
-        """All reads that values are computed from, also in earlier slices, and the states carried between these."""
+        """All reads that values depend on, also in earlier slices, and the states carried from slice to slice."""
         reads, carried, pending = set(), set(), [values]
         while pending:
             new = self.step.sources(pending.pop()).reads
@@ -221,7 +221,7 @@ class _PhaseAnalysis:
         return reads, carried
 
     def _overwritten_versions(self, reads: set[tuple[int, int]], phase: int) -> set[tuple[int, int]]:
-        """The versions of weights among what a phase reads that an earlier phase has overwritten."""
+        """The weight versions that a phase reads after an earlier phase has overwritten them."""
         versions = set()
         for variable, position in reads:
             earlier = [change for change in self.changes.get(variable, ()) if change.phase < phase]

@@ -1,4 +1,4 @@
-"""Finds which calls of layers in a model's own `train_step` can be divided, by a trial on synthetic rows."""
+"""Finds, by a trial on synthetic rows, which layer calls in a model's own `train_step` can be divided."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,19 +19,19 @@ from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, gradients_ma
 from keras_paragrad.engine.probes.weighting_trial import ROWS, over_draws
 from keras_paragrad.engine.tracing.random_rows import random_numbers_of_part
 
-# The most rows of a batch of known size that are made up.
+# The most synthetic rows for a batch of static size.
 _MOST_ROWS = 256
 
 
 def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Batch) -> list[bool]:
-    """Tries on synthetic rows which calls of layers can be divided: for each call, whether.
+    """Tries each layer call on synthetic rows; returns whether it can be divided.
 
     Raises:
-        IndivisibleError: The step computes something else then, or it can't be tried.
+        IndivisibleError: Dividing the calls changes the step's results, or the step can't be tried.
     """
     static = {leaf.shape[0] for leaf in keras.tree.flatten(data) if leaf is not None}
     known = static.pop() if len(static) == 1 else None
-    # A step may draw as many rows of noise as a batch has.
+    # A step may draw noise for the static number of rows.
     rows = known if known and known <= _MOST_ROWS else ROWS
 
     remote = gather_remote_values(model)
@@ -57,9 +57,9 @@ def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Bat
 
 
 class _CallTrial(TrialStep):
-    """Runs a step on synthetic rows with calls in parts, or whole, which finds those that have a row for each row.
+    """Runs a step on synthetic rows with its layer calls in parts, or whole, to find the calls that work row by row.
 
-    `divides` says for each call of a layer whether it runs in parts; `None` finds which of them may.
+    `divides` tells for each layer call whether it runs in parts; `None` runs them whole and finds which may.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class _CallTrial(TrialStep):
         return [[tf.cast(log, "float32") for log in keras.tree.flatten(logs) if log is not None]]
 
     def effects(self, data: Batch) -> list[list[tf.Tensor]]:
-        """The gradients, what the step reports, and what it assigns."""
+        """The step's gradients, logs and assigned values."""
         results, after = self(data)
         states = zip(self.variables, after, strict=True)
         return [*results, [tf.cast(value, "float32") for variable, value in states if not is_seed(variable)]]

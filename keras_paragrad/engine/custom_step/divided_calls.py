@@ -1,4 +1,4 @@
-"""Intercepts, while a model's own `train_step` is traced, the calls of its layers and its gradients."""
+"""Intercepts layer calls and `tape.gradient` while a model's own `train_step` is traced."""
 
 import contextlib
 import functools
@@ -16,12 +16,12 @@ from keras_paragrad.compat.types import Structure
 
 
 def has_rows(leaf: object) -> bool:
-    """Whether a leaf of a call's arguments or outputs is a tensor or array that is no number."""
+    """Whether a leaf of a call's arguments or outputs is a tensor or array with an axis."""
     return isinstance(leaf, (tf.Tensor, np.ndarray)) and not isinstance(leaf, keras.Variable) and len(leaf.shape) > 0
 
 
 def rows_of_leaf(leaf: Any, first: Any, stop: Any) -> Any:
-    """Rows of a leaf of a call's arguments, with their mask; a leaf without rows as it is."""
+    """Takes rows of an argument's leaf, with their mask; returns a leaf without rows unchanged."""
     if not has_rows(leaf):
         return leaf
     mask = mask_of(leaf)
@@ -29,19 +29,19 @@ def rows_of_leaf(leaf: Any, first: Any, stop: Any) -> Any:
 
 
 class Handler(Protocol):
-    """What happens in place of the intercepted calls on this thread. Within them, nothing is intercepted."""
+    """Handles the intercepted calls on this thread. Within them, nothing is intercepted."""
 
     def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
-        """Calls a layer that no other layer calls."""
+        """Handles a call of an outermost layer."""
         ...
 
     def gradient(self, compute: Callable[[], Any]) -> Any:
-        """Computes what `tape.gradient` returns."""
+        """Handles a call of `tape.gradient`."""
         ...
 
 
 class _Interception:
-    """What a thread intercepts: nothing without a handler, within an intercepted call.
+    """The interceptions of a thread: none without a handler, or within an intercepted call.
 
     Args:
         handler: The handler.
@@ -50,14 +50,14 @@ class _Interception:
 
     def __init__(self, handler: Handler | None, *, differentiates: bool = False):
         self.handler, self.differentiates = handler, differentiates
-        # How many random operations without a seed were traced.
+        # The number of random operations without a seed that were traced.
         self.draws = 0
 
 
 def intercepting(handler: Handler) -> contextlib.AbstractContextManager[object]:
-    """Context in which this thread's calls of layers and `tape.gradient` go to a handler.
+    """Context in which a handler gets this thread's calls of layers and of `tape.gradient`.
 
-    TensorFlow's random operations get seeds by their number, and so draw the same on every replica.
+    TensorFlow's random operations are seeded by their order, and so draw the same numbers on every replica.
     """
     return _PATCH.open(_Interception(handler))
 

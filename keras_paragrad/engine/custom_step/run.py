@@ -21,9 +21,9 @@ from keras_paragrad.engine.step.stages import BatchSlices
 from keras_paragrad.storage.gathering import gather_before_loop
 from keras_paragrad.storage.row_gradients import accumulate_gradient, sum_dtype
 
-# Updates variables: called with a call of `apply`, and the gradients of the whole batch.
+# Updates variables: gets an optimizer call, and the gradients of the whole batch.
 Update = Callable[[ApplyCall, Gradients], None]
-# The weight of some rows in the batch, by what losses divide by.
+# The weight of some rows in the batch, under a weighting.
 Share = Callable[[Weighting, Batch], tf.Tensor]
 
 
@@ -58,8 +58,8 @@ class SlicedStep(NamedTuple):
     ) -> StepLogs:
         """Runs all phases, and returns the logs.
 
-        `at_end` makes the context of the last slice of each phase. If not `nonempty`, the rows are a filler, which
-        changes no state.
+        `at_end` returns the context for the last slice of each phase. Unless `nonempty`, the rows are filler, and no
+        state changes.
         """
         values: dict[int, tf.Tensor] = {}
         flat: dict[int, tf.Tensor] = {}
@@ -80,7 +80,7 @@ class SlicedStep(NamedTuple):
 
 
 def changed_order(model: keras.Model) -> RuntimeError:
-    """The error for a step that doesn't call its optimizers as it did when it was analyzed."""
+    """The error for a step whose optimizer calls differ from the analyzed ones."""
     return RuntimeError(
         f"The train_step of {type(model).__name__} calls its optimizers differently each time it is traced, so its "
         "batches can't be divided. Let it call the same ones in the same order."
@@ -88,7 +88,7 @@ def changed_order(model: keras.Model) -> RuntimeError:
 
 
 def next_call(model: keras.Model, calls: Iterator[ApplyCall], optimizer: keras.optimizers.Optimizer) -> ApplyCall:
-    """The analyzed call that a traced call of an optimizer is."""
+    """The analyzed call that corresponds to a traced optimizer call."""
     call = next(calls, None)
     if call is None or call.optimizer is not optimizer:
         raise changed_order(model)
@@ -96,7 +96,7 @@ def next_call(model: keras.Model, calls: Iterator[ApplyCall], optimizer: keras.o
 
 
 class _Sums(NamedTuple):
-    """What a phase carries from slice to slice: weighted gradients of its calls, values of states, averaged logs."""
+    """The values that a phase carries from slice to slice: its calls' weighted gradients, states, averaged logs."""
 
     gradients: list[list[tf.Tensor]]
     states: list[tf.Tensor]
@@ -108,7 +108,7 @@ class _Phase:
 
     def __init__(self, step: SlicedStep, phase: int):
         self.step, self.phase, self.model, analysis = step, phase, step.model, step.analysis
-        # Numbers of calls and logs of this phase.
+        # Indices of this phase's calls and logs.
         self.calls = [index for index, call in enumerate(analysis.calls) if call.phase == phase]
         self.logs = [index for index, log in enumerate(analysis.logs) if log and log.phase == phase]
         self.averaged = [index for index in self.logs if (log := analysis.logs[index]) and log.by_slice]
@@ -117,7 +117,7 @@ class _Phase:
     def run(
         self, slices: BatchSlices, at_end: Callable[[], AbstractContextManager[object]]
     ) -> tuple[PhaseScope, StepLogs, list[tf.Tensor]]:
-        """Sums gradients over the slices, updates variables in the last; returns its scope, logs, and averaged logs."""
+        """Sums gradients over slices, and updates in the last one; returns its scope, its logs and averaged logs."""
         sums = self._start()
         if not (isinstance(slices.number, int) and slices.number == 0):
             with self._gathered():
@@ -131,19 +131,19 @@ class _Phase:
             return self._finish(sums, slices.last)
 
     def _gathered(self) -> AbstractContextManager[None]:
-        """Context in which sharded weights are gathered already: no collective can run in a loop."""
+        """Context in which sharded weights are gathered before the loop, where no collective can run."""
         versions = self.step.versions.read_in(self.phase)
         needed = {*self.step.analysis.reads[self.phase], *map(id, versions)}
         return gather_before_loop([*all_variables(self.model), *versions], needed)
 
     def new_values(self, scope: PhaseScope) -> dict[int, tf.Tensor]:
-        """The values that this phase computes of states, after its last slice."""
+        """The new values of states that this phase computes, after its last slice."""
         computed = [state.variable for state in self.step.analysis.states if state.phase == self.phase]
         values = {id(variable): scope.get_current_value(variable) for variable in computed}
         return {key: value for key, value in values.items() if value is not None}
 
     def own_logs(self, logs: StepLogs, averaged: list[tf.Tensor]) -> dict[int, tf.Tensor]:
-        """The logs that this phase computes, by their number."""
+        """The logs that this phase computes, by index."""
         flat = keras.tree.flatten(logs)
         return {**{index: flat[index] for index in self.logs}, **dict(zip(self.averaged, averaged, strict=True))}
 
@@ -155,7 +155,7 @@ class _Phase:
         return _Sums(gradients, states, [tf.constant(0.0) for _ in self.averaged])
 
     def _add(self, sums: _Sums, rows: Batch) -> _Sums:
-        """Adds a slice before the last one, without an update."""
+        """Adds a slice other than the last, without an update."""
         captured: dict[int, Gradients] = {}
         scope, logs = self._run_slice(sums, rows, captured.__setitem__)
         pairs = zip(self.calls, sums.gradients, strict=True)
@@ -165,7 +165,7 @@ class _Phase:
         )
 
     def _finish(self, sums: _Sums, rows: Batch) -> tuple[PhaseScope, StepLogs, list[tf.Tensor]]:
-        """Runs the last slice, in which optimizers update variables where the step calls them."""
+        """Runs the last slice, in which the step's optimizer calls update variables."""
         totals = dict(zip(self.calls, sums.gradients, strict=True))
 
         def update(index: int, gradients: Gradients) -> None:
@@ -186,7 +186,7 @@ class _Phase:
     def _run_slice(
         self, sums: _Sums, rows: Batch, on_apply: Callable[[int, Gradients], object], *, last: bool = False
     ) -> tuple[PhaseScope, StepLogs]:
-        """Runs the step on a slice; `on_apply` gets the number of each call of an optimizer, and its gradients."""
+        """Runs the step on a slice; `on_apply` gets the index of each optimizer call, and its gradients."""
         states = list(zip(self.carried, sums.states, strict=True))
         scope = PhaseScope(states, self.step.versions, self.phase, last=last)
         calls, numbers = iter(self.step.analysis.calls), itertools.count()
@@ -206,7 +206,7 @@ class _Phase:
         return self.step.share(WEIGHTINGS["examples"], rows)
 
     def _accumulate(self, index: int, total: list[tf.Tensor], gradients: Gradients, rows: Batch) -> list[tf.Tensor]:
-        """Adds the gradients of a call, weighted by the slice's share of the batch."""
+        """Adds a call's gradients, weighted by the slice's share of the batch."""
         call, weight = self.step.analysis.calls[index], self.step.share(self.step.weightings[index], rows)
         present: list[GradientTensor] = [gradients[number] for number in call.indices]  # pyright: ignore
         variables = [call.variables[number] for number in call.indices]

@@ -1,4 +1,4 @@
-"""`CustomStep`: runs a model's own `train_step` exactly, in slices, on replicas or on the micro-batches of a window."""
+"""`CustomStep`: runs a model's own `train_step` exactly in slices, on replicas or on a window's micro-batches."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -35,8 +35,8 @@ from keras_paragrad.storage.updating import check_optimizer_of_shards, install_s
 class CustomStep:
     """A model's own `train_step`, analyzed for one signature of the data, weighting and divider.
 
-    `data` has the shapes and dtypes of a batch or a slice; with the weighting `"auto"`, a trial finds what losses
-    divide by.
+    `data` has the shapes and dtypes of a batch or a slice. With the weighting `"auto"`, a trial finds the losses'
+    divisors.
 
     Raises:
         IndivisibleError: The step can't be divided.
@@ -49,7 +49,7 @@ class CustomStep:
         self.weightings, self.scalars = find_step_weightings(
             model, self.analysis, data, _stated(normalize), normalize.divider
         )
-        # Whether the step reports sums over the rows, where that is unknown of a number.
+        # Whether to sum numbers in the logs that are neither known sums nor known means.
         self.summed = all(weighting.divisor is None for weighting in self.weightings)
         log_once(model, self.describe())
         prepare_optimizers(self.analysis.calls)
@@ -57,11 +57,11 @@ class CustomStep:
 
     @property
     def calls(self) -> list[ApplyCall]:
-        """The step's calls of optimizers."""
+        """The step's optimizer calls."""
         return self.analysis.calls
 
     def describe(self) -> str:
-        """How the step is divided."""
+        """Describes how the step is divided."""
         pairs = zip(self.calls, self.weightings, strict=True)
         listed = "; ".join(
             f"{call.optimizer.name}: {variable.name}, phase {call.phase + 1}" for call, variable in pairs
@@ -100,10 +100,10 @@ class CustomStep:
         *,
         in_window: bool = False,
     ) -> StepLogs:
-        """Runs the step on a batch that isn't cut, and updates with the gradients of all replicas; returns its logs.
+        """Runs the step on a whole (replica) batch, and updates with the gradients of all replicas; returns its logs.
 
-        In a window, `end` updates the weights at its end; before it is `None`, and no state changes but those that each
-        slice of a batch changes.
+        In a window, `end` updates the weights at the window's end and is `None` before it, when only the states change
+        that each slice of a batch changes.
         """
         if in_window:
             self._check_window()
@@ -170,10 +170,10 @@ class CustomStep:
 
 
 def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:
-    """Runs a model's own `train_step` on a replica, and updates with the mean of the replicas' gradients, or their sum.
+    """Runs a model's own `train_step` on a replica, and updates with the mean or sum of the replicas' gradients.
 
-    They are summed where a loss is found to be a sum over the rows. Keras sums all, and divides losses of its own.
-    Numbers in the logs are summed, or averaged and weighted by examples: as a trial shows, or else all alike.
+    Gradients are summed if a loss is found to be a sum over the rows. (Keras sums all gradients, and divides its own
+    losses.) Numbers in the logs are summed, or averaged weighted by examples: as a trial finds, or else all alike.
     """
     sums, scalars = sums_in_step(model, data)
     calls = iter(sums)
@@ -197,7 +197,7 @@ class _BatchWeights:
         divided = {
             weighting.name: weighting for weighting in (WEIGHTINGS["examples"], *weightings) if weighting.divisor
         }
-        # Not in `share`: TensorFlow can't run collectives in a loop over slices.
+        # Sum here and not in `share`: TensorFlow can't run collectives in a loop over slices.
         totals = sum_over_replicas([self.divisor(weighting, batch) for weighting in divided.values()])
         self._totals = dict(zip(divided, totals, strict=True))
 
@@ -226,13 +226,13 @@ class _BatchWeights:
 
 
 def step_signature(data: Batch, normalize: LossNormalization) -> tuple[object, ...]:
-    """What an analysis depends on: the weighting, what divides the batch, and the shapes and dtypes of rows."""
+    """The cache key of an analysis: the weighting, the divider, and the shapes and dtypes of rows."""
     rows = (leaf if leaf is None else (leaf.dtype, *leaf.shape[1:]) for leaf in keras.tree.flatten(data))
     return normalize.weighting, normalize.divider, *rows
 
 
 def prepare_optimizers(calls: Sequence[ApplyCall]) -> None:
-    """Checks and builds the optimizers that a step calls, and makes them update weights where these live."""
+    """Checks and builds the optimizers that a step calls, and installs the weights' storages in them."""
     for call in calls:
         if any_divided(call.variables):
             check_optimizer_of_shards(call.optimizer)

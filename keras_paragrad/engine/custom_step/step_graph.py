@@ -1,4 +1,4 @@
-"""Traces a model's own `train_step` into a graph that never runs, and finds what its values are computed from."""
+"""Traces a model's own `train_step` into a graph that never runs, and finds the sources of its values."""
 
 import contextlib
 from collections.abc import Iterable
@@ -43,13 +43,13 @@ class CapturedApply(NamedTuple):
 
     @property
     def updated(self) -> list[keras.Variable]:
-        """The variables that the call updates: the given ones, and the optimizer's counters and slots."""
+        """The variables that the call updates: its arguments, and the optimizer's counters and slots."""
         rate = getattr(self.optimizer, "_learning_rate", None)
         return [*self.variables, *(variable for variable in self.optimizer.variables if variable is not rate)]
 
 
 class Sources(NamedTuple):
-    """What tensors are computed from.
+    """The sources of tensors in a graph.
 
     Attributes:
         reads: The reads of variables: pairs of a variable's id and the read's position.
@@ -81,7 +81,7 @@ class StepGraph:
         losses: The losses that layers have added.
 
     Raises:
-        IndivisibleError: The step does what can't be divided.
+        IndivisibleError: The step can't be divided.
     """
 
     def __init__(self, model: keras.Model, data: Batch, handler: Handler | None = None):
@@ -116,7 +116,7 @@ class StepGraph:
         self.seeds = {id(variable) for variable in model_variables if is_seed(variable)}
         self.metrics = {id(variable) for metric in step_metrics(model) for variable in metric.variables}
         handles = {id(handled.value.handle): id(handled) for handled in self.variables.values()}
-        # The variable that each captured handle belongs to; other resources, such as tables, are no variables.
+        # The variable of each captured handle. Other resources, such as tables, aren't variables.
         self._captured: dict[tf.Operation, int | None] = {
             inner.op: handles.get(id(outer)) for outer, inner in self._graph.captures if inner.dtype == tf.resource
         }
@@ -136,7 +136,7 @@ class StepGraph:
         self.applies.append(CapturedApply(optimizer, variables, gradients, len(self._graph.get_operations())))
 
     def _check(self, model_variables: set[int]) -> None:
-        """Refuses assignments that each slice would repeat, and a step without an update."""
+        """Refuses assignments that each slice would repeat, and steps without an update."""
         if self.values.keys() - model_variables:
             raise self.refusal(
                 "assigns a keras.Variable that isn't the model's, so its batches can't be divided. Make it an "
@@ -158,7 +158,7 @@ class StepGraph:
             raise self.refusal("doesn't call apply or apply_gradients of an optimizer")
 
     def _refuse_synchronized_layers(self) -> None:
-        """Refuses layers whose gradients pass from replica to replica, before they are weighted."""
+        """Refuses synchronized layers, whose gradients cross replicas before they are weighted."""
         names = [
             layer.name
             for layer in all_layers(self.model)
@@ -181,7 +181,7 @@ class StepGraph:
         return self._graph.get_operations()
 
     def sources(self, values: Iterable[object], given: Iterable[object] = ()) -> Sources:
-        """What values are computed from, beside given ones; those that aren't of the graph are constants."""
+        """Finds the sources of values, stopping at `given` ones. Values outside of the graph are constants."""
         pending = [operation for value in values for operation in _operations_of(value)]
         pending = [operation for operation in pending if operation.graph is self._graph]
         visited = {operation for value in given for operation in _operations_of(value)}
@@ -202,7 +202,7 @@ class StepGraph:
 
 
 class _RecordingScope(WeightScope):
-    """Records the last value that each variable is assigned, and the position of each assignment."""
+    """Records each variable's last assigned value, and the positions of all assignments."""
 
     def __init__(self, graph: FuncGraph):
         super().__init__(collect_losses=True)
@@ -211,7 +211,7 @@ class _RecordingScope(WeightScope):
         self.positions: dict[int, list[int]] = {}
 
     def add_update(self, update: tuple[keras.Variable, object]) -> None:
-        """Assigns a variable. Trainable ones keep their values, so that a tape watches them when they are read."""
+        """Records an assignment. Trainable variables keep their values, so that a tape watches their reads."""
         variable, value = update
         if not variable.trainable:
             super().add_update(update)
@@ -231,7 +231,7 @@ def _placeholder(tensor: object) -> tf.Tensor | None:
 
 
 def _operations_of(value: object) -> list[tf.Operation]:
-    """The operations that compute a value."""
+    """The operations that a value is computed by."""
     if isinstance(value, tf.IndexedSlices):
         return [value.values.op, value.indices.op]
     tensor: object = value.value if isinstance(value, keras.Variable) else value  # pyright: ignore

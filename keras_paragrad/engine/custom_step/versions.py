@@ -1,4 +1,4 @@
-"""The versions of weights that the phases of a model's own `train_step` read, and the scope in which a phase runs."""
+"""The versions of weights that the phases of a model's own `train_step` read, and a phase's scope."""
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ Made = TypeVar("Made")
 
 
 class WeightVersions:
-    """Copies of weights from before an update, for later phases that read the old value."""
+    """Copies of weights made before updates, for later phases that read the old values."""
 
     def __init__(self, analysis: StepAnalysis):
         self.analysis = analysis
@@ -26,12 +26,12 @@ class WeightVersions:
         self._copies = make_variables(lambda: {version: self._make_copy(version[0]) for version in versions})
 
     def _make_copy(self, key: int) -> tf.Variable:
-        # A variable, as the tape of a step watches reads of variables.
+        # A variable, not a tensor: the tape of a step watches reads of variables.
         weight = self.analysis.weights[key]
         return tf.Variable(tf.zeros(weight.shape, weight.dtype))
 
     def save(self, variable: keras.Variable, version: int) -> None:
-        """Copies a weight before it changes, if a later phase reads this version."""
+        """Copies a weight before it changes, if a later phase reads the current version."""
         copy = self._copies.get((id(variable), version))
         if copy is not None:
             copy.assign(variable.value)
@@ -46,20 +46,20 @@ class WeightVersions:
 
 
 class PhaseScope(WeightScope):
-    """The scope of one slice in a phase: holds what the step assigns, but for weights, which the last slice changes.
+    """The scope of one slice in a phase: holds the step's assignments, except to weights, which the last slice updates.
 
-    A weight has the value of the version that the step on the whole batch would read. `states` are carried from slice
-    to slice, with their values.
+    A weight reads as the version that the step would read on the whole batch. `states` are the variables carried from
+    slice to slice, with their values.
     """
 
     def __init__(
         self, states: list[tuple[keras.Variable, tf.Tensor]], versions: WeightVersions, phase: int, *, last: bool
     ):
-        # Otherwise, losses that layers add would be dropped.
+        # Without this, losses that layers add would be dropped.
         super().__init__(states, collect_losses=True)
         self._versions, self._phase, self._last = versions, phase, last
         self._changes = versions.analysis.changes
-        # How many changes of each weight the step has made so far.
+        # The number of changes to each weight so far in the step.
         self._version = dict.fromkeys(self._changes, 0)
         for key in self._changes:
             self._map_to_version(key)
@@ -70,10 +70,10 @@ class PhaseScope(WeightScope):
         update: Callable[[], object],
         released: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """Runs the update of an optimizer's call if this slice makes it, and advances to the next version.
+        """Runs the update of an optimizer call if this slice makes it, and advances the weights' versions.
 
-        `update` collects the gradients, and in the last slice updates the weights; in `released`, `apply` isn't
-        captured.
+        `update` collects the gradients, and updates the weights in the last slice. Within `released`, `apply` isn't
+        intercepted.
         """
         phases = {self._changes[id(variable)][self._version[id(variable)]].phase for variable in variables}
         if phases == {self._phase} and self._last:
@@ -86,7 +86,7 @@ class PhaseScope(WeightScope):
         self.advance(variables)
 
     def advance(self, variables: Sequence[keras.Variable]) -> None:
-        """Advances to the next version of weights."""
+        """Advances weights to their next version."""
         for variable in variables:
             self._version[id(variable)] += 1
             self._map_to_version(id(variable))
@@ -118,7 +118,7 @@ class PhaseScope(WeightScope):
 
 @contextmanager
 def suspended_scope() -> Generator[None]:
-    """Context within a stateless scope in which Keras's variables are read and assigned."""
+    """Context within a stateless scope in which variables are read and assigned for real."""
     scope = get_global_attribute("stateless_scope")
     set_global_attribute("stateless_scope", None)
     try:
@@ -128,7 +128,7 @@ def suspended_scope() -> Generator[None]:
 
 
 def gather_remote_values(model: keras.Model) -> dict[int, tf.Tensor]:
-    """The values, by the variables' ids, of which other workers hold shards; called on every worker."""
+    """The values of variables with shards on other workers, by the variables' ids; called on every worker."""
     remote = [
         variable for variable in all_variables(model) if (value := sharded_value(variable)) and value.has_remote_shards
     ]
@@ -138,7 +138,7 @@ def gather_remote_values(model: keras.Model) -> dict[int, tf.Tensor]:
 
 
 def make_variables(make: Callable[[], Made]) -> Made:
-    """Makes variables in another thread: TensorFlow makes none while it traces a function again."""
+    """Makes variables in another thread: TensorFlow refuses to make any while it retraces a function."""
     strategy = tf.distribute.get_strategy()
 
     def make_in_scope() -> Made:

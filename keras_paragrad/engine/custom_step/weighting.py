@@ -1,4 +1,4 @@
-"""Finds what the losses of a model's own `train_step` divide by, by a trial on synthetic rows."""
+"""Finds, by a trial on synthetic rows, the divisors of the losses in a model's own `train_step`."""
 
 import contextlib
 import logging
@@ -47,7 +47,7 @@ _log = logging.getLogger("keras_paragrad")
 
 
 class _TrialScope(keras.StatelessScope):
-    """Drops assignments of trainable weights, so that a tape can watch them."""
+    """A scope that drops assignments of trainable weights, so that a tape can watch them."""
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         if not update[0].trainable:
@@ -55,10 +55,10 @@ class _TrialScope(keras.StatelessScope):
 
 
 class TrialStep(PureFunction):
-    """The gradients of a step on rows, for each call of `apply`, as a pure function of the variables but weights.
+    """The gradients of a step for each optimizer call, as a pure function of rows and of all variables but weights.
 
     `remote` has the values of variables that can't be read here, by their ids; `rows` is the number of rows of the
-    whole.
+    whole batch.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class TrialStep(PureFunction):
             (variable, remote[id(variable)] if id(variable) in remote else value_of(variable))
             for variable in all_variables(model)
         ]
-        # Variables, and not tensors: the tape of the step watches what it reads.
+        # Variables, not tensors: the tape of the step watches reads of variables.
         self._weights = {id(variable): tf.Variable(value) for variable, value in values if variable.trainable}
         super().__init__(model, self._trace, total=rows, values=[pair for pair in values if not pair[0].trainable])
 
     def scope(self, state: State) -> keras.StatelessScope:
-        """The scope of a trial, in which the step may also read what isn't the model's."""
+        """The scope of a trial, in which the step may also read variables outside of the model."""
         scope = _TrialScope(list(zip(self.variables, state, strict=True)), collect_losses=True)
         scope.state_mapping.update(self._weights)
         return scope
 
     def check(self, traced: Any) -> None:
-        """Allows what the analysis of the step has allowed."""
+        """Checks nothing: the analysis of the step has checked the reads."""
 
     def _trace(self, data: Batch) -> list[list[tf.Tensor]]:
         captured: list[list[tf.Tensor]] = []
@@ -97,13 +97,13 @@ class TrialStep(PureFunction):
         return [*captured, *others]
 
     def run_step(self, data: Batch) -> list[list[tf.Tensor]]:
-        """Runs the step; returns what else to return, after the gradients."""
+        """Runs the step; returns the results to append to the gradients."""
         train_step_of(self.model)(data)
         return []
 
 
 class _ScalarTrial(TrialStep):
-    """Returns the numbers that the step gives to metrics, and its logs, after the gradients."""
+    """Appends the numbers that the step passes to metrics, and its logs, to the gradients."""
 
     def run_step(self, data: Batch) -> list[list[tf.Tensor]]:
         with noting_scalars(self.model) as noted:
@@ -111,7 +111,7 @@ class _ScalarTrial(TrialStep):
 
 
 def _dependent_states(step: TrialStep, analysis: StepAnalysis, rows: Batch, split: BatchSplit) -> list[str]:
-    """The states that slices assign and nothing combines, and that depend on how rows are split."""
+    """States assigned per slice that no reduction combines, and that depend on how rows are split."""
     model, positions = step.model, {id(variable): index for index, variable in enumerate(step.variables)}
     normalizations = [layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
     combined = {id(variable) for metric in (*step_metrics(model), *normalizations) for variable in metric.variables}
@@ -129,7 +129,7 @@ def _dependent_states(step: TrialStep, analysis: StepAnalysis, rows: Batch, spli
 
 
 class _StepTrial(NamedTuple):
-    """A trial for each call of a step, what makes up its numbers, and the states that depend on how rows are split."""
+    """The trial of each optimizer call, the reduction of each number, and the states that depend on the split."""
 
     trials: list[WeightingTrial]
     scalars: NumberParts | None
@@ -143,13 +143,13 @@ def find_step_weightings(
     stated: Weighting | None = None,
     divider: Divider | None = None,
 ) -> tuple[list[Weighting], NumberParts | None]:
-    """The weighting of each call of an optimizer, and what makes up the step's numbers, if that could be tried.
+    """Finds the weighting of each optimizer call, and the reduction of the step's numbers, if they could be tried.
 
-    A weighting is the first with which parts of a batch give the call's gradient; only the `stated` one, if there is
-    one. `divider` is what divides the step, if it is divided.
+    The weighting is the first candidate with which parts of a batch give the call's gradient. If one is `stated`, it is
+    the only candidate. `divider` divides the step, if anything does.
 
     Raises:
-        IndivisibleError: None fits, or parts of a batch leave other states than the whole.
+        IndivisibleError: No candidate fits, or parts of a batch end in other states than the whole.
     """
     candidates = [weighting for name, weighting in WEIGHTINGS.items() if name not in ("sample_weight", "mask")]
     remote = gather_remote_values(model)
@@ -194,7 +194,7 @@ def find_step_weightings(
 
 
 def sums_in_step(model: keras.Model, data: Batch) -> tuple[list[bool], NumberParts | None]:
-    """For each call of an optimizer, whether its loss is a sum over the rows, and what makes up the step's numbers.
+    """For each optimizer call, whether its loss is a sum over the rows; and the reduction of the step's numbers.
 
     Empty and `None` if that can't be found.
     """
@@ -203,7 +203,7 @@ def sums_in_step(model: keras.Model, data: Batch) -> tuple[list[bool], NumberPar
         try:
             weightings, scalars = find_step_weightings(model, analyze_step(model, data), data)
         except Exception:
-            # What trains inexactly may be anything.
+            # Steps that are trained inexactly may do anything.
             _log.debug("What the losses of a step divide by was not found.", exc_info=True)
             return [], None
         return [weighting.divisor is None for weighting in weightings], scalars
@@ -212,7 +212,7 @@ def sums_in_step(model: keras.Model, data: Batch) -> tuple[list[bool], NumberPar
 
 
 def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
-    """Warns, once for each `compile`, of a step that isn't a mean over the examples, or does more once an update."""
+    """Warns, once for each `compile`, of a step with a non-mean loss or with per-update side effects."""
 
     def find() -> str | None:
         try:
@@ -242,7 +242,7 @@ def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
 def _compare(
     step: TrialStep, data: Batch, candidates: Sequence[Weighting]
 ) -> tuple[list[list[float]], NumberParts | None]:
-    """For each call, the errors of the candidates; and what makes up the step's numbers."""
+    """For each call, the errors of the candidates; and the reduction of the step's numbers."""
     whole, *of_parts = results = compute_parts(step, data)
     arguments = [arguments_of(take_rows(data, *rows)) for rows in ((0, ROWS), *BOUNDS)]
     shares = part_weights([[candidate.value(rows) for candidate in candidates] for rows in arguments])
@@ -265,14 +265,14 @@ def _misfit_message(
     ]
     seen = (
         f"The train_step of {type(model).__name__} was tried on {ROWS} made-up rows, and on {FIRST} and "
-        f"{ROWS - FIRST} of them. The weighted gradients of the parts don't sum to that of the whole, in "
+        f"{ROWS - FIRST} of them. The weighted gradients of the parts don't sum to the whole's, in "
         f"{'; '.join(reasons)}"
     )
     if stated is not None and all(trial.fitting for trial in misfits.values()):
         return f"{seen}. Leave weighting={stated.argument} out, and each update is weighted by what fits it."
     return (
         f"{seen}: its loss compares rows, draws random numbers for a fixed number of rows, or divides by something "
-        "else, such as a count of tokens. What that is, a function can say: weighting=lambda x, y, y_pred, "
+        "else, such as a count of tokens. State that as a function: weighting=lambda x, y, y_pred, "
         "sample_weight: keras.ops.sum(y != 0), for instance, where y_pred is None. recompute() saves memory for any "
         "loss."
     )

@@ -1,11 +1,14 @@
-"""Runs a model's own `train_step` on the whole batch on each replica, with the calls of its layers divided.
+"""Runs a model's own `train_step` on the whole batch on each replica, and divides only its layer calls.
 
-For steps that compare rows, clip gradients themselves or divide by what no weighting names. Each replica has all rows,
-and computes the same. Of a call of a layer it computes its share of the rows, and gathers the outputs of all.
+For steps that compare rows, clip gradients themselves, or have a divisor that no weighting names. Each of the R
+replicas has all rows and computes the same loss, except that in a layer call, replica r computes the outputs y_r of its
+share of the rows, and gathers Y = (y_1, ..., y_R).
 
-All replicas have the same loss. The gradient of their mean is the mean of their gradients, where that of gathered rows
-is the sum over the replicas of what each has found for these rows: both of what calls have computed, and of what every
-replica has.
+The loss is L = 1/R sum_s L_s, with L_s on replica s a function of Y and of the weights w. So
+
+    dL/dw = 1/R sum_r ( (sum_s dL_s/dY)[rows of r] dy_r/dw + dL_r/dw ):
+
+gathering sums its gradient over the replicas, and the weights' gradients are averaged over them.
 """
 
 import logging
@@ -43,16 +46,16 @@ from keras_paragrad.storage.row_gradients import scale_gradient, scale_gradients
 from keras_paragrad.storage.sharding import all_gather
 
 _log = logging.getLogger("keras_paragrad")
-# Draw from a state in a variable, of which each replica has its own.
+# Draw from a state in a variable, which differs between replicas.
 _STATEFUL_RANDOM = ("StatefulStandard", "StatefulUniform", "StatefulTruncated", "StatefulRandom", "Rng", "NonDet")
 _DIFFERENT = "A call of a layer in train_step gets tensors with different numbers of rows."
 
 
 class WholeStep:
-    """A model's own `train_step` on the whole batch, analyzed for the shapes of a replica's tensors.
+    """A model's own `train_step` on the whole batch, analyzed for the shapes of a replica batch.
 
     Raises:
-        IndivisibleError: Replicas would not compute the same, or no call of a layer can be divided.
+        IndivisibleError: Replicas would compute different results, or no layer call can be divided.
     """
 
     def __init__(self, model: keras.Model, data: Batch):
@@ -74,7 +77,7 @@ class WholeStep:
         prepare_optimizers(self.calls)
 
     def describe(self) -> str:
-        """How the step is divided."""
+        """Describes how the step is divided."""
         return (
             f"Rows can't be divided in the train_step of {type(self.model).__name__}. Each replica runs it on all "
             f"rows, and {sum(self.divides)} of {len(self.divides)} calls of layers on its share of them."
@@ -83,7 +86,7 @@ class WholeStep:
     def run(self, data: Batch) -> StepLogs:
         """Runs the step on the batch of all replicas, and returns its logs."""
         batch = keras.tree.map_structure(lambda leaf: None if leaf is None else _gather_rows(leaf), data)
-        # Metrics and logs are those of one replica, as if the others had no rows.
+        # Metrics and logs come from one replica, as if the others had no rows.
         counted = ReplicaBatch(rows_of(batch), tf.constant(replica_index() == 0))
         return LogReducer(self.model, batch, counted, None, []).run(lambda: self._run(batch))
 
@@ -102,10 +105,10 @@ class WholeStep:
 
 
 def divide_on_replicas(model: keras.Model, data: Batch, normalize: LossNormalization) -> CustomStep | WholeStep:
-    """Analyzes a model's own `train_step`: its rows are divided, or else its calls of layers, or it is refused."""
+    """Analyzes a model's own `train_step`: divides its rows, or else its layer calls, or refuses it."""
     try:
         return CustomStep(model, data, normalize)
-    # Noise for all rows of a batch doesn't fit a part of them.
+    # Noise drawn for all rows of a batch doesn't fit a part of them.
     except (ValueError, tf.errors.InvalidArgumentError) as refusal:
         if normalize.weighting != "auto":
             raise
@@ -120,7 +123,7 @@ def divide_on_replicas(model: keras.Model, data: Batch, normalize: LossNormaliza
 
 
 class _Trace:
-    """Records gradients, and the positions of each call's operations, in a graph that never runs."""
+    """Records gradients and each call's position in a graph that never runs."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, int]] = []
@@ -138,7 +141,7 @@ class _Trace:
         return gradients
 
     def reduced_late(self, graph: StepGraph) -> list[bool]:
-        """For each gradient, whether it goes to optimizers alone, which get it reduced."""
+        """For each gradient, whether only optimizers use it, so that it can be reduced later."""
         position = {operation.name: index for index, operation in enumerate(graph.operations)}
         applied = {id(gradient) for call in graph.applies for gradient in call.gradients}
         logged = {id(log) for log in graph.logs}
@@ -155,7 +158,7 @@ class _Trace:
 
 
 def _check_same_everywhere(graph: StepGraph, trace: _Trace) -> None:
-    """Refuses what replicas would compute differently from the same rows."""
+    """Refuses steps that would compute different results on each replica from the same rows."""
     if graph.losses:
         raise graph.refusal("calls layers that add losses of rows")
     inside = {index for begin, end in trace.calls for index in range(begin, end)}
@@ -165,7 +168,7 @@ def _check_same_everywhere(graph: StepGraph, trace: _Trace) -> None:
 
 
 class _OnReplica:
-    """Divides calls between replicas, and reduces gradients over them."""
+    """Divides layer calls between replicas, and reduces gradients over them."""
 
     def __init__(self, model: keras.Model, divides: Sequence[bool], reduced_late: Sequence[bool]):
         self.model, self._divides, self._late = model, iter(divides), iter(reduced_late)
@@ -192,7 +195,7 @@ class _OnReplica:
 
 
 class _Share:
-    """A replica's share of the rows of a call. Without rows it computes the last one, which nothing depends on."""
+    """A replica's share of a call's rows. A replica without rows computes the last row, and drops the result."""
 
     def __init__(self, tensors: Sequence[Any]):
         sizes = {tensor.shape[0] for tensor in tensors} - {None}
@@ -215,11 +218,11 @@ class _Share:
         self._first, self._length = at_most(begin, rows - 1), at_least(self.count, 1)
 
     def cut(self, leaf: Any) -> Any:
-        """This replica's rows of an argument."""
+        """Cuts this replica's rows from an argument."""
         return rows_of_leaf(leaf, self._first, self._first + self._length)
 
     def gather(self, output: Any) -> Any:
-        """All replicas' rows of an output."""
+        """Gathers all replicas' rows of an output."""
         if not has_rows(output):
             return output
         mask = mask_of(output)
@@ -234,7 +237,7 @@ class _Rows:
         self.begin, self.count = begin, count
 
     def gather(self, local: tf.Tensor) -> Any:
-        """All rows, whose gradient is the sum of the replicas' gradients."""
+        """Gathers all rows; the gradient is summed over the replicas."""
 
         @tf.custom_gradient
         def gather(local: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], tf.Tensor]]:
@@ -243,7 +246,7 @@ class _Rows:
         return gather(local)
 
     def _scatter(self, upstream: Any) -> Any:
-        """This replica's rows of the sum over the replicas."""
+        """Sums over the replicas, and takes this replica's rows."""
         _check_differentiates()
 
         @tf.custom_gradient
@@ -255,7 +258,7 @@ class _Rows:
 
 
 def _watched(output: Any) -> Any:
-    """An output, in a graph that never runs, whose gradient can only be taken by `tape.gradient`."""
+    """Wraps an output, in a graph that never runs, so that only `tape.gradient` can differentiate it."""
 
     @tf.custom_gradient
     def watch(whole: tf.Tensor) -> tuple[tf.Tensor, Callable[[Any], Any]]:
@@ -271,14 +274,14 @@ def _watched(output: Any) -> Any:
 def _check_differentiates() -> None:
     if not differentiates():
         raise IndivisibleError(
-            "Its train_step takes gradients otherwise than by tape.gradient, where those of other replicas can't be "
+            "Its train_step takes gradients otherwise than by tape.gradient, where other replicas' gradients can't be "
             "added."
         )
 
 
 def _gather_rows(rows: tf.Tensor) -> tf.Tensor:
-    """The rows of all replicas."""
-    # Not every collective takes booleans.
+    """Gathers the rows of all replicas."""
+    # Not every collective supports booleans.
     dtype = "int32" if rows.dtype.is_bool else rows.dtype
     whole = tf.cast(all_gather(tf.cast(rows, dtype)), rows.dtype)
     whole.set_shape([None, *rows.shape[1:]])
@@ -296,13 +299,13 @@ def _mean_over_replicas(gradient: Any) -> Any:
 
 @tf.custom_gradient
 def _mean(tensor: tf.Tensor) -> Any:
-    """The mean over the replicas, as is its gradient."""
+    """Averages over the replicas; its gradient is averaged too."""
     (total,) = sum_over_replicas([tf.identity(tensor)])
     return total / tf.cast(replica_count(), total.dtype), _mean
 
 
 def _of_all_replicas(tensor: tf.Tensor | None) -> tf.TensorSpec | None:
-    """The shape and dtype of the rows of all replicas, which have equally many if their number is known."""
+    """The spec of all replicas' rows together; replicas have equally many rows if the number is static."""
     if tensor is None:
         return None
     rows, *inner = tensor.shape

@@ -1,4 +1,4 @@
-"""Compares gradients of parts with the gradient of the whole, and tells differences from rounding and randomness."""
+"""Compares the parts' gradients with the whole batch's, and distinguishes errors from rounding and randomness."""
 
 import abc
 import functools
@@ -19,10 +19,10 @@ _LAST_DIGITS = 1e-6
 
 
 class Difference(NamedTuple):
-    """How far the weighted gradients of `parts` of so many rows are from the gradient of the whole.
+    """The error of the weighted gradients of `parts` of `rows` rows, against the gradient of the whole.
 
-    `error` is the norm of the difference over the norm of the gradient, `call` the index of the optimizer's call that
-    gets it.
+    `error` is the norm of the difference over the norm of the gradient; `call` is the index of the optimizer call that
+    gets the gradient.
     """
 
     error: float
@@ -38,7 +38,7 @@ class Difference(NamedTuple):
 
 
 class WeightedGradient(NamedTuple):
-    """The gradient of some rows, an array for each weight, and what their loss is divided by: 0 for a sum."""
+    """The gradient of some rows, an array for each weight, and the divisor of their loss: 0 for a sum."""
 
     gradient: list[np.ndarray]
     divisor: float
@@ -57,15 +57,15 @@ class PartComparison(abc.ABC):
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         """For each call of an optimizer, the gradient of the rows from `first` on.
 
-        If `changed`, of what differs in the last digits, with other random numbers.
+        If `changed`, for inputs and weights changed in the last digits, with other random numbers.
         """
 
     def compare(self, data: Batch, cut: RowCut) -> Difference | None:
-        """The first difference of the parts from the whole that noise doesn't explain."""
+        """The first difference between the parts and the whole that noise doesn't explain."""
         rows = self.prepare(cut.take(data), cut)
         if rows is None:
             return None
-        # What makes no difference but by rounding and randomness.
+        # Changes that affect only rounding and random numbers.
         changed = functools.cache(lambda: list(self._changed(rows)))
         for call, (whole, total) in enumerate(self.gradients(rows, cut)):
             error = _finding(
@@ -79,7 +79,7 @@ class PartComparison(abc.ABC):
         return None
 
     def gradients(self, rows: Batch, cut: RowCut) -> list[tuple[list[np.ndarray], list[np.ndarray]]]:
-        """For each call, the gradient of the whole, and the weighted sum of the parts' gradients."""
+        """For each optimizer call, the gradient of the whole, and the weighted sum of the parts' gradients."""
         wholes = self.run(rows, 0)
         totals = [[np.zeros_like(gradient) for gradient in whole.gradient] for whole in wholes]
         for start, stop in cut.bounds:
@@ -90,7 +90,7 @@ class PartComparison(abc.ABC):
         return [(whole.gradient, total) for whole, total in zip(wholes, totals, strict=True)]
 
     def prepare(self, rows: Batch, cut: RowCut) -> Batch | None:
-        """What the gradient is computed from, if it can be."""
+        """Prepares the rows from which gradients are computed; `None` if they can't be."""
         return rows
 
     def add(self, total: list[np.ndarray], gradient: list[np.ndarray], share: float, start: int, stop: int) -> None:
@@ -101,7 +101,7 @@ class PartComparison(abc.ABC):
     def _changed(self, rows: Batch) -> Iterable[list[list[np.ndarray]]]:
         yield [call.gradient for call in self.run(rows, 0, changed=True)]
         if not self.function.draws:
-            # Rows in another order would draw other random numbers.
+            # In another order, rows would draw other random numbers.
             yield self.reordered(rows)
 
     def reordered(self, rows: Batch) -> list[list[np.ndarray]]:
@@ -115,7 +115,7 @@ def _finding(
     changed: Callable[[], Iterable[list[np.ndarray]]],
     half_precision: bool,
 ) -> float:
-    """The relative error of parts' summed gradients, or 0 where it is no finding; `changed` returns others like it."""
+    """The relative error of the summed gradients; 0 if it is within the noise, measured on the `changed` gradients."""
     error = relative_error(whole, total)
     if error is None or error <= GRADIENT.of(half_precision):
         return 0.0
@@ -124,10 +124,10 @@ def _finding(
 
 
 def relative_error(whole: list[np.ndarray], other: list[np.ndarray]) -> float | None:
-    """The norm of the difference over the norm of the whole; `None` if that is 0 or not finite."""
+    """`|other - whole| / |whole|`; `None` if the denominator is 0 or not finite."""
     norm = _norm(whole)
     if not np.isfinite(norm) or not norm:
-        # Nothing can be learned from it, nor by the model.
+        # Such a gradient says nothing, and trains nothing.
         return None
     return _norm([first - second for first, second in zip(whole, other, strict=True)]) / norm
 
@@ -137,7 +137,7 @@ def _norm(tensors: list[np.ndarray]) -> float:
 
 
 def change_last_digits(nested: Any) -> Any:
-    """Nested tensors whose real numbers differ in the last digits of float32."""
+    """Changes the real numbers of nested tensors in the last digits of float32."""
 
     def change(value: Any) -> Any:
         return (
@@ -148,5 +148,5 @@ def change_last_digits(nested: Any) -> Any:
 
 
 def reverse_rows(nested: Structure) -> Structure:
-    """The rows of nested tensors in reverse order."""
+    """Reverses the rows of nested tensors."""
     return keras.tree.map_structure(lambda leaf: None if leaf is None else tf.reverse(leaf, [0]), nested)

@@ -1,4 +1,4 @@
-"""Which rows of a first batch stand for a whole batch, and how they are cut into parts."""
+"""Chooses the rows of a first batch that stand for a whole batch, and cuts them into parts."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from keras_paragrad.engine.probes.trial import row_count
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 from keras_paragrad.engine.step.stages import Stages
 
-# The most parts of a batch that is proved.
+# The most parts of a batch in a proof.
 MOST_PARTS = 8
 
 
@@ -30,9 +30,9 @@ class RowCut(NamedTuple):
 
     @classmethod
     def of_parts(cls, count: int, size: int, parts: int) -> "RowCut":
-        """A whole batch in parts of `size` rows, from `count` rows that there are.
+        """Cuts a whole batch into parts of `size` rows, given `count` available rows.
 
-        Rows that are missing are drawn from these: parts of the same rows would weigh alike by any weighting.
+        Missing rows are drawn from the available ones: parts with equal rows have equal weights under any weighting.
         """
         total = size * min(parts, MOST_PARTS)
         missing = np.random.default_rng(0).integers(0, count, max(total - count, 0))
@@ -41,21 +41,21 @@ class RowCut(NamedTuple):
 
     @classmethod
     def of_part(cls, size: int) -> "RowCut":
-        """Half of one part, which leaves room for copies, cut into two of different sizes."""
+        """Cuts half of one part, which leaves room for copies, into two parts of different sizes."""
         count = max(size // 2, 2)
         first = min(count // 2 + 1, count - 1)
         return cls(np.arange(count), [(0, first), (first, count)])
 
     def take(self, nested: Structure) -> Structure:
-        """The rows of the whole, of nested tensors."""
+        """Takes the rows of the whole from nested tensors."""
         if row_count(nested) == len(self.rows) == self.rows[-1] + 1:
-            # As they are: a copy may not fit.
+            # No copy: it may not fit.
             return nested
         return keras.tree.map_structure(lambda leaf: None if leaf is None else tf.gather(leaf, self.rows), nested)
 
 
 def join_rows(batches: Sequence[Batch]) -> Batch:
-    """The rows of several batches as one, of those that have the shapes of the first: others are padded otherwise."""
+    """Concatenates batches; leaves out batches whose rows have other shapes than the first one's (other padding)."""
 
     def shapes(batch: Batch) -> list[Any]:
         return [None if leaf is None else tuple(leaf.shape[1:]) for leaf in keras.tree.flatten(batch)]
@@ -67,7 +67,7 @@ def join_rows(batches: Sequence[Batch]) -> Batch:
 
 
 def local_rows(batch: Batch) -> Batch:
-    """The rows of a batch on all replicas of this process, as dense tensors; `None` if it holds anything else."""
+    """Joins a batch's rows on this process's replicas into dense tensors; `None` if it holds anything but tensors."""
     leaves = [local_replica_values(leaf) for leaf in keras.tree.flatten(batch)]
     parts = [value for values in leaves for value in values if value is not None]
     if not all(isinstance(part, tf.Tensor) and part.shape.rank and part.dtype != tf.string for part in parts):
@@ -77,7 +77,7 @@ def local_rows(batch: Batch) -> Batch:
 
 
 def part_size(model: keras.Model, stages: Stages, batch: Batch) -> tuple[int, int]:
-    """The rows that one part of a batch holds, and the number of parts of an update."""
+    """The number of rows in one part of a batch, and the number of parts of an update."""
     leaf = next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
     size = max(int(rows_of(value)) for value in local_replica_values(leaf))
     parts = model.distribute_strategy.num_replicas_in_sync

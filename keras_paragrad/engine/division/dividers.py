@@ -1,4 +1,4 @@
-"""`Divider`: what divides batches into parts, described for trials and errors."""
+"""`Divider`: describes, for trials and errors, a component that divides batches into parts."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ INSTEAD_OF_WINDOWS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divider:
-    """What divides batches into parts. Each component defines its own, and the engine asks no more than this.
+    """Describes a component that divides batches into parts. It is all that the engine knows of the component.
 
     Advice goes into errors as it stands: a sentence, or a clause without a period.
 

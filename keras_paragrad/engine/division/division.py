@@ -1,4 +1,4 @@
-"""How a batch is divided: a value, found for each signature of batches before a step is traced for them."""
+"""`Division`: how a batch is divided, decided for each signature of batches before a step is traced."""
 
 import functools
 import weakref
@@ -58,7 +58,7 @@ class Divisions:
         self.model = model
         self.steps: dict[tuple[object, ...], CustomStep | WholeStep] = {}
         self.undivided: str | None = None
-        # The specs of a replica's batch, and for what they were found.
+        # The specs of a replica's batch, and the batch specs for which they were computed.
         self._specs: Specs = None
         self._found_for: tuple[Stages | None, weakref.ref[Any] | None] = None, None
 
@@ -68,10 +68,10 @@ class Divisions:
         return [call for step in self.steps.values() for call in step.calls]
 
     def find(self, stages: Stages, iterator: Any, specs: Specs) -> None:
-        """Finds the division of an iterator's batches, of these specs on a replica, before a step is traced for them.
+        """Finds the division of an iterator's batches, which have these specs on a replica, before a step is traced.
 
         Raises:
-            IndivisibleError: They can't be divided.
+            IndivisibleError: The batches can't be divided.
         """
         found_for, before = self._found_for
         if found_for is stages and before is not None and before() is iterator:
@@ -81,7 +81,7 @@ class Divisions:
         self._trace(stages, lambda data: self.of(stages, data))
 
     def describe(self, stages: Stages) -> str | None:
-        """How the last batches were divided, what a part weighs, and how that was found; `None` before there were any.
+        """Describes the division and weighting of the last batches, and how they were found; `None` before any batch.
 
         A clause for each, for `explain`.
         """
@@ -91,7 +91,7 @@ class Divisions:
             return self._trace(stages, lambda data: self._describe(stages, data))
 
     def _trace(self, stages: Stages, function: Callable[[Batch], Result]) -> Result:
-        """Calls a function as in a step, in a graph that never runs, with a batch of the last specs."""
+        """Calls a function with a batch of the last specs, in a graph that never runs."""
         results: list[Result] = []
 
         def call(data: Batch) -> None:
@@ -116,7 +116,7 @@ class Divisions:
         return normalize.describe(model, *trace_loss(model, data))
 
     def of(self, stages: Stages, data: Batch) -> Division:
-        """The division of a batch, or of a replica's part of it; raises `IndivisibleError` if it can't be divided."""
+        """Finds the division of a batch, or of a replica's part; raises `IndivisibleError` if it can't be divided."""
         division = self._of_own_step(stages, data) if overrides_train_step(self.model) else self._of(stages, data)
         if division.undivided and stages.split:
             if stages.split.cuts(data) is None:
@@ -125,7 +125,7 @@ class Divisions:
         return division
 
     def _of_own_step(self, stages: Stages, data: Batch) -> Division:
-        """The division of a batch of a model with its own `train_step`."""
+        """Finds the division for a model with its own `train_step`."""
         split, take = stages.split, stages.take
         undivided = split.normalize.find_refusal(self.model) if split else None
         if split and undivided and split.cuts(data):
@@ -142,7 +142,7 @@ class Divisions:
     def _step(
         self, part: Batch, normalize: LossNormalization, explained: Batch, *, replicas: bool = False
     ) -> CustomStep | WholeStep:
-        """The analyzed step for parts of a batch; explains errors that the whole batch, if given, doesn't give."""
+        """Analyzes the step for a part of a batch; explains errors that `explained`, the whole batch, doesn't raise."""
         signature = step_signature(part, normalize)
         if signature not in self.steps:
             model, divide = self.model, divide_on_replicas if replicas else CustomStep
@@ -154,7 +154,7 @@ class Divisions:
         return self.steps[signature]
 
     def _of(self, stages: Stages, data: Batch) -> Division:
-        """The division of a batch of a model with Keras's `train_step`."""
+        """Finds the division for a model with Keras's `train_step`."""
         split, replicas = stages.split, replica_count()
         cuts = False if split is None else split.cuts(data)
         divides = split if cuts is not False else stages.take if replicas > 1 else None
@@ -166,7 +166,7 @@ class Divisions:
             if compares and (cuts is False or replicas > 1):
                 raise IndivisibleError(compares)
             undivided = compares or None
-        # A slice needs a weight, and a batch of one slice only if it is accumulated with others.
+        # Slices need weights; a batch of one slice needs one only if it is accumulated with others.
         if split and not undivided and cuts is not True and (cuts is None or find_accumulator(self.model.optimizer)):
             undivided = find_refusal_of_slices(self.model, split, data)
         if split and undivided and cuts:
@@ -174,9 +174,9 @@ class Divisions:
         return Division(cut=cuts is not False and not undivided, undivided=undivided)
 
     def _compares_examples(self, stages: Stages, data: Batch, normalize: LossNormalization) -> bool | str:
-        """Whether the loss is computed on the outputs of the whole batch; why it can't be, if it would have to be."""
+        """Whether the loss has to be computed on the whole batch's outputs; or the reason why it can't be."""
         model = self.model
-        # A model without compiled losses may not be built yet, and trials need it.
+        # A model without compiled losses may not be built yet, and trials need a built one.
         build_by_calling(model, keras.utils.unpack_x_y_sample_weight(data)[0])
         build_losses(model, data)
         compares = compare_examples(model, data, normalize)
@@ -200,7 +200,7 @@ def _too_large(split: Split, refusal: str) -> IndivisibleError:
 
 
 def _check_slices(model: keras.Model, stages: Stages) -> None:
-    """Refuses slices of a model's own `train_step` with what they don't go with."""
+    """Refuses slices of a model's own `train_step` together with accumulation, or on a mesh."""
     name = type(model).__name__
     if stages.apply:
         raise IndivisibleError(

@@ -1,4 +1,4 @@
-"""What is proved on the first batch, before the first update, and what follows from it."""
+"""Proves the division on the first batch, before the first update, and acts on a difference."""
 
 import functools
 from collections.abc import Callable
@@ -28,35 +28,35 @@ from keras_paragrad.engine.probes.independence import USE_SUMS, find_layers_depe
 from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
 from keras_paragrad.engine.step.stages import Stages
 
-# Rows that take no memory to speak of.
+# Rows whose memory is negligible.
 _FEW_ROWS = 16
-# Called once the step is traced, as what is refused there says more; refuses or warns.
+# Refuses or warns; called after the step is traced, since errors of the trace say more.
 Conclusion = Callable[[], None]
 
 
 class FirstBatchProof:
-    """Proves that parts of the first batch give the gradient that it gives as a whole.
+    """Proves that the parts of the first batch give the gradient of the whole.
 
-    A loss whose parts don't is computed on the outputs of whole batches from then on, where the component can.
+    If they don't, the loss is computed on the outputs of whole batches from then on, if the component can do that.
     """
 
     def __init__(self, model: keras.Model, stages: Stages, divisions: Divisions):
         self.model, self.stages, self._divisions = model, stages, divisions
-        # The batches of the first update so far; `None` once there is nothing to prove.
+        # The first update's batches so far; `None` once there is nothing to prove.
         replicas = model.distribute_strategy.num_replicas_in_sync
         divides = stages.split or stages.apply or (stages.take and replicas > 1)
         self._window: list[Batch] | None = [] if divides and stages.prove else None
 
     @property
     def pending(self) -> bool:
-        """Whether the batches of the first update are still to be seen."""
+        """Whether batches of the first update are still to come."""
         if self._window == [] and losses_built(self.model) and self._is_known:
             self._window = None
         return self._window is not None
 
     @property
     def _is_known(self) -> bool:
-        """Whether nothing can be found: all is Keras's own, weighted by what it divides by, and mixes no rows."""
+        """Whether no proof is needed: the model is Keras's own, weighted by its loss's divisor, and mixes no rows."""
         return (
             is_known_to_divide(self.model)
             and self.stages.normalization(of_slices=True) is not None
@@ -65,7 +65,7 @@ class FirstBatchProof:
         )
 
     def __call__(self, batch: Batch, update: bool) -> Conclusion | None:
-        """Sees a batch before its step runs; with the first update, returns what follows from a difference, if any."""
+        """Takes a batch before its step runs; at the first update's last batch, returns the action on a difference."""
         size, parts = part_size(self.model, self.stages, batch)
         normalize, rows = self.stages.normalization(of_slices=True), local_rows(batch)
         if self._window is None or parts == 1 or rows is None:
@@ -83,16 +83,16 @@ class FirstBatchProof:
         return conclusion or functools.partial(self._prove_rest, window, size, parts, normalize)
 
     def _prove_rest(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
-        """Proves states and metrics, once they are built, and measures batch statistics."""
+        """Proves states and metrics after they are built, and measures the effect of batch statistics."""
         _prove_states(self.model, data, size, normalize)
         summed = self.stages.sums_replicas or self.model.distribute_strategy.num_replicas_in_sync > 1
         _prove_metrics(self.model, data, size, parts, normalize.refusals.anyway, summed=summed)
         _measure_statistics(self.model, data, size, parts, normalize)
 
     def _measure_equal_weights(self, data: Batch, size: int, parts: int) -> None:
-        """Warns of how much the gradient of the first batch changes if all parts count alike, as stated."""
+        """Warns if uniform weighting, as stated, changes the gradient of the first batch."""
         stated = "weighting='uniform'" if self.stages.apply else "exact=False"
-        # Replicas add the gradients of sums, and don't average them.
+        # Replicas sum the gradients of a sum loss, rather than average them.
         if self.stages.apply or not _sums(self.model, data):
             difference = find_difference(self.model, data, size, parts, None)
             if difference is not None:
@@ -100,7 +100,7 @@ class FirstBatchProof:
         _measure_statistics(self.model, data, size, parts, None)
 
     def _prove_step(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
-        """Proves the model's own `train_step`, once it is analyzed."""
+        """Proves the model's own `train_step` after it is analyzed."""
         step = next(
             (candidate for candidate in self._divisions.steps.values() if isinstance(candidate, CustomStep)), None
         )
@@ -120,7 +120,7 @@ class FirstBatchProof:
 def _prove(
     model: keras.Model, data: Batch, size: int, parts: int, normalize: LossNormalization, *, whole_losses: bool
 ) -> Conclusion | None:
-    """Returns what follows if the rows of an update, divided, don't give their gradient.
+    """Returns the action to take if the parts of an update's rows don't give the rows' gradient.
 
     If `whole_losses`, the loss may be computed on the outputs of whole batches instead.
     """
@@ -136,7 +136,7 @@ def _prove(
         try:
             normalize.check_stated(model, arguments_of(data))
         except IndivisibleError:
-            # The step that is traced next is refused, by what made-up rows show.
+            # The trace that follows refuses the step, with a reason found on synthetic rows.
             return None
         stated = f"{difference}, with weighting={normalize.weighting!r} as stated."
         return functools.partial(warn_once, model, stated)
@@ -163,7 +163,7 @@ def _prove_states(model: keras.Model, data: Batch, size: int, normalize: LossNor
 
 
 def _prove_metrics(model: keras.Model, data: Batch, size: int, parts: int, anyway: str, *, summed: bool) -> None:
-    """Refuses metrics whose results differ if states of parts are summed; else warns of these."""
+    """Refuses metrics whose results change with the division, if the parts' states are summed; otherwise warns."""
     if metrics_are_known(model):
         return
     differences = find_metric_differences(model, data, size, parts, on_replicas=summed)
@@ -176,9 +176,9 @@ def _prove_metrics(model: keras.Model, data: Batch, size: int, parts: int, anywa
 
 
 def _parts_have_own_statistics(model: keras.Model) -> bool:
-    """Whether layers normalize each part of a batch with its own statistics, as was warned of."""
+    """Whether layers normalize each part of a batch with its own statistics, of which a warning was logged."""
     layers = layers_of_batch_statistics(model)
-    # What replicas synchronize isn't computed here.
+    # Synchronized statistics of replicas aren't computed here.
     replicas = model.distribute_strategy.num_replicas_in_sync > 1
     return bool(layers) and not (replicas and any(layer.synchronized for layer in layers))
 
@@ -186,7 +186,7 @@ def _parts_have_own_statistics(model: keras.Model) -> bool:
 def _measure_statistics(
     model: keras.Model, data: Batch, size: int, parts: int, normalize: LossNormalization | None
 ) -> None:
-    """Warns of how much batch statistics of parts change the gradient of the first batch."""
+    """Warns if the parts' batch statistics change the gradient of the first batch, and by how much."""
     if _parts_have_own_statistics(model):
         difference = measure_batch_statistics(model, data, size, parts, normalize)
         if difference is not None:

@@ -1,4 +1,4 @@
-"""The proof on the first batch, for compiled metrics: parts of its rows show what the whole shows."""
+"""The proof on the first batch, for compiled metrics: parts of its rows give the same results as the whole."""
 
 from typing import Any, NamedTuple
 
@@ -44,7 +44,7 @@ def metrics_are_known(model: keras.Model) -> bool:
 def find_metric_differences(
     model: keras.Model, data: Batch, size: int, parts: int, *, on_replicas: bool
 ) -> list[MetricDifference]:
-    """Computes the metrics on rows of the first batch and on parts of them; returns those that differ.
+    """Computes the metrics on rows of the first batch, whole and in parts; returns the metrics that differ.
 
     Args:
         size: The rows that one part holds.
@@ -69,7 +69,7 @@ def find_metric_differences(
         divided = [take_rows(batch, *bounds) for bounds in cut.bounds]
         split = results_after_parts(compute, divided, start, on_replicas=on_replicas)
         tolerance = METRIC.of(compute.half_precision)
-        # One that depends on the order of rows is random, or numerically unstable.
+        # A metric that depends on the order of rows is random or numerically unstable.
         return [
             MetricDifference(name, _largest(whole[name]), _largest(split[name]), len(cut.bounds))
             for name in whole

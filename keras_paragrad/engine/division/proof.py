@@ -30,15 +30,15 @@ from keras_paragrad.engine.probes.row_independence import (
 from keras_paragrad.engine.probes.tolerances import GRADIENT
 from keras_paragrad.engine.probes.trial import Inconclusive, row_count, run_trial, take_rows
 
-# The most bytes that the tensors of a whole batch may take together, beside a step. A larger batch is proved by its
-# outputs, if they take no more than this or than the tensors of one part.
+# The most bytes that the tensors of a whole batch may take together, beside a step. A larger batch is proved on its
+# outputs, if they take no more than this limit or than the tensors of one part.
 MOST_BYTES = 2**24
 
 
 def is_known_to_divide(model: keras.Model) -> bool:
-    """Whether all that a model computes is Keras's own, and known to compute row by row.
+    """Whether a model's layers, losses and step are all Keras's own, and known to compute row by row.
 
-    Its losses must be built.
+    The losses must be built.
     """
     return (
         not (overrides_compute_loss(model) or overrides_train_step(model))
@@ -50,7 +50,7 @@ def is_known_to_divide(model: keras.Model) -> bool:
 def find_difference(
     model: keras.Model, data: Batch, size: int, parts: int, normalize: LossNormalization | None
 ) -> Difference | None:
-    """Computes rows of the first batch whole and in parts; `None` if only rounding or randomness sets them apart.
+    """Computes rows of the first batch whole and in parts; `None` if they differ only by rounding or randomness.
 
     Args:
         size: The rows that one part holds.
@@ -71,7 +71,7 @@ def find_difference(
             if difference is None:
                 difference = _DividedLoss(model, normalize, len(cut.rows), max(part, MOST_BYTES)).compare(data, cut)
         except IndivisibleError:
-            # The step that is traced next is refused, or takes whole losses.
+            # The trace that follows refuses the step, or computes whole losses.
             return None
         return difference
 
@@ -80,7 +80,7 @@ def find_difference(
 
 
 def find_layer_that_mixes(model: keras.Model, data: Batch, size: int) -> str | None:
-    """The first layer whose outputs for some rows of the first batch change with the rows beside them."""
+    """The first layer whose outputs for some rows of the first batch depend on the batch's other rows."""
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
     count = min(size, row_count(x))
     if count < 2 or computes_rows_independently(model):
@@ -99,7 +99,7 @@ def measure_batch_statistics(
 ) -> Difference | None:
     """Measures how much the gradient changes if `BatchNormalization` uses the statistics of each part.
 
-    Where a whole batch takes too many bytes, fewer parts do, or the halves of one part.
+    If a whole batch takes too many bytes, uses fewer parts, or the halves of one part.
     """
 
     def measure(rows: Batch) -> Difference | None:
@@ -118,9 +118,9 @@ def measure_batch_statistics(
 
 
 class _DividedPass(PartComparison):
-    """Computes the gradient of the weights, and what the loss is divided by, of the whole and of its parts.
+    """Computes the gradient of the weights and the divisor of the loss, for the whole and for its parts.
 
-    If `as_trained`, with batch statistics, and with the weights as they are.
+    If `as_trained`, uses batch statistics and the actual weights.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class _DividedPass(PartComparison):
         self.function = PureFunction(model, self.compute, any_rows=True, as_trained=as_trained, total=total)
 
     def difference(self, data: Batch, cut: RowCut) -> Difference | None:
-        """The difference of the parts from the whole, rounding and all; `None` if there is no gradient."""
+        """The difference between the parts and the whole, including rounding; `None` if there is no gradient."""
         ((whole, total),) = self.gradients(cut.take(data), cut)
         error = relative_error(whole, total)
         return None if error is None else Difference(error, len(cut.rows), len(cut.bounds))
@@ -147,9 +147,9 @@ class _DividedPass(PartComparison):
         return gradients_of(loss), divisor
 
     def loss(self, data: Batch, y_pred: Structure = None) -> tuple[tf.Tensor, tf.Tensor]:
-        """The loss, and what it is divided by: 0 for a sum."""
+        """The loss and its divisor: 0 for a sum."""
         loss, arguments, terms = compute_loss(self.model, data, y_pred=y_pred)
-        # Of an unreduced loss, Keras differentiates the sum.
+        # Keras differentiates the sum of an unreduced loss.
         total = tf.cast(tf.reduce_sum(loss), "float32")
         if self.normalize is None:
             return total, tf.constant(float(row_count(arguments["x"])))
@@ -158,7 +158,7 @@ class _DividedPass(PartComparison):
 
 
 class _DividedLoss(_DividedPass):
-    """Computes the gradient of the outputs alone: a whole batch's outputs fit where its activations don't."""
+    """Computes only the gradient of the outputs: a whole batch's outputs may fit where its activations don't."""
 
     def __init__(self, model: keras.Model, normalize: LossNormalization | None, total: int, most_bytes: int):
         super().__init__(model, normalize, total)
@@ -180,7 +180,7 @@ class _DividedLoss(_DividedPass):
         return [tf.cast(tf.convert_to_tensor(gradient), "float32") for gradient in gradients], divisor
 
     def add(self, total: list[np.ndarray], gradient: list[np.ndarray], share: float, start: int, stop: int) -> None:
-        """Puts the weighted gradient of a part's outputs in its rows."""
+        """Writes the weighted gradient of a part's outputs into the part's rows."""
         for sums, part in zip(total, gradient, strict=True):
             sums[start:stop] = share * part
 
@@ -196,7 +196,7 @@ class _DividedLoss(_DividedPass):
 
 
 def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut, most_bytes: int) -> Structure | None:
-    """The outputs for all rows, computed part by part, and their masks; `None` if they take more bytes than these."""
+    """The outputs for all rows, computed part by part, and their masks; `None` if they exceed `most_bytes`."""
 
     def forward(data: Any) -> tuple[Structure, list[tf.Tensor | None]]:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)

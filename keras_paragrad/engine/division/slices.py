@@ -1,4 +1,4 @@
-"""Finds before the trace whether slices can be combined, where the number of rows in a batch isn't known."""
+"""Finds, before the trace, whether slices can be combined if the number of rows in a batch isn't known."""
 
 import keras
 
@@ -18,14 +18,14 @@ from keras_paragrad.storage.gathering import zeros_in_place_of_shards
 
 def trace_loss(model: keras.Model, data: Batch) -> tuple[LossArguments, list[LossTerm]]:
     """Traces the loss of a batch into a graph that never runs; returns its arguments and terms."""
-    # No other replica traces this, so no weight can be gathered.
+    # No other replica runs this trace, so weights can't be gathered.
     with zeros_in_place_of_shards(all_variables(model)), as_one_replica():
         _, arguments, terms = compute_loss(model, data)
     return arguments, terms
 
 
 def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str | None:
-    """Why slices of such a batch can't be combined, from a trace that never runs; `None` if they can be."""
+    """The reason why slices of such a batch can't be combined, from a trace that never runs; `None` if they can."""
 
     def trace(data: Batch) -> None:
         split.normalize(model, *trace_loss(model, data))
@@ -37,12 +37,12 @@ def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str
             return None
         try:
             with explaining_rows(model, data, 1, trace):
-                # Micro-batches of a pipeline have any number of rows.
+                # A pipeline's micro-batches may have any number of rows.
                 trace_rows(model, trace, data, split.size if split.size > 1 else None)
         except IndivisibleError as refusal:
             return str(refusal)
         except Exception:
-            # The step that is traced next fails as well, and says more.
+            # The trace of the step, which follows, fails too and says more.
             return None
         return None
 

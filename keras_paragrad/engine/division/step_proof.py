@@ -17,9 +17,9 @@ from keras_paragrad.storage.storage import any_divided
 def find_difference_of_step(
     model: keras.Model, step: CustomStep, data: Batch, size: int, parts: int
 ) -> Difference | None:
-    """Finds the first optimizer call whose parts, of `size` rows, don't add up to the gradient of the whole update."""
+    """Finds the first optimizer call for which parts of `size` rows don't sum to the gradient of the whole update."""
     if any_divided(model.trainable_variables):
-        # Other workers hold some of the weights, and don't wait for this one.
+        # Other workers hold some of the weights, and don't take part in this proof.
         return None
 
     def find(cut: RowCut) -> Difference | None:

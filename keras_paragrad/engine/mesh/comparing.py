@@ -1,4 +1,4 @@
-"""Compares a model's gradient on a mesh with that on one device."""
+"""Compares a model's gradient on a mesh with its gradient on one device."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from keras_paragrad.storage.storage import storage_of
 if TYPE_CHECKING:
     from keras_paragrad.engine.mesh.running import ModelOnMesh
 
-# Smaller gradients, relative to the largest, are rounding errors, such as that of an attention's key bias.
+# Gradients that are smaller, relative to the largest, are rounding errors. An attention's key bias has one.
 _SMALL = 1e-3
 _TINY = 1e-30
 _ZERO = tf.UnconnectedGradients.ZERO
@@ -27,7 +27,8 @@ _ZERO = tf.UnconnectedGradients.ZERO
 def gradient_error(model: keras.Model, data: Batch, model_on_mesh: "ModelOnMesh") -> tuple[float, str]:
     """The largest error of a variable's gradient on a mesh, without dropout, and the variable's path.
 
-    It is relative to the largest entry of the gradient on one device, or to a small share of the whole gradient's.
+    The error is relative to the largest entry of the variable's gradient on one device, or to a small share of the
+    largest entry of all gradients.
     """
     variables = list(model.trainable_variables)
     if not variables:
@@ -40,7 +41,7 @@ def gradient_error(model: keras.Model, data: Batch, model_on_mesh: "ModelOnMesh"
     with on_mesh(model_on_mesh.mesh), explaining_errors(model):
         actual = list(map(_to_numpy, function(batch)))
     least = _SMALL * max(map(_largest, expected))
-    # Where the gradient is zero, any difference is too large.
+    # If the gradient is zero, any difference is too large.
     errors = (
         (_largest(ours - theirs) / max(_largest(theirs), least, _TINY), str(variable.path))
         for variable, theirs, ours in zip(variables, expected, actual, strict=True)
@@ -57,13 +58,13 @@ def _to_numpy(gradient: tf.Tensor) -> np.ndarray:
 
 
 def _gradients_on_one_device(model: keras.Model, data: Batch, trainable: list[keras.Variable]) -> list[tf.Tensor]:
-    """The gradients computed in the host's memory, with the variables' values as arguments."""
-    # In the host's memory, where the model was made.
+    """Computes the gradients on the host, with the variables' values as arguments."""
+    # On the host, where the model was made.
     with tf.device("CPU:0"):
         variables = all_variables(model)
         indices = {id(variable): index for index, variable in enumerate(variables)}
 
-        # In a graph, as in `fit`: executed eagerly, Keras's layers lose some masks.
+        # In a graph, as in `fit`: eagerly, Keras's layers lose some masks.
         @tf.function(autograph=False)
         def gradients(data: Batch, values: list[tf.Tensor]) -> list[tf.Tensor]:
             sources = [values[indices[id(variable)]] for variable in trainable]

@@ -1,6 +1,6 @@
-"""Computes operations that DTensor lacks or gets wrong by others.
+"""Replaces operations that DTensor lacks or computes wrong by equivalent ones.
 
-Each function has the signature of the operation that it replaces, and returns `None` to leave it in place.
+Each function has the signature of the operation that it replaces, and returns `None` to keep the original.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def roll(input: tf.Tensor, shift: Array, axis: Array, name: str | None = None) -
 
 
 def space_to_batch(input: tf.Tensor, block_shape: Array, paddings: Array, name: str | None = None) -> tf.Tensor | None:
-    """`tf.space_to_batch_nd`, with the blocks of an example in consecutive rows, and so on its device.
+    """`tf.space_to_batch_nd`, with the blocks of an example in consecutive rows, and so on one device.
 
     `None` unless the sizes are static.
     """
@@ -72,7 +72,7 @@ def batch_to_space(input: tf.Tensor, block_shape: Array, crops: Any, name: str |
     tensor = tf.transpose(tensor, [0, *order, *range(2 * count + 1, len(tensor.shape))])
     whole = [size * factor for size, factor in zip(sizes, block, strict=False)]
     tensor = pin_on_mesh(tf.reshape(tensor, [rows, *whole, *sizes[count:]]))
-    # Not `tf.slice`, whose gradient is another operation under XLA.
+    # Not `tf.slice`, whose gradient is a different operation under XLA.
     return tensor[(slice(None), *(slice(a, size - b) for size, (a, b) in zip(whole, crops, strict=True)))]
 
 
@@ -97,9 +97,9 @@ def strided_slice(
     shrink_axis_mask: int = 0,
     name: str | None = None,
 ) -> tf.Tensor | None:
-    """`tf.strided_slice` that keeps the indexed axes, and a `tf.squeeze` of them.
+    """`tf.strided_slice` with the indexed axes kept, then squeezed.
 
-    DTensor otherwise mistakes which of the other axes is divided. `None` if no axis is indexed, or if indices aren't
+    Otherwise DTensor confuses which remaining axis is divided. `None` if no axis is indexed, or if indices aren't
     static.
     """
     if not shrink_axis_mask or ellipsis_mask or new_axis_mask:
@@ -115,7 +115,7 @@ def strided_slice(
 
 
 def _permute(tensor: tf.Tensor, axis: int, reorder: Callable[[np.ndarray], np.ndarray]) -> tf.Tensor:
-    """Reorders a tensor along an axis; the gradient is the cotangent in the original order."""
+    """Permutes a tensor along an axis; the gradient applies the inverse permutation."""
     axis %= len(tensor.shape)
     order = reorder(np.arange(_static_sizes(tensor)[axis]))
 
@@ -128,7 +128,7 @@ def _permute(tensor: tf.Tensor, axis: int, reorder: Callable[[np.ndarray], np.nd
 
 
 def _take(tensor: tf.Tensor, axis: int, order: np.ndarray) -> tf.Tensor:
-    """Reorders a tensor along an axis; devices exchange rows if it is that of rows."""
+    """Gathers a tensor in another order along an axis; devices exchange rows if it is the axis of rows."""
     exchange = axis == 0 and computing_on_mesh()
     local = relayout(tensor, (None,) * len(tensor.shape)) if exchange else pin_on_mesh(tensor)
     return pin_on_mesh(tf.gather(local, order.astype("int32"), axis=axis))
@@ -143,7 +143,7 @@ def average_pool_gradient(
     data_format: str | None = None,
     name: str | None = None,
 ) -> tf.Tensor | None:
-    """`tf.raw_ops.AvgPoolGrad` and `AvgPool3DGrad`: along each axis, a product with the weights of the windows."""
+    """`tf.raw_ops.AvgPoolGrad` and `AvgPool3DGrad`, as a product with the windows' weights along each axis."""
     shape: Any = tf.get_static_value(orig_input_shape)
     gradient = pin_on_mesh(grad)
     for axis, (size, window, stride) in enumerate(zip(shape, ksize, strides, strict=True)):
@@ -182,7 +182,7 @@ def depthwise_input_gradient(
         before = _padding(sizes[axis], window, stride, output_size, padding, layout.pair(explicit_paddings, axis))[0]
         dilated_size = (output_size - 1) * stride + 1
         if stride > 1:
-            # Insert stride - 1 zeros between places, by a product: DTensor has rules for those.
+            # Insert stride - 1 zeros between places by a matrix product, for which DTensor has a rule.
             gradient = _multiply_along(gradient, axis, tf.constant(np.eye(dilated_size)[::stride], gradient.dtype))
         paddings.append([window - 1 - before, int(sizes[axis]) - dilated_size + before])
     kernel = tf.reshape(filter, [height, width, channels * multiplier, 1])
@@ -204,7 +204,7 @@ def depthwise_filter_gradient(
     dilations: Sequence[int] = (1, 1, 1, 1),
     name: str | None = None,
 ) -> tf.Tensor | None:
-    """`tf.raw_ops.DepthwiseConv2dNativeBackpropFilter`: for each weight of the kernel, a sum over its inputs.
+    """`tf.raw_ops.DepthwiseConv2dNativeBackpropFilter`, as a sum over the inputs of each kernel weight.
 
     `None` with dilations.
     """
@@ -226,7 +226,7 @@ def depthwise_filter_gradient(
         for x in range(width):
             ys, xs = (slice(i, i + (n - 1) * s + 1, s) for i, n, s in zip((y, x), (down, along), steps, strict=True))
             sums.append(tf.reduce_sum(inputs[:, ys, xs] * cotangent, (1, 2)))
-    # Rows are summed last, in a single collective.
+    # Sum over rows last, in a single collective.
     total = tf.reduce_sum(tf.stack(sums, 1), 0)
     return tf.cast(tf.reshape(total, [height, width, channels, multiplier]), out_backprop.dtype)
 
@@ -249,7 +249,7 @@ def _multiply_along(tensor: tf.Tensor, axis: int, matrix: tf.Tensor) -> tf.Tenso
 
 
 class _ChannelsLast:
-    """Transposes images to channels-last, and back."""
+    """Wraps an operation: transposes its images to channels-last, and the result back."""
 
     def __init__(self, data_format: str | bytes):
         self._first = data_format in ("NCHW", b"NCHW")
@@ -297,5 +297,5 @@ _PATCH = ProcessPatch[bool](
 
 
 def substituted_operations() -> contextlib.AbstractContextManager[object]:
-    """Context in which these operations are computed by others while this thread traces a step for a mesh."""
+    """Context in which this thread, tracing a step for a mesh, replaces these operations."""
     return _PATCH.open(True)

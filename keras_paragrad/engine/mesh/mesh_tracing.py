@@ -1,4 +1,4 @@
-"""Traces steps for a mesh: lays outputs out, unrolls loops, and names the operations that DTensor can't run."""
+"""Traces steps for a mesh: applies layouts to outputs, unrolls loops, and explains DTensor's errors."""
 
 import contextlib
 import re
@@ -18,7 +18,7 @@ from keras_paragrad.storage.dtensor import Layout, computing_on_mesh, relayout
 
 
 class OutputLayouts:
-    """A distribution of Keras's that records, as `requested`, the paths of the outputs whose layouts are asked for."""
+    """Wraps a Keras distribution, and records as `requested` the paths of the outputs whose layouts are read."""
 
     def __init__(self, distribution: keras.distribution.ModelParallel):
         self._distribution = distribution
@@ -40,7 +40,7 @@ def layout_keys(distribution: keras.distribution.ModelParallel) -> list[str]:
 
 @contextlib.contextmanager
 def tracing_for_mesh(model: keras.Model, outputs: OutputLayouts) -> Generator[None]:
-    """Context in which to trace a step that runs on a mesh.
+    """Context in which a step for a mesh is traced.
 
     Raises:
         ValueError: The step has operations that DTensor can't run. The message names the layer.
@@ -70,14 +70,14 @@ def _distribution_set(distribution: keras.distribution.ModelParallel) -> Generat
 
 
 def install_distribute_tensor() -> None:
-    """Adds what Keras calls and lacks on TensorFlow: laying outputs out, and before Keras 3.15 counting processes."""
+    """Adds functions missing in Keras's TensorFlow backend: layouts of outputs; before Keras 3.15, process counts."""
     lacking = {"distribute_tensor": _distribute_tensor, "num_processes": lambda: 1, "process_id": lambda: 0}
     for name, function in lacking.items():
         vars(distribution_lib).setdefault(name, function)
 
 
 def _distribute_tensor(tensors: Structure, layout: Layout) -> Structure:
-    """Lays the outputs of a layer out, as `keras.distribution` asks."""
+    """Applies a layout to a layer's outputs, as `keras.distribution` expects from a backend."""
     if not computing_on_mesh():
         return tensors
 
@@ -94,7 +94,7 @@ def _distribute_tensor(tensors: Structure, layout: Layout) -> Structure:
 
 @contextlib.contextmanager
 def _with_own_attributes(model: keras.Model) -> Generator[None]:
-    """Context in which recurrent layers unroll their loops, which DTensor can't run, and layers hold constants.
+    """Context in which recurrent layers unroll their loops, which DTensor can't run, and layers' arrays are constants.
 
     A step on a mesh can't capture tensors, such as means and variances.
     """
@@ -123,7 +123,7 @@ _OPERATION = re.compile(r"\btf\.([A-Z]\w+)")
 
 @contextlib.contextmanager
 def explaining_errors(model: keras.Model) -> Generator[None]:
-    """Context in which errors of DTensor name the layer and what to write.
+    """Context that replaces DTensor's errors by ones that name the layer and the fix.
 
     Raises:
         ValueError: DTensor has no rule for an operation, or for the layout of its inputs, or makes a graph that can't

@@ -1,4 +1,4 @@
-"""Lays tensors between layers out by rows alone: DTensor's own choices are sometimes wrong."""
+"""Divides tensors between layers by rows only: DTensor's own choices of layouts are sometimes wrong."""
 
 import contextlib
 import functools
@@ -15,7 +15,7 @@ from keras_paragrad.compat.private import in_symbolic_scope
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.storage.dtensor import computing_on_mesh, relayout
 
-# DTensor computes these right for any layout, so one Dense layer can take what another has divided by units.
+# DTensor computes these correctly for any layout, so a Dense layer can consume outputs divided by units.
 _UNPINNED = (
     keras.layers.Dense,
     keras.layers.Activation,
@@ -25,12 +25,12 @@ _UNPINNED = (
     keras.layers.Dropout,
     keras.layers.Identity,
 )
-# The layers within these are not pinned: attention keeps heads divided, and cells compute with whole weights.
+# Sublayers of these are not pinned: attention keeps heads divided, and cells compute with whole weights.
 _PINNED_AS_A_WHOLE = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention, keras.layers.RNN)
 
 
 class TracedRows(threading.local):
-    """The number of rows of the batch that this thread traces a step for, and the mesh axis that divides them."""
+    """The number of rows in the batch for which this thread traces a step, and the mesh axis that divides them."""
 
     count: int = 0
     axis: str | None = None
@@ -41,10 +41,10 @@ ROWS = TracedRows()
 
 @contextlib.contextmanager
 def pinning_between_layers(model: keras.Model) -> Generator[None]:
-    """Context in which the inputs and outputs of layers are divided by rows, and by nothing else.
+    """Context in which the inputs and outputs of layers are divided only by rows.
 
-    Where DTensor chooses layouts, it computes some operations wrong, such as a concatenation along a divided dimension
-    or a reshape that splits one.
+    With layouts of its own choice, DTensor computes some operations wrong, such as a concatenation along a divided
+    dimension or a reshape that splits one.
     """
     layers = all_layers(model)
     inside = {
@@ -53,7 +53,7 @@ def pinning_between_layers(model: keras.Model) -> Generator[None]:
         if isinstance(layer, _PINNED_AS_A_WHOLE)
         for descendant in _descendants(layer)
     }
-    # Such as TimeDistributed, which stacks its layer's outputs.
+    # For example TimeDistributed, which stacks its layer's outputs.
     wrapped = {id(layer.layer) for layer in layers if isinstance(layer, keras.layers.Wrapper)}
     unpinned = {id(layer) for layer in layers if type(layer) in _UNPINNED} - wrapped
     pinned = [layer for layer in layers if id(layer) not in inside | unpinned and not isinstance(layer, keras.Model)]
@@ -82,7 +82,7 @@ def _pin_call(call: Callable[..., Structure]) -> Callable[..., Structure]:
         pinned_inputs = keras.tree.flatten((arguments, keywords))
         for original, copy in zip(keras.tree.flatten(inputs), pinned_inputs, strict=True):
             if isinstance(original, tf.Tensor):
-                # Attention clears the masks of its inputs in place: here, those of the copies.
+                # Attention clears its inputs' masks in place: clear the copies' masks instead.
                 copy_mask(copy, original)
         return keras.tree.map_structure(pin, outputs)
 
@@ -90,7 +90,7 @@ def _pin_call(call: Callable[..., Structure]) -> Callable[..., Structure]:
 
 
 def pin(tensor: object) -> Any:
-    """Divides a tensor of a step on a mesh by rows if it has as many as the batch; otherwise makes it whole."""
+    """Divides a tensor by rows if it has as many rows as the batch; otherwise makes it whole on each device."""
     if not isinstance(tensor, tf.Tensor) or tensor.shape.rank in (None, 0) or tensor.dtype in (tf.resource, tf.variant):
         return tensor
     axes = (ROWS.axis if tensor.shape[0] == ROWS.count else None, *[None] * (len(tensor.shape) - 1))

@@ -1,4 +1,4 @@
-"""Runs the steps of a model on a mesh, with batches from the host, and its variables there."""
+"""Runs a model's steps on a mesh: moves its variables there, and each batch."""
 
 import contextlib
 from collections.abc import Callable, Generator, Iterator
@@ -34,10 +34,10 @@ Placement = tuple[Axes, bool]
 
 
 def put_on_mesh(model: keras.Model, mesh: Mesh, place: Callable[[keras.Variable], Placement]) -> None:
-    """Moves all variables of a step to a mesh, except those that are there.
+    """Moves all variables of a step to a mesh, except the ones already there.
 
-    `place` maps one of the model's variables to its placement. An optimizer's slot of the same shape is divided like
-    its variable; other variables are whole on each device.
+    `place` maps a model variable to its placement. An optimizer's slot of the same shape is divided like its variable;
+    all other variables are whole on each device.
     """
     sections = training_variables(model)
     by_name = {variable.path.replace("/", "_"): variable for variable in sections["model"]}
@@ -67,7 +67,7 @@ def take_off_mesh(model: keras.Model) -> None:
     """Moves all variables of a model back to the host."""
     keys = []
     window = StepBuilder.of(model).loss_window
-    # Steps traced before the model was on the mesh update variables that are replaced now.
+    # Steps traced before the model moved to the mesh would update variables that are replaced now.
     StepBuilder.of(model).retrace()
     sections = [*training_variables(model).values(), window.variables.values() if window else ()]
     for variable in [variable for variables in sections for variable in variables]:
@@ -85,7 +85,7 @@ def mesh_variable_of(variable: keras.Variable) -> MeshVariable | None:
 
 
 def _owner_of(slot: keras.Variable, by_name: dict[str, keras.Variable]) -> keras.Variable | None:
-    """The variable of an optimizer's slot, if it has the same shape."""
+    """The variable to which an optimizer's slot belongs, if they have the same shape."""
     # Keras names a slot after its variable.
     owner = next((by_name[stem] for stem in name_stems(slot.name) if stem in by_name), None)
     return owner if owner is not None and tuple(owner.shape) == tuple(slot.shape) else None
@@ -104,7 +104,7 @@ def variables_on_mesh(model: keras.Model) -> Iterator[tuple[keras.Variable, Mesh
             yield variable, storage
 
 
-# Stages that have not been compared with one device.
+# Stages that have not been tested against one device.
 _UNTESTED = ("split", "transform", "observe", "present")
 _METHODS = ("make_test_function", "make_predict_function")
 
@@ -152,7 +152,7 @@ class ModelOnMesh:
         drop_functions(self.model)
 
     def put_variables(self) -> None:
-        """Moves the variables that aren't on the mesh yet."""
+        """Moves variables that aren't on the mesh yet."""
         put_on_mesh(self.model, self.mesh, self.place)
 
     def wrap(self, step: Step) -> Step:
@@ -175,7 +175,7 @@ class ModelOnMesh:
 
     @contextlib.contextmanager
     def as_on_mesh(self) -> Generator[None]:
-        """Context in which to trace what a step on the mesh computes."""
+        """Context in which a step on the mesh is traced."""
         with on_mesh(self.mesh), self.tracing():
             yield
 
@@ -186,7 +186,7 @@ class ModelOnMesh:
         def run(data: Batch) -> Structure:
             nonlocal ready
             if not ready:
-                # A step can't create variables on the mesh, such as those of metrics.
+                # A step can't create variables on the mesh, such as metrics' variables.
                 build_from_data(self.model, data_batch=data)
                 StepBuilder.of(self.model).make_loss_window()
                 prepare(data)
@@ -199,10 +199,10 @@ class ModelOnMesh:
         return run
 
     def batch(self, data: Batch) -> Batch:
-        """Moves a batch to the mesh, divided by rows; whole on each device if its size can't be divided."""
+        """Moves a batch to the mesh, divided by rows; whole on each device if its size isn't divisible."""
         rows = batch_rows(data)
         even = self.batch_axis is not None and rows and rows % axis_size(self.mesh, self.batch_axis) == 0
-        # For the trace of a step, if this batch causes one.
+        # Read by the trace of a step, if this batch causes one.
         ROWS.count, ROWS.axis = rows, self.batch_axis if even else None
 
         def put(leaf: tf.Tensor) -> tf.Tensor:

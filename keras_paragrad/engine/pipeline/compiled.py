@@ -24,7 +24,7 @@ _COMPILED = "_keras_paragrad_compiled_parts"
 
 
 class _Trace(NamedTuple):
-    """The indices of a part's outputs, of inputs whose masks it removes, and the remote variables that it assigns."""
+    """The indices of a part's outputs and of inputs whose masks it removes, and the remote variables it assigns."""
 
     outputs: list[int]
     unmasked: list[int]
@@ -45,7 +45,7 @@ class CompiledPart:
         if tf.executing_eagerly():
             return self.run(inputs, operation_fn=operation_fn)
         graph: Any = tf.compat.v1.get_default_graph()
-        # Stored on the graph, whose micro-batches share what is compiled for the first.
+        # Stored on the graph: all micro-batches share the function compiled for the first.
         if not hasattr(graph, _COMPILED):
             setattr(graph, _COMPILED, {})
         functions = getattr(graph, _COMPILED)
@@ -68,7 +68,7 @@ class CompiledPart:
     def _function(
         self, indices: tuple[int, ...], variables: list[keras.Variable], operation_fn: OperationFn
     ) -> tuple[Callable[..., Any], _Trace]:
-        """The function that XLA compiles, and what its trace will show."""
+        """The function that XLA compiles, and the facts that its trace finds."""
         trace = _Trace([], [], [])
 
         def compiled(values: Sequence[tf.Tensor], masks: Sequence[tf.Tensor | None], weights: Sequence[tf.Tensor]):
@@ -90,7 +90,7 @@ class CompiledPart:
         return tf.function(compiled, jit_compile=True, autograph=False), trace
 
     def _check(self, adds_losses: bool, scope: ReadScope | None) -> None:
-        """Refuses what XLA's program for one device can't do."""
+        """Refuses layers that XLA's program for one device can't run."""
         if adds_losses or (scope and scope.losses):
             raise ValueError(
                 f"A layer of the stage {self.part.name} adds a loss when it is called, which can't leave XLA's "
@@ -113,8 +113,8 @@ class CompiledPart:
 
 
 def program_names(file: Path) -> dict[str, str]:
-    """The names of XLA's programs, which contain the compiled functions' names, by their numbers in an `.xplane.pb`."""
-    # xprof's reader omits everything but events.
+    """The names of XLA's programs in an `.xplane.pb`, by number; they contain the compiled functions' names."""
+    # xprof's reader reads only events.
     planes = XSpace.FromString(file.read_bytes()).planes
     metadata = [event for plane in planes if plane.name == "/host:metadata" for event in plane.event_metadata.values()]
     return {str(event.id): event.name for event in metadata}

@@ -24,7 +24,7 @@ from keras_paragrad.engine.step.segments import OperationFn, Part, Tensors
 # Profiles attribute operations, and XLA's programs, to stages by these names.
 STAGE = "pipeline_stage_{stage}_column_{column}"
 _SCOPE = STAGE + "_micro_batch_{micro_batch}"
-# Maps the values of a part's inputs, by their indices, to those of its outputs.
+# Maps the values of a part's inputs, by index, to the values of its outputs.
 Run = Callable[..., Tensors]
 _REMOTE_WEIGHT = (
     "its device is not the one that this micro-batch is computed on. Name one device for each stage, as in "
@@ -33,10 +33,10 @@ _REMOTE_WEIGHT = (
 
 
 class Columns:
-    """The micro-batch that is computed, and the copies of variables that the batch's micro-batches share.
+    """The current micro-batch, and the copies of variables that the batch's micro-batches share.
 
-    A column has one device of each stage. A variable is on its stage's first device; for the other columns it is copied
-    once a batch.
+    A column has one device of each stage. A variable is on its stage's first device; each batch copies it once to the
+    devices of other columns.
     """
 
     def __init__(self):
@@ -53,7 +53,7 @@ class Columns:
             self._copies, self.micro_batch = None, 0
 
     def copy(self, variable: keras.Variable, device: str) -> tf.Tensor:
-        """A variable's value on a device, with the gradient of the variable."""
+        """A variable's value on a device; its gradient flows to the variable."""
         with full_precision():
             value = tf.convert_to_tensor(variable.value)
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -64,7 +64,7 @@ class Columns:
                 copy = copies[id(variable), device] = graph, tf.identity(value)
             # Each micro-batch needs its own tensor.
             result = tf.identity(copy[1])
-        # `tf.custom_gradient` would copy the value to the device again, for its backward pass.
+        # `tf.custom_gradient` would copy the value to the device again for the backward pass.
         record_operation_backprop_only("Identity", [result], [value], lambda gradient: [gradient])
         return result
 
@@ -72,8 +72,8 @@ class Columns:
 class StageOnDevices:
     """Runs a stage, a part of a Functional model, on one of its devices, forward and backward.
 
-    TensorFlow places the operations of layers by `tf.device`, but those that a tape adds for the backward pass on the
-    default device. So a stage is differentiated by its own tape, on its device.
+    TensorFlow places a layer's operations by `tf.device`, but a tape's operations for the backward pass on the default
+    device. So each stage is differentiated by its own tape, on its device.
 
     Args:
         runs: For each device, by name, a function that runs the part. Variables are on the first.
@@ -86,8 +86,8 @@ class StageOnDevices:
         self.devices = list(runs)
 
     def __call__(self, inputs: Tensors, operation_fn: OperationFn) -> Tensors:
-        """Maps the values of the stage's inputs, by index, to those of its outputs."""
-        # In a trial weights are tensors, which the stage's own tape doesn't watch; the trial's does.
+        """Maps the values of the stage's inputs, by index, to the values of its outputs."""
+        # In a trial, weights are tensors that only the trial's tape watches, not the stage's.
         differentiated = may_be_differentiated() and not is_trial()
         column = self.columns.micro_batch % len(self.devices) if differentiated else 0
         device = self.devices[column]

@@ -13,7 +13,7 @@ from keras_paragrad.compat.optimizer import UnreducedOptimizers, held_optimizers
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.storage.model_variables import rename_keys, replace_value, variables_of
 
-# The operations within these are placed one by one.
+# Operations inside these are placed one by one.
 _CALLS = {
     *("Case", "If", "While", "PartitionedCall", "StatefulPartitionedCall"),
     *("StatefulCase", "StatelessCase", "StatelessIf", "StatelessWhile"),
@@ -22,15 +22,15 @@ _CALLS = {
 
 @contextlib.contextmanager
 def placing_by_inputs(model: keras.Model) -> Generator[None]:
-    """Context in which operations of a graph run on the device of their largest input, unless they are placed.
+    """Context in which unplaced operations of a graph run on the device of their largest input.
 
-    So the loss runs on the last stage's device, and a gradient is summed, clipped and applied on its variable's.
+    So the loss runs on the last stage's device, and a gradient is summed, clipped and applied on its variable's device.
     Operations on a variable always run on its device.
     """
     if tf.executing_eagerly():
         yield
         return
-    # Keras's sum over replicas, of which there is one, would pass all gradients through one device.
+    # Keras's sum over the single replica would pass all gradients through one device.
     unreduced = UnreducedOptimizers()
     for inner in updating_optimizers(model.optimizer):
         unreduced.add(inner)
@@ -42,11 +42,11 @@ def placing_by_inputs(model: keras.Model) -> Generator[None]:
 
 
 def _device_function() -> Callable[[tf.Operation], str]:
-    """A function for `tf.Graph.device` that maps an operation to its device."""
+    """A device function, for `tf.Graph.device`, that maps an operation to its device."""
     captures: weakref.WeakKeyDictionary[tf.Graph, dict[str, tf.Tensor | None]] = weakref.WeakKeyDictionary()
 
     def captured(tensor: tf.Tensor) -> tf.Tensor | None:
-        """The outer tensor that a function's placeholder captures, or `None`."""
+        """The outer tensor captured by a function's placeholder, or `None`."""
         by_name = captures.setdefault(tensor.graph, {})
         if tensor.op.name not in by_name:
             by_name.update((inner.op.name, outer) for outer, inner in getattr(tensor.graph, "captures", ()))
@@ -79,7 +79,7 @@ def _device_function() -> Callable[[tf.Operation], str]:
 
 
 def _size(tensor: tf.Tensor) -> int:
-    """The bytes of a tensor; of one example, if their number is open."""
+    """The bytes of a tensor; of one example, if the number of examples is unknown."""
     sizes = tensor.shape.as_list() if tensor.shape.rank else []
     return math.prod(size or 1 for size in sizes) * max(tensor.dtype.size or 0, 1)
 
@@ -91,7 +91,7 @@ def device_of_variable(variable: keras.Variable) -> str:
 
 
 def slot_bytes_by_device(optimizer: keras.optimizers.Optimizer | None) -> dict[str, int]:
-    """The bytes of an optimizer's variables, with those of the optimizers that it wraps, on each device."""
+    """The bytes on each device of an optimizer's variables, including the optimizers that it wraps."""
     by_device: dict[str, int] = {}
     for variable in {
         id(variable): variable for inner in held_optimizers(optimizer) for variable in variables_of(inner)
@@ -109,7 +109,7 @@ def move_variable(variable: keras.Variable, device: str) -> None:
 
 
 def move_with_slots(variables: dict[str, list[keras.Variable]], optimizer: keras.optimizers.Optimizer | None) -> None:
-    """Moves the variables for each device there, with an optimizer's slots for them; it may be `None` or not built."""
+    """Moves variables to their devices, with their slots in an optimizer, which may be `None` or not built."""
     pairs = [(device, variable) for device, group in variables.items() for variable in group]
     devices = {variable.path.replace("/", "_"): device for device, variable in pairs}
     before = [optimizer._var_key(variable) for _, variable in pairs] if optimizer else []

@@ -1,4 +1,4 @@
-"""Whether a model's loss compares the examples of a batch while its layers don't, found by trials on synthetic rows."""
+"""Finds, by trials on synthetic rows, whether a model's loss compares examples while its layers don't."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ _ROWS = 8
 
 
 def compares_examples(model: Any, data: Batch, normalize: LossNormalization, *, training: bool = True) -> bool:
-    """Whether the loss of a batch is to be computed on all its outputs; raises `IndivisibleError` if it can't be."""
+    """Whether the loss must be computed on a whole batch's outputs; raises `IndivisibleError` if it can't be."""
     answer = compare_examples(model, data, normalize, training=training)
     if isinstance(answer, str):
         raise IndivisibleError(answer)
@@ -32,7 +32,7 @@ def compares_examples(model: Any, data: Batch, normalize: LossNormalization, *, 
 
 
 def compare_examples(model: Any, data: Batch, normalize: LossNormalization, *, training: bool = True) -> bool | str:
-    """Whether the loss of a batch is to be computed on all its outputs, as it compares examples, or why it can't be."""
+    """Whether the loss compares examples, and so needs a whole batch's outputs; or why it can't have them."""
     if normalize.weighting != "auto" or not normalize.divider.on_whole_batches or overrides_train_step(model):
         return False
     if not _is_required(model) and not overrides_compute_loss(model) and has_losses_per_example(model):
@@ -43,7 +43,7 @@ def compare_examples(model: Any, data: Batch, normalize: LossNormalization, *, t
 
 
 class _Traced(NamedTuple):
-    """The loss of synthetic rows: the arguments of `compute_loss`, the compiled losses' terms, and what is refused."""
+    """A traced loss on synthetic rows: the arguments of `compute_loss`, the compiled losses' terms, and a refusal."""
 
     arguments: LossArguments
     terms: list[LossTerm]
@@ -73,7 +73,7 @@ def _find(model: Any, arguments: LossArguments, divider: Divider, training: bool
 
 
 def require_whole_losses(model: Any) -> None:
-    """Has the loss computed on the outputs of whole batches until the next `compile`."""
+    """Makes steps compute the loss on the outputs of whole batches until the next `compile`."""
     once_per_compile(("whole losses",), model, {}, lambda: True, by_replicas=False)
 
 
@@ -83,8 +83,8 @@ def _is_required(model: Any) -> bool:
 
 
 def _compare(model: Any, arguments: LossArguments) -> bool | str:
-    """Whether the loss of synthetic rows compares examples, or why outputs of parts can't be put together for it."""
-    # What is refused then says why.
+    """Whether the loss compares examples, or the reason why outputs of parts can't be joined for it."""
+    # The refusal gives the reason.
     traced = run_trial(lambda size: _trace(model, arguments, size), *SIZES, otherwise=None, question=None)
     return traced is not None and _compares(model, traced) and (traced.refusal or True)
 
@@ -92,14 +92,14 @@ def _compare(model: Any, arguments: LossArguments) -> bool | str:
 def _compares(model: Any, traced: _Traced) -> bool:
     if _is_required(model):
         return True
-    # A loss that returns one number has no values to compare, and `compute_loss` is unknown altogether.
+    # A loss that returns one number has no values to compare, and a custom `compute_loss` may do anything.
     unknown = [term for term in traced.terms if term.reduces_itself or term.values.shape.rank == 0]
     if any(loss_mixes_rows(term) for term in traced.terms if term not in unknown):
         return True
     if not unknown and not overrides_compute_loss(model):
         return False
     trial = find_weightings(model, traced.arguments)
-    # Of a random loss, averages show less than its refusal.
+    # For a random loss, averages say less than the refusal does.
     return trial is not None and not trial.fitting
 
 
@@ -114,7 +114,7 @@ def _trace(model: Any, arguments: LossArguments, size: int) -> _Traced:
         refusal = _refuse_outputs(y_pred, added_losses(model))
         with as_one_replica():
             loss, _, terms = compute_loss(model, (x, y, sample_weight), y_pred=y_pred)
-        # Their ranks are asked for in this graph.
+        # Read the ranks in this graph.
         for term in terms:
             if not term.reduces_itself:
                 _ = term.values
@@ -126,7 +126,7 @@ def _trace(model: Any, arguments: LossArguments, size: int) -> _Traced:
 
 
 def _refuse_outputs(y_pred: Structure, added: Sequence[Any]) -> str | None:
-    """Says why outputs or added losses of parts of a batch can't be put together."""
+    """The reason why outputs or added losses of parts of a batch can't be joined, or `None`."""
     for path, leaf in keras.tree.flatten_with_path(y_pred):
         shape = getattr(leaf, "shape", None)
         if shape is None or not shape.rank or shape[0] != _ROWS:
@@ -146,7 +146,7 @@ def _refuse_outputs(y_pred: Structure, added: Sequence[Any]) -> str | None:
 
 
 def _mixing_layer(model: Any, x: Structure, divider: Divider, training: bool) -> str | None:
-    """Says which layer mixes examples."""
+    """The error for a layer that mixes examples, or `None`."""
     norms = [
         layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
     ]

@@ -1,4 +1,4 @@
-"""Refuses models whose parts of a batch can't be combined into the whole, or warns of them."""
+"""Refuses models whose parts of a batch can't be combined into the whole batch, or warns of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -32,7 +32,7 @@ TRAIN_ANYWAY = "To train anyway, write DistributedFit(..., exact=False)."
 
 
 class _Problems(NamedTuple):
-    """Messages about what makes results wrong, and about what makes them inexact."""
+    """Messages about problems that make results wrong, and about problems that make them inexact."""
 
     wrong: list[str]
     inexact: list[str]
@@ -47,9 +47,9 @@ def mixing_reasons(
     training: bool = True,
     refused: bool = True,
 ) -> str | None:
-    """Says why parts of a batch can't be combined into the whole, if there are reasons; tried once for each `compile`.
+    """Lists the reasons why parts of a batch can't be combined into the whole; tries once for each `compile`.
 
-    Warns of them, unless the caller refuses them.
+    Warns of the reasons, unless the caller refuses the model.
     """
     key = (divider, training)
     problems = once_per_compile(key, model, arguments, lambda: _find_problems(model, arguments, terms, *key))
@@ -61,9 +61,9 @@ def mixing_reasons(
 def check_metrics(
     model: keras.Model, batch: LossArguments, *, summed: bool = False, anyway: str = TRAIN_ANYWAY
 ) -> None:
-    """Refuses metrics whose results parts would change where their states are summed; warns of them elsewhere.
+    """Refuses metrics whose results change with the division into parts, if states are summed; otherwise warns.
 
-    States are summed on several replicas, and everywhere if `summed`. `anyway` says what to write to train anyway.
+    States are summed on several replicas, and always if `summed`. `anyway` is the advice to train anyway.
     """
     arguments = {name: batch[name] for name in ("y", "y_pred", "sample_weight")}
     summed = summed or replica_count() > 1
@@ -83,9 +83,9 @@ def once_per_compile(
     *,
     by_replicas: bool = True,
 ) -> Result:
-    """The result of `find`, computed once for each `compile` and each signature of the arguments.
+    """The result of `find`, cached for each `compile` and each signature of the arguments.
 
-    If `by_replicas`, it may be another one on several replicas.
+    If `by_replicas`, several replicas have a result of their own.
     """
     key = (*key, by_replicas and replica_count() > 1, *map(_signature, keras.tree.flatten(arguments)))
     configuration = model._compile_config
@@ -114,7 +114,7 @@ def _find_problems(
     divider: Divider,
     training: bool,
 ) -> _Problems:
-    """Runs trials that compare parts of a batch with the whole, and describes what would be wrong or inexact."""
+    """Compares parts of a batch with the whole batch in trials, and describes wrong or inexact results."""
     wrong = list(_mixing_problems(model, arguments, terms, divider, training))
     inexact = []
     on_replicas = replica_count() > 1
@@ -133,15 +133,15 @@ def _find_problems(
 
 
 def state_problem(model: keras.Model, x: Structure, divider: Divider) -> str | None:
-    """What is wrong with the states that layers update while they are called, or `None`."""
+    """The error for layer states that depend on the division of a batch, or `None`."""
     names = split_dependent_layers(model, x, on_replicas=replica_count() > 1, in_sequence=divider.in_sequence)
     return states_refusal(names, divider) if names else None
 
 
 def find_layers_dependent_on(model: keras.Model, x: Structure, most_rows: int, divider: Divider) -> list[str]:
-    """The layers whose states after these rows depend on how they are split; at most so many are computed at once."""
+    """Finds layers whose states after these rows depend on the split; computes at most `most_rows` rows at once."""
     rows = min(row_count(x), most_rows)
-    # Parts of different sizes can be told apart.
+    # Different sizes make the parts distinguishable.
     split = BatchSplit(model.distribute_strategy.num_replicas_in_sync > 1, divider.in_sequence, rows, rows // 2 + 1)
 
     def find(count: int) -> list[str]:
@@ -151,10 +151,10 @@ def find_layers_dependent_on(model: keras.Model, x: Structure, most_rows: int, d
 
 
 def states_refusal(names: Sequence[str], divider: Divider) -> str:
-    """The error for states that parts of a batch leave elsewhere, or read."""
+    """The error for states that differ after parts of a batch, or that later parts read."""
     return (
-        f"The state of {', '.join(names)} is updated with each of {divider.parts}, which gives another state than "
-        "one update with the whole batch, or others to the parts that come after. Update it once a batch, in "
+        f"The state of {', '.join(names)} is updated with each of {divider.parts}, so it ends up different from one "
+        "update with the whole batch, or later parts read a changed state. Update it once a batch, in "
         f"on_train_batch_end of a callback. {divider.whole_batches}"
     )
 

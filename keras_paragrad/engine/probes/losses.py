@@ -1,4 +1,4 @@
-"""Whether a loss compares the examples of a batch with each other, found by a trial on synthetic rows."""
+"""Finds, by a trial on synthetic rows, whether a loss compares the examples of a batch with each other."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,19 +22,19 @@ from keras_paragrad.engine.probes.trial import (
 from keras_paragrad.engine.step.operations import assigned_resources
 
 _ROWS = 8
-# The size of the first of two parts: they have different sizes.
+# The size of the first of two parts of different sizes.
 _FIRST = 3
-# Whether targets are labels, and the range of predictions: probabilities, logits, embeddings.
+# Pairs: whether targets are labels, and the range of predictions (probabilities, logits or embeddings).
 _DRAWS = ((True, 0.1, 0.9), (True, -3.0, 3.0), (False, -3.0, 3.0))
-# Rows before, between and after those that are compared, to find pairs of neighbours.
+# Changed rows lie before, between and after the compared ones, to find losses of neighbouring pairs.
 _CHANGED = [0, 3]
 
 
 def loss_mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
     """Whether a loss's value for an example changes with the other examples in its batch, or with their number.
 
-    `False` also if the loss can't be called on synthetic rows, or returns a scalar. If `one_value_each`, a loss that
-    flattens examples and their elements counts as mixing.
+    Also `False` if the loss can't be called on synthetic rows, or returns a scalar. If `one_value_each`, a loss that
+    flattens examples and their elements into one axis counts as mixing.
     """
     traced = tf.function(lambda y_true, y_pred: LossTerm(term.loss, y_true, y_pred, None).values, autograph=False)
 
@@ -51,7 +51,7 @@ def loss_mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
             try:
                 answers.append(_mixes(term, compute, one_value_each, *draw))
             except Exception as error:
-                # A loss of embeddings may reject labels, and one of probabilities logits.
+                # A loss for embeddings may reject labels, and a loss for probabilities may reject logits.
                 failures.append(error)
         if not answers:
             raise failures[0]
@@ -63,11 +63,11 @@ def loss_mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
 def _mixes(
     term: LossTerm, compute: Callable[..., tf.Tensor], one_value_each: bool, labels: bool, low: float, high: float
 ) -> bool:
-    """Whether the losses of some rows change when other rows do, or when the batch is split."""
+    """Whether the losses of some rows change when other rows change, or when the batch is split."""
 
     def values(y_true: Structure, y_pred: Structure) -> np.ndarray:
         losses = np.asarray(compute(y_true, y_pred), "float64")
-        # The elements of an example may be flattened with the examples.
+        # The loss may flatten the elements of an example into the axis of examples.
         rows = len(keras.tree.flatten(y_pred)[0])
         return losses if not losses.ndim or len(losses) % rows or one_value_each else losses.reshape(rows, -1)
 
@@ -93,6 +93,6 @@ def _mixes(
     try:
         parts = [values(*take_rows(whole, *rows)) for rows in ((0, _FIRST), (_FIRST, _ROWS))]
     except Exception:
-        # Such as a loss of pairs, for an odd number of rows.
+        # For example a loss of pairs, called with an odd number of rows.
         return True
     return not match(before, np.concatenate(parts))

@@ -1,4 +1,4 @@
-"""`PureFunction`: a model's computation as a function of data and state, on weights that a trial can learn from."""
+"""`PureFunction`: a model's computation as a pure function of data and state, on weights that hide no layer."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.storage.sharded import sharded_value
 
-# Weights of up to `_SMALL_VARIABLE` elements, all below `_TINY`, are replaced: they would hide the layers before them.
+# Weights of up to `_SMALL_VARIABLE` elements, all below `_TINY`, are replaced: they would hide the layers below them.
 _SMALL_VARIABLE = 2**20
 _TINY = 1e-3
 
@@ -34,7 +34,7 @@ SEED_STATE = "seed_generator_state"
 
 
 class UnknownState(Inconclusive):
-    """A model reads variables or tables that Keras doesn't know: `resources` are those that it assigns."""
+    """A model reads variables or tables that Keras doesn't know; `resources` are the ones that it assigns."""
 
     def __init__(self, resources: list[tf.Tensor]):
         super().__init__("the model has a state that is unknown to Keras")
@@ -44,8 +44,8 @@ class UnknownState(Inconclusive):
 class PureFunction:
     """A model's computation as a pure function: maps data and a state to the results and the new state.
 
-    Batch normalization uses its moving statistics: that it mixes examples is known. Weights near zero, such as the last
-    ones of a residual branch, are replaced, as they would hide the layers before them.
+    Batch normalization uses its moving statistics, since it is known to mix examples. Weights near zero, such as the
+    last ones of a residual branch, are replaced: they would hide the layers below them.
 
     Args:
         model: A built layer or model.
@@ -81,11 +81,11 @@ class PureFunction:
         self.variables, self.start = [variable for variable, _ in values], [value for _, value in values]
         self.draws: bool | None = None
         self.loss_weights = _values_of_loss_weights(model, replace_tiny=not as_trained)
-        # In a graph of its own, so that the `tf.function`s of the model are traced for the trial alone.
+        # In a separate graph, so that the model's `tf.function`s are traced for the trial only.
         self._function = tf.function(self._compute, autograph=False)
 
     def __call__(self, data: Batch, state: State | None = None, first: int = 0) -> tuple[Any, State]:
-        """Returns the results for the rows from `first` on, and the new state; that before is `start`, if `None`.
+        """Returns the results for the rows from `first` on, and the new state. By default, `state` is `start`.
 
         Raises:
             UnknownState: The model uses a table, or a variable unknown to Keras, and might change it.
@@ -94,13 +94,13 @@ class PureFunction:
         if self._any_rows:
             self._trace_for_any_rows(data, state)
             self._any_rows = False
-        # Only random numbers depend on it.
+        # Only random numbers depend on the seed.
         first = 0 if self.draws is False else first
         self.check(self._function.get_concrete_function(data, state, first))
         return self._function(data, state, first)
 
     def check(self, traced: Any) -> None:
-        """Refuses a traced function that reads what is not in the state."""
+        """Refuses a traced function that reads anything outside of the state."""
         if any(tensor.dtype == tf.resource for tensor in traced.captured_inputs):
             raise UnknownState(assigned_resources(traced.graph))
 
@@ -116,26 +116,26 @@ class PureFunction:
         try:
             self._function.get_concrete_function(keras.tree.map_structure(spec, data), state, 0)
         except Exception:
-            # It is traced for each number of rows.
+            # Then the function is traced for each number of rows.
             _log.debug("A trial was not traced for any number of rows.", exc_info=True)
             self._function = tf.function(self._compute, autograph=False)
 
     def graph(self, data: Batch) -> tf.Graph:
-        """The graph that is traced for such data."""
+        """The graph traced for data of these specs."""
         return self._function.get_concrete_function(data, self.start, 0).graph
 
     def reseed(self, state: State | None = None, by: int = 1) -> State:
-        """A state with other seeds: results that change with it are random."""
+        """A copy of a state with different seeds. Results that change with them are random."""
         pairs = zip(self.variables, self.start if state is None else state, strict=True)
         return [value + by if is_seed(variable) else value for variable, value in pairs]
 
     def has_drawn(self, state: State) -> bool:
-        """Whether a call that returned this state has drawn random numbers with Keras's seeds."""
+        """Whether the call that returned this state drew random numbers with Keras's seeds."""
         states = zip(self.variables, self.start, state, strict=True)
         return any(is_seed(variable) and not np.array_equal(before, after) for variable, before, after in states)
 
     def scope(self, state: State) -> keras.StatelessScope:
-        """The scope in which variables have the values of a state."""
+        """A scope in which variables have the values of a state."""
         return _KnownVariablesScope(list(zip(self.variables, state, strict=True)), collect_losses=True)
 
     def _compute(self, data: Batch, state: State, first: int) -> tuple[Any, State]:
@@ -165,7 +165,7 @@ def is_seed(variable: keras.Variable) -> bool:
 
 
 class _KnownVariablesScope(keras.StatelessScope):
-    """Refuses to read other variables: reading a metric's state starts a collective."""
+    """A scope that refuses to read other variables: reading a metric's state starts a collective."""
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor:
         value = super().get_current_value(variable)
@@ -180,7 +180,7 @@ def uses_half_precision(model: keras.layers.Layer) -> bool:
 
 
 def normalize_by_moving_statistics(model: keras.layers.Layer) -> None:
-    """Makes each `BatchNormalization` of a model compute as in inference; within `untouched`, which restores it."""
+    """Makes each `BatchNormalization` compute as in inference. Call it within `untouched`, which restores the model."""
     for layer in (model, *all_layers(model)):
         if isinstance(layer, keras.layers.BatchNormalization):
             vars(layer)["call"] = functools.partial(_call_for_inference, layer.call)
@@ -191,23 +191,23 @@ def _call_for_inference(call: Callable[..., Structure], *arguments: Any, **keywo
 
 
 def value_of(variable: keras.Variable, *, replace_tiny: bool = True) -> tf.Tensor:
-    """A variable's value on the first local replica; if `replace_tiny`, random in place of weights near zero.
+    """A variable's value on the first local replica; if `replace_tiny`, weights near zero are replaced randomly.
 
-    Of a variable in shards it is the whole, and random where workers would have to gather it.
+    A sharded variable's value is whole, and random where workers would have to gather it.
     """
-    # Reading a metric's state directly is an all-reduce, for which this thread would wait forever.
+    # Reading a metric's state directly is an all-reduce, which would block this thread forever.
     sharded = sharded_value(variable)
     whole = sharded.read_locally() if sharded is not None else None
     local = local_replica_values(variable.value)[0] if whole is None else whole
     if tf.DeviceSpec.from_string(getattr(local, "device", None) or "").job == "ps":
         raise Inconclusive("weights are not fetched from parameter servers")
     if isinstance(local, tf.Variable) and not tf.raw_ops.VarIsInitializedOp(resource=local.handle):
-        # Created in the step that is being traced, such as a tracker of an output's loss, and not initialized yet.
+        # Created in the step being traced and not initialized yet, such as the tracker of an output's loss.
         value = tf.zeros(variable.shape, local.dtype)
     else:
         value = tf.convert_to_tensor(local)
     if tuple(value.shape) != tuple(variable.shape):
-        # A shard. Gathering the shards of other workers is a collective as well.
+        # A shard. Gathering other workers' shards would be a collective.
         if np.prod(variable.shape) > MOST_ELEMENTS:
             raise Inconclusive(f"{variable.path} is in shards, and large")
         return _draw_weight(variable, value.dtype)
@@ -222,7 +222,7 @@ def value_of(variable: keras.Variable, *, replace_tiny: bool = True) -> tf.Tenso
 
 
 def _values_of_loss_weights(model: keras.layers.Layer, *, replace_tiny: bool) -> list[float]:
-    """The weights of the compiled losses, if some are variables; if `replace_tiny`, 1 in place of those near 0."""
+    """The weights of the compiled losses, if some are variables; if `replace_tiny`, 1 in place of weights near 0."""
     if not getattr(model, "_compile_loss", None) or not model._compile_loss._flat_losses:
         return []
     weights: list[Any] = list(loss_weights_of(model))
@@ -235,18 +235,18 @@ def _values_of_loss_weights(model: keras.layers.Layer, *, replace_tiny: bool) ->
 
 
 def _draw_weight(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
-    """Draws values that are not near zero; matrices get both signs, or all rows would be much alike."""
+    """Draws values that are not near zero; matrices get both signs, or all rows would have similar outputs."""
     draw = np.random.default_rng(zlib.crc32(variable.path.encode()))
     values = draw.uniform(0.05, 0.15, tuple(variable.shape))
     return tf.cast(values if values.ndim < 2 else values * draw.choice([-1.0, 1.0], values.shape), dtype)
 
 
 def draw_kernel(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
-    """Random values of the usual scale in place of a trainable kernel's or table's; other values as they are."""
+    """Replaces a trainable kernel or table by random values of the usual scale; returns other values unchanged."""
     shape = np.shape(value)
     if not variable.trainable or len(shape) < 2 or not value.dtype.is_floating:
         return value
-    # A table of tokens has no fan-in.
+    # An embedding table has no fan-in.
     scale = (3 / min(int(np.prod(shape[:-1])), 1024)) ** 0.5
     draw = np.random.default_rng(zlib.crc32(variable.path.encode()))
     return tf.cast(draw.uniform(-scale, scale, shape), value.dtype)
@@ -256,7 +256,7 @@ def draw_kernel(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
 def watch_weights(model: keras.layers.Layer) -> Generator[Callable[[tf.Tensor], list[tf.Tensor]]]:
     """Watches the trainable weights in a stateless scope; yields a function that maps a scalar to its gradients.
 
-    Left out are very large weights, and those that the scalar doesn't depend on.
+    Leaves out very large weights, and weights that the scalar doesn't depend on.
     """
     weights = [weight.value for weight in model.trainable_variables if np.prod(weight.shape) <= MOST_ELEMENTS]
     tape = tf.GradientTape(persistent=True, watch_accessed_variables=False)

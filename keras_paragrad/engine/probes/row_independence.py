@@ -1,4 +1,4 @@
-"""Whether a model's output for one example depends on the others in its batch, found by a trial on synthetic rows."""
+"""Finds, by a trial on synthetic rows, whether a model's output for one example depends on other examples."""
 
 import contextlib
 import functools
@@ -28,20 +28,20 @@ from keras_paragrad.engine.probes.trial import (
     take_rows,
 )
 
-# Changing rows before and after those that are compared finds sums along the batch in either direction, and pairs.
+# Rows before and after the compared ones change, to find sums along the batch in either direction, and pairs.
 _ROWS, _CHANGED, _COMPARED = 4, [0, 3], slice(1, 3)
-# The seed and the largest value of each of the two batches.
+# The seed and the largest value of each pair of batches.
 _DRAWS = ((0, 0.9), (1, 3.0))
-# The weight of each row's outputs in a scalar whose gradient is taken.
+# The weight of each row's outputs in the scalar that is differentiated.
 _INNER, _OUTER = np.array([[0, 1, 1, 0], [1, 0, 0, 1]], "float32")
 
 
 def find_mixing_layer(model: keras.layers.Layer, *arguments: Any, training: bool = True) -> str | None:
-    """Finds the first layer or operation through which an example's output depends on others in its batch, or `None`.
+    """Finds the first layer or operation that makes an example's output depend on other examples, or `None`.
 
     Calls the model on four synthetic rows, on these with two of them changed, and on three of them; batch normalization
     uses its moving statistics. Compares the outputs, and the gradients if the model has custom ones. If outputs are
-    random in training, compares those of inference. `None` also if the model can't be called on synthetic rows.
+    random in training, compares them in inference. Also `None` if the model can't be called on synthetic rows.
     """
 
     look_for("models")
@@ -52,14 +52,14 @@ def find_mixing_layer(model: keras.layers.Layer, *arguments: Any, training: bool
         first, second = (synthetic_rows(arguments, _ROWS, seed=seed, size=size, high=high) for seed, high in _DRAWS)
         return _find_mixing(model, *change_rows(first, second, _CHANGED), training)
 
-    # Where an axis is of the rows as well, as in an adjacency of all nodes, only that size fits.
+    # If another axis counts rows too, as in an adjacency matrix of all nodes, only the number of rows fits it.
     return run_trial(
         find, *SIZES, _ROWS, otherwise=None, question=f"whether the outputs of {model.name!r} depend on other examples"
     )
 
 
 class RowPair(NamedTuple):
-    """Two batches, and the rows of each whose outputs must be equal."""
+    """Two batches, and the rows of each that must have equal outputs."""
 
     first: Batch
     second: Batch
@@ -68,12 +68,12 @@ class RowPair(NamedTuple):
     atol: float
 
     def outputs_match(self, first: tf.Tensor, second: tf.Tensor) -> bool:
-        """Whether outputs for the two batches are equal in these rows; true for outputs that have no rows."""
+        """Whether the two batches' outputs are equal in these rows; true for outputs without rows."""
         sizes = [row_count(batch) for batch in (self.first, self.second)]
         if [tensor.shape[0] if tensor.shape.rank else None for tensor in (first, second)] != sizes:
             return True
         one, other = np.asarray(first[self.rows_in_first]), np.asarray(second[self.rows_in_second])
-        # "V" are bfloat16 and float8.
+        # NumPy's kind "V" is bfloat16 and float8.
         if one.shape != other.shape or one.dtype.kind not in "fV":
             return np.array_equal(one, other)
         one, other = one.astype("float64"), other.astype("float64")
@@ -82,7 +82,7 @@ class RowPair(NamedTuple):
 
 
 def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_train: bool) -> str | None:
-    """Compares outputs and gradients of batches with equal rows, in training and, if they are random, in inference."""
+    """Compares outputs and gradients of batches with equal rows: in training, or in inference if they are random."""
     half_precision = uses_half_precision(model)
     changed = RowPair(first, second, _COMPARED, _COMPARED, OUTPUT.of(half_precision))
     tolerance = OUTPUT_OF_PART.of(half_precision)
@@ -91,18 +91,18 @@ def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_tra
         compute = PureFunction(
             model, lambda rows, training=training: _tensors(call_model(model, *rows, training=training)), any_rows=True
         )
-        # With the same seeds, so that dropout drops the same elements.
+        # Keep the seeds, so that dropout drops the same elements.
         (before, state), (after, _) = compute(first), compute(second)
         check_finite(before, "the outputs")
         if not all(map(changed.outputs_match, before, after)):
-            # Random outputs differ from run to run, and show nothing.
+            # Random outputs differ from run to run, so they say nothing.
             if all(map(changed.outputs_match, before, compute(first)[0])):
                 return _first_mixing(model, changed, training)
             continue
         custom = training and _has_custom_gradients(compute.graph(first))
         if custom and _mixes_gradients(model, first, second, half_precision):
             return model.name
-        # Seeds give other random numbers for another number of rows.
+        # The same seed draws different numbers for a different number of rows.
         if not compute.has_drawn(state):
             matches = all(map(part.outputs_match, before, compute(part.second)[0]))
             return None if matches else _first_mixing(model, part, training)
@@ -110,7 +110,7 @@ def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_tra
 
 
 def find_changed_outputs(model: keras.layers.Layer, pair: RowPair, *, training: bool) -> str | None:
-    """The first layer whose outputs for the same rows differ between two batches; `None` if they are random."""
+    """The first layer whose outputs for equal rows differ between two batches; `None` if the outputs are random."""
     compute = PureFunction(model, lambda rows: _tensors(call_model(model, *rows, training=training)))
     (before, state), (after, _) = compute(pair.first), compute(pair.second)
     if compute.has_drawn(state) or all(map(pair.outputs_match, before, after)):
@@ -119,20 +119,20 @@ def find_changed_outputs(model: keras.layers.Layer, pair: RowPair, *, training: 
 
 
 def _has_custom_gradients(graph: tf.Graph) -> bool:
-    """Whether gradients may differ from the derivatives of the outputs, which are compared already."""
+    """Whether a model has custom gradients, which comparing the outputs doesn't cover."""
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
     return any(_has_custom_gradient(node) for node in nodes)
 
 
 def _has_custom_gradient(node: Any) -> bool:
-    # `tf.nn.moments`, which layer normalization uses, shifts by a mean whose gradient it stops.
+    # `tf.nn.moments`, used by layer normalization, subtracts a mean whose gradient it stops.
     stops = node.op in ("StopGradient", "PreventGradient") and not node.name.endswith("moments/StopGradient")
     return stops or any(attribute.endswith("gradient_op_type") for attribute in node.attr)
 
 
 def _mixes_gradients(model: keras.layers.Layer, first: Batch, second: Batch, half_precision: bool) -> bool:
-    """Whether the gradient of some rows' outputs depends on other rows, or on the gradients of their outputs."""
+    """Whether the gradients of some rows depend on other rows, or on the cotangents of other rows' outputs."""
 
     def gradient(data: Any) -> list[tf.Tensor]:
         arguments, weights = data
@@ -150,7 +150,7 @@ def _mixes_gradients(model: keras.layers.Layer, first: Batch, second: Batch, hal
 
 
 def _weighted_sum(outputs: list[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
-    """The sum of the outputs, weighted by row, and within a row differently for each element."""
+    """Sums the outputs with a weight for each row, and different weights for the elements of a row."""
     total = tf.zeros([])
     for output in outputs:
         if output.dtype.is_floating and output.shape.rank and output.shape[0] == weights.shape[0]:
@@ -160,7 +160,7 @@ def _weighted_sum(outputs: list[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
 
 
 def _first_mixing(model: keras.layers.Layer, pair: RowPair, training: bool) -> str:
-    """The name of the first layer or operation whose outputs differ."""
+    """Finds the name of the first layer or operation whose outputs differ."""
     names: list[str] = []
     recorded: list[tuple[str, list[tf.Tensor]]] = []
 
@@ -215,18 +215,18 @@ _MIXING_LOSSES = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
 
 
 def computes_rows_independently(model: keras.layers.Layer) -> bool:
-    """Whether a model is Sequential or Functional and has only layers of Keras known to compute row by row."""
+    """Whether a model is Sequential or Functional, and all its layers are Keras's and known to compute row by row."""
     layers = [model, *all_layers(model)]
     operations = [operation for layer in layers for operation in getattr(layer, "operations", ())]
     nodes = [node for operation in operations for node in operation._inbound_nodes]
-    # In a vector of one number per example, the last axis is that of examples.
+    # In a vector of one number per example, the last axis is the axis of examples.
     return all(map(_is_row_wise, layers + operations)) and all(
         len(output.shape) > 1 for node in nodes for output in node.output_tensors
     )
 
 
 def has_value_per_example(loss_or_metric: keras.losses.Loss | keras.metrics.Metric) -> bool:
-    """Whether a loss or metric is one of Keras's that computes a value for each example."""
+    """Whether a loss or metric is Keras's own and computes a value for each example."""
     function = getattr(loss_or_metric, "fn", None) or getattr(loss_or_metric, "_fn", None)
     axis = bound_arguments(loss_or_metric).get("axis", getattr(loss_or_metric, "axis", -1))
     return (
@@ -238,13 +238,13 @@ def has_value_per_example(loss_or_metric: keras.losses.Loss | keras.metrics.Metr
 
 
 def has_losses_per_example(model: keras.Model) -> bool:
-    """Whether the compiled losses, which are built, are Keras's, and none compares examples."""
+    """Whether all compiled losses (they must be built) are Keras's own and compare no examples."""
     losses = model._compile_loss._flat_losses if model._compile_loss else ()
     return all(output_loss.loss is None or has_value_per_example(output_loss.loss) for output_loss in losses)
 
 
 def is_kerass_own_metric(metric: object) -> bool:
-    """Whether a metric, as given to `compile`, is one of Keras's that computes a value for each example."""
+    """Whether a metric, as passed to `compile`, is Keras's own and computes a value for each example."""
     if isinstance(metric, str):
         return keras.saving.get_registered_object(metric) is None
     return has_value_per_example(metric) if isinstance(metric, keras.metrics.Metric) else _is_keras(metric)
@@ -279,7 +279,7 @@ def _keeps_rows(equation: str) -> bool:
 
 
 def _is_custom_callable(value: object) -> bool:
-    """Whether a value can be called and is not Keras's, such as a custom activation."""
+    """Whether a value is a callable that isn't Keras's, such as a custom activation."""
     return (callable(value) or hasattr(value, "call")) and not _is_keras(value)
 
 

@@ -1,4 +1,4 @@
-"""Whether metrics and states of layers depend on how a batch is split, found by a trial on synthetic rows."""
+"""Finds, by a trial on synthetic rows, whether metrics and states of layers depend on how a batch is split."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,22 +25,22 @@ from keras_paragrad.engine.probes.trial import (
 )
 
 _ROWS = 8
-# The size of the first part: of two equal ones, or of unequal ones, as the last batch of an epoch has.
+# The size of the first part, for equal parts and for unequal ones (as in the last batch of an epoch).
 _EVEN, _UNEVEN = 4, 6
-# The ranges of rows: in the second, minima and maxima change that were far away.
+# The ranges of rows. The second, larger one also moves minima and maxima.
 RANGES = ((0.1, 0.9), (-1e3, 1e3))
 
-# Maps rows, the values of variables, and the number of the first row, to what is computed and to their new values.
+# Maps rows, the variables' values and the index of the first row to results and the variables' new values.
 RunFromState = Callable[[Any, State, int], tuple[Any, State]]
 
 
 def split_dependent_metrics(
     model: keras.Model, y: Structure, y_pred: Structure, sample_weight: Structure, *, on_replicas: bool
 ) -> tuple[list[str], list[str]]:
-    """The compiled metrics whose results change for two equal parts of a batch, and those for unequal parts only.
+    """The compiled metrics that equal parts of a batch change, and the ones that only unequal parts change.
 
-    On replicas, the states of the parts are summed; otherwise the parts are sequential. None if they can't be called on
-    synthetic rows.
+    On replicas, the parts' states are summed; otherwise the parts run in sequence. None if the metrics can't be called
+    on synthetic rows.
     """
 
     def results(batch: Batch):
@@ -68,8 +68,8 @@ def split_dependent_metrics(
 def split_dependent_layers(model: keras.Model, x: Any, *, on_replicas: bool, in_sequence: bool) -> list[str]:
     """Finds layers whose state depends on how synthetic rows are split, or is read after other parts.
 
-    Ignores batch normalization, seeds, and states that depend on random numbers drawn for other things than rows. On
-    replicas, parts are taken at the same time and their states aggregated; `in_sequence`, one after the other.
+    Ignores batch normalization, seeds, and states that depend on random numbers that aren't drawn per row. On
+    replicas, parts run at the same time and their states are aggregated; if `in_sequence`, one part after another.
     """
     split = BatchSplit(on_replicas, in_sequence, _ROWS, _UNEVEN)
 
@@ -106,7 +106,7 @@ def layers_dependent_on(model: keras.Model, batches: Iterable[Batch], split: "Ba
 
 
 class BatchSplit(NamedTuple):
-    """How a batch is split: on replicas or in sequence, of how many rows, and of how many the first part has."""
+    """A split of a batch: on replicas or in sequence, the number of rows, and how many are in the first part."""
 
     on_replicas: bool
     in_sequence: bool
@@ -117,22 +117,22 @@ class BatchSplit(NamedTuple):
 def split_dependent_states(
     variables: Sequence[keras.Variable], run: RunFromState, start: State, batch: Batch, split: BatchSplit
 ) -> list[keras.Variable]:
-    """The variables whose values after two parts aren't those after the whole, or are read after the first part.
+    """The variables whose values differ after two parts and after the whole, or are read after the first part.
 
-    Leaves out those that other seeds change. `run` maps rows and the variables' values to results and new values.
+    Leaves out variables that other seeds change. `run` maps rows and the variables' values to results and new values.
     """
     reseeded = [value + 1 if is_seed(variable) else value for variable, value in zip(variables, start, strict=True)]
     part, rest = take_rows(batch, 0, split.first), take_rows(batch, split.first, split.rows)
     (_, whole), (_, random), (_, first) = run(batch, start, 0), run(batch, reseeded, 0), run(part, start, 0)
     alone, last = run(rest, start, split.first)
-    # Either may come first: without aggregation, a replica keeps its own.
+    # Try both orders: without aggregation, a replica keeps its own value.
     orders = ((first, last), (last, first)) if split.on_replicas else ()
     ends = [[_aggregate(*values) for values in zip(variables, *order, strict=True)] for order in orders]
     changed = [not _close(*values) for values in zip(start, first, strict=True)]
     read = False
     if split.in_sequence:
         ends.append(run(rest, first, split.first)[1])
-        # With the same random numbers, what the first part has changed makes the difference.
+        # The random numbers are the same, so a difference comes from the first part's changes.
         seeds = zip(variables, start, first, strict=True)
         after = run(rest, [before if is_seed(variable) else value for variable, before, value in seeds], split.first)[0]
         same = zip(*map(_numbers, (alone, run(rest, start, split.first)[0], after)), strict=True)
@@ -152,9 +152,9 @@ def split_dependent_states(
 
 
 def layers_storing_examples(model: keras.layers.Layer, *arguments: Any) -> list[str]:
-    """Finds the layers whose training changes a state, not a trainable weight, in a way that depends on the examples.
+    """Finds layers whose training changes a non-trainable state depending on the examples.
 
-    Ignores batch normalization, and states that change by themselves, such as seeds and counters.
+    Ignores batch normalization, and states that don't depend on data, such as seeds and counters.
     """
 
     def find(size: int):
@@ -196,7 +196,7 @@ def split_dependent_call_metrics(
         x, weights = synthetic_rows((arguments["x"], arguments["sample_weight"]), _ROWS, seed=1, size=size)
         data = x, synthetic_rows(arguments["y"], _ROWS, seed=0, size=size, labels=True), weights
         of_metrics = zip(*_results(model, results, data, _UNEVEN, on_replicas=on_replicas), strict=True)
-        # Those that another seed changes are random, and tell nothing.
+        # Metrics that another seed changes are random, and say nothing.
         return [
             metric.name
             for metric, (whole, reseeded, split) in zip(metrics, of_metrics, strict=True)
@@ -208,18 +208,18 @@ def split_dependent_call_metrics(
 
 
 def _state_owners(model: keras.layers.Layer) -> dict[int, str]:
-    """The layer's name for each of its variables, by id."""
+    """The name of each variable's layer, by the variable's id."""
     layers = [layer for layer in (model, *all_layers(model)) if not isinstance(layer, keras.layers.BatchNormalization)]
     return {
         id(variable): layer.name
         for layer in layers
-        # Such as a kernel that a layer normalizes.
+        # For example a kernel that a layer normalizes.
         for variable in (*layer._trainable_variables, *layer._non_trainable_variables)
     }
 
 
 def _owners_of_resources(model: keras.layers.Layer, resources: list[tf.Tensor]) -> list[str]:
-    """The layers whose attributes are these variables of TensorFlow's, or the model."""
+    """The layers that hold these `tf.Variable`s as attributes; the model, if none does."""
     handles = set(map(id, resources))
     layers = (model, *all_layers(model))
     names = [
@@ -240,7 +240,7 @@ def _train(model: keras.layers.Layer, inputs: tuple[Structure, ...]) -> list[tf.
 def _results(
     model: keras.Model, results: Callable[[Any], Any], batch: Batch, *firsts: int, on_replicas: bool
 ) -> list[Any]:
-    """The results after a batch, after it with other seeds, and after two parts, the first of each of these sizes."""
+    """The results after a batch, after the batch with other seeds, and after two parts, for each size of the first."""
     compute, start = PureFunction(model, results), reset_state(model)
     whole = [compute(batch, state)[0] for state in (start, compute.reseed(start))]
     parts = [[take_rows(batch, 0, first), take_rows(batch, first, _ROWS)] for first in firsts]
@@ -248,12 +248,12 @@ def _results(
 
 
 def reset_state(model: keras.Model) -> State:
-    """The state of a model whose metrics are reset."""
+    """A state of the model with its metrics reset."""
     return PureFunction(model, lambda _: model.reset_metrics())(None)[1]
 
 
 def results_after_parts(compute: PureFunction, parts: Sequence[Batch], start: State, *, on_replicas: bool) -> Any:
-    """What is computed of no batch in the state after all parts, which replicas take at once, and others in turn."""
+    """The results in the state after all parts, which run at once on replicas, and in sequence otherwise."""
     if on_replicas:
         states = [compute(part, start)[1] for part in parts]
         state = [_aggregate(*values) for values in zip(compute.variables, *states, strict=True)]
@@ -265,7 +265,7 @@ def results_after_parts(compute: PureFunction, parts: Sequence[Batch], start: St
 
 
 def _aggregate(variable: keras.Variable, *values: tf.Tensor) -> tf.Tensor:
-    """The value of a variable over replicas."""
+    """Aggregates a variable's values over replicas."""
     if variable.aggregation == "sum":
         return tf.add_n(values)
     return tf.add_n(values) / len(values) if variable.aggregation == "mean" else values[0]
@@ -276,7 +276,7 @@ def _close(one: Any, other: Any) -> bool:
 
 
 def _changed_alike(start: Any, one: Any, other: Any) -> bool:
-    """Whether a state has changed alike."""
+    """Whether a state has changed equally, within the tolerance."""
     before, one, other = (np.asarray(state, "float64") for state in (start, one, other))
     most = np.abs(one - before)[np.isfinite(one)].max(initial=0)
     rounding = STATE_ROUNDING * np.abs(one[np.isfinite(one)]).max(initial=0)
@@ -284,7 +284,7 @@ def _changed_alike(start: Any, one: Any, other: Any) -> bool:
 
 
 def _numbers(results: Any) -> list[np.ndarray]:
-    """The numbers among what was computed."""
+    """The numeric results, as float64 arrays."""
     return [np.asarray(result, "float64") for result in keras.tree.flatten(results) if _is_number(result)]
 
 

@@ -1,4 +1,4 @@
-"""The tolerances of trials and of the proof: relative differences that rounding makes, and that are no finding."""
+"""Tolerances of the trials and the proof: relative differences up to these are rounding, not findings."""
 
 from typing import NamedTuple
 
@@ -10,25 +10,25 @@ class Tolerance(NamedTuple):
     half: float
 
     def of(self, half_precision: bool) -> float:
-        """The tolerance of what is computed in this precision."""
+        """The tolerance of values computed in this precision."""
         return self.half if half_precision else self.single
 
 
-# On the first batch, of the gradient's norm; faults are off by 1e-4 and more. A finding is also this many times what
-# another order of the rows, another seed, or other last digits change.
+# First batch: relative to the gradient's norm; faults are off by 1e-4 and more. A difference must also exceed this
+# multiple of the noise from another order of the rows, another seed, or other last digits.
 GRADIENT, TIMES_NOISE = Tolerance(1e-4, 3e-2), 10
-# Of the result of a metric on the first batch, and of a number in the logs of a trial.
+# Relative to a metric's result on the first batch, and to a number in the logs of a trial.
 METRIC, NUMBER = Tolerance(1e-3, 3e-2), Tolerance(1e-4, 3e-2)
-# On made-up rows, of an entry of the gradient: of the weight's largest entry, and of the largest of all.
+# Gradient entries on synthetic rows: relative to the weight's largest entry, and to the largest entry of all.
 OF_WEIGHT, OF_ALL = 1e-3, Tolerance(1e-5, 3e-2)
-# On made-up rows, of the gradient's norm: in float32, and where GPUs multiply in TF32. Of the losses that layers add,
-# alone: what is nearly balanced has a gradient of differences.
+# Gradient norms on synthetic rows: in float32, and where GPUs multiply in TF32. A separate tolerance for losses that
+# layers add: the gradient of a nearly balanced load is a difference of large numbers.
 ROUNDING, ROUNDING_OF_TF32, ROUNDING_OF_ADDED = 3e-5, 1e-3, 1e-3
-# Of the largest output. Batches of different sizes are multiplied with different rounding.
+# Relative to the largest output. Products of different batch sizes are rounded differently.
 OUTPUT, OUTPUT_OF_PART = Tolerance(1e-5, 0.05), Tolerance(1e-3, 0.05)
-# Of the largest loss of an element.
+# Relative to the largest loss of an element.
 LOSS = 1e-5
-# Of a state, and of its change: where it changes slowly, what differs is small, and large numbers round.
+# Relative to a state, and to its change: a slow state's differences are small, while large numbers round.
 STATE, STATE_CHANGE, STATE_ROUNDING = 1e-4, 1e-3, 3e-7
-# What is below has no relative error.
+# Smaller values have no relative error.
 TINY = 1e-6

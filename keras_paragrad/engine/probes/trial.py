@@ -16,7 +16,7 @@ from keras_paragrad.engine.probes.tolerances import OF_ALL, OF_WEIGHT
 
 # The sizes to try for axes of unknown size: a short sequence, then an image that can be halved often.
 SIZES = (8, 64)
-# The most elements of a synthetic tensor, and of a weight whose gradient is compared.
+# The most elements of a synthetic tensor, or of a weight whose gradient is compared.
 MOST_ELEMENTS = 2**25
 
 _log = logging.getLogger("keras_paragrad")
@@ -30,11 +30,11 @@ class Inconclusive(Exception):  # noqa: N818  (an answer, not a failure)
 
 
 def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, question: str | None) -> Result:
-    """The first result of `run`, for one of its `choices`, that raises no error; `otherwise`, if all raise.
+    """Calls `run` with each of `choices` until one raises no error, and returns its result; `otherwise`, if all raise.
 
     `run` is called in a separate thread, where no strategy, graph, tape, device or state of Keras is active, so it
-    never waits for other replicas or workers. If all raise, the log says that it was not checked what `question` asks,
-    a clause that begins with "whether", if any.
+    never waits for other replicas or workers. If all raise, logs that `question`, a clause that begins with "whether",
+    was not checked.
     """
 
     def alone(choice: Any) -> Result:
@@ -49,7 +49,7 @@ def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, ques
             with ThreadPoolExecutor(1) as thread:
                 return thread.submit(alone, choice).result()
         except Exception as error:
-            # A model that fails on synthetic rows may train well.
+            # A model that fails on synthetic rows may still train.
             _log.debug("A trial on synthetic rows failed.", exc_info=True)
             failures.append(error)
     if question:
@@ -100,7 +100,7 @@ def synthetic_rows(
 
 
 def change_rows(batch: Batch, other: Batch, changed: list[int]) -> tuple[Any, Any]:
-    """Makes two batches that differ in the rows `changed` alone: in real numbers, and in integers, 0 and 1."""
+    """Makes two batches that differ only in the rows `changed`: in real numbers, and in integers, 0 and 1."""
 
     def put(tensor: tf.Tensor, value: Array) -> tf.Tensor:
         chosen = np.isin(np.arange(len(tensor)), changed).reshape([-1, *[1] * (tensor.shape.rank - 1)])
@@ -131,7 +131,7 @@ def is_trial() -> bool:
 
 
 def check_finite(results: Sequence[Array], what: str) -> None:
-    """Refuses to compare numbers of which none is finite: they would match whatever they are.
+    """Refuses to compare numbers if none is finite: any two would match.
 
     Raises:
         Inconclusive: There are numbers, and none is finite.
@@ -142,13 +142,13 @@ def check_finite(results: Sequence[Array], what: str) -> None:
 
 
 def gradients_match(first: Sequence[Array], second: Sequence[Array], *, half_precision: bool) -> bool:
-    """Whether two gradients, a tensor for each weight, differ by rounding alone."""
+    """Whether two gradients, each a tensor per weight, differ only by rounding."""
     pairs = [(np.asarray(a, "float64"), np.asarray(b, "float64")) for a, b in zip(first, second, strict=True)]
     largest = [np.abs(np.concatenate([a.ravel(), b.ravel()])).max(initial=0) for a, b in pairs]
     of_all = max(largest, default=0)
     if half_precision:
         return all(np.allclose(a, b, rtol=0, atol=OF_ALL.half * of_all, equal_nan=True) for a, b in pairs)
-    # A gradient of rounding errors alone, such as an attention's key bias has, differs from run to run.
+    # A gradient that is only rounding error, such as an attention's key bias has, differs from run to run.
     return all(
         np.allclose(a, b, rtol=0, atol=OF_WEIGHT * size + OF_ALL.single * of_all, equal_nan=True)
         for (a, b), size in zip(pairs, largest, strict=True)

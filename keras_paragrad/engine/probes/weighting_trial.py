@@ -1,4 +1,4 @@
-"""Which weighting makes the gradients of parts of a batch add up to that of the whole, by a trial on synthetic rows."""
+"""Finds, by a trial on synthetic rows, the weighting with which parts' gradients sum to the whole batch's gradient."""
 
 import contextlib
 import functools
@@ -31,19 +31,19 @@ from keras_paragrad.engine.probes.trial import (
 )
 
 Result = TypeVar("Result")
-# The rows of the whole and of the first part: parts have different sizes.
+# The rows of the whole, and of the first of two parts of different sizes.
 ROWS, FIRST = 8, 3
 BOUNDS = ((0, FIRST), (FIRST, ROWS))
 _WHOLE_AND_PARTS = ((0, ROWS), *BOUNDS)
-# What programs put in place of labels that don't count.
+# Values that programs use for ignored labels.
 _IGNORED = (-100, -1, 255, math.nan)
-# The numbers of samples of a random loss that are averaged.
+# The numbers of samples over which a random loss is averaged.
 _SAMPLES = 16
 _QUESTION = "what the loss is divided by"
 
 
 class Fit(NamedTuple):
-    """How well the weighted gradients of the parts add up to that of the whole.
+    """The error of one weighting: the sum of the parts' weighted gradients against the whole's gradient.
 
     Attributes:
         weighting: The weighting.
@@ -58,7 +58,7 @@ class Fit(NamedTuple):
 
 
 def fits_in_all_draws(candidates: Sequence[Weighting], draws: Sequence[Sequence[float]]) -> list[Fit]:
-    """How well the candidates fit, from their errors in each draw."""
+    """The fit of each candidate, from its errors in each draw."""
     return [Fit(candidate, max(errors)) for candidate, errors in zip(candidates, zip(*draws, strict=True), strict=True)]
 
 
@@ -85,9 +85,9 @@ class WeightingTrial(NamedTuple):
 
 
 def try_weightings(model: keras.Model, arguments: LossArguments, stated: Weighting | None) -> WeightingTrial | None:
-    """Tries what a model's loss divides by, and what is stated; `None` if it can't be computed on synthetic rows.
+    """Finds the divisor of a model's loss, and checks a stated one; `None` if synthetic rows can't tell.
 
-    Losses alone would show less: before training, predictions may be all the same, and so are means of their losses.
+    Compares gradients, not losses: before training, all predictions may be equal, and then so are the means of losses.
     """
     candidates = list(WEIGHTINGS.values())
     if stated is not None and stated not in candidates:
@@ -101,16 +101,16 @@ def try_weightings(model: keras.Model, arguments: LossArguments, stated: Weighti
 
 
 class _Draw(NamedTuple):
-    """The errors of the candidates, and whether the output's mask hides other shares of the parts than of the whole."""
+    """The candidates' errors, and whether the output's mask keeps different shares of the parts and of the whole."""
 
     errors: list[float]
     mask_hides: bool
 
 
 class _Computed(NamedTuple):
-    """The gradient, the loss, what it may be divided by (0 for a sum), and the losses that layers add.
+    """The gradient, the loss, its candidate divisors (0 for a sum), and the gradients and values of added losses.
 
-    The latter are often weighted so lightly that their error looks like rounding, though it matters in training.
+    The weight of added losses is often so small that their error looks like rounding, though it matters in training.
     """
 
     gradients: list[tf.Tensor]
@@ -121,7 +121,7 @@ class _Computed(NamedTuple):
 
 
 class _Trial:
-    """Computes the gradient of a model's loss on synthetic rows, and what it may be divided by."""
+    """Computes the gradient of a model's loss on synthetic rows, and the loss's candidate divisors."""
 
     def __init__(self, model: keras.Model, candidates: list[Weighting]):
         self.model, self.candidates = model, candidates
@@ -130,7 +130,7 @@ class _Trial:
         self._random: bool | None = None
 
     def run(self, arguments: LossArguments, size: int) -> WeightingTrial:
-        """Compares parts with the whole, for several draws."""
+        """Compares parts with the whole in several draws."""
         data = tuple(arguments[name] for name in ("x", "y", "sample_weight"))
         draws = over_draws(self.model, data, size, self._compare)
         fits = fits_in_all_draws(self.candidates, [draw.errors for draw in draws])
@@ -160,14 +160,14 @@ class _Trial:
 
     @functools.cached_property
     def _drawn(self) -> State:
-        """Other kernels than the model has, as these may send all rows to one expert."""
+        """Replaces kernels, as the model's own may route all rows to one expert."""
         pairs = zip(self.compute.variables, self.compute.start, strict=True)
         return [draw_kernel(variable, value) for variable, value in pairs]
 
     def _gradients(self, data: Any) -> _Computed:
         with watch_weights(self.model) as gradients_of:
             loss, inputs, _ = compute_loss(self.model, data)
-            # Of an unreduced loss, Keras differentiates the sum.
+            # Keras differentiates the sum of an unreduced loss.
             loss = tf.cast(tf.reduce_sum(loss), "float32")
             added = [tf.cast(tf.reduce_sum(loss), "float32") for loss in added_losses(self.model)]
         self.has_mask = output_mask(inputs["y_pred"]) is not None
@@ -183,7 +183,7 @@ class _Trial:
         return not gradients_match(whole.gradients, reseeded.gradients, half_precision=self.compute.half_precision)
 
     def _errors_on_average(self, batch: Batch) -> list[float]:
-        """Those of the mean losses of samples: a wrong divisor is usually off by a multiple."""
+        """Compares mean losses of samples instead of gradients: a wrong divisor is usually off by an integer factor."""
 
         def sample(number: int, start: int, stop: int) -> tuple[np.ndarray, Any]:
             states = (self.compute.reseed(by=_SAMPLES * number + draw) for draw in range(_SAMPLES))
@@ -201,12 +201,12 @@ class _Trial:
 
 
 def compute_parts(compute: PureFunction, batch: Batch, state: State | None = None) -> list[Any]:
-    """What is computed of a whole batch, and of each of its parts."""
+    """Computes a whole batch, then each of its parts."""
     return [compute(take_rows(batch, *rows), state, rows[0])[0] for rows in _WHOLE_AND_PARTS]
 
 
 def part_weights(divisors: Sequence[Sequence[Any]]) -> np.ndarray:
-    """The weight of each part for each candidate `(parts, candidates)`, from divisors of the whole and the parts."""
+    """Each part's weight under each candidate, `(parts, candidates)`, from the divisors of the whole and the parts."""
     total, *of_parts = np.asarray(divisors, "float64")
     return np.where(total == 0, 1.0, np.asarray(of_parts) / np.where(total == 0, 1.0, total))
 
@@ -218,7 +218,7 @@ def errors_of(
     half_precision: bool,
     rounding: float | None = None,
 ) -> list[float]:
-    """The relative error of the parts' gradients, weighted by each candidate; 0 where only rounding makes it.
+    """The relative error of the parts' weighted gradients for each candidate; 0 if it is within rounding.
 
     Args:
         gradients: The gradients of the whole and of the parts, with a tensor for each weight.
@@ -227,13 +227,13 @@ def errors_of(
         rounding: The largest relative error that only rounding makes; by what computed it, if `None`.
 
     Raises:
-        Inconclusive: The gradient of the whole is 0 or not finite, so it tells nothing.
+        Inconclusive: The gradient of the whole is 0 or not finite.
     """
     whole, *of_parts = gradients
     expected = [np.asarray(gradient, "float64") for gradient in whole]
     norm = np.sqrt(sum(np.sum(np.square(gradient)) for gradient in expected))
     if not np.isfinite(norm) or not norm:
-        # A logarithm of a label of 0, say. Every weighting would fit.
+        # For example the logarithm of a label of 0. Every weighting would fit.
         raise Inconclusive("the loss has no finite gradient other than 0 on synthetic rows")
     errors = []
     for weights in shares.T:
@@ -257,10 +257,10 @@ def _rounding() -> float:
 def over_draws(
     model: keras.Model, batch: Batch, size: int, compare: Callable[[Any], Result], count: int = ROWS
 ) -> list[Result]:
-    """Runs `compare` on several batches of synthetic rows: typical, far apart, padded, and with labels to ignore.
+    """Runs `compare` on typical, widely spread, padded and partly ignored batches of synthetic rows.
 
-    Labels are 0 and 1, or between them for losses that need others than 0. Only rows that are far apart, with all
-    tokens of a vocabulary, are sent to different experts.
+    Labels are 0 and 1, or numbers between for losses that reject 0. Only widely spread rows, with all tokens of a
+    vocabulary, are routed to different experts.
 
     Args:
         model: The model, whose `Masking` layers say what is padded with.
@@ -269,7 +269,7 @@ def over_draws(
         compare: Takes a batch of the same nesting.
 
     Raises:
-        Inconclusive: No batch tells anything.
+        Inconclusive: No batch gives a result.
     """
     rows = functools.partial(synthetic_rows, rows=count, size=size)
     data = batch if isinstance(batch, tuple) else (batch,)
@@ -296,7 +296,7 @@ def over_draws(
         except Inconclusive as reason:
             nothing_told = nothing_told or reason
         except Exception:
-            # A loss of classes rejects labels between them, and one that ignores no labels those to ignore.
+            # A loss for classes rejects fractional labels, and a loss that ignores no label rejects the ignored ones.
             if not index:
                 raise
     if not results:
@@ -305,17 +305,17 @@ def over_draws(
 
 
 def _is_padded(shape: list[int], draw: np.random.Generator) -> np.ndarray:
-    """Marks the end of each row, of its own length, or rows of numbers."""
+    """Masks a tail of each row, of varying length; for vectors, every fourth row."""
     if len(shape) == 1:
         return np.arange(shape[0]) % 4 == 1
     lengths = draw.integers(1, shape[1] + 1, shape[0])
-    # Not all of the same length.
+    # The tails have different lengths.
     lengths[[0, 1]] = shape[1], max(shape[1] // 2, 1)
     return (np.arange(shape[1]) >= lengths[:, None]).reshape([*shape[:2], *[1] * (len(shape) - 2)])
 
 
 def _is_ignored(shape: list[int], draw: np.random.Generator) -> np.ndarray:
-    """Marks some elements, and none of the first row of each part."""
+    """Masks some elements, but none in the first row of each part."""
     chosen = draw.uniform(size=shape) < 0.3
     chosen.reshape(len(chosen), -1)[1, 0] = True
     chosen[[0, FIRST]] = False
@@ -323,7 +323,7 @@ def _is_ignored(shape: list[int], draw: np.random.Generator) -> np.ndarray:
 
 
 def _replace(tensor: Any, value: float, choose: Callable[[list[int], np.random.Generator], np.ndarray]) -> Any:
-    """Puts a value in place of some elements; of integers unless it is 0, which is drawn anyway, or can't be one."""
+    """Replaces masked elements by a value; leaves integers if the value is 0, which is drawn anyway, or no integer."""
     if tensor is None or tensor.dtype.is_bool:
         return tensor
     if tensor.dtype.is_integer and not (value and tensor.dtype.min <= value <= tensor.dtype.max):

@@ -16,13 +16,13 @@ from keras_paragrad.engine.probes.trial import is_trial
 
 
 class _Rows(NamedTuple):
-    """Whether a replica's rows are examples, and no filler; they are, if `None`."""
+    """Whether a replica's rows are examples rather than filler; `None` if they always are."""
 
     nonempty: tf.Tensor | bool | None
 
 
 def counting_examples(nonempty: tf.Tensor | bool | None) -> contextlib.AbstractContextManager[object]:
-    """Context in which a replica's step is traced, whose rows are examples if `nonempty`, and always if `None`."""
+    """Context in which a replica's step is traced. Its rows are examples if `nonempty` is true or `None`."""
     return _PATCH.open(_Rows(nonempty))
 
 
@@ -40,7 +40,7 @@ def _moments(
     if mask is not None:
         return _masked_moments(layer, inputs, mask, rows.nonempty)
     if rows.nonempty is not None:
-        # No row at all in place of the filler.
+        # Drop the filler.
         inputs = inputs[: tf.where(rows.nonempty, tf.shape(inputs)[0], 0)]
     return original(layer, inputs, None)
 
@@ -63,7 +63,7 @@ def _masked_moments(
 
     def total(values: tf.Tensor) -> tf.Tensor:
         local = tf.reduce_sum(tf.where(counted, values, tf.zeros_like(values)), axes, keepdims=True)
-        # Unlike a collective of ours, one with a gradient.
+        # Unlike this package's collectives, it has a gradient.
         return context.all_reduce(tf.distribute.ReduceOp.SUM, local)
 
     count = total(tf.ones_like(inputs)) + keras.backend.epsilon()

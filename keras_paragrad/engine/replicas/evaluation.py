@@ -47,13 +47,13 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
                     "undo() of what dist.prepare(model) returned."
                 )
             compute = functools.partial(_compute_losses, model, take=Take(normalize))
-            # A part is a function of its own, in which no weight can be gathered.
+            # Each part is a separate function, in which weights can't be gathered.
             with gather_before_pass(model):
                 sums = take.ordered.evaluate(model, replica_batch, filled, compute)
             return _results(model, TrackedLosses(model, sums, on_first=True))
         normalize = take.normalize
         if normalize and replica_count() > 1 and compares_examples(model, filled, normalize, training=False):
-            # Every replica has the loss of the whole batch, so an empty one has its share as well.
+            # Every replica has the loss of the whole batch, also an empty one.
             y_pred, sums = evaluate_whole(model, filled, replica_batch)
         else:
             evaluate = _compiled_alone(functools.partial(_compute_losses, take=take), take)
@@ -70,13 +70,13 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
 
 
 def _results(model: keras.Model, losses: TrackedLosses) -> StepLogs:
-    """The logs of all replicas, once metrics are updated with a batch."""
+    """Updates metrics with a batch, and returns the logs of all replicas."""
     shared = AllReducedResults(model, losses)
     return shared.results(sum_over_replicas(shared.parts))
 
 
 def static_test_step(model: keras.Model, data: Batch) -> StepLogs:
-    """Keras's `test_step` for batches of a static size. Keras would weight losses by it."""
+    """Keras's `test_step` for batches of a static size, by which Keras would weight losses."""
     y_pred, sums = _compute_losses(model, data, Take(), divided=True)
     TrackedLosses(model, sums).track()
     update_metrics(model, arguments_of(data, y_pred))
@@ -114,7 +114,7 @@ def build_predict_function(model: keras.Model, take: Take) -> Callable[[list[Bat
 
 
 def _gather(strategy: tf.distribute.Strategy, output: Any) -> tf.Tensor:
-    """Concatenates the replicas' parts of an output."""
+    """Concatenates an output over the replicas."""
     parts = strategy.experimental_local_results(output)
     if not isinstance(parts[0], tf.RaggedTensor):
         return strategy.gather(output, axis=0)
@@ -126,7 +126,7 @@ def _gather(strategy: tf.distribute.Strategy, output: Any) -> tf.Tensor:
     return tf.concat(parts, 0)
 
 
-# Maps a model and data to nested tensors, and to what is known once it is traced.
+# Maps a model and data to nested tensors and a value known when it is traced.
 ModelFunction = Callable[[keras.Model, Batch], Any]
 
 

@@ -64,7 +64,7 @@ def join_added_losses(model: keras.Model) -> None:
             vars(layer)[_LOSSES] = losses.replaced
 
 
-# Maps Keras's adapter and the steps of an epoch to another adapter, or `None` to keep Keras's.
+# Maps Keras's adapter and the steps of an epoch to a replacement, or to `None` to keep Keras's.
 Distribute = Callable[[Adapter, int | None], Adapter | None]
 
 _METHODS = ("_maybe_symbolic_build", "make_test_function", "make_predict_function", "predict_on_batch")
@@ -190,7 +190,7 @@ def use_enqueuer_per_iterator(adapter: Adapter) -> None:
 
 
 def warn_if_unprepared(strategy: tf.distribute.Strategy) -> None:
-    """Makes a strategy warn, once, if a model is trained on its replicas without having been prepared."""
+    """Makes a strategy warn, once, if an unprepared model is trained on its replicas."""
     if strategy.num_replicas_in_sync == 1 or state_of(strategy).warns:
         return
     distribute = strategy.experimental_distribute_dataset

@@ -20,20 +20,20 @@ def rows_of(x: Structure) -> tf.Tensor:
 
 
 def static_row_count(batch: Structure) -> int | None:
-    """The number of rows of a batch, if it is known while a graph is traced."""
+    """The static number of rows of a batch, or `None`."""
     return next(tensor for tensor in keras.tree.flatten(batch) if tensor is not None).shape[0]
 
 
-# What TensorFlow's error says of it.
+# The message of TensorFlow's error.
 DIFFERENT_ROWS = "The tensors of a batch have different numbers of rows."
 
 
 def cut_rows_of(data: Structure) -> tf.Tensor | int:
-    """The number of examples in a batch that is to be cut: static, if that is known.
+    """The number of examples in a batch that is about to be cut; a Python integer if it is static.
 
     Raises:
-        ValueError: Its tensors have different numbers of rows. If that shows in the step alone, TensorFlow raises
-            another error, which `explain_different_rows` replaces.
+        ValueError: The tensors have different static numbers of rows. For dynamic ones, the step raises an error of
+            TensorFlow's, which `explain_different_rows` replaces.
     """
     tensors = [tensor for tensor in keras.tree.flatten(data) if tensor is not None]
     static = {tensor.shape[0] for tensor in tensors} - {None}
@@ -42,20 +42,20 @@ def cut_rows_of(data: Structure) -> tf.Tensor | int:
     if tensors[0].shape[0] is not None:
         return tensors[0].shape[0]
     first, *others = [rows_of(tensor) for tensor in tensors]
-    # Those of ragged tensors are int64.
+    # Row counts of ragged tensors are int64.
     checks = [tf.debugging.assert_equal(tf.cast(rows, first.dtype), first, DIFFERENT_ROWS) for rows in others]
     with tf.control_dependencies([check for check in checks if check is not None]):
         return tf.identity(first)
 
 
 def explain_different_rows(error: tf.errors.InvalidArgumentError) -> None:
-    """Raises `ValueError` in place of the error of a batch that can't be cut; ignores other errors."""
+    """Raises a `ValueError` in place of TensorFlow's error for a batch that can't be cut; ignores other errors."""
     if DIFFERENT_ROWS in error.message:
         raise ValueError(no_examples(DIFFERENT_ROWS)) from None
 
 
 def no_examples(what: str) -> str:
-    """The error for rows that are no examples: `what` says how that shows."""
+    """The error for batches whose rows aren't examples; `what` is the symptom."""
     return (
         f"{what} A batch is cut between its examples, and each example needs a row of every tensor: graphs whose nodes "
         "are put one after the other have none. Pad each graph to the same number of nodes and edges, accumulate over "
@@ -108,23 +108,23 @@ class ReplicaBatch(NamedTuple):
 
     @classmethod
     def of(cls, data: Batch) -> "ReplicaBatch":
-        """The replica batch of the data that a step gets."""
+        """Makes the replica batch of a step's data."""
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         rows = rows_of(tensors)
         never_empty = replica_count() == 1 or all(tensor.shape[0] for tensor in tensors)
         return cls(rows) if never_empty else cls(rows, rows > 0)
 
     def only(self, present: tf.Tensor) -> "ReplicaBatch":
-        """The replica batch of the rows that a mask `(rows,)` selects."""
+        """Makes the replica batch of the rows that a mask `(rows,)` selects."""
         count = tf.math.count_nonzero(present, dtype=tf.int32)
         return ReplicaBatch(count, count > 0)
 
     def filled(self, data: Batch) -> Batch:
-        """The data, with a filler if empty: a row of zeros, as not every layer accepts an empty batch."""
+        """The data, or a row of zeros as filler if it is empty: not every layer accepts an empty batch."""
         return data if self.nonempty is None else tf.cond(self.nonempty, lambda: data, lambda: _zero_row(data))
 
     def drop_filler(self, outputs: Structure) -> Structure:
-        """Outputs without those of the filler."""
+        """Outputs without the filler's outputs."""
         if self.nonempty is None:
             return outputs
         return keras.tree.map_structure(lambda tensor: tensor[: self.rows], outputs)
@@ -146,7 +146,7 @@ class ReplicaBatch(NamedTuple):
         return value if self.nonempty is None else value * tf.cast(self.nonempty, value.dtype)
 
     def gradients(self, gradients: Gradients) -> Gradients:
-        """Gradients, or zeros if the replica batch is empty: those of the filler may be NaN."""
+        """Gradients, or zeros if the replica batch is empty: the filler's gradients may be NaN."""
         return list(gradients) if self.nonempty is None else [self._zero_if_empty(gradient) for gradient in gradients]
 
     def _zero_if_empty(self, gradient: GradientTensor | None) -> Any:
@@ -159,7 +159,7 @@ class ReplicaBatch(NamedTuple):
 
 
 def _zero_row(data: Batch) -> Batch:
-    """A batch of one row of zeros, in place of an empty one."""
+    """Makes a batch of one row of zeros, to replace an empty one."""
 
     def one(tensor: Any):
         if tensor is None:
@@ -175,7 +175,7 @@ def _zero_row(data: Batch) -> Batch:
 
 
 def _zero_ragged_row(tensor: tf.RaggedTensor) -> tf.RaggedTensor:
-    """A row of zeros, of length 1 in each ragged dimension."""
+    """Makes a row of zeros, of length 1 in each ragged dimension."""
     inner = tensor.flat_values.shape[1:]
     # Without rows, the values may lack their inner dimensions.
     sizes = inner if inner.is_fully_defined() else tf.shape(tensor.flat_values)[1:]

@@ -1,4 +1,4 @@
-"""The states of a model's metrics as a vector: steps on workers return what they add, and the chief sums."""
+"""The states of a model's metrics as a vector: steps on workers return increments, and the chief sums them."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ class MetricStates:
         return [id(variable) for variable in model.metrics_variables] == [id(variable) for variable in self._variables]
 
     def compute_added(self, step: Callable[[], StepLogs]) -> tf.Tensor:
-        """Runs a step while it is traced; returns what it adds to the states. Refuses logs that are no metrics."""
+        """Runs a step while it is traced; returns the increments of the states. Refuses logs that aren't metrics."""
         with _holding_tensors(self._variables):
             type(self._model).reset_metrics(self._model)
             before = _packed(self._variables)
@@ -94,7 +94,7 @@ def _check_logs(model: keras.Model, logs: object) -> None:
 
 @contextlib.contextmanager
 def _holding_tensors(variables: list[keras.Variable]) -> Generator[None]:
-    """Context in which the variables hold tensors: assignments reach no server, and are discarded at its end."""
+    """Context in which variables hold tensors: assignments don't reach a server, and are discarded at the end."""
     values = [variable._value for variable in variables]
     for variable in variables:
         variable.__dict__[_ASSIGN] = functools.partial(_rebind, variable)

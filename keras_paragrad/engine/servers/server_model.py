@@ -1,4 +1,4 @@
-"""Installs methods on one model that run its steps on workers."""
+"""Installs methods on a model that run its steps on workers."""
 
 import contextlib
 import functools
@@ -32,7 +32,7 @@ def _compiled(model: keras.Model, step: Callable[[Batch], Result]) -> Callable[[
 def _open_batch_size(data: Batch) -> Batch:
     """Makes the number of rows dynamic, as in `fit` on one device.
 
-    Keras weights the losses of outputs by a static number of rows, and otherwise all batches the same.
+    Keras weights the outputs' losses by a static number of rows; otherwise all batches get the same weight.
     """
 
     def open_batch_size(leaf: Any) -> Any:
@@ -54,7 +54,7 @@ def _open_rows(tensor: tf.Tensor) -> tf.Tensor:
 
 @contextlib.contextmanager
 def _incrementing_on_server(optimizer: keras.optimizers.Optimizer | None) -> Generator[None]:
-    """Context in which servers increment an optimizer's counter, as reading and writing it would lose updates."""
+    """Context in which servers increment an optimizer's counter: a worker's read and write could lose updates."""
     counters = [] if optimizer is None else [inner.iterations for inner in updating_optimizers(optimizer)]
     for counter in counters:
         counter.__dict__["assign_add"] = functools.partial(_increment, counter)

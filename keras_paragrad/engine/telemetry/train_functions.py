@@ -12,7 +12,7 @@ from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.tracing.gradient_functions import closure_contents
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 
-# The key of the telemetry's latest values in a step's logs: an output is free, and reading a variable an operation.
+# The key of the telemetry's latest values in a step's logs: an output is free, while reading a variable costs time.
 LATEST = "_keras_paragrad_latest"
 
 
@@ -43,7 +43,7 @@ def compiled_functions(function: object) -> list[Any]:
 
 
 def _referred_to(value: object) -> Iterator[object]:
-    """The functions that a function, or a list of them, refers to; none for a `tf.function`."""
+    """The functions to which a function, or a list of functions, refers; none for a `tf.function`."""
     if hasattr(value, "experimental_get_tracing_count"):
         return
     contents = value if isinstance(value, (list, tuple)) else closure_contents(value)
@@ -66,7 +66,7 @@ def newest_trace(function: Any) -> TracedGraph:
 
 
 def _tensors(spec: Specs) -> list[Any]:
-    """The tensors in an argument, which may be an iterator."""
+    """The specs of the tensors in an argument, which may be an iterator."""
     elements = getattr(spec, "element_spec", None) or getattr(spec, "_element_spec", None)
     leaves = tf.nest.flatten(elements, expand_composites=True) if elements is not None else [spec]
     leaves = [part for leaf in leaves for part in getattr(leaf, "_value_specs", (leaf,))[:1]]
@@ -80,7 +80,7 @@ def _shape(spec: tf.TensorSpec) -> str:
 
 
 def batch_spec(iterator: BatchIterator) -> Specs:
-    """A replica batch of an iterator as nested `tf.TensorSpec`, or `None` if unknown."""
+    """The nested specs of a replica batch of an iterator, or `None` if unknown."""
     spec = getattr(iterator, "element_spec", None)
     if spec is None:
         return None

@@ -26,7 +26,7 @@ from keras_paragrad.storage.row_gradients import scale_gradient
 from keras_paragrad.storage.storage import gather_gradients
 
 _ADDITIONS = ("AssignAddVariableOp", "AssignSubVariableOp")
-# In other dtypes, what is added differs from the rounded change of the weight.
+# In other dtypes, the added tensor differs from the rounded change of the weight.
 _PRECISE_DTYPES = ("float32", "float64")
 
 
@@ -44,7 +44,7 @@ class Observe(Protocol):
 
 @contextlib.contextmanager
 def observing_gradients(model: keras.Model, observe: Observe | None, rows: tf.Tensor) -> Generator[None]:
-    """Context in which a step is traced that passes its gradients to an observer; entered on every replica."""
+    """Context in which a traced step passes its gradients to an observer; entered on every replica."""
     if observe is None:
         yield
         return
@@ -107,7 +107,7 @@ class Observation(MethodPatch):
 
 
 class WeightDeltas:
-    """Finds what the operations traced from now on add to weights."""
+    """Finds the tensors that operations traced from now on add to weights."""
 
     def __init__(self, weights: Sequence[keras.Variable]):
         self._weights = weights
@@ -115,7 +115,7 @@ class WeightDeltas:
         self._start = len(self._graph.get_operations()) if self._graph else 0
 
     def read_off(self) -> list[tf.Tensor | None]:
-        """The tensor added to each weight or subtracted from it.
+        """The tensor added to or subtracted from each weight.
 
         `None` if several operations change the weight, as with weight decay or a constraint, or if there is no graph.
         """
@@ -137,14 +137,14 @@ def _delta(weight: keras.Variable, changing: list[tf.Operation]) -> tf.Tensor | 
 
 
 class Update(NamedTuple):
-    """An update on one replica, as a step is traced. Lists have an item for each watched weight.
+    """An update on one replica while a step is traced. Lists have an item for each watched weight.
 
     Attributes:
         number: The number of the optimizer's update, from 1.
         gradients: The gradients of all replicas before clipping, without loss scale; `None` if there is none, or if
             Keras overwrites the weight with its gradient.
         clipped: The gradients after clipping, as in the update rule.
-        before, change: The weights before the update, and what it adds to them.
+        before, change: The weights before the update, and the tensors that it adds to them.
     """
 
     number: tf.Tensor
@@ -162,7 +162,7 @@ class Watcher(Protocol):
     """Receives updates of the weights while a step is traced."""
 
     def watch(self, updated: Sequence[keras.Variable], known: Sequence[keras.Variable]) -> Sequence[keras.Variable]:
-        """Chooses the weights to watch, of those `updated` or `known` to the optimizer; called on each replica."""
+        """Chooses the weights to watch among the `updated` and `known` ones; called on each replica."""
         ...
 
     def show(self, update: Update) -> None:
@@ -188,7 +188,7 @@ class Telemetry(Watcher, Protocol):
 
 @contextlib.contextmanager
 def watching_updates(optimizers: Sequence[keras.optimizers.Optimizer], watcher: Watcher | None) -> Generator[None]:
-    """Context in which a step is traced that passes updates by optimizers to a watcher; entered on every replica."""
+    """Context in which a traced step passes its optimizers' updates to a watcher; entered on every replica."""
     with contextlib.ExitStack() as watched:
         if watcher is not None:
             for outer in optimizers:
@@ -203,7 +203,7 @@ def updates_each_batch(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def watched_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The optimizers whose updates are watched: the model's, and those that its own `train_step` may call."""
+    """The optimizers whose updates are watched: the model's, and the ones that its own `train_step` may call."""
     return optimizers_of(model) if overrides_train_step(model) else [model.optimizer]
 
 
@@ -223,12 +223,12 @@ def refuse_unwatched(model: keras.Model, optimizer: keras.optimizers.Optimizer) 
 
 
 class _UpdateRecord:
-    """The record of one replica's update while it is traced."""
+    """Records one replica's update while it is traced."""
 
     def __init__(self, weights: Sequence[keras.Variable]):
         self.weights = weights
         self.positions = {id(weight): position for position, weight in enumerate(weights)}
-        # Identities, for variables that are read and updated in one step.
+        # Copies: the variables are read and updated in one step.
         self.before = [tf.identity(weight.value) for weight in weights]
         self.deltas = WeightDeltas(weights)
         self.unclipped: Sequence[GradientTensor] = []
@@ -237,7 +237,7 @@ class _UpdateRecord:
         self.learning_rate: Scalar = 0.0
 
     def change(self) -> list[tf.Tensor]:
-        """The difference that the update made to the weights."""
+        """The difference between the weights after and before the update."""
         changes = zip(self.deltas.read_off(), self.weights, self.before, strict=True)
         return [
             tf.cast(weight.value, "float32") - tf.cast(before, "float32") if delta is None else delta
@@ -265,13 +265,13 @@ class UpdateWatch(MethodPatch):
             self.replace(inner, "_backend_update_step", self._recording_step(inner, inner._backend_update_step))
 
     def begin(self, weights: Sequence[keras.Variable] | None) -> None:
-        """Begins an update of weights, or of all, if `None`; called on each replica."""
-        # An unbuilt model gets its weights in the forward pass of this step.
+        """Begins an update of some weights, or of all if `None`; called on each replica."""
+        # An unbuilt model creates its weights in the forward pass of this step.
         known = list(self.optimizer._trainable_variables) if self.optimizer.built else weights or []
         self.records[replica_index()] = _UpdateRecord(self.watcher.watch(known if weights is None else weights, known))
 
     def end(self) -> None:
-        """Passes the update on, unless Keras's own accumulation decides on it."""
+        """Passes the update on, unless Keras's own accumulation decides when."""
         if not self.optimizer.gradient_accumulation_steps:
             self._show(self.records[replica_index()], self.optimizer.iterations)
 
@@ -293,14 +293,14 @@ class UpdateWatch(MethodPatch):
             positions = [record.positions[id(variable)] for variable in variables]
             gathered = gather_gradients([*record.unclipped, *gradients], [*variables, *variables])
             both = [_dense(gradient, variables[index % len(variables)]) for index, gradient in enumerate(gathered)]
-            # Otherwise, the optimizer gets gradients that are all-reduced already.
+            # Otherwise the optimizer gets all-reduced gradients.
             if replica_count() > 1 and reduces_gradients(optimizer):
                 both = sum_over_replicas(both)
             for index, position in enumerate(positions):
                 record.gradients[position], record.clipped[position] = both[index], both[index + len(positions)]
             result = original(gradients, variables, learning_rate)
             if optimizer.gradient_accumulation_steps:
-                # Here, in the branch in which Keras's own accumulation updates.
+                # In the branch in which Keras's own accumulation updates.
                 self._show(record, optimizer.iterations + 1)
             return result
 

@@ -1,1 +1,1 @@
-"""Traces and calls of a model without effects on it, random numbers by row, and the gradient functions of graphs."""
+"""Traces and calls models without side effects, draws random numbers by row, and frees graphs' gradient functions."""

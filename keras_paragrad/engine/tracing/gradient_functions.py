@@ -1,7 +1,7 @@
 """Releases the gradient functions of `tf.custom_gradient` with the graph that needs them.
 
 In a graph, TensorFlow registers the gradient function of each `tf.custom_gradient` under a new name, for ever. The
-function holds tensors of the graph, and so the whole graph. Keras's step has one in the optimizer's all-reduce, so a
+function holds tensors of the graph, and so the whole graph. The optimizer's all-reduce in Keras's step has one, so a
 process that makes many models leaks some MB with each.
 """
 
@@ -22,7 +22,7 @@ _FUNCTIONS = "_keras_paragrad_gradient_functions"
 
 
 def releasing(function: Callable[..., Result]) -> Callable[..., Result]:
-    """Makes a function, to be traced by a `tf.function`, whose gradient functions are released with its graph."""
+    """Wraps a function for `tf.function`, so that its gradient functions are released with its graph."""
 
     @functools.wraps(function)
     def traced(*arguments: Any, **keywords: Any) -> Result:
@@ -36,9 +36,9 @@ def releasing(function: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def keep_with_graphs(graphs: Iterable[tf.Graph]) -> None:
-    """Moves gradient functions from the registry to the `tf.function`s' graphs that were traced with them.
+    """Moves gradient functions from the registry to the graphs that use them.
 
-    The registry refers to them weakly, so that they are found as long as the graph exists.
+    The registry keeps weak references, which are valid as long as the graph exists.
     """
     wanted = {id(graph) for graph in graphs}
     if not wanted:
@@ -57,7 +57,7 @@ def keep_with_graphs(graphs: Iterable[tf.Graph]) -> None:
 
 
 def keep_with_graphs_of(owner: object) -> Callable[[], None]:
-    """Calls `keep_with_graphs` for the graphs that an object was called in, when the object is deleted.
+    """Calls `keep_with_graphs` for the graphs that called an object, when the object is deleted.
 
     Returns a function to call while a step is traced, which records its graph.
     """
@@ -73,7 +73,7 @@ def keep_with_graphs_of(owner: object) -> Callable[[], None]:
 def _graph_of(function: Callable[..., object]) -> tf.Graph | None:
     """The graph of a gradient function, found through its closures."""
     level = [function]
-    # From TensorFlow 2.22 what it registers holds no results, but the user's function still may hold tensors.
+    # From TensorFlow 2.22 on, the registered function holds no results, but the user's function may hold tensors.
     for _ in range(3):
         contents = [content for function in level for content in closure_contents(function)]
         tensors = [leaf for content in contents for leaf in tf.nest.flatten(content) if hasattr(leaf, "graph")]
@@ -93,7 +93,7 @@ def closure_contents(function: object) -> Iterator[object]:
 
 
 def _enclosing_graphs(graph: Any) -> Iterator[tf.Graph]:
-    """A function's graph, and those of the functions around it; no graphs that are never deleted."""
+    """A function's graph and the graphs of the functions around it, without graphs that are never deleted."""
     while hasattr(graph, "outer_graph"):
         yield graph
         graph = graph.outer_graph

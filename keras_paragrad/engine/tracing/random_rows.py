@@ -1,4 +1,4 @@
-"""Random numbers by row, for trials: a part of a batch draws those that the whole draws for the same rows."""
+"""Random numbers by row, for trials: a part of a batch draws the same numbers as the whole for the same rows."""
 
 import contextlib
 import functools
@@ -29,7 +29,7 @@ def _integers(generator: np.random.Generator, shape: list[int], arguments: dict[
     return tf.floor(low + (high - low) * generator.uniform(size=shape))
 
 
-# The operations that draw: their modules, names, and what draws in their place.
+# The operations that draw: their modules, names and replacements.
 _DRAWS: list[tuple[Any, str, Callable[..., Any]]] = [
     (gen_random_ops, "random_standard_normal", _normal),
     (gen_random_ops, "truncated_normal", _truncated),
@@ -43,13 +43,13 @@ _DRAWS: list[tuple[Any, str, Callable[..., Any]]] = [
 
 
 class Rows:
-    """The rows of a part, and how often random numbers were drawn for them: never, if their number is unknown."""
+    """The rows of a part, and the number of draws for them (none if the number of rows is unknown)."""
 
     def __init__(self, first: int, count: int | None, total: int):
         self.first, self.count, self.total, self.draws = first, count, total, 0
 
     def draw(self, make: Callable[..., Any], shape: Any, arguments: dict[str, Any]) -> Any:
-        """Draws the numbers for the rows; of another number of rows, other numbers for each part."""
+        """Draws the numbers of these rows; tensors with a different number of rows get other numbers in each part."""
         if self.count is None:
             raise ValueError("random numbers are drawn for rows whose number isn't known while the graph is traced")
         sizes = tf.get_static_value(tf.convert_to_tensor(shape))
@@ -67,7 +67,7 @@ class Rows:
 def _draw(
     make: Callable[..., Any], rows: Rows, original: Callable[..., tf.Tensor], shape: Any, *args: Any, **kwargs: Any
 ):
-    # What they return gives the dtype.
+    # The original's result gives the dtype.
     drawn = original(shape, *args, **kwargs)
     values = rows.draw(make, shape, {**dict(zip(("minval", "maxval"), args, strict=False)), **kwargs})
     return drawn if values is None else tf.cast(values, drawn.dtype)
@@ -85,7 +85,7 @@ def random_numbers_by_row(first: int, count: int | None, total: int) -> contextl
 
 @contextlib.contextmanager
 def random_numbers_of_part(first: int, count: int, total: int) -> Generator[None]:
-    """Context, within `random_numbers_by_row`, of a part of other rows; what follows continues after the last part."""
+    """Context, within `random_numbers_by_row`, of another part; later draws continue after the last part."""
     whole, part = cast(Rows, _PATCH.value), Rows(first, count, total)
     part.draws = whole.draws
     with _PATCH.open(part):

@@ -1,4 +1,4 @@
-"""Calls or traces a model in a check, a probe, a trial or an estimate, and restores it afterwards."""
+"""Calls or traces a model for a check, a probe, a trial or an estimate, and restores the model afterwards."""
 
 import collections
 import contextlib
@@ -23,7 +23,7 @@ from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 Result = TypeVar("Result")
 _OF_KERAS = (keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, keras.random.SeedGenerator)
-# Their attributes are not followed: what they hold belongs to others, or is in no Python attribute.
+# Attributes of these are not followed: they belong to others, or the content isn't in Python attributes.
 _LEFT_ALONE = (keras.optimizers.Optimizer, keras.Variable, keras.KerasTensor, tf.Tensor, tf.Variable, type)
 _INSTALLED = {Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")}
 _LIBRARIES = {"keras", "keras_paragrad", "numpy", "tensorflow", *sys.stdlib_module_names}
@@ -31,20 +31,20 @@ _ATOMS = (bool, bytes, complex, float, int, str, type(None))
 
 
 def _wrapper_of_lists() -> type:
-    """TensorFlow's class of lists that are attributes, as some of a Functional model are."""
+    """TensorFlow's class for lists that are attributes, such as some of a Functional model's."""
     module: Any = tf.Module()
     module.attribute = []
     return type(module.attribute)
 
 
-# The classes and methods that refill containers. Keras's own refuse changes once a layer is built, and TensorFlow's
-# doesn't read the list that it is.
+# The classes of containers, and the methods that refill them. Keras's containers refuse changes once a layer is built,
+# and TensorFlow's list wrapper doesn't read its own base list.
 _CONTAINERS: tuple[tuple[type, str], ...] = (
     (_wrapper_of_lists(), "extend"),
     *((collections.OrderedDict, "update"), (dict, "update"), (set, "update")),
     *((list, "extend"), (collections.deque, "extend")),
 )
-# The bytes of an array up to which its content is restored.
+# The content of larger arrays, in bytes, isn't restored.
 _SMALL_ARRAY = 2**20
 
 
@@ -55,8 +55,8 @@ def untouched(
     """Context that undoes the side effects of calling a model.
 
     Restores the Python attributes of the model and of its parts at any depth, the random generators of Python and
-    NumPy, and Keras's thread-local state. Effects outside of Python remain, such as files that a layer writes, and so
-    do those on objects of installed libraries other than Keras, such as loggers, which other threads may change.
+    NumPy, and Keras's thread-local state. Effects outside of Python remain, such as files that a layer writes. So do
+    effects on objects of installed libraries other than Keras, such as loggers, which other threads may change.
 
     Args:
         model: A layer or model.
@@ -64,10 +64,10 @@ def untouched(
         but: Objects to leave as the call leaves them.
 
     Returns:
-        What `assignments` yields.
+        The value that `assignments` yields.
     """
     state = state_of(model)
-    # What probes have found meanwhile stays true.
+    # Keep the results of probes that ran meanwhile.
     results = state.independence[1:] if state.independence else ()
     restorers = [*_restorers([model], (*but, *results)), *_restorers([state_of_thread()], but)]
     generators = random.getstate(), np.random.get_state()
@@ -85,18 +85,18 @@ def untouched(
 
 
 def never_run() -> contextlib.AbstractContextManager[None]:
-    """The `assignments` of a call that is only traced, into a graph that never runs."""
+    """The `assignments` of a call that is traced into a graph that never runs."""
     return contextlib.nullcontext()
 
 
 def trace_untouched(model: object, function: Callable[..., Any], *specs: Any) -> Any:
-    """Traces a function that calls a model, for such tensors, into a graph that never runs; undoes the side effects."""
+    """Traces a function that calls a model, for these specs, into a graph that never runs; undoes side effects."""
     with untouched(model, never_run()):
         return tf.function(releasing(function), autograph=False).get_concrete_function(*specs)
 
 
 def trace_rows(model: object, function: Callable[[Any], Result], data: Batch, rows: int | None) -> Result:
-    """Traces a function for such a batch of so many rows into a graph that never runs; undoes the side effects."""
+    """Traces a function for a batch of `rows` rows into a graph that never runs; undoes side effects."""
 
     def placeholder(tensor: Any) -> tf.Tensor | None:
         return None if tensor is None else tf.compat.v1.placeholder(tensor.dtype, [rows, *tensor.shape[1:]])
@@ -106,8 +106,8 @@ def trace_rows(model: object, function: Callable[[Any], Result], data: Batch, ro
 
 
 def without_assignments() -> contextlib.AbstractContextManager[object]:
-    """The `assignments` of a call for its results alone."""
-    # A scope that is already open keeps them.
+    """The `assignments` of a call that is made only for its results."""
+    # An open scope already keeps assignments from the variables.
     return keras.StatelessScope() if get_stateless_scope() is None else contextlib.nullcontext()
 
 
@@ -116,7 +116,7 @@ def _restorers(pending: list[Any], but: tuple[object, ...]) -> list[Callable[[],
     seen: dict[int, object] = {id(value): value for value in but}
     restorers: list[Callable[[], None]] = []
     while pending:
-        # TensorFlow's dictionary is a proxy of another.
+        # TensorFlow's dictionary is a proxy.
         value = pending.pop()
         value = getattr(value, "__wrapped__", value) if isinstance(value, dict) else value
         if isinstance(value, _ATOMS) or id(value) in seen:

@@ -52,9 +52,9 @@ PARTS = (*CUT, *SPREAD)
 # What the errors and warnings say.
 NUMBER = "returns one number for the whole batch"
 LOSS = "defines its own compute_loss"
-TRIAL = "The weighted gradients of the parts don't sum to that of the whole"
+TRIAL = "The weighted gradients of the parts don't sum to the whole's"
 WINDOWS, PHASES = "are not there at the same time", "micro-batches can't be accumulated one after the other"
-STATE = "which gives another state than one update with the whole batch"
+STATE = "so it ends up different from one update with the whole batch"
 BATCHES = "with the statistics of each micro-batch"
 
 
