@@ -1,4 +1,4 @@
-"""How much memory is in use, now and at the peak of a trace window."""
+"""Measures memory in use: the current value, and the peak in a trace window."""
 
 import functools
 import logging
@@ -30,7 +30,7 @@ class PeakMemory:
             self._host.append(host_memory())
 
     def samples(self) -> tuple[MemoryUse, ...]:
-        """What was sampled, if anything was."""
+        """The samples, if there are any."""
         return (MemoryUse("host", tuple(self._batches), tuple(self._host)),) if self._host else ()
 
     def peaks(self) -> dict[str, int | None]:

@@ -38,7 +38,7 @@ class Meter:
     ):
         self.model, self.every, self._on_update, self._on_weights = model, every, on_update, on_weights
         self._trainable = model.trainable_variables
-        # Each updates its own weights.
+        # Each optimizer updates its own weights.
         self._several = overrides_train_step(model) and bool(other_optimizers(model))
         # The optimizer whose updates are counted: with several, the one that a step calls last.
         self._counted: keras.optimizers.Optimizer = model.optimizer
@@ -107,7 +107,7 @@ class Meter:
         if replica_index() % self._local_replicas:
             return
         if self._several:
-            # Which of them is the last isn't known yet, so all updates of a watched call are measured.
+            # It isn't known yet which update is the last, so all updates of a watched call are measured.
             self._counted, self._traced = update.optimizer, True
             merged = tf.tensor_scatter_nd_update(
                 self._vector.value(), self._places(update.weights), self._measure(update)
@@ -121,7 +121,7 @@ class Meter:
         self._vector.assign(tf.cond(due, lambda: self._measure(update), lambda: tf.identity(self._vector)))
 
     def _places(self, weights: Sequence[keras.Variable]) -> list[list[int]]:
-        """Where the vector of these weights' update is in that of all."""
+        """The slice of these weights' entries in the full vector."""
         position = {id(weight): index for index, weight in enumerate(self._weights)}
         starts = range(len(HEADER), len(HEADER) + len(QUANTITIES) * len(self._weights), len(self._weights))
         of_weights = [start + position[id(weight)] for start in starts for weight in weights]
@@ -166,7 +166,7 @@ class Meter:
         number = int(vector[0])
         is_new = number not in (0, self._last_read)
         if self._several:
-            # An epoch's last call may have had fewer batches than were asked for.
+            # An epoch's last call may have had fewer batches than requested.
             is_new = is_new and number // self.every != self._last_read // self.every
         self._last_read = number
         if is_new:

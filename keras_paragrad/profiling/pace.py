@@ -27,7 +27,7 @@ class Clock:
     Args:
         function: The train function.
         on_end: Called after each call that ran, with the iterator and the times before and after.
-        on_failure: Called when a call fails, of which Keras doesn't notify callbacks.
+        on_failure: Called when a call fails, because Keras doesn't notify callbacks of failures.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Retraces:
         self._counts: list[int] = []
 
     def watch(self, function: TrainFunction) -> None:
-        """Observes this train function from now on."""
+        """Starts observing a train function."""
         if function is self._function:
             return
         previous = {id(function): count for function, count in zip(self._traced, self._counts, strict=True)}
@@ -119,7 +119,7 @@ class Retraces:
 
 
 def _traces(functions: Sequence[Any]) -> list[int]:
-    """How many graphs were traced for each of some functions."""
+    """The number of graphs traced for each function."""
     return [function.experimental_get_tracing_count() for function in functions]
 
 

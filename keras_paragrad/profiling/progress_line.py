@@ -1,4 +1,4 @@
-"""Keeps Keras's progress bar within a line: hides values that callbacks add to `logs`, for the bar alone."""
+"""Keeps Keras's progress bar within a line: hides values that callbacks add to `logs`, only in the bar."""
 
 import inspect
 import shutil
@@ -12,14 +12,14 @@ from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Logs
 
-# Of a line: the bar itself, and the longest times that are usual, such as " 1:23 123ms/step".
+# Characters of a line taken by the bar itself, and by the longest usual times, such as " 1:23 123ms/step".
 _BAR, _TIMES = 20, 16
-# Between a name and the others, and around its number.
+# Characters between values, and around a value's number.
 _AROUND = len(" - :  ")
 
 
 def check_show(value: object, names: Collection[str], example: str) -> str | tuple[str, ...]:
-    """The argument `show`: `"auto"`, or some of the names of what a callback reports."""
+    """Checks the argument `show`: `"auto"`, or some of the names that a callback reports."""
     if isinstance(value, str) and value == "auto":
         return value
     what = f"'auto', or names among {', '.join(names)}"
@@ -37,14 +37,14 @@ def check_show(value: object, names: Collection[str], example: str) -> str | tup
 def hide_in_progress_bar(
     model: keras.Model, names: Collection[str], few: Sequence[str], show: str | tuple[str, ...]
 ) -> None:
-    """Has the progress bar of the running `fit` show some of the values that a callback adds to `logs`.
+    """Makes the progress bar of the running `fit` show only some of the values that a callback adds to `logs`.
 
     Other callbacks, and so `History`, get all of them.
 
     Args:
         model: The model.
         names: The names of all values of the callback.
-        few: Those of which `"auto"` shows as many as fit into the line, in this order.
+        few: The names from which `"auto"` shows as many as fit into the line, in this order.
         show: `"auto"`, or the names to show.
     """
     fit = fit_frame(inspect.currentframe(), model)
@@ -57,14 +57,14 @@ def hide_in_progress_bar(
 
 
 class _Filter:
-    """Stands between `fit` and its progress bar, for all callbacks together."""
+    """Wraps the progress bar of `fit`, for all callbacks together."""
 
     def __init__(self, bar: keras.callbacks.ProgbarLogger, validates: bool):
         self._validates = validates
         self._names: set[str] = set()
         self._few: list[str] = []
         self._chosen: list[str] = []
-        # Those of the few that there was room for in this epoch's line, and those that there was none for.
+        # The `few` names that fit into this epoch's line, and the ones that didn't.
         self._shown: list[str] = []
         self._hidden: set[str] = set()
         self._steps: int | None = bar.target
@@ -80,7 +80,7 @@ class _Filter:
         methods.on_epoch_end = lambda epoch, logs=None: on_epoch(epoch, self._filtered(logs))
 
     def add(self, names: Collection[str], few: Sequence[str], show: str | tuple[str, ...]) -> None:
-        """Adds a callback; the arguments are those of `hide_in_progress_bar`."""
+        """Adds a callback; arguments as in `hide_in_progress_bar`."""
         self._names |= {*names}
         if show == "auto":
             self._few += few
@@ -95,9 +95,9 @@ class _Filter:
         return {name: value for name, value in logs.items() if name not in self._names or name in self._shown}
 
     def _show_what_fits(self, new: Sequence[str], logs: Logs) -> None:
-        """Shows those that fit into the line with the values of others, which validation doubles.
+        """Shows the names that fit into the line beside other values, which validation doubles.
 
-        The bar shows to the end of an epoch what it has shown once.
+        A name that is shown once stays until the end of the epoch.
         """
         counts = 2 * len(str(self._steps)) + 2 if self._steps else len("      1/Unknown")
         left = shutil.get_terminal_size().columns - counts - _BAR - _TIMES
@@ -115,6 +115,6 @@ class _Filter:
 
 
 def _width(name: str, value: Any) -> int:
-    """The characters that a value takes: with one more digit, as numbers grow."""
+    """The number of characters that a value takes, with room for one more digit."""
     number = float(value)
     return len(name) + _AROUND + len(f"{number:.4f}" if abs(number) > 1e-3 else f"{number:.4e}")

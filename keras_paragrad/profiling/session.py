@@ -1,4 +1,4 @@
-"""A session of TensorFlow's profiler: what it needs, where its trace goes, and how long it pauses training."""
+"""A session of TensorFlow's profiler: its requirements, its files, and how long it pauses training."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ _PURPOSES = {"xprof": "read a trace", "tensorboard": "view one in TensorBoard", 
 
 
 class Session:
-    """Runs TensorFlow's profiler, of which a process can run one at a time.
+    """Runs TensorFlow's profiler. A process can run one session at a time.
 
     Raises:
         RuntimeError: Another profiler is running; the message says which it may be.
@@ -53,7 +53,7 @@ class Session:
 
     @classmethod
     def end_running(cls) -> None:
-        """Ends a session left running by an aborted `fit`, of which Keras doesn't notify callbacks."""
+        """Ends a session left running by an aborted `fit`, because Keras doesn't notify callbacks of failures."""
         if cls.running is not None:
             cls.running.discard()
 

@@ -25,7 +25,7 @@ from keras_paragrad.profiling.progress_line import check_show, hide_in_progress_
 from keras_paragrad.profiling.telemetry_reports import HEADER, QUANTITIES, Alarms, ReportReader, Reports, Weight
 
 _log = logging.getLogger("keras_paragrad")
-# What `logs` gets; and what the progress bar shows, if it fits.
+# The names in `logs`, and the ones that the progress bar shows if they fit.
 SHOWN = ("gradient_norm", "update_ratio", "nonfinite_gradients", "clipped_gradient_norm", "loss_scale")
 _FEW = ("gradient_norm",)
 # Reports are processed in batches of this many, or after this many seconds.
@@ -35,7 +35,7 @@ _MOST_PENDING, _FLUSH_SECONDS = 32, 2.0
 class GradientTelemetry(keras.callbacks.Callback):
     """Reports each layer's gradient, weight and update norms during `fit`, and warns about unhealthy layers.
 
-    The gradient is the one that updates the weights: that of the whole batch, summed over replicas and accumulated
+    The gradient is the one that updates the weights: the whole batch's, summed over replicas and accumulated
     micro-batches, without loss scale, before and after clipping. It is measured in a separate compiled step, which the
     host selects for the reported updates only, so the others cost nothing. Of a `train_step` of the model's own with
     several optimizers, a report has the last update of each, and the number of the one that is called last.

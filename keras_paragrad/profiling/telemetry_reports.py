@@ -107,7 +107,7 @@ class Alarms:
     - Exploding: its norm is more than `exploding` times the median of all layers, or the geometric mean of its own
       norms before.
     - Vanishing: its norm is less than `vanishing` times the largest of the other layers.
-    - Dead: it is zero, while that of another layer is not.
+    - Dead: it is zero, while another layer's is not.
 
     Vanishing and dead require `patience` consecutive reports.
     """

@@ -32,7 +32,7 @@ SHOWN = (
     *("examples_per_second", "updates_per_second", "step_time_p50_ms", "step_time_p95_ms", "time_to_first_step_s"),
     *("flops_per_step", "retraces", "host_memory_bytes", "device_memory_bytes", "mfu", "collective_share"),
 )
-# What the progress bar shows, if it fits; it has times of its own.
+# The names that the progress bar shows if they fit; it shows times itself.
 _FEW = ("examples_per_second", "mfu")
 
 
@@ -49,7 +49,7 @@ class Throughput(keras.callbacks.Callback):
     - `retraces`: how often a graph was retraced; `retraces.csv` and the logger `keras_paragrad` have the shapes that
       caused it.
     - `host_memory_bytes`; `device_memory_bytes` on accelerators.
-    - `flops_per_step`: those of the matrix products and convolutions in the forward and backward pass. `mfu`: model
+    - `flops_per_step`: of the matrix products and convolutions in the forward and backward pass. `mfu`: model
       FLOPs utilization, as a fraction of `peak_flops`.
     - `collective_share`: from the newest profile in `log_dir`.
     - `compile_s`, `profiler_s`, in `throughput.csv` only: how long the excluded parts took, at their steps.

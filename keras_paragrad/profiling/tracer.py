@@ -144,7 +144,7 @@ class Profiler(keras.callbacks.Callback):
         self._safely(self._resume)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Closes the last step marker, even that of a call that got no data."""
+        """Closes the last step marker, even of a call that got no data."""
         self._safely(self._pause)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
@@ -268,7 +268,7 @@ class Profiler(keras.callbacks.Callback):
             _log.warning("%s: %s.%s Training continues.", failure, reason, fix)
 
     def _abandon(self) -> None:
-        """Gives up the window that is traced."""
+        """Abandons the open window."""
         if self._scheduler is None:
             return
         try:

@@ -16,7 +16,7 @@ class UpdateCount:
 
     Attributes:
         update: The update that the next batch belongs to, counted from 0.
-        position: How many batches of that update have run.
+        position: The number of batches of this update that have run.
         each: How many batches the update takes.
 
     Example:

@@ -1,4 +1,4 @@
-"""Times the batches of each worker in the windows of a schedule, and what of them it waits for the others."""
+"""Times each worker's batches in the windows of a schedule, and how long it waits for other workers."""
 
 import csv
 import time
@@ -81,7 +81,7 @@ class WorkerSteps:
         self._call = None
 
     def close(self, batch: int) -> None:
-        """Writes what was timed, as training ends."""
+        """Writes the times, as training ends."""
         self.pause(batch)
         self._clock.switch(on=False)
         self._write()

@@ -87,16 +87,16 @@ def _summarize(
 
 
 def _notes(events: Trace, steps: int, operations: list[Operation]) -> list[str]:
-    """What a reader of the summary should know about its trace."""
+    """Notes on the trace for readers of the summary."""
     notes = []
     if not steps:
         notes.append("This trace has no step markers. Train with callbacks=[Profiler(log_dir)] to get them.")
     if any(int(marker.stats.get("count", 1)) > 1 for marker in events.markers):
         notes.append("TensorBoard shows no steps where a call runs several batches; these are from the trace itself.")
     if not events.has_device:
-        notes.append("There is no GPU or TPU in this trace: compute is that of the host's CPUs.")
+        notes.append("There is no GPU or TPU in this trace: compute ran on the host's CPUs.")
     elif events.stages:
-        notes.append("The stages of a pipeline are shown on CPUs only: those of other devices were never measured.")
+        notes.append("The stages of a pipeline are shown on CPUs only: they were never measured on other devices.")
     if events.compiled:
         notes.append("Operations compiled by XLA have no layer: the trace doesn't record it.")
     if not operations:

@@ -32,14 +32,14 @@ _WORTH_A_NETWORK = 100.0
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known about a trace window.
+    """The measurements of a trace window.
 
     Attributes:
         steps: The batches.
         operations: The longest operations, in descending order.
         run: The run.
         trace: The events of the trace.
-        recorded: All operations in the trace, with those of the input pipeline.
+        recorded: All operations in the trace, including the input pipeline's.
         layers: The time of each layer, in descending order.
         communication: How much of collectives is hidden.
         pipeline: How the stages of a pipeline overlap.
@@ -139,7 +139,7 @@ def _waiting_for_input(evidence: Evidence) -> Finding:
 
 
 def _about_input(evidence: Evidence) -> str:
-    """Advises only what the pipeline doesn't do yet."""
+    """Advises improvements that the pipeline lacks."""
     stages = input_stages(evidence.recorded)
     if "Generator" in stages:
         return (
@@ -217,7 +217,7 @@ def _outside_of_operations(evidence: Evidence) -> Finding:
 
 
 def _about_the_host(evidence: Evidence) -> str:
-    """What to do about steps that wait for the host to start operations."""
+    """Advice for steps that wait for the host to start operations."""
     run = evidence.run
     compiles = not run.jit and gains_from_xla(evidence.device_kind)
     if run.replicas > 1:

@@ -8,7 +8,7 @@ from keras_paragrad.profiling.summary import Communication
 def communication(trace: Trace) -> Communication | None:
     """The collectives within the steps of a trace, or `None` without any.
 
-    Where GPUs or TPUs have collectives, each one's hidden part is that in which the same one computes. Collectives of
+    Where GPUs or TPUs have collectives, the hidden part is the time in which the same device computes. Collectives of
     the host are hidden by what any device of this process computes.
     """
     steps, collectives, computing = overlaps(trace)

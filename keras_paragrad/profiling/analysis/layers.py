@@ -8,7 +8,7 @@ from keras_paragrad.profiling.analysis.operations import LayerNames, Operation, 
 from keras_paragrad.profiling.analysis.trace import COLLECTIVE
 from keras_paragrad.profiling.summary import COLLECTIVES, VARIANT, KindTime, LayerTime
 
-# Scopes in operations' names: TensorFlow's of gradients, those of `engine/step/recompute.py`, Keras's of losses and of
+# Scopes in operations' names: TensorFlow's for gradients, `engine/step/recompute.py`'s, and Keras's for losses and
 # optimizers.
 _BACKWARD = ("gradient_tape", "gradients")
 _RECOMPUTED = re.compile(r"second_run(_\d+)?")
@@ -19,7 +19,7 @@ _LOSSES, _OPTIMIZER, _REST = "loss", "optimizer", "no layer named"
 
 
 def layer_times(operations: Sequence[Operation], layers: Collection[str], optimizer: str = "") -> tuple[LayerTime, ...]:
-    """The time of each layer in each pass, and of what belongs to none, in descending order; empty without layers.
+    """Sums times by layer and pass, with operations outside of layers; in descending order, empty without layers.
 
     Args:
         operations: All operations.

@@ -52,10 +52,10 @@ def xprof_operations(file: Path, runs: Mapping[str, int]) -> list[Operation]:
 
 
 def xprof_tool(file: Path, tool: str) -> Any:
-    """What one of xprof's tools makes of an `.xplane.pb` file; `None` if that is nothing."""
+    """The output of one of xprof's tools for an `.xplane.pb` file; `None` if it is empty."""
     from xprof.convert.raw_to_tool_data import xspace_to_tool_data
 
-    # xprof caches its results by folder, and would return those of one file for all in it.
+    # xprof caches its results by folder, and would return one file's results for all files in it.
     with tempfile.TemporaryDirectory() as folder:
         link = Path(folder, file.name)
         link.symlink_to(file.resolve())
@@ -93,7 +93,7 @@ def _kind_of_compiled(name: str) -> str:
 
 
 def in_steps(operations: Sequence[Operation]) -> list[Operation]:
-    """The operations without the input pipeline's; only those on a GPU or TPU if there are any."""
+    """The operations outside of the input pipeline; only GPU or TPU operations if there are any."""
     of_steps = [operation for operation in operations if operation.kind not in _PIPELINE_KINDS]
     return [operation for operation in of_steps if operation.on_device] or of_steps
 

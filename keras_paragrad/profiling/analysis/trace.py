@@ -34,7 +34,7 @@ COLLECTIVE = re.compile(r"collective|nccl|all[-_]?reduce|all[-_]?gather|reduce[-
 _COLLECTIVE_CALL, _COLLECTIVE_DONE = "CollectiveOpV2Kernel::Run", "CollectiveExecutor::ExecuteAsync::Done"
 # Events that enclose a call, as in xprof; only the events inside count.
 _ENCLOSING = ("EagerExecute", "EagerLocalExecute", "EagerKernelExecute", "end: ", "Threadpool")
-# Statistics of events that dispatch work to other threads, and of those that run it: the flow's type and id.
+# Statistics of events that dispatch work to other threads, and of events that run it: the flow's type and id.
 _PRODUCER, _CONSUMER = ("_pt", "_p"), ("_ct", "_c")
 # A call from Python into TensorFlow, and its part that runs with the interpreter lock released.
 _FROM_PYTHON, _LOCK_RELEASED = "TFE_Py_", "EagerExecute"
