@@ -101,7 +101,7 @@ class Execution:
         if not self._gather(is_valid).all():
             raise ValueError(
                 "Forward mode and reverse mode disagree: TensorFlow can't differentiate some gradient in this model, "
-                "such as that of bilinear resizing or, under XLA, of max-pooling. Write mode='reverse'."
+                "such as bilinear resizing's or, under XLA, max-pooling's. Write mode='reverse'."
             )
         return [self._gather(value) for value in values]
 

@@ -180,7 +180,7 @@ def _vectorized(tape: tf.GradientTape, flat: tf.Tensor, tensor: tf.Tensor) -> tf
 def _error(jacobians: Sequence[tf.Tensor], seed: tf.Tensor, pulled: Sequence[tf.Tensor]) -> tf.Tensor:
     """The largest difference between the modes along one seed, relative to the largest entry.
 
-    TensorFlow treats a gradient without a registered derivative, such as that of bilinear resizing, as a constant.
+    TensorFlow treats a gradient without a registered derivative, such as bilinear resizing's, as a constant.
     """
     errors = []
     for jacobian, expected in zip(jacobians, pulled, strict=True):

@@ -36,7 +36,7 @@ class InputRows:
 
     Args:
         x: Arrays, nested or not; or batches of any size from a `tf.data.Dataset`, a `keras.utils.PyDataset` or an
-            iterator, each of them `x` or, as in `model.predict`, a tuple `(x, y, ...)` of which only `x` is used.
+            iterator, each of them `x` or, as in `model.predict`, a tuple `(x, y, ...)`: only `x` is used.
 
     Attributes:
         structure: The nesting of the inputs, with a number for each.

@@ -108,7 +108,7 @@ def find_batch_size(
 
     Args:
         model: A compiled and built model, on one device. `microbatch` and `recompute` are in effect in the trials.
-        x: As in `fit`: arrays, or a `tf.data.Dataset` or `keras.utils.PyDataset`, of which the first batch is read.
+        x: As in `fit`: arrays, or a `tf.data.Dataset` or `keras.utils.PyDataset`, whose first batch is read.
         y: Targets, if `x` is arrays.
         device_bytes: What training may take, in bytes: weights, gradients, optimizer state, activations and the graph.
             By default, 80% of the memory that the machine and the process's control group have left, or 90% of what

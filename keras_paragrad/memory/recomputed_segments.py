@@ -176,7 +176,7 @@ def cut_where_it_pays(model: keras.Model) -> Cut:
         segments = [segment.without_recomputation() for segment in segments]
         expects = (
             f"recompute: nothing in {model.name!r} runs again. Its parts keep about {_mega(before)} MB for an example, "
-            "and recomputing them would not free much of that."
+            "and recomputing them would free little of it."
         )
         return _make_cut(functional, parts, segments, expects)
     again = sum(sum(cost.work for cost in costs.parts[first:last]) for first, last, _ in chosen) / costs.work

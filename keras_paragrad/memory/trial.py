@@ -239,7 +239,7 @@ def first_rows(x: Any, y: Any, most: int) -> tuple[Structure, Structure, Structu
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(x[0])
     elif hasattr(x, "__next__"):
         raise ValueError(
-            "`x` is a generator, which would lose the rows that are tried. Pass arrays, such as those of one batch."
+            "`x` is a generator, which would lose the rows that are tried. Pass arrays, such as one batch's."
         )
     else:
         sample_weight = None

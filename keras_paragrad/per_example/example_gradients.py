@@ -141,7 +141,7 @@ class ExampleGradients(keras.callbacks.Callback):
             )
         if model.steps_per_execution != 1:
             raise ValueError(
-                f"With steps_per_execution={model.steps_per_execution}, a callback sees only the last of that many "
+                f"With steps_per_execution={model.steps_per_execution}, a callback sees only the last of these "
                 "batches. Compile the model with steps_per_execution=1."
             )
         if self.log_dir is not None:

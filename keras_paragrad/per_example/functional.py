@@ -218,8 +218,8 @@ def per_example_gradients(
         x: Inputs, arrays or tensors `(N, ...)`, nested as the model takes them.
         y: Targets, `(N, ...)`, for several outputs nested as `fit` takes them: as the outputs are, or by their names.
         loss: A Keras loss, its name, or a function of targets and predictions that returns a value per example; nested
-            as `compile` takes them for several outputs, whose losses are summed. An example's own loss is the loss of
-            a batch of that example alone.
+            as `compile` takes them for several outputs, whose losses are summed. An example's own loss is its loss
+            in a batch of one.
         sample_weight: Multiplies each example's loss, `(N,)`; for several outputs also nested as `y`.
         batch_size: Rows per pass; 256 by default.
         training: Whether to call the model in training mode, with dropout.

@@ -168,7 +168,7 @@ def _incomputable_loss(term: LossTerm, error: Exception) -> ValueError:
 
 
 def example_losses(term: LossTerm) -> tf.Tensor:
-    """Each example's masked loss times its sample weight, `(batch,)`, as in a batch of that example alone."""
+    """Each example's masked loss times its sample weight, `(batch,)`, as in a batch of one."""
     values = tf.cast(term.values, "float32")
     mask = tf.ones_like(values) if term.mask is None else tf.cast(term.mask, "float32")
     weight = tf.constant(1.0) if term.sample_weight is None else tf.cast(term.sample_weight, "float32")

@@ -201,7 +201,7 @@ class Resumption:
             return
         if before is not None and before != steps:
             raise ValueError(
-                f"{self._where} Its epochs had {counted(before, 'batch')}, but those of this fit have {steps}. "
+                f"{self._where} Its epochs had {counted(before, 'batch')}, but this fit's have {steps}. "
                 f"{_ADVICE}"
             )
         if position.batch > steps:

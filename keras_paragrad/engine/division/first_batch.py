@@ -176,7 +176,7 @@ def _prove_metrics(model: keras.Model, data: Batch, size: int, parts: int, anywa
 
 
 def _parts_have_own_statistics(model: keras.Model) -> bool:
-    """Whether layers normalize each part of a batch with its own statistics, of which a warning was logged."""
+    """Whether layers normalize each part of a batch with its own statistics; a warning has said so."""
     layers = layers_of_batch_statistics(model)
     # Synchronized statistics of replicas aren't computed here.
     replicas = model.distribute_strategy.num_replicas_in_sync > 1

@@ -1,7 +1,7 @@
 """Per-example gradients of convolution kernels, with the batch folded into the channels.
 
 Groups of channels do not mix, and a depthwise convolution does not mix channels. So examples can be stacked as the
-groups of one image, and the kernel gradient of that image holds each example's gradient.
+groups of one image, and the image's kernel gradient holds each example's gradient.
 Rochette et al., https://arxiv.org/abs/1912.06015.
 """
 

@@ -443,7 +443,7 @@ def test_another_number_of_steps_is_refused(after, options, tmp_path):
     broken_off(tmp_path, after, every=3 if after > STEPS + 1 else "epoch")
     before = sizes(tmp_path)
     steps = options.get("steps_per_epoch", STEPS // 2)
-    says = f"had {STEPS} batches, but those of this fit have {steps}. Use the same data"
+    says = f"had {STEPS} batches, but this fit's have {steps}. Use the same data"
     with pytest.raises(ValueError, match=says):
         plain().fit(*data(), **{"batch_size": BATCH_SIZE, **options}, epochs=3, verbose=0, callbacks=[Backup(tmp_path)])
     assert sizes(tmp_path) == before
