@@ -201,8 +201,7 @@ class Resumption:
             return
         if before is not None and before != steps:
             raise ValueError(
-                f"{self._where} Its epochs had {counted(before, 'batch')}, but this fit's have {steps}. "
-                f"{_ADVICE}"
+                f"{self._where} Its epochs had {counted(before, 'batch')}, but this fit's have {steps}. {_ADVICE}"
             )
         if position.batch > steps:
             raise ValueError(f"{self._where} The epochs of this fit have {counted(steps, 'batch')}. {_ADVICE}")
