@@ -55,7 +55,7 @@ def row_sums_of_all(tensors: Iterable[tf.Tensor], by_xla: bool = False) -> tf.Te
     """The sum of each row over several `(batch, ...)` tensors, `(batch,)`, in float32.
 
     Args:
-        tensors: The tensors. Those with the same small number of columns are added elementwise before a single
+        tensors: The tensors. Tensors with the same small number of columns are added elementwise before one
             reduction, since every reduction is a pass of its own. Larger ones are reduced one at a time, to save
             memory.
         by_xla: As in `row_sums`.

@@ -114,7 +114,7 @@ class ExactAccumulation(keras.callbacks.Callback):
     def _deferred_refusal(
         self, optimizer: AccumulatingOptimizer, normalize: LossNormalization | None
     ) -> DeferredRefusal | None:
-        """Logs the error that a larger window would raise, if every batch is a whole window."""
+        """If every batch is a whole window: the error that larger windows would raise, to be logged."""
         opened = optimizer.built and int(optimizer.window.position.numpy()) > 0
         replicas = self.model.distribute_strategy.num_replicas_in_sync
         if normalize is None or not optimizer.schedule.is_always_one or opened or replicas > 1:

@@ -43,11 +43,11 @@ class LossMatching(CompileLoss):
 
     @property
     def metrics(self) -> list[Any]:
-        """A placeholder for each loss: nothing is tracked."""
+        """A placeholder for each loss's tracker: nothing is tracked."""
         return [None] * len(self._flat_losses or [])
 
     def build(self, y_true: Structure, y_pred: Structure) -> None:
-        # Keras creates variables that track several losses. In a graph of their own, no trace has to hold them.
+        # Keras creates variables that track several losses. A separate graph keeps them out of a running trace.
         with tf.Graph().as_default():
             super().build(y_true, y_pred)
         self._flat_losses = [
@@ -106,6 +106,7 @@ class LossMatching(CompileLoss):
         y_pred: Structure,
         sample_weight: Array | None = None,
     ) -> tf.Tensor:
+        """Takes the place of a loss: records its arguments, and returns 0."""
         self._matched.append(OutputLoss(path, loss, y_true, y_pred, sample_weight))
         return tf.zeros([])
 

@@ -58,9 +58,10 @@ class ProcessPatch(Generic[Value]):
             self._count(-1)
 
     def _count(self, change: int) -> None:
+        """Counts open contexts: replaces the functions before the first one, restores them after the last one."""
         with self._lock:
             if not self._contexts:
-                # All before the first is set: a class may inherit from another.
+                # Look all of them up before setting any: a class may inherit from another.
                 replaced = [(target.owner, target.name, self._replaced(target)) for target in self._find()]
                 self._restorers = [_restorer(owner, name) for owner, name, _ in replaced]
                 for replacement in replaced:

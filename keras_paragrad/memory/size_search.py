@@ -58,7 +58,7 @@ def _rows_at(limit: int, points: Sequence[tuple[int, int]], line: tuple[float, f
         other, used_there = others[-1]
         slopes = [(used - used_there) / (rows - other)]
     else:
-        # The error may be per row or constant.
+        # The error may be per row or constant: average both extrapolations.
         slopes = [(used - constant) / rows, *(line[1:] if line else ())]
     expected = [rows + (limit - used) / slope if slope > 0 else float("inf") for slope in slopes]
     return sum(expected) / len(expected)

@@ -118,7 +118,7 @@ def _weigh_rows(nest: NestTargets, batch: Batch, present: tf.Tensor) -> tuple[St
 
 
 def present_rows(batch: Batch) -> tf.Tensor:
-    """Fills the *present* stage: tells the drawn rows of a padded batch from padding."""
+    """Fills the *present* stage: a sample weight of -0.0 marks the padding of a batch; all other rows are drawn."""
     *_, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     weights = tf.convert_to_tensor(keras.tree.flatten(sample_weight)[0])
     weights = tf.cast(tf.reshape(weights, [tf.shape(weights)[0], -1])[:, 0], "float32")

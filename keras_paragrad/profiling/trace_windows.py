@@ -37,7 +37,7 @@ class StepMarkers:
         self._updates = updates
         self._per_call = per_call
         self._pulls = pulls
-        self._nested = updates.each > 1 and per_call == 1
+        self._nested = updates.batches_per_update > 1 and per_call == 1
         self._update: tf.profiler.experimental.Trace | None = None
         self._call: tf.profiler.experimental.Trace | None = None
         self._batch = 0
@@ -52,7 +52,7 @@ class StepMarkers:
                 self._update = tf.profiler.experimental.Trace("update", step_num=updates.update, _r=1)
             self._call = tf.profiler.experimental.Trace("batch", **stats)
         else:
-            stats |= {"count": self._per_call, "left": updates.left, "each": updates.each}
+            stats |= {"count": self._per_call, "left": updates.left, "each": updates.batches_per_update}
             self._call = tf.profiler.experimental.Trace("train", step_num=batch, _r=1, **stats)
         self._batch = batch
 
@@ -88,7 +88,7 @@ class WindowTracer:
     def __init__(self, model: keras.Model, log_dir: Path, run: RunInfo, keep: int):
         self.window: TraceWindow | None = None
         self.traced = 0
-        # Why traces were not read, as far as it was logged.
+        # The logged reasons why traces were not read.
         self._unread: set[str] = set()
         self._model = model
         self._log_dir = log_dir
@@ -147,7 +147,8 @@ class WindowTracer:
             return
         if per_call == 1:
             length = window.end - window.begin
-            self.window = TraceWindow(window.warmup, batch, batch + -(-length // updates.each) * updates.each)
+            batches = updates.batches_per_update
+            self.window = TraceWindow(window.warmup, batch, batch + -(-length // batches) * batches)
         if self._session is not None:
             self._session.discard()
         self._session = Session(self._log_dir)

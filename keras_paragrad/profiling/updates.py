@@ -33,7 +33,7 @@ class UpdateCount:
         known = isinstance(optimizer, keras.optimizers.Optimizer)
         self._optimizer: Any = (find_accumulator(optimizer) or innermost_optimizer(optimizer)) if known else None
         self.update = self.position = 0
-        self.each = 1
+        self.batches_per_update = 1
         self.read()
 
     def read(self) -> None:
@@ -48,7 +48,7 @@ class UpdateCount:
             self.update, self.position = divmod(self._batches_seen(), optimizer.gradient_accumulation_steps)
         else:
             self.update, self.position = self._batches_seen(), 0
-        self.each = self._batches_of(self.update)
+        self.batches_per_update = self._batches_of(self.update)
 
     def _batches_seen(self) -> int:
         # An optimizer's first variable counts its calls, even if `iterations` is overridden.
@@ -63,7 +63,7 @@ class UpdateCount:
     @property
     def left(self) -> int:
         """How many batches the update still needs."""
-        return max(self.each - self.position, 1)
+        return max(self.batches_per_update - self.position, 1)
 
     @property
     def batches(self) -> int | None:
@@ -76,9 +76,9 @@ class UpdateCount:
         """Counts batches that have run."""
         for _ in range(batches):
             self.position += 1
-            if self.position >= self.each:
+            if self.position >= self.batches_per_update:
                 self.update, self.position = self.update + 1, 0
-                self.each = self._batches_of(self.update)
+                self.batches_per_update = self._batches_of(self.update)
 
 
 class BatchesOfEpoch:
@@ -99,7 +99,7 @@ class BatchesOfEpoch:
         self._seen_at_start = self._count()
 
     def correct(self, batches: int) -> int:
-        """How many batches have run in all, where calls requested `batches`."""
+        """The number of batches that have run, if calls requested `batches`."""
         if self._per_call == 1:
             return batches
         if self._steps:

@@ -1,4 +1,4 @@
-"""The other callbacks of a `fit`: only the chief's write files, and a backup holds their state."""
+"""The user's callbacks in `fit`: only the chief's write files, and backups hold their state."""
 
 import copy
 import shutil
@@ -80,7 +80,7 @@ def _refuse(callback: keras.callbacks.Callback) -> None:
 
 
 def _without_files(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
-    """What replaces a callback on a worker that writes no files: itself, nothing, or a copy that writes elsewhere."""
+    """Replaces a callback on a worker that writes no files: by itself, nothing, or a copy that writes elsewhere."""
     if isinstance(callback, _CHIEF_ONLY):
         return []
     attribute = next((name for kind, name in _READ_BY_ALL.items() if isinstance(callback, kind)), None)

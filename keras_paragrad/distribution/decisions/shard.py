@@ -1,4 +1,4 @@
-"""Decides what each replica holds a shard of; with `shard="auto"`, the cheapest choice whose step fits the devices."""
+"""Decides which state is in shards; with `shard="auto"`, the cheapest choice whose step fits the devices."""
 
 import logging
 
@@ -54,7 +54,7 @@ def decide_shard(options: Options, strategy: str, replicas: int | None) -> Decis
 
 
 def choose_shard(model: keras.Model, batch_size: int, batch_spec: Specs, run: PlannedRun) -> tuple[Decision, Estimate]:
-    """Chooses what replicas hold shards of, and reshards a model that was built in shards; called on every worker.
+    """Chooses which state is in shards, and reshards a model that was built in shards; called on every worker.
 
     Args:
         model: The model, compiled and built.

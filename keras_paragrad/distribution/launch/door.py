@@ -1,4 +1,4 @@
-"""The first of several machines: the others' launchers come to it, when training begins and while it goes on."""
+"""The server on the first of several machines, which other machines' launchers join at the start or later."""
 
 import contextlib
 import secrets
@@ -122,7 +122,7 @@ class Door:
         return server
 
     def _is_complete(self, server: "_NodeServer", survivors: Collection[int], began: float, changed: float) -> bool:
-        """Whether nobody else is waited for: all have come, or all that trained before, or nobody else for a while."""
+        """Whether to stop waiting: all machines have come, or all that trained before, or none has come for a while."""
         present, now = {0, *server.callers}, time.monotonic()
         if len(present) < self._meeting.least:
             return False

@@ -101,7 +101,7 @@ def node_facts(meeting: Meeting, addresses: Mapping[str, list[str]]) -> dict[str
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Has the kernel notice that the other machine is gone."""
+    """Makes the kernel notice when the other machine is gone."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):

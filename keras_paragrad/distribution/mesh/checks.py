@@ -1,4 +1,4 @@
-"""What is refused on a mesh: options, models, batches, and a TensorFlow that trains wrong there."""
+"""Refuses options, models and batches that don't work on a mesh, and a TensorFlow that trains wrong there."""
 
 import functools
 import os

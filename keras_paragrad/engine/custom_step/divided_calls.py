@@ -77,6 +77,7 @@ def _call(
 
 
 def _gradient(here: _Interception, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces `tape.gradient`: passes the call to the handler, during which nothing is intercepted."""
     compute = functools.partial(original, *args, **kwargs)
     if here.handler is None:
         return compute()

@@ -117,7 +117,8 @@ class Divisions:
 
     def of(self, stages: Stages, data: Batch) -> Division:
         """Finds the division of a batch, or of a replica's part; raises `IndivisibleError` if it can't be divided."""
-        division = self._of_own_step(stages, data) if overrides_train_step(self.model) else self._of(stages, data)
+        find = self._of_own_step if overrides_train_step(self.model) else self._of_keras_step
+        division = find(stages, data)
         if division.undivided and stages.split:
             if stages.split.cuts(data) is None:
                 self.undivided = division.undivided
@@ -153,9 +154,10 @@ class Divisions:
                 self.steps[signature] = divide(model, part, normalize)
         return self.steps[signature]
 
-    def _of(self, stages: Stages, data: Batch) -> Division:
+    def _of_keras_step(self, stages: Stages, data: Batch) -> Division:
         """Finds the division for a model with Keras's `train_step`."""
         split, replicas = stages.split, replica_count()
+        # `None` if the number of rows isn't known.
         cuts = False if split is None else split.cuts(data)
         divides = split if cuts is not False else stages.take if replicas > 1 else None
         undivided = None

@@ -42,9 +42,9 @@ class FirstBatchProof:
 
     def __init__(self, model: keras.Model, stages: Stages, divisions: Divisions):
         self.model, self.stages, self._divisions = model, stages, divisions
-        # The first update's batches so far; `None` once there is nothing to prove.
         replicas = model.distribute_strategy.num_replicas_in_sync
         divides = stages.split or stages.apply or (stages.take and replicas > 1)
+        # The first update's batches so far; `None` once there is nothing to prove.
         self._window: list[Batch] | None = [] if divides and stages.prove else None
 
     @property

@@ -49,7 +49,7 @@ def find_metric_differences(
     Args:
         size: The rows that one part holds.
         parts: The number of parts of an update.
-        on_replicas: Whether the states of the parts are aggregated; else a part follows another.
+        on_replicas: Whether the states of the parts are aggregated; otherwise the parts run in sequence.
     """
 
     def results(batch: Any) -> dict[str, Any]:

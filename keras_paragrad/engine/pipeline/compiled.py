@@ -24,7 +24,7 @@ _COMPILED = "_keras_paragrad_compiled_parts"
 
 
 class _Trace(NamedTuple):
-    """The indices of a part's outputs and of inputs whose masks it removes, and the remote variables it assigns."""
+    """Filled in by a trace: indices of the part's outputs and of inputs whose masks it removes, assigned variables."""
 
     outputs: list[int]
     unmasked: list[int]
@@ -68,7 +68,7 @@ class CompiledPart:
     def _function(
         self, indices: tuple[int, ...], variables: list[keras.Variable], operation_fn: OperationFn
     ) -> tuple[Callable[..., Any], _Trace]:
-        """The function that XLA compiles, and the facts that its trace finds."""
+        """Makes the function that XLA compiles, and the record that its trace will fill in."""
         trace = _Trace([], [], [])
 
         def compiled(values: Sequence[tf.Tensor], masks: Sequence[tf.Tensor | None], weights: Sequence[tf.Tensor]):

@@ -70,13 +70,13 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
 
 
 def _results(model: keras.Model, losses: TrackedLosses) -> StepLogs:
-    """Updates metrics with a batch, and returns the logs of all replicas."""
+    """The logs of all replicas, after metrics were updated with a batch."""
     shared = AllReducedResults(model, losses)
     return shared.results(sum_over_replicas(shared.parts))
 
 
 def static_test_step(model: keras.Model, data: Batch) -> StepLogs:
-    """Keras's `test_step` for batches of a static size, by which Keras would weight losses."""
+    """A `test_step` for batches of a static size. Unlike Keras's, it doesn't weight losses by the static size."""
     y_pred, sums = _compute_losses(model, data, Take(), divided=True)
     TrackedLosses(model, sums).track()
     update_metrics(model, arguments_of(data, y_pred))

@@ -175,7 +175,7 @@ def use_enqueuer_per_iterator(adapter: Adapter) -> None:
     dataset, shuffle, enqueuer_class = adapter.py_dataset, adapter.shuffle, type(adapter.enqueuer)
 
     def batches() -> Generator[Batch]:
-        # A copy has the number of the epoch, from which Keras 3.16 draws the order.
+        # Copy the adapter rather than make a new one: Keras 3.16 shuffles by the adapter's epoch number.
         reader = copy.copy(adapter)
         reader.enqueuer = enqueuer_class(
             dataset, dataset.workers, dataset.use_multiprocessing, dataset.max_queue_size, shuffle

@@ -168,9 +168,10 @@ class Coverage:
     def __init__(self, spans: Iterable[Sequence[float]]):
         ordered = np.array(sorted((begin, end) for begin, end in spans if end > begin), dtype="float64").reshape(-1, 2)
         begins, ends = ordered[:, 0], np.maximum.accumulate(ordered[:, 1]) if len(ordered) else ordered[:, 1]
-        new = np.concatenate([[True], begins[1:] > ends[:-1]])[: len(ordered)]
-        self.begins = begins[new]
-        self.ends = ends[np.concatenate([new[1:], [True]])[: len(ordered)]]
+        # Merge overlapping spans: one starts where all earlier ones have ended.
+        starts = np.concatenate([[True], begins[1:] > ends[:-1]])[: len(ordered)]
+        self.begins = begins[starts]
+        self.ends = ends[np.concatenate([starts[1:], [True]])[: len(ordered)]]
         self._sums = np.concatenate([[0.0], np.cumsum(self.ends - self.begins)])
 
     def within(self, begin: float, end: float) -> float:

@@ -58,11 +58,11 @@ def begin_of(trace: Trace) -> float:
 
 
 def training_spans(trace: Trace) -> list[Span] | None:
-    """When steps run, if training pauses in our trace while operations run, as in a validation; else `None`."""
+    """The spans in which steps run, if operations also run while training pauses, as in a validation; else `None`."""
     markers = sorted((marker.begin, marker.end) for marker in trace.markers if "batch" in marker.stats)
     if not markers:
         return None
-    # What precedes the first step belongs to it.
+    # Time before the first step counts to it.
     spans = [(0.0, markers[0][1])]
     for begin, end in markers[1:]:
         if begin - spans[-1][1] < _PAUSE:
