@@ -100,7 +100,7 @@ def synthetic_rows(
 
 
 def change_rows(batch: Batch, other: Batch, changed: list[int]) -> tuple[Any, Any]:
-    """Makes two batches that differ only in the rows `changed`, where integers are 0 in one batch and 1 in the other."""
+    """Makes two batches that differ only in the rows `changed`, where integers are 0 in one batch, 1 in the other."""
 
     def put(tensor: tf.Tensor, value: Array) -> tf.Tensor:
         chosen = np.isin(np.arange(len(tensor)), changed).reshape([-1, *[1] * (tensor.shape.rank - 1)])
