@@ -87,9 +87,9 @@ def _in_words(reports: list[list[list[str]]]) -> str:
         for difference in report:
             workers.setdefault(tuple(difference), []).append(worker)
     sentences = []
-    for (path, one, other), those in workers.items():
-        listed = f"worker{'s' if len(those) > 1 else ''} {', '.join(map(str, those[:8]))}"
-        listed += f" and {len(those) - 8} more" if len(those) > 8 else ""
+    for (path, one, other), differing in workers.items():
+        listed = f"worker{'s' if len(differing) > 1 else ''} {', '.join(map(str, differing[:8]))}"
+        listed += f" and {len(differing) - 8} more" if len(differing) > 8 else ""
         sentences.append(f"{path}: {one} on worker 0, {other} on {listed}")
     return "; ".join(sentences[: 2 * _MOST_DIFFERENCES])
 

@@ -139,6 +139,7 @@ class CustomStep:
         return logs
 
     def _check_slices(self) -> None:
+        """Refuses logs that are computed both from a metric's result and from rows."""
         mixed = [log.mixed for log in self.analysis.logs if log and log.mixed]
         if mixed:
             raise IndivisibleError(

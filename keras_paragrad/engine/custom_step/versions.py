@@ -105,6 +105,7 @@ class PhaseScope(WeightScope):
         self.advance([variable])
 
     def _map_to_version(self, key: int) -> None:
+        """Makes reads of a weight, by its id, return the version that the phase has to read."""
         copy = self._versions.of_phase(key, self._version[key], self._phase)
         if copy is None:
             self.state_mapping.pop(key, None)

@@ -65,7 +65,7 @@ def find_metric_differences(
             return []
         batch = rows, outputs
         compute, start = PureFunction(model, results), reset_state(model)
-        whole, reordered = (compute(rows, start)[0] for rows in (batch, reverse_rows(batch)))
+        whole, reordered = (compute(ordered, start)[0] for ordered in (batch, reverse_rows(batch)))
         divided = [take_rows(batch, *bounds) for bounds in cut.bounds]
         split = results_after_parts(compute, divided, start, on_replicas=on_replicas)
         tolerance = METRIC.of(compute.half_precision)

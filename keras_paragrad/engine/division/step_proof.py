@@ -24,6 +24,7 @@ def find_difference_of_step(
 
     def find(cut: RowCut) -> Difference | None:
         division = _DividedStep(step, len(cut.rows))
+        # If the whole takes too much memory, compare half of a part in two parts.
         if bytes_of(division.function.graph(take_rows(data, 0, size))) * len(cut.bounds) > MOST_BYTES:
             if size == 1:
                 return None

@@ -114,7 +114,7 @@ def _trace(model: Any, arguments: LossArguments, size: int) -> _Traced:
         refusal = _refuse_outputs(y_pred, added_losses(model))
         with as_one_replica():
             loss, _, terms = compute_loss(model, (x, y, sample_weight), y_pred=y_pred)
-        # Read the ranks in this graph.
+        # Compute and cache the values in this graph: their ranks are read later.
         for term in terms:
             if not term.reduces_itself:
                 _ = term.values
