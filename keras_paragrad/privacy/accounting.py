@@ -143,8 +143,8 @@ def compose_rdp(parts: Sequence[Updates]) -> EpsilonOfDelta:
     from dp_accounting import rdp  # pyright: ignore[reportMissingImports]
 
     orders = rdp.RdpAccountant().orders.tolist()
-    each = [float(part.updates) * rdp_of_update(part.noise_multiplier, part.sampling_rate) for part in parts]
-    total = np.sum(each, 0).tolist()
+    divergences = [float(part.updates) * rdp_of_update(part.noise_multiplier, part.sampling_rate) for part in parts]
+    total = np.sum(divergences, 0).tolist()
     return lambda delta: float(rdp.compute_epsilon(orders, total, delta)[0])
 
 

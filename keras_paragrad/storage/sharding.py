@@ -164,7 +164,7 @@ def _rows_in(shard: tf.Tensor, index: int, indices: tf.Tensor, rows: int, width:
 
 def _sum_shards(gradients: Sequence[tf.Tensor], index: int, partition: Partition) -> tf.Tensor:
     """One shard of a sum of gradients."""
-    if not all(isinstance(each, tf.IndexedSlices) for each in gradients):
+    if not all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
         return tf.add_n([partition.shard(tf.convert_to_tensor(gradient), index) for gradient in gradients])
     values = tf.concat([gradient.values for gradient in gradients], 0)
     indices = tf.concat([gradient.indices for gradient in gradients], 0)

@@ -167,10 +167,11 @@ def _cuts(marker: Marker, filled: list[float], count: int) -> list[float]:
 
 
 def _update(stats: dict[str, str], index: int) -> int | None:
+    """The update of a marker's batch: its first `left` batches complete the current one."""
     if "update" not in stats:
         return None
-    left, each = int(stats.get("left", 1)), int(stats.get("each", 1))
-    return int(stats["update"]) + (0 if index < left else 1 + (index - left) // each)
+    left, per_update = int(stats.get("left", 1)), int(stats.get("each", 1))
+    return int(stats["update"]) + (0 if index < left else 1 + (index - left) // per_update)
 
 
 def _parts_on(trace: Trace, line: int, markers: list[Marker]) -> Parts:
