@@ -32,7 +32,7 @@ def read_json(text: str | bytes) -> Any:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with what it counts, in the singular or the plural.
+    """A number with its noun, in the singular or the plural.
 
     Example:
 

@@ -139,7 +139,7 @@ class Releases:
         self._written = table, updates, self._updates_made
 
     def begin_fit(self) -> None:
-        """Adds what is known of weights that were changed since the last `fit`."""
+        """Adds the known releases of weights that were changed since the last `fit`."""
         self.sync()
         previous, digests = self.ledger.digests, self._digests()
         self._digests_at_begin = digests

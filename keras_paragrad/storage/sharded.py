@@ -217,7 +217,7 @@ class ShardedVariable(DistributedVariable):
         if id(self) in READING.values or id(self) in READING.cast:
             raise ValueError(
                 f"A layer assigns to its weight {self.name!r} when it is called, as SpectralNormalization does. The "
-                "weight's shards were gathered before, and the layer would go on with what they were. Write "
+                "weight's shards were gathered before, and the layer would go on with their old values. Write "
                 "DistributedFit(..., shard='optimizer')."
             )
         if self.copies_are_current:

@@ -11,7 +11,7 @@ SHARD_POLICIES = ("auto", "data", "file", "already_sharded")
 WEIGHTINGS = ("auto", "examples", "sample_weight", "mask", "sum")
 # A year, in seconds: the waiting system calls do not accept more.
 LONGEST_WAIT = 365 * 24 * 3600
-# Of anything in a described machine or cluster: planning for more takes minutes and exhausts memory.
+# The largest count in a described machine or cluster: planning for more takes minutes and exhausts memory.
 MOST_DESCRIBED = 10_000
 LAYOUTS = (None, "auto")
 SHARDS = (None, "auto", "optimizer", "parameters")

@@ -24,7 +24,7 @@ _SHARE = 0.8
 
 @decides(85)
 def decide_shard(options: Options, strategy: str, replicas: int | None) -> Decision:
-    """Decides what each replica holds a shard of.
+    """Decides which state each replica holds in shards.
 
     Returns:
         `"none"`, `"optimizer"` or `"parameters"`; or `"auto"`, until the model is known.

@@ -14,16 +14,16 @@ from keras_paragrad.distribution.launch.tasks import Layout
 from keras_paragrad.distribution.listening import host_of, listen_at
 from keras_paragrad.distribution.rendezvous_server import Caller, MessageSigner, RendezvousServer
 
-# Seconds without another machine coming until fewer than the most begin.
+# Seconds without a new machine after which fewer than the maximum begin.
 _SETTLE = 5.0
-# Seconds until a machine that has trained before is given up.
+# Seconds to wait for a machine that has trained before.
 _SURVIVOR_SECONDS = 60.0
 
 
 class _NodeServer(RendezvousServer):
     """Admits each machine once, since two may have been given one rank."""
 
-    # What the first machine has, once it trains: another one that has something else is refused alone.
+    # The first machine's facts, once it trains: a machine with different facts is then refused by itself.
     facts: Mapping[str, Any] | None = None
 
     def admit(self, caller: Caller, rank: int) -> None:
@@ -87,7 +87,7 @@ class Door:
             server.wait(LOOK)
             if len(server.callers) != count:
                 count, changed = len(server.callers), time.monotonic()
-        # Only now, so that the ports are still free when the workers start.
+        # Choose ports only now, so that they are still free when the workers start.
         addresses = layout.addresses(self._meeting.host or host_of(self._meeting.address))
         facts = {0: node_facts(self._meeting, addresses)}
         facts |= {rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}

@@ -9,7 +9,7 @@ from keras_paragrad.distribution.launch.member import Member, Output
 from keras_paragrad.distribution.launch.nodes import MEETS_AGAIN, NodeEnded
 from keras_paragrad.distribution.launch.tasks import Task
 
-# Time after the grace period until a guard is considered unresponsive.
+# Seconds after the grace period at which a guard is considered unresponsive.
 _GUARD_SECONDS = 5.0
 
 
@@ -91,7 +91,7 @@ class Gang:
         self._output = output
         self._events = events
         self._ending = self._resizing = self._cut_short = False
-        # Whether a worker, here or elsewhere, has ended well: there is nothing that a larger gang could go on with.
+        # Whether a worker, here or elsewhere, has ended well: then a larger gang would have nothing left to do.
         self._is_done = False
         self._interrupts = 0
         self._leading_job = "chief" if any(task.job == "chief" for task in tasks) else "worker"
@@ -157,7 +157,7 @@ class Gang:
         elif ended.status:
             self.status = ended.status
             failure = f"node {ended.node}: {ended.reason}"
-            # The first machine hears that this one has not gone, and comes to the next meeting.
+            # Tell the first machine that this one is still there, and will join the next meeting.
             self._on_failure(self.status, failure, False)
             self._end_others(failure)
         else:

@@ -49,7 +49,7 @@ class Guard:
         if self._is_ending:
             return
         self._is_ending = True
-        # To the process only: it may need its children to save its state.
+        # Signal only the process: it may need its children to save its state.
         self._process.send_signal(number)
         self._deadline.start()
 

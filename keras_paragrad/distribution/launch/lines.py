@@ -1,4 +1,4 @@
-"""Filters the output of processes that do the same: epochs are shown once, and each traceback once."""
+"""Filters the output of processes that run the same program: shows epochs and each traceback once."""
 
 import enum
 import re
@@ -14,13 +14,13 @@ _EPOCH = re.compile(
     rf" *\d+/(?:\d+|Unknown)[ ━]*(?:- )?[\d:]+s?(?: -)? \d+(?:ms|us|s)/\w+(?: - [\w./ -]+: {_NUMBER})* *"
 )
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\):|  \+ Exception Group Traceback")
-# C++ writes them between the lines of Python.
+# C++ writes log lines between Python's lines.
 _LOG_LINE = re.compile(
     r"[IWEF]\d{4} \d\d:\d\d:\d+\.|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d+: [IWEF] |\*\*\* |WARNING: All log"
 )
-# What differs between processes that fail alike: addresses in memory and of tasks, and numbers of graph functions.
+# Differences between processes with the same failure: memory and task addresses, and numbers of graph functions.
 _OF_PROCESS = re.compile(r"0x[0-9a-f]+|(?<=:)\d{4,5}\b|(?<=task:)\d+|(?<=[Ww]orker )\d+|(?<=_)\d+(?=\])")
-# Exceptions of workers that have lost another one, or were told to end.
+# Exceptions of workers that lost another worker, or were told to end.
 _CONSEQUENCE = re.compile(
     r"WorkerLostError|TrainingInterrupted|KeyboardInterrupt|(?:Unavailable|Aborted|Cancelled|DeadlineExceeded)Error"
 )
@@ -34,7 +34,7 @@ class Kind(enum.Enum):
     ERROR = enum.auto()
     # Another process has printed the same.
     REPEATED = enum.auto()
-    # What the end of another process, or of all, leads to.
+    # The failure follows from the end of another process, or of all.
     CONSEQUENCE = enum.auto()
 
 
@@ -107,7 +107,7 @@ class Tracebacks:
 
     @property
     def pause(self) -> int | None:
-        """Milliseconds without a line after which what is held is whole; `None` if nothing is held."""
+        """Milliseconds without a line after which the held lines are complete; `None` if none are held."""
         return _PAUSE_MILLISECONDS if self._held else None
 
     def feed(self, lines: Iterable[str]) -> Shown:

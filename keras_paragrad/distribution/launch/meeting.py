@@ -1,4 +1,4 @@
-"""Where the launchers of several machines meet, and how long they wait."""
+"""The meeting of several machines' launchers: its address, and how long they wait."""
 
 import hashlib
 import hmac
@@ -11,9 +11,9 @@ from typing import Any
 import keras_paragrad
 from keras_paragrad.distribution.rendezvous_server import MessageSigner
 
-# Seconds between two looks for a signal, and between two lines about who is waited for.
+# Seconds between two checks for a signal, and between two lines about missing machines.
 LOOK, _REPEATED = 0.2, 30.0
-# Without an answer, a machine is given up after about 25 seconds.
+# A machine that doesn't answer counts as lost after about 25 seconds.
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
@@ -68,7 +68,7 @@ class Meeting:
 
 
 class Wait:
-    """The time that is left for the machines to meet, and what is said meanwhile."""
+    """Waits for the machines to meet, up to a deadline, and says meanwhile who is missing."""
 
     def __init__(self, seconds: float, option: str, signal_received: Callable[[], int], say: Callable[[str], None]):
         self.seconds, self.option = seconds, option
@@ -89,14 +89,14 @@ class Wait:
         return time.monotonic() < self.until
 
     def for_whom(self, what: str) -> None:
-        """Says what is waited for: at once, and every half a minute."""
+        """Says who is missing: at once, and then every half a minute."""
         if what != self._said or time.monotonic() - self._at > _REPEATED:
             self._said, self._at = what, time.monotonic()
             self._say(what)
 
 
 def node_facts(meeting: Meeting, addresses: Mapping[str, list[str]]) -> dict[str, Any]:
-    """What a machine tells the first one: what has to be the same, and its workers' addresses."""
+    """The facts that a machine sends to the first one: values that must agree, and its workers' addresses."""
     return {"--nodes": meeting.nodes, "keras_paragrad": keras_paragrad.__version__, "workers": addresses["worker"]}
 
 

@@ -187,7 +187,7 @@ class Output:
                 self._on_closed()
 
 
-# How long to wait for output after a process has ended: one that left the process group may keep the pipe open.
+# Seconds to wait for output after a process has ended: a child that left the process group may keep the pipe open.
 _OUTPUT_SECONDS = 2.0
 
 

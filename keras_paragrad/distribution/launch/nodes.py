@@ -1,4 +1,4 @@
-"""The launchers of several machines: they meet at the first one's, end together, and meet again."""
+"""The launchers of several machines: they meet on the first machine, end together, and meet again."""
 
 import contextlib
 import dataclasses
@@ -23,9 +23,9 @@ from keras_paragrad.distribution.launch.tasks import Layout, Place
 from keras_paragrad.distribution.listening import host_of, port_of
 from keras_paragrad.distribution.rendezvous_server import LONGEST
 
-# The status with which all end a gang to meet again; no process ends with it.
+# The status of a gang that ends in order to meet again; no process has it.
 MEETS_AGAIN = -1
-# Seconds until a machine that comes again is taken for one whose connection was lost.
+# Seconds after which a machine that connects again is assumed to have lost its connection.
 _PATIENCE = 5.0
 
 
@@ -85,7 +85,7 @@ class Nodes:
         self._telling_lock = threading.Lock()
         self._failed = False
         self._has_ended = {rank: threading.Event() for rank in connections}
-        # Who the others hear from through this machine.
+        # The machines still running, whose ends the first machine relays to the others.
         self._running = set(connections) if meeting.rank == 0 else set[int]()
         for rank, connection in connections.items():
             connection.settimeout(None)
@@ -106,7 +106,7 @@ class Nodes:
         self._tell(NodeEnded(self._rank, status, reason, leaves))
 
     def close(self) -> None:
-        """Closes the connections, once the others have read what was sent."""
+        """Closes the connections after the other machines have read all messages."""
         for connection in self._connections.values():
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
@@ -138,7 +138,7 @@ class Nodes:
         self._running.discard(rank)
         if ended.leaves or not ended.status:
             self.gone.add(ended.node)
-        # First here: the others answer what they are told.
+        # Record the end here first: the other machines react to the message.
         self._on_ended(dataclasses.replace(ended, gang=self._gang))
         self._has_ended[rank].set()
         if ended.status and self._rank == 0:
@@ -178,9 +178,9 @@ class Meetings:
             on_ended: Called, in another thread, when another launcher has ended, or another one has come.
 
         Raises:
-            MissingNodesError: Some haven't come in time.
+            MissingNodesError: Some machines didn't connect in time.
             ConnectionError: The first machine can't listen.
-            ValueError: They were started with different options; or two with one rank.
+            ValueError: The machines were started with different options, or two with the same rank.
             StoppedError: The launcher received a signal.
         """
         before, meeting = self._nodes, self._meeting

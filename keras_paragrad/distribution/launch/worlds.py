@@ -1,4 +1,4 @@
-"""Worlds: gangs that follow one another, of as many workers as there are, until training is done."""
+"""Runs gangs one after another, each with as many workers as there are, until training is done."""
 
 import contextlib
 import dataclasses
@@ -17,13 +17,13 @@ from keras_paragrad.distribution.launch.tasks import Layout, Task
 from keras_paragrad.plain_text import counted
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# The status if too few machines are left: to be tried again.
+# The exit status if too few machines are left: try again.
 _TOO_FEW = os.EX_TEMPFAIL
-# The status of workers that were told to stop, and have made a backup.
+# The exit status of workers that were told to stop and made a backup.
 _STOPPED = 128 + signal.SIGTERM
-# A day, in seconds: the longest time until workers are started again that doubling comes to.
+# A day, in seconds: the longest delay before a restart, which doubles each time.
 _LONGEST_REGROW = 24 * 3600.0
-# What to do after a run that hasn't ended well.
+# The action after a failed run.
 _RESUMES = (
     "the same command resumes, from the newest backup, if the script makes backups: "
     "callbacks=dist.callbacks(directory) in fit"
@@ -120,7 +120,7 @@ class _Worlds:
                 seats = list(range(layout.workers))
                 self._output.say(f"going on with {counted(len(seats), 'worker')}")
                 continue
-            # Killed by SIGTERM, it has made no backup: restarts without end would come to nothing.
+            # Killed by SIGTERM, it has made no backup: endless restarts would make no progress.
             stopped = status == _STOPPED and not gang.killed
             if not self._may_restart(stopped):
                 return status
@@ -200,7 +200,7 @@ class _Worlds:
         """A timer that ends a gang, so that one of all workers of this machine can go on."""
         if not self._supervision.regrow:
             return None
-        # No power of more than 20, which a float may not hold.
+        # Cap the exponent at 20, as larger powers may overflow a float.
         seconds = min(self._supervision.regrow * 2 ** min(losses - 1, 20), _LONGEST_REGROW)
         resize = Resize(gang, "the workers that were lost are started again")
         timer = threading.Timer(seconds, self._events.put, [resize])
