@@ -38,7 +38,7 @@ class HostSchedule:
         self._restored: Any = None
 
     def begin_epoch(self, batches: int | None) -> None:
-        """Reads the optimizer's position.
+        """Begins an epoch, whose first batch will read the optimizer's position.
 
         Args:
             batches: How many batches the epoch has, or `None` if unknown.
