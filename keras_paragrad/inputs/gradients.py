@@ -174,7 +174,7 @@ def _hessian_vector_product(
             gradients = function.check_connected(inner.gradient(scalars, free))
         pairs = zip(gradients, extra, strict=True)
         directional = tf.add_n(
-            [tf.reduce_sum(gradient * tf.cast(cotangent, gradient.dtype)) for gradient, cotangent in pairs]
+            [tf.reduce_sum(gradient * tf.cast(vector, gradient.dtype)) for gradient, vector in pairs]
         )
     _check_second_derivatives(directional.graph)
     # An output that is linear in an input has no second derivative there: it is zero.
