@@ -35,6 +35,7 @@ from keras_paragrad.distribution.workers import all_or_none
 from keras_paragrad.engine.replicas.prepared import warn_if_unprepared
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.fixed_parts import enable_determinism
+from keras_paragrad.engine.tracing.announcing import announcing
 from keras_paragrad.exports import passing_options_to, with_arguments_of
 from keras_paragrad.memory.estimate import Estimate
 from keras_paragrad.plain_text import InNotebooks
@@ -337,7 +338,8 @@ class DistributedFit(InNotebooks):
             "x sharded": isinstance(x, DistributedData),
             "validation_data sharded": isinstance(validation_data, DistributedData),
         }
-        with explained_failures(self.hardware.cluster):
+        busy = announcing("preparing the training", verbose if self.is_chief else 0)
+        with busy, explained_failures(self.hardware.cluster):
             self._check_consistent(model, {**arguments, **compared, **data_options})
             if validation_split and validation_data is None:
                 (x, y, sample_weight), validation_data = split_for_validation(x, y, sample_weight, validation_split)

@@ -20,6 +20,7 @@ from keras_paragrad.compat.model import all_layers, count_after
 from keras_paragrad.compat.types import Config, GradientTensor, Shape, Structure
 from keras_paragrad.engine.probes.trial import is_trial
 from keras_paragrad.engine.step.building import build_by_calling, has_build
+from keras_paragrad.engine.tracing.announcing import announcing
 from keras_paragrad.engine.tracing.gradient_functions import keep_with_graphs_of
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.results import StepResults, check_capacity, default_capacity
@@ -177,7 +178,8 @@ class PerExampleGradients(keras.layers.Wrapper):
         loss = LossRecord(self.loss_reduction, self.masked_mean)
         step = Step(self.layer, self._finish, self._replaces_gradients(), loss)
         self._steps[replica_index()].append(step)
-        outputs = step(inputs, *args, **kwargs)
+        with announcing("tracing the gradients of single examples"):
+            outputs = step(inputs, *args, **kwargs)
         for added_loss in step.capture.losses:
             self.add_loss(added_loss)
         return outputs

@@ -27,6 +27,7 @@ from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Specs
 from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
 from keras_paragrad.engine.step.interception import capturing_applies
+from keras_paragrad.engine.tracing.announcing import announcing
 from keras_paragrad.engine.tracing.untouched import untouched
 
 _MIRRORED = (
@@ -69,7 +70,7 @@ def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, d
 
     local = keras.tree.map_structure(lambda tensor: strategy.experimental_local_results(tensor)[0], data_batch)
     data_batch = keras.tree.map_structure(_of_any_size, local)
-    with as_on_replica(strategy), _optimizer_left_to_step(model):
+    with announcing("building the model"), as_on_replica(strategy), _optimizer_left_to_step(model):
         try:
             model._symbolic_build(data_batch=data_batch)
         except Exception:

@@ -23,6 +23,7 @@ from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.stages import Apply, Take
 from keras_paragrad.engine.telemetry.train_functions import LATEST, batch_spec
 from keras_paragrad.engine.telemetry.watch import Telemetry
+from keras_paragrad.engine.tracing.announcing import announcing, announcing_part
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 # Makes a compiled step run on a mesh of devices, with batches from the host.
@@ -89,11 +90,14 @@ class CompiledStep:
         the batch before the step is traced, and returns what is called after that, if anything.
         """
         if check is not None or not self._in_functions:
-            batch = iterator.get_next()
-            conclude = check(batch) if check else None
+            with announcing_part("waiting for the first batch"):
+                batch = iterator.get_next()
+            with announcing_part("proving on the first batch how it is divided"):
+                conclude = check(batch) if check else None
             self._trace(iterator)
-            if conclude:
-                conclude()
+            with announcing_part("proving states and metrics on the first batch"):
+                if conclude:
+                    conclude()
             return self(batch)
         self._trace(iterator)
         return self(self._get_next(iterator)) if self._through_python else self._take(iterator)
@@ -107,7 +111,8 @@ class CompiledStep:
         # TensorFlow loses the inner dimensions of empty ragged tensors that pass through Python.
         self._through_python = not any(map(_is_ragged, keras.tree.flatten(spec)))
         if self._through_python:
-            self._function.get_concrete_function(spec)
+            with announcing_part("tracing the step"):
+                self._function.get_concrete_function(spec)
 
 
 def _without_optional(spec: Specs) -> Specs:
@@ -179,7 +184,18 @@ def compile_steps(
     plain = compile_alike(steps)
     watching = compile_alike(watched.steps) if watched else plain
 
+    has_run = False
+
     def train_function(iterator: BatchIterator) -> StepLogs:
+        nonlocal has_run
+        if has_run:
+            return run_call(iterator)
+        with announcing("running the first step, which TensorFlow traces and compiles"):
+            logs = run_call(iterator)
+        has_run = True
+        return logs
+
+    def run_call(iterator: BatchIterator) -> StepLogs:
         batches = model.steps_per_execution
         try:
             batch = None
@@ -207,7 +223,8 @@ def compile_steps(
         if of_tensors and in_graph and not model.run_eagerly:
             build(iterator)
         if of_tensors and not model.run_eagerly:
-            divide(iterator, keras.tree.map_structure(_without_optional, batch_spec(iterator)))
+            with announcing_part("finding how batches are divided"):
+                divide(iterator, keras.tree.map_structure(_without_optional, batch_spec(iterator)))
         try:
             with running():
                 logs = (by_host if proof and proof.pending else execute)(iterator, updates)

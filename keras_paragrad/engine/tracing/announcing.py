@@ -1,0 +1,113 @@
+"""Says what the start of `fit` is busy with, once it takes longer than ten seconds."""
+
+import contextlib
+import inspect
+import logging
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Generator
+from typing import TextIO
+
+from keras_paragrad.compat.model import fit_frame
+
+# In seconds: how long a start may be silent, and how often the line is written anew.
+DELAY, INTERVAL = 10.0, 1.0
+
+_log = logging.getLogger("keras_paragrad")
+# Replicas are traced on threads of their own, which have nothing to say.
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def announcing(phase: str, verbose: str | int | None = None) -> Generator[None]:
+    """Context in which `fit` is busy with a phase: shown as a line that disappears, or logged once without a terminal.
+
+    Args:
+        phase: What it does, as a participle: `"tracing the step"`. Within another phase, replaces that for a while.
+        verbose: The `verbose` of `fit`; by default that of the model's `fit` that is running. 0 is silent, as is a
+            call outside of `fit`.
+    """
+    line: _Line | None = getattr(_thread, "line", None)
+    if line is not None:
+        with line.within(phase):
+            yield
+    elif _verbosity(verbose) in (0, False):
+        yield
+    else:
+        line = _thread.line = _Line(phase)
+        try:
+            yield
+        finally:
+            _thread.line = None
+            line.end()
+
+
+def announcing_part(phase: str) -> contextlib.AbstractContextManager[None]:
+    """A phase within `announcing`; elsewhere nothing, at no cost."""
+    line: _Line | None = getattr(_thread, "line", None)
+    return line.within(phase) if line else contextlib.nullcontext()
+
+
+def _verbosity(stated: str | int | None) -> str | int:
+    if stated is not None:
+        return stated
+    running = fit_frame(inspect.currentframe())
+    return running.f_locals.get("verbose", 1) if running else 0
+
+
+class _Line:
+    """A line that another thread writes while this one is busy."""
+
+    def __init__(self, phase: str):
+        self._phases = [phase]
+        self._begin = time.monotonic()
+        self._ended = threading.Event()
+        self._writer = threading.Thread(target=self._write, name="keras_paragrad announcing", daemon=True)
+        self._writer.start()
+
+    @contextlib.contextmanager
+    def within(self, phase: str) -> Generator[None]:
+        """Context in which the line says another phase."""
+        self._phases.append(phase)
+        try:
+            yield
+        finally:
+            self._phases.pop()
+
+    def end(self) -> None:
+        """Clears the line, and ends its thread."""
+        self._ended.set()
+        self._writer.join()
+
+    def _write(self) -> None:
+        stream, logged, width = _terminal(), set[str](), 0
+        if self._ended.wait(DELAY):
+            return
+        # A closed terminal is no reason to fail.
+        with contextlib.suppress(OSError, ValueError):
+            while not self._ended.is_set():
+                phase = self._phases[-1]
+                text = f"keras_paragrad: {phase} ({time.monotonic() - self._begin:.0f} s so far)"
+                if stream:
+                    # A line that wraps can't be overwritten.
+                    text = text[: shutil.get_terminal_size().columns - 1]
+                    stream.write(f"\r{text:<{width}}")
+                    stream.flush()
+                    width = len(text)
+                elif phase not in logged:
+                    _log.info("%s", text.removeprefix("keras_paragrad: "))
+                    logged.add(phase)
+                self._ended.wait(INTERVAL)
+            if stream and width:
+                stream.write(f"\r{'':{width}}\r")
+                stream.flush()
+
+
+def _terminal() -> TextIO | None:
+    """Where a line can be overwritten; `None` in files and pipes."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        return sys.stderr
+    # Notebooks overwrite lines too. They have stderr in red, and Keras's progress bar on stdout.
+    return sys.stdout if type(sys.stdout).__module__ == "ipykernel.iostream" else None
