@@ -190,7 +190,7 @@ def compile_steps(
         nonlocal has_run
         if has_run:
             return run_call(iterator)
-        with announcing("running the first step, which TensorFlow traces and compiles"):
+        with announcing("tracing, compiling, running the first step"):
             logs = run_call(iterator)
         has_run = True
         return logs
