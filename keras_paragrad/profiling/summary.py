@@ -127,6 +127,7 @@ class LayerTime:
         recompute: In the forward passes that `recompute` runs again.
         other: In neither.
         is_layer: Whether it is a layer.
+        kind: The class of the layer, such as `Conv2D`, or `""` if unknown.
     """
 
     name: str
@@ -135,6 +136,7 @@ class LayerTime:
     recompute: float = 0.0
     other: float = 0.0
     is_layer: bool = True
+    kind: str = ""
 
     @property
     def total(self) -> float:
@@ -142,7 +144,7 @@ class LayerTime:
         return self.forward + self.backward + self.recompute + self.other
 
 
-COLLECTIVES = "collectives"
+COLLECTIVES, LOSS, OPTIMIZER = "collectives", "loss", "optimizer"
 # How oneDNN's variants of an operation are named.
 VARIANT = re.compile(r"^_(Mkl)?(Native)?")
 # In a log directory, the files of `WorkerSteps`.
@@ -251,8 +253,8 @@ class Advice:
     """A recommendation.
 
     Attributes:
-        kind: The bottleneck: `"input"`, `"host"`, `"collective"`, `"compute"`, `"compile"`, `"recompute"` or
-            `"pipeline"`; or `"none"`.
+        kind: The bottleneck: `"input"`, `"host"`, `"collective"`, `"compile"`, `"recompute"` or `"pipeline"`; in a step
+            that computes, `"optimizer"`, `"loss"`, `"recurrent"`, `"normalization"` or `"compute"`; or `"none"`.
         text: What to do.
         evidence: The supporting measurements.
     """

@@ -97,7 +97,7 @@ class WindowTracer:
         self._session: Session | None = None
         self._markers: StepMarkers | None = None
         self._memory: PeakMemory | None = None
-        self._layers = frozenset(layer.name for layer in all_layers(model))
+        self._layers = {layer.name: type(layer).__name__ for layer in all_layers(model)}
         self._pulls = replica_placement(model.distribute_strategy).local
 
     def next_due(self) -> int:

@@ -35,7 +35,7 @@ def summarize(
     Args:
         trace: The folder of one trace. If there are files of several workers in it, the first is read.
         run: The run.
-        layers: The names of the model's layers, to which operations are assigned.
+        layers: The names of the model's layers, to which operations are assigned; a mapping has their classes.
         peak_memory: Peak memory in bytes, by device.
 
     Raises:

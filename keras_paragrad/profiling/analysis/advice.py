@@ -5,15 +5,18 @@ Each function decorated with `recommendation` looks for one cause of lost time. 
 
 import functools
 import statistics
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from keras_paragrad.distribution.decisions.computation import faster_policy, gains_from_xla
 from keras_paragrad.distribution.hardware import kind_of_device
 from keras_paragrad.profiling.analysis.events import Trace
-from keras_paragrad.profiling.analysis.operations import Operation, input_stages, slowest_input_stage
+from keras_paragrad.profiling.analysis.operations import LayerNames, Operation, input_stages, slowest_input_stage
 from keras_paragrad.profiling.summary import (
+    LOSS,
+    OPTIMIZER,
     VARIANT,
     Advice,
     Communication,
@@ -26,8 +29,17 @@ from keras_paragrad.profiling.summary import (
 )
 
 _COMPUTE_BOUND = 0.4
-# Milliseconds of a step from which replicas on other machines, which exchange gradients in each, may shorten it.
-_WORTH_A_NETWORK = 100.0
+# Runs of an operation in a step from which it is said to be in a loop.
+_LOOPED = 8
+# By how the class of a layer begins: what makes such layers cheaper.
+_CHEAPER = {
+    "Conv": "fewer filters, larger strides or SeparableConv2D",
+    "SeparableConv": "fewer filters or larger strides",
+    "Depthwise": "fewer filters or larger strides",
+    "Dense": "fewer units",
+    "EinsumDense": "fewer heads, or shorter sequences",
+    "MultiHeadAttention": "shorter sequences, as attention compares each position with all",
+}
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,14 @@ class Evidence:
         """The kind of device that holds the model; if unknown, the GPU or TPU of its process, or `""`."""
         kinds = [kind_of_device(device.rpartition("/device:")[2]) for device in self.run.devices]
         return self.run.device_kind or next((kind for kind in kinds if kind != "CPU"), "")
+
+    def share_of(self, part: float) -> float:
+        """The fraction of the step that a fraction of the operations' time takes."""
+        return part * self.shares["compute"]
+
+    def part_of(self, layers: Iterable[LayerTime]) -> float:
+        """The fraction of the operations' time that some layers take."""
+        return sum(each.total for each in layers) / (sum(each.total for each in self.layers) or 1.0)
 
 
 class Finding(NamedTuple):
@@ -172,12 +192,7 @@ def _about_input(evidence: Evidence) -> str:
 
 @recommendation("collective", worth=0.25)
 def _waiting_for_replicas(evidence: Evidence) -> Finding:
-    less_often = (
-        "take more batches for an update"
-        if "Accumul" in evidence.run.optimizer
-        else "update less often: AccumulatingOptimizer(optimizer, steps=4)"
-    )
-    text = f"Use larger batches per replica, or {less_often}."
+    text = f"Use larger batches per replica, or {_update_less_often(evidence)}."
     found = evidence.communication
     detail = f", {found.share:.0%} of collectives being hidden behind compute" if found else ""
     return Finding(evidence.shares["collective"], "waits for other replicas", text, detail)
@@ -185,11 +200,88 @@ def _waiting_for_replicas(evidence: Evidence) -> Finding:
 
 @recommendation("recompute", worth=0.15)
 def _recomputing(evidence: Evidence) -> Finding:
-    total = sum(layer.total for layer in evidence.layers) or 1.0
-    part = sum(layer.recompute for layer in evidence.layers) / total
+    part = evidence.part_of(LayerTime("", recompute=layer.recompute) for layer in evidence.layers)
     most = max(evidence.layers, key=lambda layer: layer.recompute, default=None)
     text = f"If memory allows, recompute fewer layers; {most.name} costs most." if most else ""
-    return Finding(part * evidence.shares["compute"], "computes forward passes a second time", text)
+    return Finding(evidence.share_of(part), "computes forward passes a second time", text)
+
+
+@recommendation("optimizer", worth=0.3)
+def _updating(evidence: Evidence) -> Finding:
+    """Time of the optimizer, which is the same for a batch of any size."""
+    times = [each for each in evidence.layers if each.name == OPTIMIZER and not each.is_layer]
+    text = (
+        f"An update takes as long for a batch of any size: {_compile_first(evidence)}use larger batches, or "
+        f"{_update_less_often(evidence)}. Optimizers that keep less for each weight take less time: SGD, Lion."
+    )
+    return Finding(evidence.share_of(evidence.part_of(times)), "updates the weights", text)
+
+
+@recommendation("loss", worth=0.2)
+def _computing_the_loss(evidence: Evidence) -> Finding:
+    part = evidence.part_of(each for each in evidence.layers if each.name == LOSS and not each.is_layer)
+    last = next((each for each in evidence.layers if each.is_layer), None)
+    text = (
+        f"Its time grows with the outputs: {_compile_first(evidence)}predict fewer classes, as of a smaller "
+        "vocabulary, or fewer positions."
+    )
+    detail = f"; the layer that takes longest is {_named(last)}, {evidence.part_of([last]):.0%}" if last else ""
+    return Finding(evidence.share_of(part), "computes the loss", text, detail)
+
+
+@recommendation("recurrent", worth=0.3)
+def _recurring(evidence: Evidence) -> Finding:
+    """Time in the loops of recurrent layers, each pass of which computes little."""
+    kinds = {each.name: each.kind for each in evidence.layers if each.is_layer}
+    names = LayerNames(kinds, [each.name for each in evidence.operations])
+    times: dict[str, float] = defaultdict(float)
+    turns = 0
+    for each in evidence.operations:
+        # The loop that a layer makes, and not one around it, as over micro-batches.
+        before, loop, _ = each.name.rpartition("/while/")
+        layer = names.of(before + loop)
+        if layer and each.count >= _LOOPED * len(evidence.steps):
+            times[layer] += each.share
+            turns = max(turns, each.count // len(evidence.steps))
+    longest = max(times, key=lambda layer: times[layer], default="")
+    on_gpu = (
+        ", or leave LSTM's and GRU's activations, dropout and unroll at their defaults, which cuDNN computes at once"
+        if evidence.device_kind == "GPU"
+        else ""
+    )
+    text = (
+        f"{longest} computes one time step after another, in {turns} turns. Larger batches compute more in each, for "
+        f"little more time. Shorter sequences take fewer turns{on_gpu}."
+    )
+    return Finding(evidence.share_of(sum(times.values())), "is in the loops of recurrent layers", text)
+
+
+@recommendation("normalization", worth=0.25)
+def _normalizing(evidence: Evidence) -> Finding:
+    found = [each for each in evidence.layers if "Normalization" in each.kind]
+    kinds = " and ".join(sorted({each.kind for each in found}))
+    text = (
+        f"{kinds} reads and writes all activations several times: {_compile_first(evidence)}normalize after fewer "
+        "layers, or smaller outputs."
+    )
+    return Finding(evidence.share_of(evidence.part_of(found)), "normalizes activations", text)
+
+
+def _update_less_often(evidence: Evidence) -> str:
+    if "Accumul" in evidence.run.optimizer:
+        return "take more batches for an update"
+    return "update less often: AccumulatingOptimizer(optimizer, steps=4)"
+
+
+def _compile_first(evidence: Evidence) -> str:
+    """Advises XLA, which fuses small operations, where it is known to help."""
+    compiles = gains_from_xla(evidence.device_kind) and not evidence.run.jit
+    how = "DistributedFit(jit=True)" if evidence.run.replicas > 1 else "model.compile(..., jit_compile=True)"
+    return f"fuse the operations, with {how}; " if compiles else ""
+
+
+def _named(layer: LayerTime) -> str:
+    return f"{layer.name} ({layer.kind})" if layer.kind else layer.name
 
 
 @recommendation("pipeline", worth=0.3)
@@ -235,7 +327,7 @@ def _about_the_host(evidence: Evidence) -> str:
 
 def _about_computing(evidence: Evidence) -> Advice:
     """The recommendation where no cause of lost time stands out."""
-    steps, run = evidence.steps, evidence.run
+    steps = evidence.steps
     share = sum(step.compute for step in steps) / evidence.total
     median = statistics.median(step.duration for step in steps)
     figures = f"{share:.0%} of the step computes (median {median:.2f} ms)"
@@ -245,20 +337,35 @@ def _about_computing(evidence: Evidence) -> Advice:
     kind_of_first = VARIANT.sub("", first.kind)
     where = f"{kind_of_first} in {first.layer}" if first.layer else kind_of_first
     figures += f", {first.share:.0%} of operations' time is {where}"
-    if layer := next((layer for layer in evidence.layers if layer.is_layer), None):
-        part = layer.total / sum(layer.total for layer in evidence.layers)
-        figures += f"; the layer that takes longest is {layer.name}, {part:.0%}"
-    kind = evidence.device_kind
+    layer = next((each for each in evidence.layers if each.is_layer), None)
+    if layer:
+        figures += f"; the layer that takes longest is {_named(layer)}, {evidence.part_of([layer]):.0%}"
+    measures = [*_faster_setups(evidence), *([_cheaper(evidence, layer)] if layer else [])]
+    text = "; or ".join(measures) or "compute less, or train on a GPU"
+    return Advice("compute", f"The model itself takes the time: {text}.", figures)
+
+
+def _faster_setups(evidence: Evidence) -> list[str]:
+    """What makes a device compute the same model faster."""
+    run, kind = evidence.run, evidence.device_kind
     policy, _ = faster_policy(kind, [run.compute_capability] if kind == "GPU" else [])
     measures = [
-        "jit_compile=True" if gains_from_xla(kind) and not run.jit else "",
+        "model.compile(..., jit_compile=True)" if gains_from_xla(kind) and not run.jit else "",
         f'keras.mixed_precision.set_global_policy("{policy}")' if policy and run.precision == "float32" else "",
     ]
-    if kind in ("GPU", "TPU"):
-        measures.append("" if any(measures) else "more replicas")
-    elif median >= _WORTH_A_NETWORK:
-        # CPU replicas on one machine share its cores.
-        measures.append("more replicas, on other machines,")
-    helps = " or ".join(measure for measure in measures if measure)
-    text = f"{helps} may help" if helps else "nothing else stands out"
-    return Advice("compute", f"The model itself takes the time; {text}.", figures)
+    if kind in ("GPU", "TPU") and not any(measures):
+        return [f"train on more {kind}s, with DistributedFit"]
+    return [each for each in measures if each]
+
+
+def _cheaper(evidence: Evidence, layer: LayerTime) -> str:
+    """Which layers to make cheaper, and how."""
+    alike = [each for each in evidence.layers if each.is_layer and each.kind == layer.kind] if layer.kind else [layer]
+    batches = len(evidence.steps)
+    passes = f"{layer.forward / batches:.1f} ms forward, {layer.backward / batches:.1f} ms backward"
+    where = f"{_named(layer)} is the longest, with {passes}"
+    if len(alike) > 1:
+        where = f"{layer.kind} layers take {evidence.part_of(alike):.0%} of it; {where}"
+    how = next((how for kind, how in _CHEAPER.items() if layer.kind.startswith(kind)), "a smaller one")
+    elsewhere = "" if evidence.device_kind in ("GPU", "TPU") else ", or train on a GPU"
+    return f"{where}. Compute less there: {how}{elsewhere}"

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from keras_paragrad.profiling.analysis.operations import LayerNames, Operation, in_steps
 from keras_paragrad.profiling.analysis.trace import COLLECTIVE
-from keras_paragrad.profiling.summary import COLLECTIVES, VARIANT, KindTime, LayerTime
+from keras_paragrad.profiling.summary import COLLECTIVES, LOSS, OPTIMIZER, VARIANT, KindTime, LayerTime
 
 # Scopes in operations' names: TensorFlow's for gradients, `engine/step/recompute.py`'s, and Keras's for losses and
 # optimizers.
@@ -15,7 +15,7 @@ _RECOMPUTED = re.compile(r"second_run(_\d+)?")
 _LOSS = "compile_loss"
 _UPDATE = re.compile(r"update_\d+(_\d+)*")
 _NUMBER = re.compile(r"_\d+$")
-_LOSSES, _OPTIMIZER, _REST = "loss", "optimizer", "no layer named"
+_REST = "no layer named"
 
 
 def layer_times(operations: Sequence[Operation], layers: Collection[str], optimizer: str = "") -> tuple[LayerTime, ...]:
@@ -23,7 +23,7 @@ def layer_times(operations: Sequence[Operation], layers: Collection[str], optimi
 
     Args:
         operations: All operations.
-        layers: The names of layers.
+        layers: The names of layers; a mapping has their classes.
         optimizer: The classes of the optimizer, as `RunInfo` has them, by which Keras names its scope.
 
     Example:
@@ -32,18 +32,22 @@ def layer_times(operations: Sequence[Operation], layers: Collection[str], optimi
     >>> names = {"m/dense/MatMul": 1.0, "second_run/dense/MatMul": 2.0, "gradient_tape/m/dense/MatMul": 4.0}
     >>> operations = [Operation(name, "MatMul", 1, time, False) for name, time in names.items()]
     >>> layer_times(operations, ["dense"])
-    (LayerTime(name='dense', forward=1.0, backward=4.0, recompute=2.0, other=0.0, is_layer=True),)
+    (LayerTime(name='dense', forward=1.0, backward=4.0, recompute=2.0, other=0.0, is_layer=True, kind=''),)
     """
     chosen = in_steps(operations)
     optimizers = frozenset(re.findall(r"\w+", optimizer.lower()))
     names = LayerNames(layers, [operation.name for operation in chosen])
     times: dict[tuple[str, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for operation in chosen:
-        layer, scopes = names.of(operation.name), operation.name.split("/")[:-1]
-        key = (layer, True) if layer else (_part_without_layer(operation, scopes, optimizers), False)
-        times[key][_pass_of(scopes) if layer or key[0] == _LOSSES else "other"] += operation.milliseconds
-    found = [LayerTime(name, is_layer=is_layer, **passes) for (name, is_layer), passes in times.items()]
-    if not any(layer.is_layer for layer in found):
+    for each in chosen:
+        layer, scopes = names.of(each.name), each.name.split("/")[:-1]
+        key = (layer, True) if layer else (_part_without_layer(each, scopes, optimizers), False)
+        times[key][_pass_of(scopes) if layer or key[0] == LOSS else "other"] += each.milliseconds
+    kinds: Mapping[str, str] = layers if isinstance(layers, Mapping) else {}
+    found = [
+        LayerTime(name, is_layer=is_layer, kind=kinds.get(name, "") if is_layer else "", **passes)
+        for (name, is_layer), passes in times.items()
+    ]
+    if not any(each.is_layer for each in found):
         return ()
     return tuple(sorted(found, key=lambda layer: -layer.total))
 
@@ -70,7 +74,7 @@ def _part_without_layer(operation: Operation, scopes: Sequence[str], optimizers:
     if COLLECTIVE.search(operation.kind):
         return COLLECTIVES
     if _LOSS in scopes:
-        return _LOSSES
+        return LOSS
     names = (_NUMBER.sub("", scope).replace("_", "") for scope in scopes)
     is_update = any(_UPDATE.fullmatch(scope) for scope in scopes) or any(name in optimizers for name in names)
-    return _OPTIMIZER if is_update else _REST
+    return OPTIMIZER if is_update else _REST
