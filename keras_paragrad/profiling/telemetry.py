@@ -19,7 +19,7 @@ from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.extras import require
-from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table
+from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table, run_info, write_run_info
 from keras_paragrad.profiling.meter import Meter
 from keras_paragrad.profiling.progress_line import check_show, hide_in_progress_bar
 from keras_paragrad.profiling.telemetry_reports import HEADER, QUANTITIES, Alarms, ReportReader, Reports, Weight
@@ -133,6 +133,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         if self.log_dir is not None and replica_placement(worker_strategy(model)).worker == 0:
             self._files = TelemetryFiles(self.log_dir, self.file_format, resumes)
             self._files.set_weights(self._reader.weights, self.layers)
+            self._files.describe(model)
         self._vectors: list[np.ndarray] = []
         self._epochs: list[int] = []
         self._flushed = time.monotonic()
@@ -195,6 +196,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         self._alarms = Alarms(self.layers, self.vanishing, self.exploding, self.patience)
         if self._files:
             self._files.set_weights(self._reader.weights, self.layers)
+            self._files.describe(self.model)
 
     def _updates(self) -> int:
         return self._meter.updates() if self._meter else 0
@@ -263,6 +265,7 @@ class TelemetryFiles:
         path = log_dir / f"telemetry.{file_format}"
         self._table: Any = self._guard(lambda: Table(path, ("layer", "variable", "quantity"), resume))
         self._scalars: Any = self._guard(lambda: Scalars(log_dir, ".telemetry"))
+        self._log_dir = log_dir
         self._labels: list[tuple[str, ...]] = []
         self._tags: list[str] = []
 
@@ -273,6 +276,10 @@ class TelemetryFiles:
         self._labels += [(*weight, name) for name in QUANTITIES for weight in weights]
         self._tags = [f"telemetry/{name}" for name in (*model, "update_ratio", "nonfinite")]
         self._tags += [f"telemetry_{name}/{layer}" for name in QUANTITIES for layer in layers]
+
+    def describe(self, model: keras.Model) -> None:
+        """Writes `run.json`: the model, as far as it is built, and its setup."""
+        self._guard(lambda: write_run_info(self._log_dir, run_info(model)))
 
     def append(self, reports: Reports) -> None:
         self._guard(lambda: self._append(reports))

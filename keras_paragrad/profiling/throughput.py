@@ -19,7 +19,7 @@ from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.engine.telemetry.train_functions import TracedGraph, batch_spec, gradient_graph
 from keras_paragrad.flops import flops_of
 from keras_paragrad.plain_text import read_json
-from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table, begin_csv
+from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table, begin_csv, run_info, write_run_info
 from keras_paragrad.profiling.memory import can_read_host_memory, device_memory, host_memory
 from keras_paragrad.profiling.pace import Clock, Pace, Retraces, StepTimes
 from keras_paragrad.profiling.progress_line import check_show, hide_in_progress_bar
@@ -126,6 +126,7 @@ class Throughput(keras.callbacks.Callback):
         self._times, self._retraces, self._pace = StepTimes(), Retraces(), Pace(model, self.batch_size)
         if self.log_dir is not None and replica_placement(worker_strategy(model)).worker == 0:
             self._files = ThroughputFiles(self.log_dir, resumes)
+            self._files.describe(model)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Starts counting the epoch's steps."""
@@ -277,8 +278,12 @@ class ThroughputFiles:
         self._guard = FailureGuard(f"Throughput in {log_dir}")
         self._table: Any = self._guard(lambda: Table(log_dir / "throughput.csv", ("quantity",), resume))
         self._scalars: Any = self._guard(lambda: Scalars(log_dir, ".throughput"))
-        self._retraces = log_dir / "retraces.csv"
+        self._log_dir, self._retraces = log_dir, log_dir / "retraces.csv"
         self._guard(lambda: begin_csv(self._retraces, ("step", "function", "signature"), resume))
+
+    def describe(self, model: keras.Model) -> None:
+        """Writes `run.json`: the model, as far as it is built, and its setup."""
+        self._guard(lambda: write_run_info(self._log_dir, run_info(model)))
 
     def append(self, step: int, epoch: int, figures: Mapping[str, float], *, scalars: bool = True) -> None:
         """Writes figures, by name, to the table, and as scalars."""

@@ -1,5 +1,7 @@
 """What is made of a trace, on traces that are made up: each figure can be counted by hand."""
 
+from dataclasses import replace
+
 import hypothesis.strategies as st
 import numpy as np
 import profiled
@@ -386,11 +388,73 @@ def test_functions_that_are_compiled(count, advised):
     assert advised in advice.text
 
 
-@pytest.mark.parametrize(("milliseconds", "says"), [(20.0, "nothing else stands out"), (200.0, "on other machines")])
-def test_other_machines_are_advised_for_steps_that_are_worth_a_network(milliseconds, says):
-    found = [StepTime(number, number, 0.0, milliseconds, compute=milliseconds) for number in range(3)]
-    operations = [OperationTime("dense/MatMul", "MatMul", "dense", 1, milliseconds, 1.0)]
-    assert says in advise(Evidence(found, operations, RunInfo(device_kind="CPU"))).text
+LAYER_TIMES = {
+    "conv_1": LayerTime("conv_1", 2.0, 6.0, kind="Conv2D"),
+    "conv_2": LayerTime("conv_2", 1.0, 3.0, kind="Conv2D"),
+    "scale": LayerTime("scale", 1.0, 1.0, kind="BatchNormalization"),
+    "head": LayerTime("head", 1.0, 1.0, kind="Dense"),
+}
+
+
+def spent(kind="CPU", operations=LONGEST, run=None, **parts):
+    """The advice for a step that computes, with milliseconds of layers, and of what belongs to none."""
+    layers = [LAYER_TIMES.get(name, LayerTime(name, other=time, is_layer=False)) for name, time in parts.items()]
+    layers = [replace(each, name=name, forward=parts[name] * each.forward) for each, name in zip(layers, parts)]
+    evidence = Evidence(steps(compute=90, host=10), operations, RunInfo(device_kind=kind, **(run or {})), layers=layers)
+    return advise(evidence)
+
+
+@pytest.mark.parametrize("kind", ["CPU", "GPU"])
+@pytest.mark.parametrize(
+    ("parts", "found", "advised"),
+    [
+        ({"conv_1": 1, "optimizer": 8.0}, "optimizer", "AccumulatingOptimizer(optimizer, steps=4)"),
+        ({"head": 1, "loss": 2.0}, "loss", "fewer classes"),
+        ({"conv_1": 1, "scale": 6}, "normalization", "BatchNormalization reads and writes"),
+    ],
+    ids=["optimizer", "loss", "normalization"],
+)
+def test_advice_is_about_what_takes_the_time(kind, parts, found, advised):
+    advice = spent(kind, **parts)
+    assert advice.kind == found and advised in advice.text
+    assert ("jit_compile=True" in advice.text) == (kind == "GPU")
+    assert "jit_compile" not in spent(kind, run={"jit": True}, **parts).text
+    assert ("DistributedFit(jit=True)" in spent(kind, run={"replicas": 2}, **parts).text) == (kind == "GPU")
+
+
+def test_advice_names_the_layers_that_compute():
+    advice = spent(conv_1=1, conv_2=1, head=1)
+    assert advice.kind == "compute"
+    assert "Conv2D layers take 86% of it; conv_1 (Conv2D) is the longest, with 0.5 ms forward, 1.5 ms" in advice.text
+    assert "SeparableConv2D, or train on a GPU" in advice.text
+    assert "fewer units" in spent(head=1).text
+    capable = {"compute_capability": (9, 0)}
+    on_gpu = spent("GPU", run=capable, conv_1=1).text
+    assert "jit_compile=True" in on_gpu and "mixed_bfloat16" in on_gpu and "train on" not in on_gpu
+    fast = spent("GPU", run={**capable, "jit": True, "precision": "mixed_bfloat16"}, conv_1=1).text
+    assert "train on more GPUs, with DistributedFit" in fast
+
+
+@pytest.mark.parametrize(
+    ("name", "runs", "kind"),
+    [
+        ("while/body/_1/m_1/lstm_1/while/cell_1/MatMul", 80, "recurrent"),
+        ("gradients/m_1/lstm_1/while/cell_1/MatMul_grad/MatMul", 80, "recurrent"),
+        ("m_1/lstm_1/while/cell_1/MatMul", 2, "compute"),
+        # Around the layers, as over micro-batches.
+        ("while/body/_1/m_1/lstm_1/MatMul", 80, "compute"),
+    ],
+)
+def test_loops_of_layers_are_told_from_loops_around_them(name, runs, kind):
+    layers = [LayerTime("lstm", 2.0, 3.0, kind="LSTM"), LayerTime("cell", 2.0, 3.0, kind="LSTMCell")]
+    operations = [OperationTime(name, "MatMul", "cell", 4 * runs, 9.0, 0.9)]
+    found = advise(Evidence(steps(compute=9), operations, RunInfo(device_kind="CPU"), layers=layers))
+    assert found.kind == kind
+    if kind == "recurrent":
+        assert found.text.startswith("lstm computes one time step after another, in 80 turns. Larger batches")
+        assert "cuDNN" not in found.text
+        found = advise(Evidence(steps(compute=9), operations, RunInfo(device_kind="GPU"), layers=layers))
+        assert "cuDNN" in found.text
 
 
 def test_one_function_is_all_that_a_recommendation_takes(monkeypatch):

@@ -8,6 +8,9 @@ from typing import TypeGuard
 import numpy as np
 
 UNKNOWN = "n/a"
+_TIMES = (("µs", 1e-3), ("ms", 1.0), ("s", 1e3))
+_SIZES = (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40))
+_OPERATIONS = (("FLOP", 1.0), ("kFLOP", 1e3), ("MFLOP", 1e6), ("GFLOP", 1e9), ("TFLOP", 1e12))
 
 
 def milliseconds(value: float | None) -> str:
@@ -19,17 +22,17 @@ def milliseconds(value: float | None) -> str:
     >>> milliseconds(0.25), milliseconds(2.5), milliseconds(12345)
     ('250 µs', '2.5 ms', '12.3 s')
     """
-    return _scaled(value, (("µs", 1e-3), ("ms", 1.0), ("s", 1e3)))
+    return _scaled(value, _TIMES)
 
 
 def size(value: float | None) -> str:
     """Bytes, in binary units."""
-    return _scaled(value, (("B", 1.0), ("KiB", 2.0**10), ("MiB", 2.0**20), ("GiB", 2.0**30), ("TiB", 2.0**40)))
+    return _scaled(value, _SIZES)
 
 
 def operations(value: float | None) -> str:
     """A count of floating-point operations."""
-    return _scaled(value, (("FLOP", 1.0), ("kFLOP", 1e3), ("MFLOP", 1e6), ("GFLOP", 1e9), ("TFLOP", 1e12)))
+    return _scaled(value, _OPERATIONS)
 
 
 def share(value: float | None) -> str:
@@ -100,6 +103,12 @@ _ROUND_GAPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 MOST_POINTS = 400
 
 Formatter = Callable[[float], str]
+_UNITS: dict[Callable[..., str], tuple[tuple[str, float], ...]] = {
+    milliseconds: _TIMES,
+    size: _SIZES,
+    operations: _OPERATIONS,
+    share: (("%", 0.01),),
+}
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,11 @@ class Axis:
         else:
             part = (value - self.low) / (self.high - self.low)
         return round(100 * min(max(part, 0.0), 1.0), 2)
+
+    @property
+    def units(self) -> str:
+        """The units of values with their scales, ascending, for `charts.js`."""
+        return "|".join(f"{name}:{scale:g}" for name, scale in _UNITS.get(self.formatter, (("", 1.0),)))
 
     @property
     def ticks(self) -> list[tuple[float, str]]:

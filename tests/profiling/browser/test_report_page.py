@@ -218,18 +218,21 @@ def shown_by(plot):
     """What a chart says of the place that is pointed at, and what is written below it."""
     return plot.parent.execute_script(
         "const plot = arguments[0], seen = element => element.getBoundingClientRect().width > 0;"
-        "const below = tick => seen(tick) && tick.getAttribute('y') === '100%';"
+        "const below = tick => seen(tick) && tick.getAttribute('dy') === '1.5em';"
         "return [[...plot.parentElement.querySelectorAll('.tip span')].filter(seen).map(line => line.textContent),"
         " [...plot.querySelectorAll('.tick')].filter(below).map(tick => tick.textContent)]",
         plot,
     )
 
 
-def drag(browser, plot, begin, end):
-    """Drags from one place of a plot to another, as parts of its width."""
-    left, width = -plot.rect["width"] / 2, plot.rect["width"]
-    mouse = ActionChains(browser, 20).move_to_element_with_offset(plot, round(left + begin * width), 0)
-    mouse.click_and_hold().move_by_offset(round((end - begin) * width), 0).release().perform()
+def drag(browser, plot, begin, end, low=0.5, high=0.5):
+    """Drags from one place of a plot to another, as parts of its width and of its height from the bottom."""
+    width, height = plot.rect["width"], plot.rect["height"]
+    start = round((begin - 0.5) * width), round((0.5 - low) * height)
+    mouse = ActionChains(browser, 20).move_to_element_with_offset(plot, *start)
+    mouse.click_and_hold().move_by_offset(
+        round((end - begin) * width), round((low - high) * height)
+    ).release().perform()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -309,6 +312,54 @@ def test_dragging_zooms_and_a_double_click_shows_all(browser, pages, page):
     drag(browser, stages, 0.25, 0.5)
     names = shown_by(stages)[1]
     assert [float(name.removesuffix(" ms")) for name in names] == pytest.approx([2.5, 5], rel=0.05)
+
+
+def heights_of(plot):
+    """The labels of a plot's axis of values, from the bottom."""
+    ticks = "[...arguments[0].querySelectorAll('.tick')].filter(tick => tick.getAttribute('text-anchor') === 'end')"
+    shown = f"{ticks}.filter(tick => tick.getAttribute('x') === '-8' && tick.getBoundingClientRect().width > 0)"
+    return plot.parent.execute_script(
+        f"return {shown}.sort((a, b) => b.getBoundingClientRect().top - a.getBoundingClientRect().top)"
+        ".map(tick => tick.textContent)",
+        plot,
+    )
+
+
+@pytest.mark.parametrize("page", ["report", "comparison"])
+def test_dragging_up_zooms_the_values(browser, pages, page):
+    look_at(browser, pages[page])
+    steps = plot_of(browser, "Time of each batch")
+    before, across = heights_of(steps), shown_by(steps)[1]
+    # The axis ends at 30 or 40 ms.
+    top = float(before[-1].removesuffix(" ms"))
+    drag(browser, steps, 0.5, 0.5, low=0.25, high=0.75)
+    named = [float(name.removesuffix(" ms")) for name in heights_of(steps)]
+    assert named == pytest.approx([top / 4, top / 2, 3 * top / 4], rel=0.03)
+    assert shown_by(steps)[1] == across
+    scale = browser.execute_script(
+        "const [content, plot] = ['.content', '.view'].map(name => arguments[0].querySelector(name));"
+        "return parseFloat(content.getAttribute('height')) / 100",
+        steps,
+    )
+    assert scale == pytest.approx(2, rel=0.03)
+    # A box zooms both, again from what is in sight; what is fitted is less than all.
+    drag(browser, steps, 0.2, 0.6, low=0.8, high=0.3)
+    boxed = heights_of(steps)
+    assert shown_by(steps)[1] != across and boxed != before
+    steps.send_keys("f")
+    assert heights_of(steps) not in (boxed, before)
+    steps.send_keys(Keys.ESCAPE)
+    assert (heights_of(steps), shown_by(steps)[1]) == (before, across)
+    # On a logarithmic axis, the middle is the geometric mean of the ends.
+    norms = plot_of(browser, "Gradient by layer")
+    drag(browser, norms, 0.5, 0.5, low=0.2, high=0.7)
+    low, middle, high = map(float, heights_of(norms))
+    assert middle == pytest.approx((low * high) ** 0.5, rel=0.02)
+    # Lanes have no values upward.
+    stages = plot_of(browser, "Stages in batch 104")
+    lanes = shown_by(stages)[1]
+    drag(browser, stages, 0.5, 0.5, low=0.1, high=0.9)
+    assert shown_by(stages)[1] == lanes
 
 
 def test_a_finger_scrolls_over_charts(browser, pages):

@@ -1,6 +1,7 @@
 """The files of `GradientTelemetry`: CSV, Parquet, TensorBoard."""
 
 import csv
+import json
 import logging
 import math
 
@@ -12,8 +13,9 @@ from telemetry_loops import X, Y, expected, inner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from keras_paragrad.profiling.log_files import Table
+from keras_paragrad.profiling.report import write_report
 from keras_paragrad.profiling.telemetry import GradientTelemetry
-from keras_paragrad.profiling.throughput import ThroughputFiles
+from keras_paragrad.profiling.throughput import Throughput, ThroughputFiles
 
 QUANTITIES = ("gradient_norm", "clipped_gradient_norm", "weight_norm", "update_ratio", "nonfinite")
 
@@ -104,6 +106,24 @@ def test_a_file_of_somebody_else_is_left_as_it_is_by_throughput(name, tmp_path, 
     files.close()
     assert (tmp_path / name).read_bytes() == NOT_OURS
     assert f"{name} already exists with other columns" in caplog.text
+
+
+def test_a_directory_of_telemetry_alone_says_what_was_trained(tmp_path):
+    model = keras.Sequential([keras.layers.Dense(2), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=16, verbose=0, callbacks=[GradientTelemetry(tmp_path, every=1)])
+    found = json.loads((tmp_path / "run.json").read_text())
+    # Built by the first batch, after `fit` began.
+    assert (found["model"], found["parameters"]) == (model.name, model.count_params())
+    page = write_report(tmp_path).read_text()
+    assert f"Profile of {model.name}" in page and "Gradient of the whole model" in page
+
+
+def test_throughput_alone_says_what_was_trained(tmp_path):
+    model = inner()
+    model.compile("sgd", "mse")
+    model.fit(X, Y, batch_size=16, verbose=0, callbacks=[Throughput(tmp_path)])
+    assert json.loads((tmp_path / "run.json").read_text())["optimizer"] == "SGD"
 
 
 def test_a_training_that_is_killed_leaves_the_parquet_file_before(tmp_path):

@@ -14,6 +14,18 @@
     return shape;
   };
 
+  // The value at a height from 0 to 1, in the largest unit that it reaches.
+  const valueAt = ({bottom, top, logarithmic, units}) => {
+    const [low, high] = [Number(bottom), Number(top)];
+    const scales = units.split("|").map(unit => unit.split(":"));
+    return height => {
+      const value = logarithmic === undefined ? low + height * (high - low) : low * (high / low) ** height;
+      const [name, scale] = scales.findLast(([_, scale]) => Math.abs(value) >= scale) ?? scales[0];
+      const part = Number((value / scale).toPrecision(3));
+      return (1e6 > Math.abs(part) && Math.abs(part) >= 1e-4 || !part ? part.toLocaleString("en-US", {maximumSignificantDigits: 3}) : part.toExponential()) + (name && ` ${name}`);
+    };
+  };
+
   // A stop is where a chart has values: `at` is its place from 0 to 1, `words` what is there. Zoomed ranges begin and end
   // at multiples of 1 / `grain`, and `ticks` are the labels of one.
   const lineChart = (plot, {low, high, counted}) => {
@@ -40,6 +52,11 @@
         words: () => [`${counted} ${passed(step)}`, ...lines.map(line => nearest(line, step))],
       })),
       ticks: (from, to) => [[from, label(from)], [to, label(to)]],
+      // The points' places and heights.
+      points: [...plot.querySelectorAll("polyline")].flatMap(line => line.getAttribute("points").split(" ").map(point => {
+        const [x, y] = point.split(",").map(Number);
+        return [x / 10000, 1 - y / 1000];
+      })),
     };
   };
 
@@ -56,6 +73,10 @@
       grain: rows.length,
       stops,
       ticks: (from, to) => some(stops.filter(({at}) => at > from && at < to)).map(({at, name}) => [at, name]),
+      points: [...plot.querySelectorAll(".part")].flatMap(bar => {
+        const [x, y, height] = ["x", "y", "height"].map(name => parseFloat(bar.getAttribute(name)) / 100);
+        return [[x, 1 - y], [x, 1 - y - height]];
+      }),
     };
   };
 
@@ -76,17 +97,19 @@
 
   const enliven = plot => {
     const kind = Object.keys(KINDS).find(name => plot.closest("figure").classList.contains(name));
-    const {grain, stops, ticks} = KINDS[kind](plot, plot.dataset);
+    const {grain, stops, ticks, points} = KINDS[kind](plot, plot.dataset);
+    const words = points && valueAt(plot.dataset);
     const view = plot.querySelector(".view");
     const content = plot.querySelector(".content");
     const across = plot.querySelector(".across");
+    const up = plot.querySelector(".up");
     const frame = plot.parentElement;
     const tip = frame.appendChild(document.createElement("p"));
     const reset = frame.appendChild(document.createElement("button"));
     const cursor = plot.appendChild(draw("line", {class: "cursor", y1: 0, y2: "100%"}));
-    const selection = plot.appendChild(draw("rect", {class: "selection", y: 0, height: "100%"}));
+    const selection = plot.appendChild(draw("rect", {class: "selection"}));
     const zoomed = plot.appendChild(draw("g", {}));
-    let from = 0, to = 1, current = null, began = null;
+    let from = 0, to = 1, bottom = 0, top = 1, current = null, began = null;
 
     const hide = () => {
       current?.shape?.classList.remove("at");
@@ -110,20 +133,31 @@
       cursor.setAttribute("x1", percent(place));
       cursor.setAttribute("x2", percent(place));
     };
-    const zoom = (first, last) => {
+    const zoom = (first, last, low = 0, high = 1) => {
       const shown = current;
       hide();
       from = clamp(Math.floor(first * grain + 1e-6) / grain, 0, 1);
       to = clamp(Math.ceil(last * grain - 1e-6) / grain, 0, 1);
       if (to <= from) [from, to] = [0, 1];
-      const all = from === 0 && to === 1;
+      [bottom, top] = points && high - low > 1e-4 ? [clamp(low, 0, 1), clamp(high, 0, 1)] : [0, 1];
+      const wide = from === 0 && to === 1, tall = bottom === 0 && top === 1, all = wide && tall;
       content.setAttribute("x", percent(-from / (to - from)));
       content.setAttribute("width", percent(1 / (to - from)));
+      content.setAttribute("y", percent((top - 1) / (top - bottom)));
+      content.setAttribute("height", percent(1 / (top - bottom)));
       view.classList.toggle("zoomed", !all);
-      across.style.display = all ? "" : "none";
+      across.style.display = wide ? "" : "none";
+      if (up) up.style.display = tall ? "" : "none";
       reset.hidden = all;
-      const labels = all ? [] : ticks(from, to);
-      zoomed.replaceChildren(...labels.map(([at, words], index) => draw("text", {
+      const labels = wide ? [] : ticks(from, to);
+      const heights = tall ? [] : [0, 0.5, 1];
+      zoomed.replaceChildren(...heights.map(height => draw("text", {
+        class: "tick",
+        x: -8,
+        y: percent(1 - height),
+        dy: "0.35em",
+        "text-anchor": "end",
+      }, words(bottom + height * (top - bottom)))), ...labels.map(([at, words], index) => draw("text", {
         class: "tick",
         x: percent((at - from) / (to - from)),
         y: "100%",
@@ -137,6 +171,17 @@
       const box = plot.getBoundingClientRect();
       return from + clamp((event.clientX - box.left) / box.width, 0, 1) * (to - from);
     };
+    const height = event => {
+      const box = plot.getBoundingClientRect();
+      return top - clamp((event.clientY - box.top) / box.height, 0, 1) * (top - bottom);
+    };
+    // The heights between which the points in sight are, with a margin.
+    const fitted = () => {
+      const seen = points.filter(([at]) => at >= from && at <= to).map(([_, height]) => height);
+      const [low, high] = [Math.min(...seen), Math.max(...seen)];
+      const margin = 0.05 * (high - low || 0.1);
+      return seen.length ? [low - margin, high + margin] : [0, 1];
+    };
     const inside = () => stops.filter(({at}) => at >= from && at <= to);
     const stopAt = event => {
       if (kind === "lanes") return stops.find(({shape}) => shape === event.target);
@@ -144,15 +189,27 @@
       const distance = stop => Math.abs(stop.at - at);
       return inside().reduce((best, stop) => (best && distance(best) <= distance(stop) ? best : stop), null);
     };
+    // The range that is dragged over, on both axes; all of an axis along which the pointer hardly moved. Fingers scroll.
     const select = event => {
-      const ends = [began, event ? place(event) : began].sort((a, b) => a - b);
-      selection.setAttribute("x", percent((ends[0] - from) / (to - from)));
-      selection.setAttribute("width", percent((ends[1] - ends[0]) / (to - from)));
-      return ends;
+      const ends = [began.place, place(event)].sort((a, b) => a - b);
+      const heights = [began.height, height(event)].sort((a, b) => a - b);
+      const across = (ends[1] - ends[0]) * plot.clientWidth > 8 * (to - from);
+      const along = points && event.pointerType !== "touch" && (heights[1] - heights[0]) * plot.clientHeight > 20 * (top - bottom);
+      const [left, right] = across || !along ? ends : [from, to];
+      const [low, high] = along ? heights : [bottom, top];
+      selection.setAttribute("x", percent((left - from) / (to - from)));
+      selection.setAttribute("width", percent((right - left) / (to - from)));
+      selection.setAttribute("y", percent((top - high) / (top - bottom)));
+      selection.setAttribute("height", percent((high - low) / (top - bottom)));
+      return across || along ? [left, right, low, high] : null;
+    };
+    const deselect = () => {
+      began = null;
+      selection.setAttribute("width", 0);
     };
     plot.addEventListener("pointerdown", event => {
       if (event.button) return;
-      began = place(event);
+      began = {place: place(event), height: height(event)};
       show(stopAt(event));
     });
     plot.addEventListener("pointermove", event => {
@@ -162,11 +219,11 @@
     });
     plot.addEventListener("pointerup", event => {
       if (began === null) return;
-      const ends = select(event);
-      select(began = null);
-      if ((ends[1] - ends[0]) * plot.clientWidth > 8 * (to - from)) zoom(...ends);
+      const range = select(event);
+      deselect();
+      if (range) zoom(...range);
     });
-    plot.addEventListener("pointercancel", () => select(began = null));
+    plot.addEventListener("pointercancel", deselect);
     plot.addEventListener("pointerleave", event => event.pointerType === "mouse" && hide());
     plot.addEventListener("dblclick", () => zoom(0, 1));
     plot.addEventListener("blur", hide);
@@ -181,8 +238,9 @@
         ArrowLeft: () => show(around[Math.max(index - 1, 0)]),
         Home: () => show(around[0]),
         End: () => show(around.at(-1)),
-        "+": () => zoom(at - half / 2, at + half / 2),
-        "-": () => zoom(at - 2 * half, at + 2 * half),
+        "+": () => zoom(at - half / 2, at + half / 2, bottom, top),
+        "-": () => zoom(at - 2 * half, at + 2 * half, bottom, top),
+        f: () => points && zoom(from, to, ...fitted()),
         Escape: () => zoom(0, 1),
       };
       if (!Object.hasOwn(keys, event.key) || event.ctrlKey || event.metaKey || event.altKey) return;
