@@ -398,8 +398,10 @@ LAYER_TIMES = {
 
 def spent(kind="CPU", operations=LONGEST, run=None, **parts):
     """The advice for a step that computes, with milliseconds of layers, and of what belongs to none."""
-    layers = [LAYER_TIMES.get(name, LayerTime(name, other=time, is_layer=False)) for name, time in parts.items()]
-    layers = [replace(each, name=name, forward=parts[name] * each.forward) for each, name in zip(layers, parts)]
+    layers = []
+    for name, times in parts.items():
+        made = LAYER_TIMES.get(name, LayerTime(name, other=times, is_layer=False))
+        layers.append(replace(made, forward=times * made.forward))
     evidence = Evidence(steps(compute=90, host=10), operations, RunInfo(device_kind=kind, **(run or {})), layers=layers)
     return advise(evidence)
 
@@ -409,7 +411,7 @@ def spent(kind="CPU", operations=LONGEST, run=None, **parts):
     ("parts", "found", "advised"),
     [
         ({"conv_1": 1, "optimizer": 8.0}, "optimizer", "AccumulatingOptimizer(optimizer, steps=4)"),
-        ({"head": 1, "loss": 2.0}, "loss", "fewer classes"),
+        ({"head": 1, "loss": 2.0}, "loss", "Predict fewer classes"),
         ({"conv_1": 1, "scale": 6}, "normalization", "BatchNormalization reads and writes"),
     ],
     ids=["optimizer", "loss", "normalization"],
@@ -451,8 +453,8 @@ def test_loops_of_layers_are_told_from_loops_around_them(name, runs, kind):
     found = advise(Evidence(steps(compute=9), operations, RunInfo(device_kind="CPU"), layers=layers))
     assert found.kind == kind
     if kind == "recurrent":
-        assert found.text.startswith("lstm computes one time step after another, in 80 turns. Larger batches")
-        assert "cuDNN" not in found.text
+        assert found.text.startswith("Use larger batches, or shorter sequences: lstm computes")
+        assert "80 in all" in found.text and "cuDNN" not in found.text
         found = advise(Evidence(steps(compute=9), operations, RunInfo(device_kind="GPU"), layers=layers))
         assert "cuDNN" in found.text
 

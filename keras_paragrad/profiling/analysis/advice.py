@@ -211,8 +211,8 @@ def _updating(evidence: Evidence) -> Finding:
     """Time of the optimizer, which is the same for a batch of any size."""
     times = [each for each in evidence.layers if each.name == OPTIMIZER and not each.is_layer]
     text = (
-        f"An update takes as long for a batch of any size: {_compile_first(evidence)}use larger batches, or "
-        f"{_update_less_often(evidence)}. Optimizers that keep less for each weight take less time: SGD, Lion."
+        f"{_compile_first(evidence)}Use larger batches, or {_update_less_often(evidence)}. An update takes as long for "
+        "a batch of any size. Optimizers that keep less for each weight take less time: SGD, Lion."
     )
     return Finding(evidence.share_of(evidence.part_of(times)), "updates the weights", text)
 
@@ -222,8 +222,8 @@ def _computing_the_loss(evidence: Evidence) -> Finding:
     part = evidence.part_of(each for each in evidence.layers if each.name == LOSS and not each.is_layer)
     last = next((each for each in evidence.layers if each.is_layer), None)
     text = (
-        f"Its time grows with the outputs: {_compile_first(evidence)}predict fewer classes, as of a smaller "
-        "vocabulary, or fewer positions."
+        f"{_compile_first(evidence)}Predict fewer classes, as of a smaller vocabulary, or fewer positions: the loss "
+        "and the layer before it take time for each."
     )
     detail = f"; the layer that takes longest is {_named(last)}, {evidence.part_of([last]):.0%}" if last else ""
     return Finding(evidence.share_of(part), "computes the loss", text, detail)
@@ -244,14 +244,10 @@ def _recurring(evidence: Evidence) -> Finding:
             times[layer] += each.share
             turns = max(turns, each.count // len(evidence.steps))
     longest = max(times, key=lambda layer: times[layer], default="")
-    on_gpu = (
-        ", or leave LSTM's and GRU's activations, dropout and unroll at their defaults, which cuDNN computes at once"
-        if evidence.device_kind == "GPU"
-        else ""
-    )
+    cudnn = " cuDNN computes LSTM and GRU at once with their default activations, dropout and unroll."
     text = (
-        f"{longest} computes one time step after another, in {turns} turns. Larger batches compute more in each, for "
-        f"little more time. Shorter sequences take fewer turns{on_gpu}."
+        f"Use larger batches, or shorter sequences: {longest} computes one time step after another, {turns} in "
+        f"all, each of which takes little longer for more rows.{cudnn if evidence.device_kind == 'GPU' else ''}"
     )
     return Finding(evidence.share_of(sum(times.values())), "is in the loops of recurrent layers", text)
 
@@ -259,12 +255,13 @@ def _recurring(evidence: Evidence) -> Finding:
 @recommendation("normalization", worth=0.25)
 def _normalizing(evidence: Evidence) -> Finding:
     found = [each for each in evidence.layers if "Normalization" in each.kind]
-    kinds = " and ".join(sorted({each.kind for each in found}))
+    kinds = " or ".join(sorted({each.kind for each in found}))
     text = (
-        f"{kinds} reads and writes all activations several times: {_compile_first(evidence)}normalize after fewer "
-        "layers, or smaller outputs."
+        f"{_compile_first(evidence)}Normalize after fewer layers, or smaller outputs: each {kinds} reads and writes "
+        "all activations several times."
     )
-    return Finding(evidence.share_of(evidence.part_of(found)), "normalizes activations", text)
+    detail = f"; the longest is {found[0].name}, {evidence.part_of(found[:1]):.0%}" if found else ""
+    return Finding(evidence.share_of(evidence.part_of(found)), "normalizes activations", text, detail)
 
 
 def _update_less_often(evidence: Evidence) -> str:
@@ -277,7 +274,7 @@ def _compile_first(evidence: Evidence) -> str:
     """Advises XLA, which fuses small operations, where it is known to help."""
     compiles = gains_from_xla(evidence.device_kind) and not evidence.run.jit
     how = "DistributedFit(jit=True)" if evidence.run.replicas > 1 else "model.compile(..., jit_compile=True)"
-    return f"fuse the operations, with {how}; " if compiles else ""
+    return f"Fuse the operations: {how}. " if compiles else ""
 
 
 def _named(layer: LayerTime) -> str:

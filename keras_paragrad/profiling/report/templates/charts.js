@@ -22,7 +22,10 @@
       const value = logarithmic === undefined ? low + height * (high - low) : low * (high / low) ** height;
       const [name, scale] = scales.findLast(([_, scale]) => Math.abs(value) >= scale) ?? scales[0];
       const part = Number((value / scale).toPrecision(3));
-      return (1e6 > Math.abs(part) && Math.abs(part) >= 1e-4 || !part ? part.toLocaleString("en-US", {maximumSignificantDigits: 3}) : part.toExponential()) + (name && ` ${name}`);
+      if (!part) return "0";
+      const plain = 1e-4 <= Math.abs(part) && Math.abs(part) < 1e6;
+      const digits = plain ? part.toLocaleString("en-US", {maximumSignificantDigits: 3}) : part.toExponential();
+      return name ? `${digits} ${name}`.replace(" %", "%") : digits;
     };
   };
 
