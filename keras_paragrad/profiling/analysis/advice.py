@@ -247,7 +247,7 @@ def _recurring(evidence: Evidence) -> Finding:
     cudnn = " cuDNN computes LSTM and GRU at once with their default activations, dropout and unroll."
     text = (
         f"Use larger batches, or shorter sequences: {longest} computes one time step after another, {turns} in "
-        f"all, each of which takes little longer for more rows.{cudnn if evidence.device_kind == 'GPU' else ''}"
+        f"all, which take less than twice as long for twice the rows.{cudnn if evidence.device_kind == 'GPU' else ''}"
     )
     return Finding(evidence.share_of(sum(times.values())), "is in the loops of recurrent layers", text)
 
