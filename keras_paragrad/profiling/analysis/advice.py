@@ -88,7 +88,7 @@ class Evidence:
 
     def part_of(self, layers: Iterable[LayerTime]) -> float:
         """The fraction of the operations' time that some layers take."""
-        return sum(each.total for each in layers) / (sum(each.total for each in self.layers) or 1.0)
+        return sum(layer.total for layer in layers) / (sum(layer.total for layer in self.layers) or 1.0)
 
 
 class Finding(NamedTuple):
@@ -209,7 +209,7 @@ def _recomputing(evidence: Evidence) -> Finding:
 @recommendation("optimizer", worth=0.3)
 def _updating(evidence: Evidence) -> Finding:
     """Time of the optimizer, which is the same for a batch of any size."""
-    times = [each for each in evidence.layers if each.name == OPTIMIZER and not each.is_layer]
+    times = [layer for layer in evidence.layers if layer.name == OPTIMIZER and not layer.is_layer]
     text = (
         f"{_compile_first(evidence)}Use larger batches, or {_update_less_often(evidence)}. An update takes as long for "
         "a batch of any size. Optimizers that keep less for each weight take less time: SGD, Lion."
@@ -219,8 +219,8 @@ def _updating(evidence: Evidence) -> Finding:
 
 @recommendation("loss", worth=0.2)
 def _computing_the_loss(evidence: Evidence) -> Finding:
-    part = evidence.part_of(each for each in evidence.layers if each.name == LOSS and not each.is_layer)
-    last = next((each for each in evidence.layers if each.is_layer), None)
+    part = evidence.part_of(layer for layer in evidence.layers if layer.name == LOSS and not layer.is_layer)
+    last = next((layer for layer in evidence.layers if layer.is_layer), None)
     text = (
         f"{_compile_first(evidence)}Predict fewer classes, as of a smaller vocabulary, or fewer positions: the loss "
         "and the layer before it take time for each."
@@ -232,17 +232,17 @@ def _computing_the_loss(evidence: Evidence) -> Finding:
 @recommendation("recurrent", worth=0.3)
 def _recurring(evidence: Evidence) -> Finding:
     """Time in the loops of recurrent layers, each pass of which computes little."""
-    kinds = {each.name: each.kind for each in evidence.layers if each.is_layer}
-    names = LayerNames(kinds, [each.name for each in evidence.operations])
+    kinds = {layer.name: layer.kind for layer in evidence.layers if layer.is_layer}
+    names = LayerNames(kinds, [operation.name for operation in evidence.operations])
     times: dict[str, float] = defaultdict(float)
     turns = 0
-    for each in evidence.operations:
+    for operation in evidence.operations:
         # The loop that a layer makes, and not one around it, as over micro-batches.
-        before, loop, _ = each.name.rpartition("/while/")
+        before, loop, _ = operation.name.rpartition("/while/")
         layer = names.of(before + loop)
-        if layer and each.count >= _LOOPED * len(evidence.steps):
-            times[layer] += each.share
-            turns = max(turns, each.count // len(evidence.steps))
+        if layer and operation.count >= _LOOPED * len(evidence.steps):
+            times[layer] += operation.share
+            turns = max(turns, operation.count // len(evidence.steps))
     longest = max(times, key=lambda layer: times[layer], default="")
     cudnn = " cuDNN computes LSTM and GRU at once with their default activations, dropout and unroll."
     text = (
@@ -254,8 +254,8 @@ def _recurring(evidence: Evidence) -> Finding:
 
 @recommendation("normalization", worth=0.25)
 def _normalizing(evidence: Evidence) -> Finding:
-    found = [each for each in evidence.layers if "Normalization" in each.kind]
-    kinds = " or ".join(sorted({each.kind for each in found}))
+    found = [layer for layer in evidence.layers if "Normalization" in layer.kind]
+    kinds = " or ".join(sorted({layer.kind for layer in found}))
     text = (
         f"{_compile_first(evidence)}Normalize after fewer layers, or smaller outputs: each {kinds} reads and writes "
         "all activations several times."
@@ -334,7 +334,7 @@ def _about_computing(evidence: Evidence) -> Advice:
     kind_of_first = VARIANT.sub("", first.kind)
     where = f"{kind_of_first} in {first.layer}" if first.layer else kind_of_first
     figures += f", {first.share:.0%} of operations' time is {where}"
-    layer = next((each for each in evidence.layers if each.is_layer), None)
+    layer = next((layer for layer in evidence.layers if layer.is_layer), None)
     if layer:
         figures += f"; the layer that takes longest is {_named(layer)}, {evidence.part_of([layer]):.0%}"
     measures = [*_faster_setups(evidence), *([_cheaper(evidence, layer)] if layer else [])]
@@ -352,12 +352,12 @@ def _faster_setups(evidence: Evidence) -> list[str]:
     ]
     if kind in ("GPU", "TPU") and not any(measures):
         return [f"train on more {kind}s, with DistributedFit"]
-    return [each for each in measures if each]
+    return [measure for measure in measures if measure]
 
 
 def _cheaper(evidence: Evidence, layer: LayerTime) -> str:
     """Which layers to make cheaper, and how."""
-    alike = [each for each in evidence.layers if each.is_layer and each.kind == layer.kind] if layer.kind else [layer]
+    alike = [other for other in evidence.layers if other.is_layer and other.kind == layer.kind != ""]
     batches = len(evidence.steps)
     passes = f"{layer.forward / batches:.1f} ms forward, {layer.backward / batches:.1f} ms backward"
     where = f"{_named(layer)} is the longest, with {passes}"

@@ -38,16 +38,16 @@ def layer_times(operations: Sequence[Operation], layers: Collection[str], optimi
     optimizers = frozenset(re.findall(r"\w+", optimizer.lower()))
     names = LayerNames(layers, [operation.name for operation in chosen])
     times: dict[tuple[str, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    for each in chosen:
-        layer, scopes = names.of(each.name), each.name.split("/")[:-1]
-        key = (layer, True) if layer else (_part_without_layer(each, scopes, optimizers), False)
-        times[key][_pass_of(scopes) if layer or key[0] == LOSS else "other"] += each.milliseconds
+    for operation in chosen:
+        layer, scopes = names.of(operation.name), operation.name.split("/")[:-1]
+        key = (layer, True) if layer else (_part_without_layer(operation, scopes, optimizers), False)
+        times[key][_pass_of(scopes) if layer or key[0] == LOSS else "other"] += operation.milliseconds
     kinds: Mapping[str, str] = layers if isinstance(layers, Mapping) else {}
     found = [
         LayerTime(name, is_layer=is_layer, kind=kinds.get(name, "") if is_layer else "", **passes)
         for (name, is_layer), passes in times.items()
     ]
-    if not any(each.is_layer for each in found):
+    if not any(layer.is_layer for layer in found):
         return ()
     return tuple(sorted(found, key=lambda layer: -layer.total))
 
