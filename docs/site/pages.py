@@ -11,6 +11,7 @@ from contextlib import redirect_stdout, suppress
 from types import ModuleType
 from typing import Any
 
+from aliases import listed as types
 from messages import messages as all_messages
 from sphinx.application import Sphinx
 
@@ -18,18 +19,28 @@ import keras_paragrad
 from keras_paragrad.cli.main import COMMANDS, main
 
 PACKAGE = "keras_paragrad"
-# The pages of each section, besides its first one.
+# The pages of each section, besides its first one. Guides are below the guide that comes first.
 SECTIONS = {
     "index": r"start|[^/]+/index|how_to|troubleshooting",
     "tutorials/index": r"tutorials/.*",
-    "how_to": r"guides/.*",
+    "how_to": r"guides/(memory|distribution|launch|per_example|transforms|privacy|input_gradients|profiling)",
+    "guides/memory": r"guides/(accumulation|contrastive|custom_train_step|estimate|fine_tune_cnn|recompute)",
+    "guides/distribution": r"guides/(data|keras_tuner|mesh|pipeline|plan|scaling|sharding)",
+    "guides/launch": r"guides/(clusters|deterministic|elastic|fault_tolerance|keras_hub|parameter_servers|ray)",
+    "guides/per_example": r"guides/(clipping|custom_rules|example_norms|noise_scale)",
+    "guides/privacy": r"guides/privacy_\w+",
+    "guides/profiling": r"guides/(telemetry|throughput|tracking)",
     "reference/index": r"reference/.*",
     "explanation/index": r"explanation/.*|architecture|internals/.*",
     "limits/index": r"limits/.*",
     "benchmarks/index": r"benchmarks/.*",
     "migration/index": r"migration/.*",
 }
-_MARK = re.compile(r"^<!-- (\w+)(?:: (\w+))? -->$", flags=re.MULTILINE)
+_MARK = re.compile(r"^<!-- (\w+)(?:: (.+))? -->$", flags=re.MULTILINE)
+# What Keras calls: its own documentation says when.
+HOOKS = r"on_\w+|get_config|from_config|build|build_from_config|compute_output_\w+|set_model|set_params|finalize_\w+"
+# What other parts of the package call.
+INTERNAL = r"AccumulatingOptimizer\.(window|gradient_weight|gathering|end_micro_batch|host_schedule)"
 
 
 def public_name(module: ModuleType, name: str) -> str:
@@ -65,7 +76,7 @@ def reference(name: str) -> str:
     if not inspect.ismodule(value):
         return _rst(f".. autofunction:: {PACKAGE}.{name}")
     rows = "\n".join(_row(getattr(value, each), public_name(value, each)) for each in value.__all__)
-    table = f".. list-table::\n   :align: left\n\n{rows}\n"
+    table = f".. list-table::\n   :align: left\n   :class: names\n\n{rows}\n"
     return _rst("\n".join([f".. py:module:: {PACKAGE}.{name}\n", table, *_documented(value, value.__all__)]))
 
 
@@ -94,7 +105,19 @@ def messages(_: str) -> str:
     return "\n\n".join(parts)
 
 
-MARKS: dict[str, Callable[[str], str]] = {"reference": reference, "commands": commands, "messages": messages}
+def index(words: str) -> str:
+    """Words that a search finds this page by, before others, and that the index lists."""
+    entries = "\n".join(f"   ! single: {word}" for word in words.split(", "))
+    return _rst(f".. index::\n{entries}\n")
+
+
+MARKS: dict[str, Callable[[str], str]] = {
+    "reference": reference,
+    "commands": commands,
+    "messages": messages,
+    "types": lambda name: _rst(types(name)),
+    "index": index,
+}
 
 
 def _toctree(app: Sphinx, docname: str, text: str) -> str:
@@ -117,11 +140,11 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
 
 
 def _skip(app: Sphinx, what: str, name: str, value: Any, skip: bool, options: Any) -> bool | None:
-    """Leaves out what Keras calls: its own documentation says when."""
-    hooks = (
-        r"on_\w+|get_config|from_config|build|build_from_config|compute_output_\w+|set_model|set_params|finalize_\w+"
-    )
-    return True if re.fullmatch(hooks, name) else None
+    """Leaves out methods that are public, and that nobody calls who reads the reference."""
+    # Properties, and cached ones, are objects around a function.
+    function = getattr(value, "fget", None) or getattr(value, "func", value)
+    internal = re.fullmatch(INTERNAL, getattr(function, "__qualname__", name))
+    return True if internal or re.fullmatch(HOOKS, name) else None
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
