@@ -16,7 +16,14 @@ project = "keras_paragrad"
 author = copyright = "The keras_paragrad authors"
 release = version = keras_paragrad.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "pages", "aliases", "mathml"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "pages",
+    "aliases",
+    "mathml",
+]
 exclude_patterns = ["site"]
 myst_enable_extensions = ["dollarmath"]
 # Anchors as GitHub makes them.

@@ -12,15 +12,24 @@ from keras_paragrad.per_example.functional import LossArgument
 
 # The innermost first, as others contain them.
 ALIASES = {
-    "Structure": (Structure, "Tensors, nested in lists, tuples and dictionaries, as a model takes and returns them."),
+    "Structure": (
+        Structure,
+        "Tensors, nested in lists, tuples and dictionaries, as a model takes and returns them.",
+    ),
     "DivisorFunction": (
         DivisorFunction,
         "A function of `(x, y, y_pred, sample_weight)` of a part of a batch: the number that the part's loss is "
         "divided by, as a scalar tensor.",
     ),
-    "FitData": (FitData, "What `fit` takes: arrays, nested or not, a dataset, or an iterable of batches."),
+    "FitData": (
+        FitData,
+        "What `fit` takes: arrays, nested or not, a dataset, or an iterable of batches.",
+    ),
     "Specs": (Specs, "The `tf.TypeSpec` of each tensor of a batch, nested as the batch is."),
-    "Wrt": (Wrt, "What to differentiate by: an input's or a layer's name or index, or several, nested."),
+    "Wrt": (
+        Wrt,
+        "What to differentiate by: an input's or a layer's name or index, or several, nested.",
+    ),
     "OutFiles": (OutFiles, "A path for each result, nested as the results are."),
     "LossArgument": (
         LossArgument,
@@ -52,7 +61,9 @@ def listed(_: str) -> str:
 
 def _shorten(app: Sphinx, domain: str, kind: str, content: Element) -> None:
     for annotations in app.env.current_document.autodoc_annotations.values():
-        annotations.update({name: _replaced(annotation, _EXPANDED) for name, annotation in annotations.items()})
+        annotations.update(
+            {name: _replaced(annotation, _EXPANDED) for name, annotation in annotations.items()}
+        )
 
 
 def setup(app: Sphinx) -> dict[str, bool]:

@@ -40,7 +40,9 @@ _MARK = re.compile(r"^<!-- (\w+)(?:: (.+))? -->$", flags=re.MULTILINE)
 # What Keras calls: its own documentation says when.
 HOOKS = r"on_\w+|get_config|from_config|build|build_from_config|compute_output_\w+|set_model|set_params|finalize_\w+"
 # What other parts of the package call.
-INTERNAL = r"AccumulatingOptimizer\.(window|gradient_weight|gathering|end_micro_batch|host_schedule)"
+INTERNAL = (
+    r"AccumulatingOptimizer\.(window|gradient_weight|gathering|end_micro_batch|host_schedule)"
+)
 
 
 def public_name(module: ModuleType, name: str) -> str:
@@ -75,14 +77,23 @@ def reference(name: str) -> str:
     value = getattr(keras_paragrad, name)
     if not inspect.ismodule(value):
         return _rst(f".. autofunction:: {PACKAGE}.{name}")
-    rows = "\n".join(_row(getattr(value, each), public_name(value, each)) for each in value.__all__)
+    rows = "\n".join(
+        _row(getattr(value, each), public_name(value, each)) for each in value.__all__
+    )
     table = f".. list-table::\n   :align: left\n   :class: names\n\n{rows}\n"
-    return _rst("\n".join([f".. py:module:: {PACKAGE}.{name}\n", table, *_documented(value, value.__all__)]))
+    return _rst(
+        "\n".join(
+            [f".. py:module:: {PACKAGE}.{name}\n", table, *_documented(value, value.__all__)]
+        )
+    )
 
 
 def commands(_: str) -> str:
     """The help of each command of `keras-paragrad`."""
-    parts = (f"## {name}\n\n{module.__doc__}\n\n```text\n{_help(name)}\n```" for name, module in COMMANDS.items())
+    parts = (
+        f"## {name}\n\n{module.__doc__}\n\n```text\n{_help(name)}\n```"
+        for name, module in COMMANDS.items()
+    )
     return "\n\n".join(parts)
 
 
@@ -100,7 +111,9 @@ def messages(_: str) -> str:
         parts.append(f"## {folder}")
         for number, text in enumerate(dict.fromkeys(texts), start=1):
             # Backticks stay: they are around code there, too.
-            shown = re.sub(r"([*_\[\]<>#$\\])(?=[^`]*(?:`[^`]*`[^`]*)*$)", r"\\\1", " ".join(text.split()))
+            shown = re.sub(
+                r"([*_\[\]<>#$\\])(?=[^`]*(?:`[^`]*`[^`]*)*$)", r"\\\1", " ".join(text.split())
+            )
             parts.append(f"({folder}-{number})=\n{shown}")
     return "\n\n".join(parts)
 
@@ -123,7 +136,11 @@ MARKS: dict[str, Callable[[str], str]] = {
 def _toctree(app: Sphinx, docname: str, text: str) -> str:
     """The pages of a section, in the order in which its first page links to them."""
     folder = docname.rpartition("/")[0]
-    pages = [each for each in app.env.found_docs if re.fullmatch(SECTIONS[docname], each) and each != docname]
+    pages = [
+        each
+        for each in app.env.found_docs
+        if re.fullmatch(SECTIONS[docname], each) and each != docname
+    ]
     links = [f"{folder}/{link}".lstrip("/") for link in re.findall(r"\]\(([\w/.]+)\.md", text)]
     links = [re.sub(r"[^/]+/\.\./", "", link) for link in links]
     pages.sort(key=lambda page: (links.index(page) if page in links else len(links), page))
@@ -136,7 +153,9 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += _toctree(app, docname, source[0])
     # A page that isn't the site's is a file to open.
     source[0] = re.sub(r"\]\(((?:\.\./)+[A-Z]+\.md)(#[\w-]+)?\)", r"](path:\1)", source[0])
-    source[0] = _MARK.sub(lambda mark: MARKS[mark[1]](mark[2]) if mark[1] in MARKS else mark[0], source[0])
+    source[0] = _MARK.sub(
+        lambda mark: MARKS[mark[1]](mark[2]) if mark[1] in MARKS else mark[0], source[0]
+    )
 
 
 def _skip(app: Sphinx, what: str, name: str, value: Any, skip: bool, options: Any) -> bool | None:
