@@ -209,9 +209,16 @@ def test_files_in_commands_exist(page):
 
 
 def test_a_task_fits_on_one_screen():
-    tasks = re.split(r"^## ", TASKS.read_text(), flags=re.MULTILINE)[1:]
+    tasks = re.split(r"^###? ", TASKS.read_text(), flags=re.MULTILINE)[1:]
     for task in tasks:
         assert len(task.splitlines()) <= 40, task.splitlines()[0]
+
+
+def test_tasks_are_in_groups_that_are_taken_in_at_a_glance():
+    _, *groups = re.split(r"^## ", TASKS.read_text(), flags=re.MULTILINE)
+    counts = {group.splitlines()[0]: len(re.findall(r"^### ", group, flags=re.MULTILINE)) for group in groups}
+    assert counts.pop("All pages") == 0
+    assert all(1 <= count <= 8 for count in counts.values()), counts
 
 
 def anchors(page):
@@ -277,8 +284,10 @@ def test_the_modules_that_a_page_names_are_there(page):
 def test_what_troubleshooting_quotes_is_a_message_of_the_package():
     read = runpy.run_path(str(DOCS / "site" / "messages.py"))
     said = [text for module in read["ROOT"].rglob("*.py") for text in read["strings"](module)]
-    quoted = re.findall(r"^### (.+)$", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
-    assert len(quoted) > 40
+    page = (DOCS / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^> (?:… )?(.+?)(?: …)?$", page, flags=re.MULTILINE)
+    # Below each heading.
+    assert len(quoted) == len(re.findall(r"^### .+\n\n> ", page, flags=re.MULTILINE)) == page.count("\n### ") > 40
     assert [each for each in quoted if not any(each in text for text in said)] == []
 
 
