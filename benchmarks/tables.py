@@ -69,6 +69,33 @@ def stock_errors() -> str:
     return table(["", "Keras", "keras_paragrad"], [[name, *list(row.values())[1:]] for name, row in chosen])
 
 
+def cells_title() -> str:
+    """The title of the sample of combined settings, which begins with how many they are."""
+    (title,) = (each for each in saved("exactness_matrix") if " cells: " in each)
+    return title
+
+
+def trust() -> str:
+    """In a sentence, how many combinations of settings hold, and how many planted faults the tests find."""
+    rows = rows_of("exactness_matrix", cells_title())
+    cells = [row["hold"].split(" of ") for name, row in rows.items() if name.startswith("replicas: ")]
+    hold, tried = (sum(int(each[place]) for each in cells) for place in (0, 1))
+    off = rows["precision: float32"]["largest difference"]
+    faults = saved("mutants").values()
+    found = sum(bool(each["found by"]) for each in faults)
+    return (
+        f"In {_share(hold, tried)} tested combinations of devices, optimizers, clipping, batches, weights, precision,\n"
+        "XLA, accumulation and shards, training\n"
+        "[ends with the weights of one device](docs/benchmarks/exactness.md): in float32 they differ by at most\n"
+        f"{off}. The tests find {_share(found, len(faults))} faults that are\n"
+        "[planted](CONTRIBUTING.md#how-oracles-work) in the package to see whether they do.\n"
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"all {whole}" if part == whole else f"{part} of {whole}"
+
+
 def costs() -> str:
     """What the components cost, and beside what: the slower ones too."""
     accumulation = rows_of("accumulation", "Milliseconds a micro-batch of 64")
@@ -92,7 +119,7 @@ def costs() -> str:
     memory = rows_of("recompute", "Peak memory")
     auto = 'recompute(model, "auto")'
     return table(
-        ["", "beside", "time"],
+        ["", "compared with", "ratio"],
         [
             ["accumulation of 4, XLA", "Keras's own", accumulation["jit on, k=4"]["to built-in"]],
             ["accumulation of 4, without XLA", "Keras's own", accumulation["jit off, k=4"]["to built-in"]],
@@ -228,11 +255,12 @@ def installation() -> str:
 
 # By page and by the name of a table there, what writes it.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"stock Keras": stock_errors, "costs": costs},
+    "README.md": {"trust": trust, "stock Keras": stock_errors, "costs": costs},
     "docs/index.md": {"stock Keras": stock_errors},
     "docs/benchmarks/exactness.md": {
         "accumulation": exactness_of_accumulation,
         "distribution": exactness_of_distribution,
+        "cells": lambda: as_saved("exactness_matrix", cells_title()),
     },
     "docs/benchmarks/releases.md": {"releases": releases, "installation": installation},
     "docs/guides/elastic.md": {"soak": soak},
