@@ -308,6 +308,19 @@ def test_tables_are_what_the_benchmarks_have_saved(monkeypatch):
         assert tables.written(page, text) == text, page
 
 
+def test_charts_are_what_the_benchmarks_have_saved(monkeypatch):
+    """Draw them anew with `python benchmarks/tables.py`; each page of the benchmarks has one on the first."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import charts
+
+    index = (DOCS / "benchmarks" / "index.md").read_text()
+    assert set(charts.CHARTS) == {page.stem for page in (DOCS / "benchmarks").glob("*.md")} - {"index"}
+    for name, panels in charts.CHARTS.items():
+        picture = charts.PICTURES / f"{name}.svg"
+        assert picture.read_text() == charts.drawn(panels()), name
+        assert f"](../images/benchmarks/{name}.svg)" in index
+
+
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
 # By benchmarks' page, the files of the numbers in its tables.
 MEASURED = {
