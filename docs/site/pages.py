@@ -166,8 +166,23 @@ def _skip(app: Sphinx, what: str, name: str, value: Any, skip: bool, options: An
     return True if internal or re.fullmatch(HOOKS, name) else None
 
 
+def _break_long_names(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Lets long inline code break after dots and underscores on a phone, and not within words."""
+
+    def broken(found: re.Match[str]) -> str:
+        return re.sub(r"([._(=/])", r"\1<wbr>", found[0])
+
+    if "body" in context:
+        context["body"] = re.sub(
+            r'(?<=<span class="pre">)[^<>]{30,}(?=</span>)', broken, context["body"]
+        )
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """Has pages changed as they are read."""
     app.connect("source-read", _read)
     app.connect("autodoc-skip-member", _skip)
+    app.connect("html-page-context", _break_long_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
