@@ -1,7 +1,8 @@
 """Writes the tables of README and the documentation from what the benchmarks have saved in `results/`.
 
 `python benchmarks/tables.py` writes each table between its marks, `<!-- table: name -->` and `<!-- /table -->`; a test
-fails if a page says something else. A new table is a function here, under its page and name in `TABLES`.
+fails if a page says something else. A new table is a function here, under its page and name in `TABLES`. It draws the
+charts of `charts.py` as well.
 """
 
 import functools
@@ -69,43 +70,92 @@ def stock_errors() -> str:
     return table(["", "Keras", "keras_paragrad"], [[name, *list(row.values())[1:]] for name, row in chosen])
 
 
+def cells_title() -> str:
+    """The title of the sample of combined settings, which begins with how many they are."""
+    (title,) = (each for each in saved("exactness_matrix") if " cells: " in each)
+    return title
+
+
+def trust() -> str:
+    """In a sentence, how many combinations of settings hold, and how many planted faults the tests find."""
+    rows = rows_of("exactness_matrix", cells_title())
+    cells = [row["hold"].split(" of ") for name, row in rows.items() if name.startswith("replicas: ")]
+    hold, tried = (sum(int(each[place]) for each in cells) for place in (0, 1))
+    off = rows["precision: float32"]["largest difference"]
+    faults = saved("mutants").values()
+    found = sum(bool(each["found by"]) for each in faults)
+    return (
+        f"In {_share(hold, tried)} tested combinations of devices, optimizers, clipping, batches, weights, precision,\n"
+        "XLA, accumulation and shards, training\n"
+        "[ends with the weights of one device](docs/benchmarks/exactness.md): in float32 they differ by at most\n"
+        f"{off}. The tests find {_share(found, len(faults))} faults that are\n"
+        "[planted](CONTRIBUTING.md#how-oracles-work) in the package to see whether they do.\n"
+    )
+
+
+def _share(part: int, whole: int) -> str:
+    return f"all {whole}" if part == whole else f"{part} of {whole}"
+
+
+def on_gpu() -> float:
+    """A micro-batch on one H200, to Keras's own."""
+    line = saved("gpu")["NVIDIA H200"]["parts"]["fast"]["lines"]["accumulation with Adam: MLP, k=4"]
+    return line["values"]["milliseconds"]["AccumulatingOptimizer"] / line["values"]["milliseconds"]["Keras"]
+
+
+def on_replicas() -> float:
+    """A step on two replicas, to that of `MirroredStrategy`."""
+    title = "A step on 2 replicas, MLP 784-512-512-10, batch of 128; gradients are added up on one"
+    return without_range(rows_of("distribution", title)["Adam"]["ours to stock, at most 1"])
+
+
+def on_workers() -> float:
+    """A step on two workers, to half the step and the all-reduce, each alone."""
+    return without_range(rows_of("distribution", "Two workers on a ring")["the step to the sum of the two"]["ms"])
+
+
+def clipped_steps() -> list[float]:
+    """Steps that clip per example, to plain ones: MLP, CNN, Transformer."""
+    rows = saved("per_example")["A step of fit, in plain steps"]
+    return [row["jit off"] for row in rows if row[""].strip() == "clipped update"]
+
+
+def private_steps() -> list[float]:
+    """Private steps, to plain ones: MLP, CNN, Transformer."""
+    rows = rows_of("privacy", "A step of 1024 examples in fit")
+    column = "make_private, four physical batches, to plain"
+    return [rows[f"{model}, jit off"][column] for model in ("mlp", "cnn", "transformer")]
+
+
+def opacus_steps() -> list[float]:
+    """The same in Opacus."""
+    rows = [row for row in saved("privacy")["A step in other libraries"] if row["examples"] == 1024]
+    return [row["private, four physical batches, to plain"] for row in rows if row[""].startswith("Opacus")]
+
+
+def working() -> list[int]:
+    """How many components work, by pair of releases."""
+    return [sum("error" not in each for each in pair["cases"].values()) for pair in saved("releases").values()]
+
+
 def costs() -> str:
     """What the components cost, and beside what: the slower ones too."""
     accumulation = rows_of("accumulation", "Milliseconds a micro-batch of 64")
-    gpu = saved("gpu")["NVIDIA H200"]["parts"]["fast"]["lines"]["accumulation with Adam: MLP, k=4"]
-    on_gpu = gpu["values"]["milliseconds"]
-    replicas = rows_of(
-        "distribution", "A step on 2 replicas, MLP 784-512-512-10, batch of 128; gradients are added up on one"
-    )
-    workers = rows_of("distribution", "Two workers on a ring")
-    examples = saved("per_example")["A step of fit, in plain steps"]
-    clipped = [row["jit off"] for row in examples if row[""].strip() == "clipped update"]
-    private = rows_of("privacy", "A step of 1024 examples in fit")
-    theirs = [row for row in saved("privacy")["A step in other libraries"] if row["examples"] == 1024]
-    opacus = [row["private, four physical batches, to plain"] for row in theirs if row[""].startswith("Opacus")]
-    ours = [
-        private[f"{model}, jit off"]["make_private, four physical batches, to plain"]
-        for model in ("mlp", "cnn", "transformer")
-    ]
     contrastive = rows_of("contrastive", "Milliseconds a step, jit off")
     recomputed = rows_of("recompute", "Milliseconds a step, jit off")
     memory = rows_of("recompute", "Peak memory")
     auto = 'recompute(model, "auto")'
     return table(
-        ["", "beside", "time"],
+        ["", "compared with", "ratio"],
         [
             ["accumulation of 4, XLA", "Keras's own", accumulation["jit on, k=4"]["to built-in"]],
             ["accumulation of 4, without XLA", "Keras's own", accumulation["jit off, k=4"]["to built-in"]],
-            ["accumulation of 4, XLA, one H200", "Keras's own", on_gpu["AccumulatingOptimizer"] / on_gpu["Keras"]],
-            ["two replicas", "`MirroredStrategy`", without_range(replicas["Adam"]["ours to stock, at most 1"])],
-            [
-                "two workers",
-                "half the step and the all-reduce, each alone",
-                without_range(workers["the step to the sum of the two"]["ms"]),
-            ],
-            ["clipping per example: MLP, CNN, Transformer", "the plain step", _list(clipped)],
-            ["`make_private`: MLP, CNN, Transformer", "the plain step", _list(ours)],
-            ["Opacus: the same, in PyTorch", "its plain step", _list(opacus)],
+            ["accumulation of 4, XLA, one H200", "Keras's own", on_gpu()],
+            ["two replicas", "`MirroredStrategy`", on_replicas()],
+            ["two workers", "half the step and the all-reduce, each alone", on_workers()],
+            ["clipping per example: MLP, CNN, Transformer", "the plain step", _list(clipped_steps())],
+            ["`make_private`: MLP, CNN, Transformer", "the plain step", _list(private_steps())],
+            ["Opacus: the same, in PyTorch", "its plain step", _list(opacus_steps())],
             [
                 f"`recompute(model)`: Transformer, {memory[auto]['saved, jit off']} less memory",
                 "the plain step",
@@ -118,6 +168,71 @@ def costs() -> str:
             ],
         ],
     )
+
+
+def main_numbers() -> str:
+    """One or two numbers of each benchmark."""
+    cells = rows_of("exactness_matrix", cells_title())
+    accumulation = rows_of("accumulation", "Milliseconds a micro-batch of 64")["jit on, k=4"]
+    slices, held = rows_of("memory", "Peak memory"), rows_of("sharding", "Memory of training a Transformer")
+    memory, times = rows_of("recompute", "Peak memory"), rows_of("recompute", "Milliseconds a step, jit off")
+    auto, parameters = 'recompute(model, "auto")', held['shard="parameters"']
+    jacobians = rows_of("input_gradients", "Milliseconds for the Jacobians of 2048 rows")["8 in, 100 out"]
+    watched = rows_of("profiling", "MLP 784-512-512-10, batch of 128, Adam, jit off")
+    tried = max(len(pair["cases"]) for pair in saved("releases").values())
+    rows = [
+        (
+            "exactness",
+            "combined settings, the largest difference in float32",
+            cells["precision: float32"]["largest difference"],
+        ),
+        ("accumulation", "a micro-batch under XLA, to Keras's own", accumulation["to built-in"]),
+        (
+            "accumulation",
+            "memory of a batch of 4096 in slices of 512",
+            f"{slices['microbatch(512), batch of 4096']['jit off']} of {slices['one batch of 4096']['jit off']} MB",
+        ),
+        ("distribution", "a step on two replicas, to `MirroredStrategy`'s", on_replicas()),
+        ("distribution", "a step on two workers, to half the step and the all-reduce alone", on_workers()),
+        (
+            "sharding",
+            "held by each of four devices",
+            f"{parameters['held by a device']} of {held['mirrored']['held by a device']} MB",
+        ),
+        ("gpu", "a micro-batch under XLA on one H200, to Keras's own", on_gpu()),
+        ("recompute", "memory of a Transformer", f"{memory[auto]['jit off']} of {memory['plain']['jit off']} MB"),
+        ("recompute", "its step, to the plain one", times[auto]["to plain"]),
+        ("per_example", "a clipped step, to the plain one: MLP, CNN, Transformer", _list(clipped_steps())),
+        ("privacy", "a private step, to the plain one: MLP, CNN, Transformer", _list(private_steps())),
+        (
+            "input_gradients",
+            "Jacobians, 8 in and 100 out, to `batch_jacobian`'s",
+            1 / jacobians["batch_jacobian to ours"],
+        ),
+        ("profiling", "telemetry every step, of a step", watched["GradientTelemetry, every step"]["of plain"]),
+        (
+            "releases",
+            "trainings that work on the oldest and the newest pair",
+            f"{working()[0]} and {working()[-1]} of {tried}",
+        ),
+    ]
+    return table(["", "number"], [[f"[{PAGES[page]}]({page}.md): {what}", number] for page, what, number in rows])
+
+
+# By page, the name of a benchmark.
+PAGES = {
+    "exactness": "Exactness",
+    "accumulation": "Accumulation",
+    "distribution": "Distributed training",
+    "sharding": "Models in shards",
+    "gpu": "On a GPU",
+    "recompute": "Recomputation",
+    "per_example": "Per-example gradients",
+    "privacy": "Private training",
+    "input_gradients": "Input gradients",
+    "profiling": "Profiling",
+    "releases": "Releases",
+}
 
 
 def _list(values: Sequence[float]) -> str:
@@ -228,11 +343,12 @@ def installation() -> str:
 
 # By page and by the name of a table there, what writes it.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"stock Keras": stock_errors, "costs": costs},
+    "README.md": {"trust": trust, "stock Keras": stock_errors, "costs": costs},
     "docs/index.md": {"stock Keras": stock_errors},
     "docs/benchmarks/exactness.md": {
         "accumulation": exactness_of_accumulation,
         "distribution": exactness_of_distribution,
+        "cells": lambda: as_saved("exactness_matrix", cells_title()),
     },
     "docs/benchmarks/releases.md": {"releases": releases, "installation": installation},
     "docs/guides/elastic.md": {"soak": soak},
@@ -245,6 +361,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "slow backups": functools.partial(backups, "slow"),
     },
     "docs/benchmarks/index.md": {
+        "main": main_numbers,
         "startup of a CNN": functools.partial(as_saved, "startup", "Seconds to the end of the first update: CNN"),
         "startup of a Transformer": functools.partial(
             as_saved, "startup", "Seconds to the end of the first update: Transformer"
@@ -272,6 +389,9 @@ def written(page: str, text: str) -> str:
 
 
 def main() -> None:
+    import charts
+
+    charts.draw()
     for page in TABLES:
         path = ROOT / page
         path.write_text(written(page, path.read_text()))

@@ -16,7 +16,14 @@ project = "keras_paragrad"
 author = copyright = "The keras_paragrad authors"
 release = version = keras_paragrad.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "pages", "mathml"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "pages",
+    "aliases",
+    "mathml",
+]
 exclude_patterns = ["site"]
 myst_enable_extensions = ["dollarmath"]
 # Anchors as GitHub makes them.
@@ -45,6 +52,8 @@ autodoc_typehints_format = "short"
 autodoc_inherit_docstrings = False
 autodoc_member_order = "bysource"
 add_module_names = False
+# A longer one has a line for each parameter.
+python_maximum_signature_line_length = 88
 python_use_unqualified_type_names = True
 
 html_theme = "furo"
@@ -52,6 +61,9 @@ html_title = f"keras_paragrad {release}"
 html_static_path = ["site/static"]
 html_css_files = ["site.css"]
 html_copy_source = False
+html_search_scorer = str(DOCS / "site" / "scorer.js")
+# A class's methods are below its name already.
+toc_object_entries_show_parents = "hide"
 html_show_sphinx = False
 # It is fetched, which a browser refuses for files.
 html_show_search_summary = False

@@ -209,9 +209,16 @@ def test_files_in_commands_exist(page):
 
 
 def test_a_task_fits_on_one_screen():
-    tasks = re.split(r"^## ", TASKS.read_text(), flags=re.MULTILINE)[1:]
+    tasks = re.split(r"^###? ", TASKS.read_text(), flags=re.MULTILINE)[1:]
     for task in tasks:
         assert len(task.splitlines()) <= 40, task.splitlines()[0]
+
+
+def test_tasks_are_in_groups_that_are_taken_in_at_a_glance():
+    _, *groups = re.split(r"^## ", TASKS.read_text(), flags=re.MULTILINE)
+    counts = {group.splitlines()[0]: len(re.findall(r"^### ", group, flags=re.MULTILINE)) for group in groups}
+    assert counts.pop("All pages") == 0
+    assert all(1 <= count <= 8 for count in counts.values()), counts
 
 
 def anchors(page):
@@ -277,8 +284,10 @@ def test_the_modules_that_a_page_names_are_there(page):
 def test_what_troubleshooting_quotes_is_a_message_of_the_package():
     read = runpy.run_path(str(DOCS / "site" / "messages.py"))
     said = [text for module in read["ROOT"].rglob("*.py") for text in read["strings"](module)]
-    quoted = re.findall(r"^### (.+)$", (DOCS / "troubleshooting.md").read_text(), flags=re.MULTILINE)
-    assert len(quoted) > 40
+    page = (DOCS / "troubleshooting.md").read_text()
+    quoted = re.findall(r"^> (?:… )?(.+?)(?: …)?$", page, flags=re.MULTILINE)
+    # Below each heading.
+    assert len(quoted) == len(re.findall(r"^### .+\n\n> ", page, flags=re.MULTILINE)) == page.count("\n### ") > 40
     assert [each for each in quoted if not any(each in text for text in said)] == []
 
 
@@ -297,6 +306,19 @@ def test_tables_are_what_the_benchmarks_have_saved(monkeypatch):
     for page in tables.TABLES:
         text = (ROOT / page).read_text()
         assert tables.written(page, text) == text, page
+
+
+def test_charts_are_what_the_benchmarks_have_saved(monkeypatch):
+    """Draw them anew with `python benchmarks/tables.py`; each page of the benchmarks has one on the first."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import charts
+
+    index = (DOCS / "benchmarks" / "index.md").read_text()
+    assert set(charts.CHARTS) == {page.stem for page in (DOCS / "benchmarks").glob("*.md")} - {"index"}
+    for name, panels in charts.CHARTS.items():
+        picture = charts.PICTURES / f"{name}.svg"
+        assert picture.read_text() == charts.drawn(panels()), name
+        assert f"](../images/benchmarks/{name}.svg)" in index
 
 
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"

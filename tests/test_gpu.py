@@ -148,5 +148,5 @@ def test_the_page_of_a_run(gpu):
     assert "| one | holds | a \\| b &lt; c |" in page
     assert "| two | **FAILS** | off |" in page
     assert "1 of 2 checks and measurements passed. driver 1.2, date 2026-01-02." in page
-    assert "on one A card, 1 of 2" in saved.sentence(found, "docs/benchmarks/gpu.md")
+    assert "checked on one A card: [what holds on a GPU](page.md)." in saved.sentence(found, "page.md")
     assert "haven't been tried" in saved.sentence({}, "docs/benchmarks/gpu.md")

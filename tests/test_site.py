@@ -1,5 +1,6 @@
 """The site builds without a warning, from its folder alone: links, anchors, search, a page for every public name."""
 
+import json
 import os
 import re
 import subprocess
@@ -89,6 +90,39 @@ def test_the_search_finds_names_and_words(site):
     index = (site / "searchindex.js").read_text()
     assert "DistributedFit" in index
     assert "microbatch" in index
+
+
+def test_the_search_finds_the_page_about_a_word_first(site):
+    """A page's index entries, each of which is of one page; the search puts main ones before all that it finds else."""
+    script = (site / "searchindex.js").read_text()
+    found = json.loads(script[script.index("(") + 1 : script.rindex(")")])
+    entries = {
+        word: {found["docnames"][page] for page, _, main in places if main}
+        for word, places in found["indexentries"].items()
+    }
+    stated = {name: re.findall(r"^<!-- index: (.+) -->$", (DOCS / f"{name}.md").read_text(), re.M) for name in PAGES}
+    words = {name: lines[0].lower().split(", ") for name, lines in stated.items() if lines}
+    assert len(words) > 30
+    assert [(word, name) for name, each in words.items() for word in each if entries.get(word) != {name}] == []
+    assert entries["batchnorm"] == {"guides/fine_tune_cnn"}
+    assert 'kind === "index"' in (site / "_static" / "language_data.js").read_text()
+
+
+def test_types_in_signatures_are_short(site):
+    """What they stand for would take lines, five of them for `weighting`."""
+    shown = [
+        re.sub(r"<[^>]+>", "", described)
+        for path in (site / "reference").glob("*.html")
+        for described in re.findall(r"<strong>\w+</strong> \((.*?)\) [–-]", path.read_text(), re.DOTALL)
+    ]
+    assert len(shown) > 100
+    assert [each for each in shown if len(each) > 100] == []
+
+
+def test_methods_that_only_the_package_calls_are_not_listed(site):
+    page = (site / "reference" / "accumulation.html").read_text()
+    assert "AccumulatingOptimizer.flush" in page
+    assert not re.search("gathering|end_micro_batch|host_schedule", page)
 
 
 def test_every_public_name_has_a_page(site):

@@ -66,8 +66,8 @@ def counted(lines: list[dict[str, Any]]) -> str:
     failed = [each for each in ran if each["outcome"] not in PASSED]
     text = f"{len(ran) - len(failed)} of {len(ran)} checks and measurements passed"
     if mended := sum(bool(each.get("since")) for each in failed):
-        text += f"; {mended} of the others {'is' if mended == 1 else 'are'} mended and not run again"
-    return f"{text}; {len(lines) - len(ran)} were not run" if len(ran) < len(lines) else text
+        text += f"; {mended} found faults that are fixed now, and haven't run again"
+    return f"{text}; {len(lines) - len(ran)} did not run" if len(ran) < len(lines) else text
 
 
 def lines_of(card: dict[str, Any]) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ def lines_of(card: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def sentence(saved: Saved, link: str) -> str:
-    """What README and the index say of GPUs.
+    """What README and the how-to say of GPUs; the page has the rest.
 
     Args:
         saved: The content of the JSON file.
@@ -87,8 +87,8 @@ def sentence(saved: Saved, link: str) -> str:
             "All measurements are on CPUs; GPUs and TPUs haven't been tried. "
             f"`make gpu` settles [what holds on a GPU]({link})."
         )
-    found = "; ".join(f"on one {name}, {counted(lines_of(card))}" for name, card in saved.items())
-    return f"Measurements are on CPUs unless they say otherwise. [What holds on a GPU]({link}): {found}."
+    cards = " and ".join(f"one {name}" for name in saved)
+    return f"Measured on two CPU cores, and checked on {cards}: [what holds on a GPU]({link})."
 
 
 def page(saved: Saved, shows: dict[str, str]) -> str:
@@ -100,6 +100,7 @@ def page(saved: Saved, shows: dict[str, str]) -> str:
     """
     text = [
         "# What holds on a GPU\n",
+        "<!-- index: GPU, CUDA, H200 -->\n",
         "`make gpu` shows what holds on a machine with an NVIDIA GPU, in twenty minutes. `python benchmarks/gpu.py`\n"
         "does the same where only the package, TensorFlow's GPU build and NumPy are installed; lines that need an\n"
         "extra say so without it. Each line is printed and saved as JSON, in `gpu.json` among the results of the\n"

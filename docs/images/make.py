@@ -47,10 +47,16 @@ def train(folder, parallel):
         return pixels
 
     def loaded(pixels, classes):
-        return tf.ensure_shape(tf.numpy_function(load, [pixels], tf.float32), (None, 28, 28, 1)), classes
+        return tf.ensure_shape(
+            tf.numpy_function(load, [pixels], tf.float32), (None, 28, 28, 1)
+        ), classes
 
     data = tf.data.Dataset.from_tensor_slices(images()).batch(BATCH)
-    data = data.map(loaded, num_parallel_calls=4).prefetch(tf.data.AUTOTUNE) if parallel else data.map(loaded)
+    data = (
+        data.map(loaded, num_parallel_calls=4).prefetch(tf.data.AUTOTUNE)
+        if parallel
+        else data.map(loaded)
+    )
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
@@ -98,11 +104,19 @@ def main():
         before, after = Path(folder, "before"), Path(folder, "after")
         train(before, parallel=False)
         train(after, parallel=True)
-        pages = {"report": write_report(before), "comparison": write_report(before, compare=after)}
+        pages = {
+            "report": write_report(before),
+            "comparison": write_report(before, compare=after),
+        }
         chromium = browser()
         try:
             for name, (page, width, height, scheme, part) in PICTURES.items():
-                size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+                size = {
+                    "width": width,
+                    "height": height,
+                    "deviceScaleFactor": 1,
+                    "mobile": width < 500,
+                }
                 chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
                 colours = [{"name": "prefers-color-scheme", "value": scheme}]
                 chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": colours})

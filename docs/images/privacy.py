@@ -40,7 +40,9 @@ def drawn(points, without):
         points: Epsilons and accuracies.
         without: The accuracy without privacy, or `None`.
     """
-    x_of, y_of, least, most = placed([*points, PUBLISHED, *([(points[0][0], without)] if without else [])])
+    x_of, y_of, least, most = placed(
+        [*points, PUBLISHED, *([(points[0][0], without)] if without else [])]
+    )
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' height='{HEIGHT}'>",
         f"<rect width='{WIDTH}' height='{HEIGHT}' fill='white'/>",
@@ -54,17 +56,25 @@ def drawn(points, without):
         )
     for epsilon, _ in points:
         x = x_of(epsilon)
-        parts.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{BOTTOM}' y2='{BOTTOM + 5}' stroke='#222'/>")
+        parts.append(
+            f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{BOTTOM}' y2='{BOTTOM + 5}' stroke='#222'/>"
+        )
         parts.append(
             f"<text x='{x:.1f}' y='{BOTTOM + 20}' font-size='13' text-anchor='middle' {STYLE}>{epsilon:g}</text>"
         )
     middle = (LEFT + RIGHT) / 2
-    parts.append(f"<text x='{middle}' y='{BOTTOM + 44}' font-size='14' text-anchor='middle' {STYLE}>epsilon</text>")
+    parts.append(
+        f"<text x='{middle}' y='{BOTTOM + 44}' font-size='14' text-anchor='middle' {STYLE}>epsilon</text>"
+    )
     if without:
         y = y_of(without)
-        parts.append(f"<line x1='{LEFT}' x2='{RIGHT}' y1='{y:.1f}' y2='{y:.1f}' stroke='#777' stroke-dasharray='6 4'/>")
+        parts.append(
+            f"<line x1='{LEFT}' x2='{RIGHT}' y1='{y:.1f}' y2='{y:.1f}' stroke='#777' stroke-dasharray='6 4'/>"
+        )
         words = f"without privacy {100 * without:.1f}%"
-        parts.append(f"<text x='{LEFT + 6}' y='{y + 17:.1f}' font-size='13' {STYLE}>{words}</text>")
+        parts.append(
+            f"<text x='{LEFT + 6}' y='{y + 17:.1f}' font-size='13' {STYLE}>{words}</text>"
+        )
     line = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
     parts.append(f"<polyline points='{line}' fill='none' stroke='#1f6feb' stroke-width='2.5'/>")
     for epsilon, accuracy in points:
@@ -75,7 +85,9 @@ def drawn(points, without):
             f"{100 * accuracy:.1f}</text>"
         )
     x, y = x_of(PUBLISHED[0]), y_of(PUBLISHED[1])
-    parts.append(f"<path d='M{x:.1f} {y - 7:.1f} l7 7 l-7 7 l-7 -7 z' fill='none' stroke='#b35900' stroke-width='2'/>")
+    parts.append(
+        f"<path d='M{x:.1f} {y - 7:.1f} l7 7 l-7 7 l-7 -7 z' fill='none' stroke='#b35900' stroke-width='2'/>"
+    )
     words = "Papernot et al., 86.1 at 2.7"
     parts.append(
         f"<text x='{x - 12:.1f}' y='{y - 14:.1f}' font-size='13' text-anchor='end' {STYLE}>{words}</text></svg>"

@@ -16,7 +16,9 @@ def text_of(node: ast.AST) -> str | None:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
-        return "".join(each.value if isinstance(each, ast.Constant) else "…" for each in node.values)
+        return "".join(
+            each.value if isinstance(each, ast.Constant) else "…" for each in node.values
+        )
     return None
 
 

@@ -11,6 +11,7 @@ from contextlib import redirect_stdout, suppress
 from types import ModuleType
 from typing import Any
 
+from aliases import listed as types
 from messages import messages as all_messages
 from sphinx.application import Sphinx
 
@@ -18,18 +19,30 @@ import keras_paragrad
 from keras_paragrad.cli.main import COMMANDS, main
 
 PACKAGE = "keras_paragrad"
-# The pages of each section, besides its first one.
+# The pages of each section, besides its first one. Guides are below the guide that comes first.
 SECTIONS = {
     "index": r"start|[^/]+/index|how_to|troubleshooting",
     "tutorials/index": r"tutorials/.*",
-    "how_to": r"guides/.*",
+    "how_to": r"guides/(memory|distribution|launch|per_example|transforms|privacy|input_gradients|profiling)",
+    "guides/memory": r"guides/(accumulation|contrastive|custom_train_step|estimate|fine_tune_cnn|recompute)",
+    "guides/distribution": r"guides/(data|keras_tuner|mesh|pipeline|plan|scaling|sharding)",
+    "guides/launch": r"guides/(clusters|deterministic|elastic|fault_tolerance|keras_hub|parameter_servers|ray)",
+    "guides/per_example": r"guides/(clipping|custom_rules|example_norms|noise_scale)",
+    "guides/privacy": r"guides/privacy_\w+",
+    "guides/profiling": r"guides/(telemetry|throughput|tracking)",
     "reference/index": r"reference/.*",
     "explanation/index": r"explanation/.*|architecture|internals/.*",
     "limits/index": r"limits/.*",
     "benchmarks/index": r"benchmarks/.*",
     "migration/index": r"migration/.*",
 }
-_MARK = re.compile(r"^<!-- (\w+)(?:: (\w+))? -->$", flags=re.MULTILINE)
+_MARK = re.compile(r"^<!-- (\w+)(?:: (.+))? -->$", flags=re.MULTILINE)
+# What Keras calls: its own documentation says when.
+HOOKS = r"on_\w+|get_config|from_config|build|build_from_config|compute_output_\w+|set_model|set_params|finalize_\w+"
+# What other parts of the package call.
+INTERNAL = (
+    r"AccumulatingOptimizer\.(window|gradient_weight|gathering|end_micro_batch|host_schedule)"
+)
 
 
 def public_name(module: ModuleType, name: str) -> str:
@@ -64,14 +77,23 @@ def reference(name: str) -> str:
     value = getattr(keras_paragrad, name)
     if not inspect.ismodule(value):
         return _rst(f".. autofunction:: {PACKAGE}.{name}")
-    rows = "\n".join(_row(getattr(value, each), public_name(value, each)) for each in value.__all__)
-    table = f".. list-table::\n   :align: left\n\n{rows}\n"
-    return _rst("\n".join([f".. py:module:: {PACKAGE}.{name}\n", table, *_documented(value, value.__all__)]))
+    rows = "\n".join(
+        _row(getattr(value, each), public_name(value, each)) for each in value.__all__
+    )
+    table = f".. list-table::\n   :align: left\n   :class: names\n\n{rows}\n"
+    return _rst(
+        "\n".join(
+            [f".. py:module:: {PACKAGE}.{name}\n", table, *_documented(value, value.__all__)]
+        )
+    )
 
 
 def commands(_: str) -> str:
     """The help of each command of `keras-paragrad`."""
-    parts = (f"## {name}\n\n{module.__doc__}\n\n```text\n{_help(name)}\n```" for name, module in COMMANDS.items())
+    parts = (
+        f"## {name}\n\n{module.__doc__}\n\n```text\n{_help(name)}\n```"
+        for name, module in COMMANDS.items()
+    )
     return "\n\n".join(parts)
 
 
@@ -89,18 +111,36 @@ def messages(_: str) -> str:
         parts.append(f"## {folder}")
         for number, text in enumerate(dict.fromkeys(texts), start=1):
             # Backticks stay: they are around code there, too.
-            shown = re.sub(r"([*_\[\]<>#$\\])(?=[^`]*(?:`[^`]*`[^`]*)*$)", r"\\\1", " ".join(text.split()))
+            shown = re.sub(
+                r"([*_\[\]<>#$\\])(?=[^`]*(?:`[^`]*`[^`]*)*$)", r"\\\1", " ".join(text.split())
+            )
             parts.append(f"({folder}-{number})=\n{shown}")
     return "\n\n".join(parts)
 
 
-MARKS: dict[str, Callable[[str], str]] = {"reference": reference, "commands": commands, "messages": messages}
+def index(words: str) -> str:
+    """Words that a search finds this page by, before others, and that the index lists."""
+    entries = "\n".join(f"   ! single: {word}" for word in words.split(", "))
+    return _rst(f".. index::\n{entries}\n")
+
+
+MARKS: dict[str, Callable[[str], str]] = {
+    "reference": reference,
+    "commands": commands,
+    "messages": messages,
+    "types": lambda name: _rst(types(name)),
+    "index": index,
+}
 
 
 def _toctree(app: Sphinx, docname: str, text: str) -> str:
     """The pages of a section, in the order in which its first page links to them."""
     folder = docname.rpartition("/")[0]
-    pages = [each for each in app.env.found_docs if re.fullmatch(SECTIONS[docname], each) and each != docname]
+    pages = [
+        each
+        for each in app.env.found_docs
+        if re.fullmatch(SECTIONS[docname], each) and each != docname
+    ]
     links = [f"{folder}/{link}".lstrip("/") for link in re.findall(r"\]\(([\w/.]+)\.md", text)]
     links = [re.sub(r"[^/]+/\.\./", "", link) for link in links]
     pages.sort(key=lambda page: (links.index(page) if page in links else len(links), page))
@@ -113,19 +153,36 @@ def _read(app: Sphinx, docname: str, source: list[str]) -> None:
         source[0] += _toctree(app, docname, source[0])
     # A page that isn't the site's is a file to open.
     source[0] = re.sub(r"\]\(((?:\.\./)+[A-Z]+\.md)(#[\w-]+)?\)", r"](path:\1)", source[0])
-    source[0] = _MARK.sub(lambda mark: MARKS[mark[1]](mark[2]) if mark[1] in MARKS else mark[0], source[0])
+    source[0] = _MARK.sub(
+        lambda mark: MARKS[mark[1]](mark[2]) if mark[1] in MARKS else mark[0], source[0]
+    )
 
 
 def _skip(app: Sphinx, what: str, name: str, value: Any, skip: bool, options: Any) -> bool | None:
-    """Leaves out what Keras calls: its own documentation says when."""
-    hooks = (
-        r"on_\w+|get_config|from_config|build|build_from_config|compute_output_\w+|set_model|set_params|finalize_\w+"
-    )
-    return True if re.fullmatch(hooks, name) else None
+    """Leaves out methods that are public, and that nobody calls who reads the reference."""
+    # Properties, and cached ones, are objects around a function.
+    function = getattr(value, "fget", None) or getattr(value, "func", value)
+    internal = re.fullmatch(INTERNAL, getattr(function, "__qualname__", name))
+    return True if internal or re.fullmatch(HOOKS, name) else None
+
+
+def _break_long_names(
+    app: Sphinx, page: str, template: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Lets long inline code break after dots and underscores on a phone, and not within words."""
+
+    def broken(found: re.Match[str]) -> str:
+        return re.sub(r"([._(=/])", r"\1<wbr>", found[0])
+
+    if "body" in context:
+        context["body"] = re.sub(
+            r'(?<=<span class="pre">)[^<>]{30,}(?=</span>)', broken, context["body"]
+        )
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
     """Has pages changed as they are read."""
     app.connect("source-read", _read)
     app.connect("autodoc-skip-member", _skip)
+    app.connect("html-page-context", _break_long_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
