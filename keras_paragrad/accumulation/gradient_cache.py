@@ -6,13 +6,17 @@ from typing import TypeVar
 import keras
 import tensorflow as tf
 
-from keras_paragrad.accumulation.slice_sums import SliceSums
 from keras_paragrad.compat.layers import ReadScope
-from keras_paragrad.compat.types import Batch, Gradients, Structure
+from keras_paragrad.compat.types import Batch, Structure
+from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.losses.sums import LossForm, LossSums, zero_sums
 from keras_paragrad.engine.replicas.replica_batch import rows_at, rows_of, static_row_count
+from keras_paragrad.engine.step.batch_part import BatchPart, sum_in_loop, weigh
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_loop
 from keras_paragrad.engine.step.whole_loss import OutputForm, backward, forward, gradient_of_batch, trace, whole_loss
+from keras_paragrad.storage.row_gradients import add_gradients
 
+_NO_LOSSES = LossForm((), (), (), proportional=False)
 # The variables that a forward pass assigns, with their new values.
 _State = Sequence[tuple[keras.Variable, tf.Tensor]]
 _Inputs = TypeVar("_Inputs")
@@ -26,12 +30,11 @@ class GradientCache:
 
     Args:
         context: The context of the batch.
-        sums: Sums the gradients of slices.
         size: The number of examples in a slice; the last one of a batch may have fewer.
     """
 
-    def __init__(self, context: StepContext, sums: SliceSums, size: int):
-        self.context, self.model, self.sums, self.size = context, context.model, sums, size
+    def __init__(self, context: StepContext, size: int):
+        self.context, self.model, self.size = context, context.model, size
         self._forms: list[OutputForm] = []
 
     def __call__(self, data: Batch) -> Gradient:
@@ -46,21 +49,19 @@ class GradientCache:
         tensors = (self._eager_outputs if tf.executing_eagerly() else self._outputs)(x, in_loop, last)
         whole = whole_loss(self.context, data, tensors, self._forms[-1])
 
-        def add(index: tf.Tensor, total: Gradients) -> tuple[tf.Tensor, Gradients]:
+        def compute(index: tf.Tensor) -> BatchPart:
             first = index * self.size
             cotangents = rows_at(whole.cotangents, first, self.size)
-            return index + 1, self._add(total, rows_at(x, first, self.size), cotangents, in_loop=True)
+            return self._backward(rows_at(x, first, self.size), cotangents, in_loop=True)
 
-        start = tf.constant(0), self.sums.zero().gradients
-        total = tf.while_loop(lambda index, _: index < in_loop, add, start, parallel_iterations=1)[1]
+        total = sum_in_loop(self.model, in_loop, compute)
         if last is not None:
             first = in_loop * self.size
-            total = self._add(total, last, rows_at(whole.cotangents, first, rows - first))
-        total = self.sums.add_gradients(self.context.replica_batch.gradients(total), whole.gradients)
+            total += self._backward(last, rows_at(whole.cotangents, first, rows - first))
+        gradients = self.context.replica_batch.gradients(total.finish().gradients)
         # Before any weight is updated: in optimized graphs, the backward pass of the last slice may otherwise read an
         # updated one.
-        gradients = tf.tuple(self.sums.present_gradients(total))
-        return gradient_of_batch(self.context, gradients, whole)
+        return gradient_of_batch(self.context, tf.tuple(list(map(add_gradients, gradients, whole.gradients))), whole)
 
     def _outputs(self, x: Structure, in_loop: tf.Tensor | int, last: Structure) -> list[tf.Tensor]:
         """Runs all slices for the first time, and joins their tensors; `last` is the slice after the loop, if any."""
@@ -119,12 +120,11 @@ class GradientCache:
         tensors, values = self._call(run, x, in_loop=in_loop)
         return tensors, list(zip(assigned, values, strict=True))
 
-    def _add(
-        self, total: Gradients, x: Structure, cotangents: list[tf.Tensor | None], *, in_loop: bool = False
-    ) -> Gradients:
-        """Runs a slice for the second time, and adds its gradient."""
+    def _backward(self, x: Structure, cotangents: list[tf.Tensor | None], *, in_loop: bool = False) -> BatchPart:
+        """Runs a slice for the second time, for its gradient."""
         gradients = self._call(lambda inputs: backward(self.model, *inputs), (x, cotangents), in_loop=in_loop)
-        return self.sums.add_gradients(total, gradients)
+        weight, losses = Normalizer(tf.constant(1.0), summed=True), LossSums(zero_sums(self.model), _NO_LOSSES)
+        return BatchPart(self.model, weigh(self.model, gradients), weight, losses)
 
     def _call(self, run: Callable[[_Inputs], _Outputs], inputs: _Inputs, *, in_loop: bool) -> _Outputs:
         """Runs a slice, in a function of its own if XLA compiles it or if that is faster in a loop."""
