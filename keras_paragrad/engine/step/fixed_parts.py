@@ -131,7 +131,12 @@ class FixedParts(NamedTuple):
     def _total(self, part: PartFunction, batch: ReplicaBatch, data: Batch) -> BatchPart:
         """The sums over all parts of a batch, on every replica; adds to the states of metrics and layers."""
         self._check_replicas()
-        total = part.add_in_order([part(data, number, *bounds) for number, bounds in self._bounds(batch, data)])
+        parts: list[BatchPart] = []
+        for number, bounds in self._bounds(batch, data):
+            # One after the other: a device has the memory of one.
+            with tf.control_dependencies([each.weight.value for each in parts[-1:]]):
+                parts.append(part(data, number, *bounds))
+        total = part.add_in_order(parts)
         if replica_count() > 1:
             total = part.add_in_order(total.by_replica())
         part.assign(total.effects)

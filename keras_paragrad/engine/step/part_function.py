@@ -65,7 +65,6 @@ class PartFunction:
         # A mean over a part is larger than over the batch, and could overflow where the loss is scaled.
         self._share = 1 / parts if scales_loss(self.model) else 1.0
         self._order = DataOrder.of(self.model) if run is forward_backward else None
-        self._after: list[tf.Tensor] = []
 
     def _check(self) -> None:
         """Refuses sums whose order depends on the number of replicas."""
@@ -82,14 +81,11 @@ class PartFunction:
             )
 
     def __call__(self, data: Batch, number: int, first: tf.Tensor | int, count: tf.Tensor | int) -> BatchPart:
-        """The sums of the rows from `first` on, after those of the parts before it on this device."""
+        """The part of the rows from `first` on."""
         rows = rows_at(data, first, count)
         never_empty = isinstance(count, int) and count > 0
         batch = ReplicaBatch(tf.convert_to_tensor(count), None if never_empty else tf.convert_to_tensor(count > 0))
-        with tf.control_dependencies(None if tf.executing_eagerly() else self._after):
-            part = self._compute((batch.filled(rows), tf.constant(number, tf.uint32), batch.nonempty))
-        self._after = [part.weight.value]
-        return part
+        return self._compute((batch.filled(rows), tf.constant(number, tf.uint32), batch.nonempty))
 
     def _part(self, arguments: tuple[Batch, tf.Tensor, tf.Tensor | None]) -> BatchPart:
         """Computes a part without side effects."""
