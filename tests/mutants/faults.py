@@ -824,7 +824,7 @@ _SHARDING = [
     _fault(
         "only the first devices of a pipeline's stages count",
         "distribution/pipeline/preparation.py",
-        "functools.reduce(sums.merge, totals)",
+        "functools.reduce(operator.add, totals)",
         "totals[0]",
         "sharding/test_pipeline.py::test_columns_of_devices_end_where_one_device_ends",
     ),
