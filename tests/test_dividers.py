@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.accumulation.slice_sums import SliceSums
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.probes.comparing import compares_examples
 from keras_paragrad.engine.replicas.replica_batch import rows_at
+from keras_paragrad.engine.step.batch_part import compute_part
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
@@ -56,11 +56,9 @@ class InTwo(NamedTuple):
 
     def __call__(self, context, data):
         build_losses(context.model, rows_at(data, 0, 1), metrics=True)
-        sums = SliceSums(context)
-        total = sums.empty()
-        for first, count in ((0, FIRST), (FIRST, ROWS - FIRST)):
-            total = sums.add(total, rows_at(data, first, count), ROWS)
-        return sums.gradient(total)
+        bounds = (0, FIRST), (FIRST, ROWS - FIRST)
+        one, other = (compute_part(context, rows_at(data, *each), ROWS) for each in bounds)
+        return (one + other).finish()
 
 
 class OfItsOwn(keras.Model):

@@ -1,22 +1,34 @@
 """Gradient caching: slices of a batch whose loss compares examples run forward, and again forward and backward."""
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.accumulation.slice_sums import SliceSums
 from keras_paragrad.compat.layers import ReadScope
-from keras_paragrad.compat.types import Batch, Gradients, Structure
+from keras_paragrad.compat.types import Batch, Structure
+from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.engine.losses.sums import LossForm, LossSums, zero_sums
 from keras_paragrad.engine.replicas.replica_batch import rows_at, rows_of, static_row_count
+from keras_paragrad.engine.step.batch_part import BatchPart, sum_in_loop, weigh
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_loop
 from keras_paragrad.engine.step.whole_loss import OutputForm, backward, forward, gradient_of_batch, trace, whole_loss
+from keras_paragrad.storage.row_gradients import add_gradients
 
+_NO_LOSSES = LossForm((), (), (), proportional=False)
 # The variables that a forward pass assigns, with their new values.
 _State = Sequence[tuple[keras.Variable, tf.Tensor]]
 _Inputs = TypeVar("_Inputs")
 _Outputs = TypeVar("_Outputs")
+
+
+class _FirstRun(NamedTuple):
+    """What the first run of a slice returns: the tensors of `forward`, their layout, and the new state."""
+
+    tensors: list[tf.Tensor]
+    form: OutputForm
+    state: _State
 
 
 class GradientCache:
@@ -26,13 +38,11 @@ class GradientCache:
 
     Args:
         context: The context of the batch.
-        sums: Sums the gradients of slices.
         size: The number of examples in a slice; the last one of a batch may have fewer.
     """
 
-    def __init__(self, context: StepContext, sums: SliceSums, size: int):
-        self.context, self.model, self.sums, self.size = context, context.model, sums, size
-        self._forms: list[OutputForm] = []
+    def __init__(self, context: StepContext, size: int):
+        self.context, self.model, self.size = context, context.model, size
 
     def __call__(self, data: Batch) -> Gradient:
         """The gradient of a batch."""
@@ -43,43 +53,43 @@ class GradientCache:
         in_loop = -(-rows // self.size) - 1 if static is None else rows // self.size
         has_rest = static is None or static % self.size
         last = rows_at(x, in_loop * self.size, rows - in_loop * self.size) if has_rest else None
-        tensors = (self._eager_outputs if tf.executing_eagerly() else self._outputs)(x, in_loop, last)
-        whole = whole_loss(self.context, data, tensors, self._forms[-1])
+        tensors, form = (self._eager_outputs if tf.executing_eagerly() else self._outputs)(x, in_loop, last)
+        whole = whole_loss(self.context, data, tensors, form)
 
-        def add(index: tf.Tensor, total: Gradients) -> tuple[tf.Tensor, Gradients]:
+        def compute(index: tf.Tensor) -> BatchPart:
             first = index * self.size
             cotangents = rows_at(whole.cotangents, first, self.size)
-            return index + 1, self._add(total, rows_at(x, first, self.size), cotangents, in_loop=True)
+            return self._backward(rows_at(x, first, self.size), cotangents, in_loop=True)
 
-        start = tf.constant(0), self.sums.zero().gradients
-        total = tf.while_loop(lambda index, _: index < in_loop, add, start, parallel_iterations=1)[1]
+        total = sum_in_loop(self.model, in_loop, compute)
         if last is not None:
             first = in_loop * self.size
-            total = self._add(total, last, rows_at(whole.cotangents, first, rows - first))
-        total = self.sums.add_gradients(self.context.replica_batch.gradients(total), whole.gradients)
+            total += self._backward(last, rows_at(whole.cotangents, first, rows - first))
+        gradients = self.context.replica_batch.gradients(total.finish().gradients)
         # Before any weight is updated: in optimized graphs, the backward pass of the last slice may otherwise read an
         # updated one.
-        gradients = tf.tuple(self.sums.present_gradients(total))
-        return gradient_of_batch(self.context, gradients, whole)
+        return gradient_of_batch(self.context, tf.tuple(list(map(add_gradients, gradients, whole.gradients))), whole)
 
-    def _outputs(self, x: Structure, in_loop: tf.Tensor | int, last: Structure) -> list[tf.Tensor]:
+    def _outputs(self, x: Structure, in_loop: tf.Tensor | int, last: Structure) -> tuple[list[tf.Tensor], OutputForm]:
         """Runs all slices for the first time, and joins their tensors; `last` is the slice after the loop, if any."""
-        specs, assigned = self._trace(rows_at(x, 0, self.size))
+        first = trace(self.model, lambda: self._forward(rows_at(x, 0, self.size), []))
+        specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in first.tensors]
+        assigned = [variable for variable, _ in first.state]
         arrays = [tf.TensorArray(spec.dtype, in_loop, element_shape=spec.shape) for spec in specs]
 
         def add(
             index: tf.Tensor, values: list[tf.Tensor], arrays: list[tf.TensorArray]
         ) -> tuple[tf.Tensor, list[tf.Tensor], list[tf.TensorArray]]:
             part = rows_at(x, index * self.size, self.size)
-            tensors, state = self._forward(part, list(zip(assigned, values, strict=True)), in_loop=True)
-            arrays = [array.write(index, tensor) for array, tensor in zip(arrays, tensors, strict=True)]
-            return index + 1, [value for _, value in state], arrays
+            run = self._forward(part, list(zip(assigned, values, strict=True)), in_loop=True)
+            arrays = [array.write(index, tensor) for array, tensor in zip(arrays, run.tensors, strict=True)]
+            return index + 1, [value for _, value in run.state], arrays
 
         start = tf.constant(0), [tf.identity(variable.value) for variable in assigned], arrays
         _, values, arrays = tf.while_loop(lambda index, *_: index < in_loop, add, start, parallel_iterations=1)
         if last is None:
-            return [_join(array.stack()) for array in arrays]
-        tensors, _ = self._forward(last, list(zip(assigned, values, strict=True)))
+            return [_join(array.stack()) for array in arrays], first.form
+        tensors = self._forward(last, list(zip(assigned, values, strict=True))).tensors
 
         def all_rows(array: tf.TensorArray, spec: tf.TensorSpec, tensor: tf.Tensor) -> tf.Tensor:
             if spec.shape.is_fully_defined():
@@ -88,43 +98,32 @@ class GradientCache:
             nothing = tf.zeros(tf.concat([[in_loop, self.size], tf.shape(tensor)[1:]], 0), tensor.dtype)
             return tf.concat([_join(tf.cond(in_loop > 0, array.stack, lambda: nothing)), tensor], 0)
 
-        return [all_rows(*arguments) for arguments in zip(arrays, specs, tensors, strict=True)]
+        return [all_rows(*arguments) for arguments in zip(arrays, specs, tensors, strict=True)], first.form
 
-    def _eager_outputs(self, x: Structure, in_loop: tf.Tensor | int, last: Structure) -> list[tf.Tensor]:
+    def _eager_outputs(
+        self, x: Structure, in_loop: tf.Tensor | int, last: Structure
+    ) -> tuple[list[tf.Tensor], OutputForm]:
         slices = [rows_at(x, index * self.size, self.size) for index in range(int(in_loop))]
-        parts, state = [], []
+        runs: list[_FirstRun] = []
         for piece in slices if last is None else [*slices, last]:
-            tensors, state = self._forward(piece, state)
-            parts.append(tensors)
-        return [tf.concat(pieces, 0) for pieces in zip(*parts, strict=True)]
+            runs.append(self._forward(piece, runs[-1].state if runs else []))
+        return [tf.concat(pieces, 0) for pieces in zip(*(run.tensors for run in runs), strict=True)], runs[-1].form
 
-    def _trace(self, x: Structure) -> tuple[list[tf.TensorSpec], list[keras.Variable]]:
-        """The specs of a slice's tensors, and the variables that its forward pass assigns."""
-        tensors, state = trace(self.model, lambda: self._forward(x, []))
-        return [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors], [variable for variable, _ in state]
+    def _forward(self, x: Structure, state: _State, *, in_loop: bool = False) -> _FirstRun:
+        """Runs a slice for the first time, from a state."""
 
-    def _forward(self, x: Structure, state: _State, *, in_loop: bool = False) -> tuple[list[tf.Tensor], _State]:
-        """Runs a slice for the first time, from a state; returns its tensors and the new state."""
-        assigned: list[keras.Variable] = []
-
-        def run(x: Structure) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        def run(x: Structure) -> _FirstRun:
             reason = "its two runs in a step must use the same weights"
             with ReadScope(self.model.name, state, reason) as scope:
-                tensors, form = forward(self.model, x)
-                updates = scope.updates
-            self._forms.append(form)
-            assigned[:] = [variable for variable, _ in updates]
-            return tensors, [value for _, value in updates]
+                return _FirstRun(*forward(self.model, x), scope.updates)
 
-        tensors, values = self._call(run, x, in_loop=in_loop)
-        return tensors, list(zip(assigned, values, strict=True))
+        return self._call(run, x, in_loop=in_loop)
 
-    def _add(
-        self, total: Gradients, x: Structure, cotangents: list[tf.Tensor | None], *, in_loop: bool = False
-    ) -> Gradients:
-        """Runs a slice for the second time, and adds its gradient."""
+    def _backward(self, x: Structure, cotangents: list[tf.Tensor | None], *, in_loop: bool = False) -> BatchPart:
+        """Runs a slice for the second time, for its gradient."""
         gradients = self._call(lambda inputs: backward(self.model, *inputs), (x, cotangents), in_loop=in_loop)
-        return self.sums.add_gradients(total, gradients)
+        weight, losses = Normalizer(tf.constant(1.0), summed=True), LossSums(zero_sums(self.model), _NO_LOSSES)
+        return BatchPart(self.model, weigh(self.model, gradients), weight, losses)
 
     def _call(self, run: Callable[[_Inputs], _Outputs], inputs: _Inputs, *, in_loop: bool) -> _Outputs:
         """Runs a slice, in a function of its own if XLA compiles it or if that is faster in a loop."""

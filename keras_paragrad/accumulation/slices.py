@@ -9,7 +9,6 @@ import tensorflow as tf
 
 from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS, check_parts
 from keras_paragrad.accumulation.gradient_cache import GradientCache
-from keras_paragrad.accumulation.slice_sums import RunningSums, SliceSums
 from keras_paragrad.arguments import check_choice_or_function, check_flag, check_instance, check_integer
 from keras_paragrad.compat.data import Adapter, sample_rows
 from keras_paragrad.compat.types import Batch
@@ -18,6 +17,7 @@ from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
 from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_at, rows_of, static_row_count
+from keras_paragrad.engine.step.batch_part import BatchPart, compute_part, sum_in_loop
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.fixed_parts import FixedParts, enable_determinism
@@ -199,50 +199,37 @@ class Slices(NamedTuple):
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch, accumulated over slices of `size` rows; the last one may be smaller."""
         tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
-        sums = self.make_accumulator(context, data)
+        self.build(context, data)
 
-        def add_remainder(total: RunningSums):
+        def add_remainder() -> list[tf.Tensor]:
             # Computed in the branch: XLA can't treat a captured value as a compile-time constant.
             rows = rows_of(tensors)
             first = rows // self.size * self.size
-            return sums.add(total, rows_at(data, first, rows - first), rows)
+            return (total + compute_part(context, rows_at(data, first, rows - first), rows)).sums
 
         rows = cut_rows_of(data)
         full_slices = rows // self.size
         remainder = rows - full_slices * self.size
-        total = self.accumulate(sums, full_slices, lambda index: rows_at(data, index * self.size, self.size), rows)
+
+        def compute(index: tf.Tensor) -> BatchPart:
+            return compute_part(context, rows_at(data, index * self.size, self.size), rows, in_loop=True)
+
+        total = sum_in_loop(context.model, full_slices, compute)
         if isinstance(rows, tf.Tensor):
-            total = tf.cond(remainder > 0, lambda: add_remainder(total), lambda: total)
+            total = total.with_sums(tf.cond(remainder > 0, add_remainder, lambda: total.sums))
         elif remainder:
-            total = add_remainder(total)
-        return sums.gradient(total)
+            total = total.with_sums(add_remainder())
+        return total.finish()
 
     def of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch whose loss compares examples, in two runs of each slice."""
-        return GradientCache(context, SliceSums(context, equal_weights=True), self.size)(data)
+        return GradientCache(context, self.size)(data)
 
-    def make_accumulator(self, context: StepContext, data: Batch, *, equal_weights: bool = False) -> SliceSums:
-        """Builds the model's weights and losses, and returns the `SliceSums` of a batch."""
+    def build(self, context: StepContext, data: Batch) -> None:
+        """Builds the model's weights and losses, outside of the loop over slices."""
         if not context.model.built:
             context.model(keras.utils.unpack_x_y_sample_weight(rows_at(data, 0, 1))[0])
         build_losses(context.model, rows_at(data, 0, 1))
-        return SliceSums(context, equal_weights=equal_weights)
-
-    def accumulate(
-        self,
-        sums: SliceSums,
-        slices: tf.Tensor | int,
-        slice_at: Callable[[tf.Tensor], Batch],
-        rows: tf.Tensor | int,
-        **fields: Any,
-    ) -> RunningSums:
-        """Sums `slices` slices, which `slice_at` cuts from a batch of `rows`; `fields` as in `SliceSums.add`."""
-
-        def add_slice(index: tf.Tensor, total: RunningSums):
-            return index + 1, sums.add(total, slice_at(index), rows, in_loop=True, **fields)
-
-        start = tf.constant(0), sums.zero()
-        return tf.while_loop(lambda index, _: index < slices, add_slice, start, parallel_iterations=1)[1]
 
 
 class UnchosenSlices(NamedTuple):

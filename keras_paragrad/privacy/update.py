@@ -10,12 +10,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.accumulation.slice_sums import RunningSums
 from keras_paragrad.accumulation.slices import Slices
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.losses.logs import has_metrics
 from keras_paragrad.engine.replicas.replica_batch import rows_at
+from keras_paragrad.engine.step.batch_part import BatchPart, compute_part, sum_in_loop
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_xla_loop
 from keras_paragrad.privacy.sampling import present_rows
@@ -76,13 +76,15 @@ class PhysicalBatches(Slices):
         batches = tf.maximum(1, -(-drawn // self.size))
         size = self._even_size(drawn, batches) if _allows_any_batch_size(model) else self.size
         rows = batches * size
-        sums = self.make_accumulator(context, data, equal_weights=True)
+        self.build(context, data)
 
-        def accumulate(data: Batch, **how: Any) -> RunningSums:
-            # The batch is padded, so no slice ends beyond it.
-            return self.accumulate(
-                sums, batches, lambda at: rows_at(data, at * size, size, in_bounds=True), rows, **how
-            )
+        def accumulate(data: Batch, **how: Any) -> BatchPart:
+            def compute(index: tf.Tensor) -> BatchPart:
+                # The batch is padded, so no slice ends beyond it.
+                part = rows_at(data, index * size, size, in_bounds=True)
+                return compute_part(context, part, rows, alike=True, in_loop=True, **how)
+
+            return sum_in_loop(model, batches, compute)
 
         with model.per_example.averaging(rows * replica_count()):
             # Metrics are updated with the drawn rows alone, whose number is dynamic: XLA can't compile that.
@@ -92,7 +94,7 @@ class PhysicalBatches(Slices):
             else:
                 total = accumulate(data)
         # `averaging` already corrects for how many rows this replica computed, so replicas count alike.
-        return sums.gradient(total).counting_as_one()
+        return total.finish().counting_as_one()
 
     def _even_size(self, drawn: tf.Tensor, batches: tf.Tensor) -> tf.Tensor:
         """The fewest rows per physical batch that hold the drawn ones."""

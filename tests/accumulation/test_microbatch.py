@@ -135,6 +135,21 @@ def test_embedding_and_several_inputs():
     assert largest_difference(model_of(4), model_of(None)) < TOLERANCE
 
 
+def test_a_weight_without_a_gradient_is_not_updated():
+    """Keras would let it decay if its gradient were zero."""
+
+    class WithUnused(keras.layers.Dense):
+        def build(self, shape):
+            super().build(shape)
+            self.unused = self.add_weight(shape=(), initializer="ones")
+
+    model = keras.Sequential([keras.Input((3,)), WithUnused(1)])
+    model.compile(keras.optimizers.AdamW(0.1, weight_decay=0.5), "mse", jit_compile=False)
+    with microbatch(model, 4), pytest.warns(UserWarning, match="Gradients do not exist"):
+        model.fit(np.ones((10, 3)), np.ones((10, 1)), batch_size=10, verbose=0)
+    assert float(model.layers[0].unused) == 1
+
+
 def test_a_model_that_is_not_built():
     x, y = DataCase((9,)).batches()[0]
     model = keras.Sequential([keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(2)])

@@ -17,8 +17,9 @@ from keras_paragrad.distribution.checkpoint.files import DamagedBackupError
 from keras_paragrad.distribution.digest import Digest, digest_of
 from keras_paragrad.distribution.replicas import parallelism
 from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.step.batch_part import BatchPart
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.engine.step.part_function import PartFunction, PartSums
+from keras_paragrad.engine.step.part_function import PartFunction
 
 layers = keras.layers
 KINDS = ("convolutions", *(pytest.param(kind, marks=pytest.mark.slow(60)) for kind in ("recurrent", "attention")))
@@ -191,7 +192,7 @@ def test_another_kind_of_processor_is_said(tmp_path, caplog, monkeypatch):
 
 @pytest.mark.slow(30)
 def test_the_digest_shows_another_order_of_additions(monkeypatch):
-    def add_in_turn(part: PartFunction, sums: list[PartSums]) -> PartSums:
+    def add_in_turn(part: PartFunction, sums: list[BatchPart]) -> BatchPart:
         return functools.reduce(lambda total, each: part._add([total, each]), sums)
 
     expected, _ = train(world(1), "dense")

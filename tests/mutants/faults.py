@@ -97,9 +97,23 @@ _ACCUMULATION = [
     _fault(
         "passes are a part of the loop that runs them",
         "accumulation/slices.py",
-        "rows, in_loop=True, **fields)",
-        "rows, **fields)",
+        "rows, in_loop=True)",
+        "rows)",
         "accumulation/test_microbatch.py::test_passes_in_a_loop_are_functions_of_their_own",
+    ),
+    _fault(
+        "a sum of parts weighs what its last part weighs",
+        "engine/step/batch_part.py",
+        "value=self.weight.value + other.weight.value",
+        "value=other.weight.value",
+        "test_dividers.py::test_it_takes_the_step_of_the_whole_batch",
+    ),
+    _fault(
+        "slices have a gradient of zeros where there is none",
+        "engine/step/batch_part.py",
+        "None if gradient is None else each for gradient, each in present",
+        "each for gradient, each in present",
+        "accumulation/test_microbatch.py::test_a_weight_without_a_gradient_is_not_updated",
     ),
     _fault(
         "the rest of a batch that is cut into slices loses its first row",
@@ -535,7 +549,7 @@ _DISTRIBUTION = [
     _fault(
         "deterministic training averages the changes of states over parts that have no rows",
         "engine/step/part_function.py",
-        "change = change if is_seed(variable) else change / tf.cast(total.parts, change.dtype)",
+        "change = change if is_seed(variable) else change / tf.cast(effects.parts, change.dtype)",
         "change = change if is_seed(variable) else change / tf.cast(8, change.dtype)",
         "distribution/test_deterministic.py::test_batch_statistics_of_fewer_rows_than_parts",
     ),
@@ -810,7 +824,7 @@ _SHARDING = [
     _fault(
         "only the first devices of a pipeline's stages count",
         "distribution/pipeline/preparation.py",
-        "functools.reduce(sums.merge, totals)",
+        "functools.reduce(operator.add, totals)",
         "totals[0]",
         "sharding/test_pipeline.py::test_columns_of_devices_end_where_one_device_ends",
     ),
@@ -830,7 +844,7 @@ _SHARDING = [
     ),
     _fault(
         "slices of float16 overflow where the batch does not",
-        "accumulation/slice_sums.py",
+        "engine/step/batch_part.py",
         'share = tf.cast(rows_of(data), "float32") / tf.cast(rows, "float32")',
         'share = tf.cast(rows, "float32") / tf.cast(rows, "float32")',
         "sharding/test_pipeline.py::test_small_slices_overflow_no_earlier_than_the_batch",
@@ -1466,8 +1480,8 @@ _CUSTOM_STEPS = [
     _fault(
         "weights are updated before all gradients are there",
         "accumulation/gradient_cache.py",
-        "gradients = tf.tuple(self.sums.present_gradients(total))",
-        "gradients = self.sums.present_gradients(total)",
+        "tf.tuple(list(map(add_gradients, gradients, whole.gradients)))",
+        "list(map(add_gradients, gradients, whole.gradients))",
         "accumulation/test_comparing.py::test_no_weight_is_updated_before_all_gradients_are_there",
     ),
     _fault(

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.accumulation.slice_sums import SliceSums
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor
 from keras_paragrad.compat.variables import variable_bytes
@@ -30,6 +30,7 @@ from keras_paragrad.engine.pipeline.placement import (
     slot_bytes_by_device,
 )
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_at, rows_of, static_row_count
+from keras_paragrad.engine.step.batch_part import BatchPart, compute_part
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
@@ -251,24 +252,26 @@ class MicroBatches(NamedTuple):
         """The gradient of a batch, from its micro-batches' gradients."""
         # Metrics are updated in a branch, in which they can't create their variables.
         build_losses(context.model, rows_at(data, 0, 1), metrics=True)
-        sums = SliceSums(context)
         static_rows = static_row_count(data)
         rows: Any = rows_of(data) if static_rows is None else static_rows
         count = self.parts if static_rows is None else min(self.parts, static_rows)
         # Each device sums the gradients that it has computed; only the sums move to the variables' devices.
-        totals = [sums.empty() for _ in range(min(self.width, count))]
+        totals: list[BatchPart] = []
         with self.columns.batch():
             for index in range(count):
                 self.columns.micro_batch = index
                 first, last = index * rows // count, (index + 1) * rows // count
                 if static_rows is not None:
-                    micro_batch, options = rows_at(data, first, last - first), {}
+                    micro_batch, fields = rows_at(data, first, last - first), {}
                 else:
                     micro_batch = rows_at(data, first, tf.maximum(last - first, 1))
-                    options = {"replica_batch": _PossiblyEmpty(last - first, last > first)}
-                column = index % len(totals)
-                totals[column] = sums.add(totals[column], micro_batch, rows, **options)
-        return sums.gradient(functools.reduce(sums.merge, totals))
+                    fields: dict[str, Any] = {"replica_batch": _PossiblyEmpty(last - first, last > first)}
+                part = compute_part(context, micro_batch, rows, **fields)
+                if index < self.width:
+                    totals.append(part)
+                else:
+                    totals[index % self.width] += part
+        return functools.reduce(operator.add, totals).finish()
 
 
 class _PossiblyEmpty(ReplicaBatch):

@@ -13,7 +13,7 @@ from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.probes.pure_function import PureFunction
 from keras_paragrad.engine.probes.tolerances import GRADIENT, TIMES_NOISE
-from keras_paragrad.engine.probes.trial import take_rows
+from keras_paragrad.engine.probes.trial import relative_error, take_rows
 
 _LAST_DIGITS = 1e-6
 
@@ -121,19 +121,6 @@ def _finding(
         return 0.0
     noise = max((relative_error(whole, other) or 0.0 for other in changed()), default=0.0)
     return 0.0 if error <= TIMES_NOISE * noise else error
-
-
-def relative_error(whole: list[np.ndarray], other: list[np.ndarray]) -> float | None:
-    """`|other - whole| / |whole|`; `None` if the denominator is 0 or not finite."""
-    norm = _norm(whole)
-    if not np.isfinite(norm) or not norm:
-        # Such a gradient says nothing, and trains nothing.
-        return None
-    return _norm([first - second for first, second in zip(whole, other, strict=True)]) / norm
-
-
-def _norm(tensors: list[np.ndarray]) -> float:
-    return float(np.sqrt(sum(np.sum(np.square(tensor)) for tensor in tensors)))
 
 
 def change_last_digits(nested: Any) -> Any:

@@ -14,7 +14,6 @@ from keras_paragrad.engine.division.comparison import (
     PartComparison,
     WeightedGradient,
     change_last_digits,
-    relative_error,
 )
 from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
@@ -28,7 +27,7 @@ from keras_paragrad.engine.probes.row_independence import (
     has_losses_per_example,
 )
 from keras_paragrad.engine.probes.tolerances import GRADIENT
-from keras_paragrad.engine.probes.trial import Inconclusive, row_count, run_trial, take_rows
+from keras_paragrad.engine.probes.trial import Inconclusive, relative_error, row_count, run_trial, take_rows
 
 # The most bytes that the tensors of a whole batch may take together, beside a step. A larger batch is proved on its
 # outputs, if they take no more than this limit or than the tensors of one part.

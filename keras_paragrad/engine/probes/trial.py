@@ -153,3 +153,16 @@ def gradients_match(first: Sequence[Array], second: Sequence[Array], *, half_pre
         np.allclose(a, b, rtol=0, atol=OF_WEIGHT * size + OF_ALL.single * of_all, equal_nan=True)
         for (a, b), size in zip(pairs, largest, strict=True)
     )
+
+
+def relative_error(whole: list[np.ndarray], other: list[np.ndarray]) -> float | None:
+    """The norm of the difference over the norm of the whole; `None` if that is 0 or not finite."""
+    norm = _norm(whole)
+    if not np.isfinite(norm) or not norm:
+        # Nothing can be learned from it, nor by the model.
+        return None
+    return _norm([first - second for first, second in zip(whole, other, strict=True)]) / norm
+
+
+def _norm(tensors: list[np.ndarray]) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(each)) for each in tensors)))

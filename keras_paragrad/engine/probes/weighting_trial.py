@@ -25,6 +25,7 @@ from keras_paragrad.engine.probes.trial import (
     SIZES,
     Inconclusive,
     gradients_match,
+    relative_error,
     run_trial,
     synthetic_rows,
     take_rows,
@@ -231,8 +232,7 @@ def errors_of(
     """
     whole, *of_parts = gradients
     expected = [np.asarray(gradient, "float64") for gradient in whole]
-    norm = np.sqrt(sum(np.sum(np.square(gradient)) for gradient in expected))
-    if not np.isfinite(norm) or not norm:
+    if relative_error(expected, expected) is None:
         # For example the logarithm of a label of 0. Every weighting would fit.
         raise Inconclusive("the loss has no finite gradient other than 0 on synthetic rows")
     errors = []
@@ -241,8 +241,7 @@ def errors_of(
             np.sum([weight * np.asarray(part, "float64") for weight, part in zip(weights, pieces, strict=True)], 0)
             for pieces in zip(*of_parts, strict=True)
         ]
-        pairs = zip(expected, total, strict=True)
-        error = float(np.sqrt(sum(np.sum(np.square(one - other)) for one, other in pairs)) / norm)
+        error = relative_error(expected, total) or 0.0
         matches = gradients_match(expected, total, half_precision=half_precision)
         errors.append(0.0 if matches and (half_precision or error <= (rounding or _rounding())) else error)
     return errors

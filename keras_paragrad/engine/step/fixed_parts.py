@@ -19,9 +19,10 @@ from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossSums
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, cut_rows_of
+from keras_paragrad.engine.step.batch_part import BatchPart
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, forward_backward
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
-from keras_paragrad.engine.step.part_function import PartFunction, PartSums, gather_from_replicas
+from keras_paragrad.engine.step.part_function import PartFunction, on_first_replica
 from keras_paragrad.engine.step.stages import BatchSlices, ComputeLosses
 
 _ANY_ROWS = 2**31 - 1
@@ -114,7 +115,7 @@ class FixedParts(NamedTuple):
         """
         part = PartFunction(context._replace(by_xla=self.by_xla), self.parts, forward_backward)
         total = self._total(part, context.replica_batch, data)
-        return part.gradient(total)
+        return on_first_replica(total)
 
     def evaluate(self, model: keras.Model, batch: ReplicaBatch, data: Batch, compute: ComputeLosses) -> LossSums:
         """The losses of a batch on all replicas: on the first one, with zeros on the others; updates the metrics."""
@@ -124,15 +125,21 @@ class FixedParts(NamedTuple):
             return Gradient([None] * len(model.trainable_weights), None, Normalizer(tf.constant(1.0)), losses), y_pred
 
         part = PartFunction(StepContext(model, batch, by_xla=self.by_xla), self.parts, evaluated)
-        return part.losses(self._total(part, batch, data))
+        losses = self._total(part, batch, data).losses
+        return losses if replica_index() == 0 else losses.zero_unless(tf.constant(False))
 
-    def _total(self, part: PartFunction, batch: ReplicaBatch, data: Batch) -> PartSums:
+    def _total(self, part: PartFunction, batch: ReplicaBatch, data: Batch) -> BatchPart:
         """The sums over all parts of a batch, on every replica; adds to the states of metrics and layers."""
         self._check_replicas()
-        total = part.add_in_order([part(data, number, *bounds) for number, bounds in self._bounds(batch, data)])
+        parts: list[BatchPart] = []
+        for number, bounds in self._bounds(batch, data):
+            # One after the other: a device has the memory of one.
+            with tf.control_dependencies([each.weight.value for each in parts[-1:]]):
+                parts.append(part(data, number, *bounds))
+        total = part.add_in_order(parts)
         if replica_count() > 1:
-            total = part.add_in_order(gather_from_replicas(total))
-        part.assign(total)
+            total = part.add_in_order(total.by_replica())
+        part.assign(total.effects)
         return total
 
     def _check_replicas(self) -> None:

@@ -1,33 +1,26 @@
 """A part of a batch as a function without side effects, and the sums of parts, added in one order."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import (
-    as_one_replica,
-    cross_replica,
-    replica_count,
-    replica_index,
-    sum_over_replicas,
-)
+from keras_paragrad.compat.collectives import as_one_replica, cross_replica, replica_index
 from keras_paragrad.compat.model import all_variables, step_metrics
-from keras_paragrad.compat.optimizer import say_rows_are_summed, unwrap_loss_scale
-from keras_paragrad.compat.types import Batch, Gradients, Structure
-from keras_paragrad.engine.losses.divisors import Normalizer
+from keras_paragrad.compat.optimizer import say_rows_are_summed
+from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
-from keras_paragrad.engine.losses.sums import LossSums
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.probes.pure_function import is_seed
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_at
+from keras_paragrad.engine.step.batch_part import BatchPart, scales_loss
 from keras_paragrad.engine.step.data_order import DataOrder, checksum_of_part
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, forward_backward, in_function
 from keras_paragrad.engine.step.operations import find_hidden_state
-from keras_paragrad.storage.row_gradients import accumulate_gradient, is_overwritten, scale_gradients
+from keras_paragrad.storage.row_gradients import is_overwritten
 from keras_paragrad.storage.updating import clips_norms_of_shards
 
 # Steps between the seeds of two parts: the golden ratio times 2**32, so that no two parts draw each other's numbers.
@@ -36,24 +29,18 @@ _BETWEEN_SEEDS = 0x9E3779B9
 RunPart = Callable[[StepContext, Batch], tuple[Gradient, Structure]]
 
 
-class PartSums(NamedTuple):
-    """What a part of a batch adds to the whole.
+class Effects(NamedTuple):
+    """How a part of a batch changes states, in sums.
 
     Attributes:
-        gradients: The gradients of the trainable weights that have one, times the part's weight.
-        divisor: The weight: what the loss of the part was divided by.
-        losses: The part's `LossSums.vector`.
         metrics: What it adds to the states of metrics.
-        states: How it changes the states of layers.
+        states: How it changes each of `PartFunction.states`; `None` where it doesn't.
         parts: 1, or 0 for a part without rows.
         data: The part's `checksum_of_part`, in training.
     """
 
-    gradients: list[tf.Tensor]
-    divisor: tf.Tensor
-    losses: tf.Tensor
     metrics: list[tf.Tensor]
-    states: list[tf.Tensor]
+    states: list[tf.Tensor | None]
     parts: tf.Tensor
     data: list[tf.Tensor]
 
@@ -68,21 +55,16 @@ class PartFunction:
         weights = set(map(id, self.variables))
         self.metrics = list(metrics.values())
         known = [each for each in all_variables(self.model) if id(each) not in weights and id(each) not in metrics]
-        # All states that a part may change: seeds, and statistics of batches. Then those that it does change.
-        self.seeds = [each for each in known if is_seed(each)]
+        # All states that a part may change: seeds, and statistics of batches.
         layers = layers_of_batch_statistics(self.model)
-        self.statistics = {id(each) for layer in layers for each in layer.non_trainable_variables if not is_seed(each)}
-        self.states: list[keras.Variable] = []
+        statistics = {id(each) for layer in layers for each in layer.non_trainable_variables}
+        self.states = [each for each in known if is_seed(each) or id(each) in statistics]
         self._check()
-        self._compute = in_function(self._sums, by_xla=context.by_xla)
-        self._add = in_function(self._sum_of_two, by_xla=False)
+        self._compute = in_function(self._part, by_xla=context.by_xla)
+        self._add = in_function(_add_pair, by_xla=False)
         # A mean over a part is larger than over the batch, and could overflow where the loss is scaled.
-        optimizer = self.model.optimizer
-        self._share = 1 / parts if optimizer is not None and unwrap_loss_scale(optimizer) is not optimizer else 1.0
+        self._share = 1 / parts if scales_loss(self.model) else 1.0
         self._order = DataOrder.of(self.model) if run is forward_backward else None
-        self._present: list[int] = []
-        self._last: Any = None
-        self._after: list[tf.Tensor] = []
 
     def _check(self) -> None:
         """Refuses sums whose order depends on the number of replicas."""
@@ -98,21 +80,18 @@ class PartFunction:
                 f"deterministic={self.parts} out."
             )
 
-    def __call__(self, data: Batch, number: int, first: tf.Tensor | int, count: tf.Tensor | int) -> PartSums:
-        """The sums of the rows from `first` on, after those of the parts before it on this device."""
+    def __call__(self, data: Batch, number: int, first: tf.Tensor | int, count: tf.Tensor | int) -> BatchPart:
+        """The part of the rows from `first` on."""
         rows = rows_at(data, first, count)
         never_empty = isinstance(count, int) and count > 0
         batch = ReplicaBatch(tf.convert_to_tensor(count), None if never_empty else tf.convert_to_tensor(count > 0))
-        with tf.control_dependencies(None if tf.executing_eagerly() else self._after):
-            sums = self._compute((batch.filled(rows), tf.constant(number, tf.uint32), batch.nonempty))
-        self._after = [sums.divisor]
-        return sums
+        return self._compute((batch.filled(rows), tf.constant(number, tf.uint32), batch.nonempty))
 
-    def _sums(self, arguments: tuple[Batch, tf.Tensor, tf.Tensor | None]) -> PartSums:
+    def _part(self, arguments: tuple[Batch, tf.Tensor, tf.Tensor | None]) -> BatchPart:
         """Computes a part without side effects."""
         data, number, nonempty = arguments
-        starts = {id(seed): _seed_of_part(seed, number) for seed in self.seeds}
-        mapping = [(seed, starts[id(seed)]) for seed in self.seeds]
+        starts = {id(seed): _seed_of_part(seed, number) for seed in self.states if is_seed(seed)}
+        mapping = [(seed, starts[id(seed)]) for seed in self.states if is_seed(seed)]
         mapping += [(variable, tf.zeros(variable.shape, variable.dtype)) for variable in self.metrics]
         context = self.context._replace(weigh_replica=lambda weight: tf.constant(self._share))
         with as_one_replica(), RecordingScope(mapping, self.variables) as scope:
@@ -123,40 +102,27 @@ class PartFunction:
             added = [tf.convert_to_tensor(scope.get_current_value(variable)) for variable in self.metrics]
         check_metrics(self.model, batch, summed=True, anyway=f"Or leave deterministic={self.parts} out.")
         self._check_states(scope)
-        assert gradient.weight is not None and gradient.sums is not None, "the split stage weights every part"
-        self._last = gradient
-        changes = []
-        for variable in self.states:
-            start = starts.get(id(variable), variable.value)
-            changes.append(_change(variable, start, scope.get_current_value(variable), number))
-
-        weight = tf.constant(1.0) if gradient.weight.summed else tf.cast(gradient.weight.value, "float32")
-        gradients = self._weighted(gradient.gradients, weight)
-        read = [checksum_of_part(data, number)] if self._order else []
-        sums = PartSums(gradients, weight, gradient.sums.vector, added, changes, tf.constant(1.0), read)
-        if nonempty is None:
-            return sums
-        return keras.tree.map_structure(lambda tensor: tf.where(nonempty, tensor, tf.zeros_like(tensor)), sums)
-
-    def _weighted(self, gradients: Gradients, weight: tf.Tensor) -> list[tf.Tensor]:
-        """Dense gradients times the weight of the part, where there are any."""
-        self._present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-        factor = weight / self._share
-        for index in self._present:
-            say_rows_are_summed(self.model.optimizer, [gradients[index]], [self.variables[index]])
-        dense: list[Any] = [tf.convert_to_tensor(cast(Any, gradients[index])) for index in self._present]
-        return [
-            accumulate_gradient(self.variables[index], None, gradient, factor)
-            for index, gradient in zip(self._present, dense, strict=True)
+        changes = [
+            _change(each, starts.get(id(each), each.value), scope.get_current_value(each), number)
+            if id(each) in scope.assigned
+            else None
+            for each in self.states
         ]
+        dense: list[Any] = [None if each is None else tf.convert_to_tensor(each) for each in gradient.gradients]
+        if self.model.optimizer is not None:
+            say_rows_are_summed(self.model.optimizer, gradient.gradients, self.variables)
+        read = [checksum_of_part(data, number)] if self._order else []
+        part = BatchPart.of(self.model, gradient._replace(gradients=dense), self._share)
+        part = part._replace(effects=Effects(added, changes, tf.constant(1.0), read))
+        if nonempty is None:
+            return part
+        return part.with_sums([tf.where(nonempty, each, tf.zeros_like(each)) for each in part.sums])
 
     def _check_states(self, scope: "RecordingScope") -> None:
-        """Notes the states that a part changes, and refuses those that Keras or the model doesn't know."""
+        """Refuses states that a part changes, and that Keras or the model doesn't know."""
         otherwise = f", or leave deterministic={self.parts} out."
-        metrics = set(map(id, self.metrics))
-        changed = [each for each in scope.assigned.values() if id(each) not in metrics]
-        known = {*map(id, self.seeds), *self.statistics}
-        if unknown := [each.path for each in changed if id(each) not in known]:
+        known = set(map(id, [*self.metrics, *self.states]))
+        if unknown := [each.path for key, each in scope.assigned.items() if key not in known]:
             raise IndivisibleError(
                 f"The step assigns to {', '.join(unknown)}, and parts of a batch would leave another state than the "
                 "whole. Give layers that draw random numbers a keras.random.SeedGenerator as an attribute, and update "
@@ -168,9 +134,8 @@ class PartFunction:
                 f"The step's operation {hidden.operation.name!r} ({hidden.operation.type}) {hidden.problem}. "
                 f"{hidden.advice}{otherwise}"
             )
-        self.states = changed
 
-    def add_in_order(self, sums: Sequence[PartSums]) -> PartSums:
+    def add_in_order(self, sums: Sequence[BatchPart]) -> BatchPart:
         """Adds neighbors, then neighbors of these sums, and so on: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))."""
         sums = list(sums)
         while len(sums) > 1:
@@ -178,53 +143,43 @@ class PartFunction:
             sums = [pair[0] if len(pair) == 1 else self._add(pair) for pair in pairs]
         return sums[0]
 
-    def _sum_of_two(self, pair: Sequence[PartSums]) -> PartSums:
-        """The sum of two neighbors; of float8 scales, which are no sums, the larger one."""
-        overwritten = [is_overwritten(self.variables[index]) for index in self._present]
-        one, other = pair
-        gradients = [
-            tf.maximum(first, second) if larger else first + second
-            for larger, first, second in zip(overwritten, one.gradients, other.gradients, strict=True)
-        ]
-        rest = [keras.tree.map_structure(tf.add, *fields) for fields in zip(one[1:], other[1:], strict=True)]
-        return PartSums(gradients, *rest)
-
-    def assign(self, total: PartSums) -> None:
+    def assign(self, effects: Effects) -> None:
         """Adds the sums to the states of metrics, on the first replica, and of layers, on all."""
         if replica_index() == 0:
-            for variable, added in zip(self.metrics, total.metrics, strict=True):
+            for variable, added in zip(self.metrics, effects.metrics, strict=True):
                 variable.assign_add(added)
-        for variable, change in zip(self.states, total.states, strict=True):
-            change = change if is_seed(variable) else change / tf.cast(total.parts, change.dtype)
-            _assign_on_all(variable, tf.convert_to_tensor(variable.value) + change)
+        for variable, change in zip(self.states, effects.states, strict=True):
+            if change is not None:
+                change = change if is_seed(variable) else change / tf.cast(effects.parts, change.dtype)
+                _assign_on_all(variable, tf.convert_to_tensor(variable.value) + change)
         if self._order:
-            _assign_on_all(self._order.state, self._order.after(*total.data))
+            _assign_on_all(self._order.state, self._order.after(*effects.data))
 
-    def gradient(self, total: PartSums) -> Gradient:
-        """The gradient of the batch, on the first replica; zeros on the others."""
-        weight = self._last.weight
-        first = replica_index() == 0
-        divisor = tf.constant(1.0) if weight.summed else total.divisor
-        gradients: list[Any] = [None] * len(self.variables)
-        finish = in_function(self._mean, by_xla=False)
-        for index, gradient in zip(self._present, finish((total.gradients, divisor)), strict=True):
-            larger = is_overwritten(self.variables[index])
-            gradients[index] = gradient if first or larger else tf.zeros_like(gradient)
-        value = divisor if first else tf.zeros_like(divisor)
-        normalizer = Normalizer(value, weight.summed, weight.stated, of_one_device=True)
-        return Gradient(gradients, None, normalizer, self.losses(total))
 
-    def losses(self, total: PartSums) -> LossSums:
-        """The losses of the batch, on the first replica; zeros on the others."""
-        vector = total.losses if replica_index() == 0 else tf.zeros_like(total.losses)
-        return LossSums(vector, self._last.sums.form)
+def _add_pair(pair: Sequence[BatchPart]) -> BatchPart:
+    return pair[0] + pair[1]
 
-    def _mean(self, arguments: tuple[list[tf.Tensor], tf.Tensor]) -> list[tf.Tensor]:
-        """The sums divided by the divisor. Adding zero makes -0.0 what a sum over replicas makes of it."""
-        total, divisor = arguments
-        variables = [self.variables[index] for index in self._present]
-        means: list[Any] = scale_gradients(total, variables, tf.math.reciprocal_no_nan(divisor))
-        return [tf.cast(mean + 0.0, variable.dtype) for mean, variable in zip(means, variables, strict=True)]
+
+def on_first_replica(total: BatchPart) -> Gradient:
+    """The gradient of the batch on the first replica, and zeros on the others: their sum moves its bits."""
+
+    def finish(total: BatchPart) -> Gradient:
+        gradient = total.finish()
+        dense: list[Any] = list(gradient.gradients)
+        # Adding zero makes -0.0 what a sum over replicas makes of it.
+        return gradient._replace(gradients=[None if each is None else each + 0.0 for each in dense])
+
+    gradient = in_function(finish, by_xla=False)(total)
+    assert gradient.weight is not None and gradient.sums is not None, "a sum of parts has both"
+    weight = gradient.weight._replace(of_one_device=True)
+    if replica_index() == 0:
+        return gradient._replace(weight=weight)
+    gradients = [
+        each if each is None or is_overwritten(variable) else tf.zeros_like(each)
+        for variable, each in zip(total.model.trainable_weights, gradient.gradients, strict=True)
+    ]
+    weight = weight._replace(value=tf.zeros_like(weight.value))
+    return Gradient(gradients, None, weight, gradient.sums.zero_unless(tf.constant(False)))
 
 
 class RecordingScope(keras.StatelessScope):
@@ -267,18 +222,6 @@ def _change(variable: keras.Variable, start: Any, after: Any, number: tf.Tensor)
     """How a part changes a state. All parts change seeds alike, so the first part's change counts."""
     change = tf.convert_to_tensor(after) - tf.convert_to_tensor(start)
     return tf.where(tf.equal(number, 0), change, tf.zeros_like(change)) if is_seed(variable) else change
-
-
-def gather_from_replicas(sums: PartSums) -> list[PartSums]:
-    """The sums of all replicas, in order, on each of them: a sum with zeros moves bits and changes none."""
-    tensors = keras.tree.flatten(sums)
-    rows = [
-        tf.stack([part if replica == replica_index() else tf.zeros_like(part) for replica in range(replica_count())])
-        for part in tensors
-    ]
-    gathered = sum_over_replicas(rows)
-    by_replica = zip(*(tf.unstack(each, replica_count()) for each in gathered), strict=True)
-    return [keras.tree.pack_sequence_as(sums, list(each)) for each in by_replica]
 
 
 def _assign_on_all(variable: keras.Variable, value: tf.Tensor) -> None:
