@@ -11,6 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -66,21 +67,22 @@ def passing_options_to(function: Callable[..., Any], *, without: Collection[str]
 
 def with_arguments_of(
     source: Callable[P, Any],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
     """Decorates a method that passes its arguments on with the signature of another function or class."""
     parameters = inspect.signature(source).parameters.values()
 
-    def decorate(method: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+    def decorate(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        signature = inspect.Signature([first, *parameters])
+        returned = inspect.signature(method).return_annotation
+        signature = inspect.Signature([first, *parameters], return_annotation=returned)
 
         @functools.wraps(method)
-        def call(*arguments: Any, **keywords: Any) -> None:
+        def call(*arguments: Any, **keywords: Any) -> R:
             try:
                 signature.bind(*arguments, **keywords)
             except TypeError as error:
                 raise TypeError(f"{method.__qualname__}() {error}") from None
-            method(*arguments, **keywords)
+            return method(*arguments, **keywords)
 
         vars(call)["__signature__"] = signature
         return call

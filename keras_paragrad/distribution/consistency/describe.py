@@ -25,7 +25,7 @@ _LIBRARIES = ("keras", "tensorflow", "numpy", "builtins", "keras_paragrad")
 # Arguments of `fit` that hold data, which is compared where it is read: here only which of them are given.
 _DATA = ("x", "y", "sample_weight", "validation_data")
 # How data is read, and how much is shown.
-_FREE = ("verbose", "callbacks", "cache", "prefetch", "seed", "self")
+_FREE = ("verbose", "callbacks", "cache", "prefetch", "seed", "self", "model")
 # Keys of configs that may differ. Seeds: initial values are the first worker's, and dropout draws different numbers on
 # each replica anyway. How a layer was built depends on its first batch; the shapes of weights are compared instead.
 _LEFT_OUT = {
