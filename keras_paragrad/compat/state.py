@@ -1,4 +1,4 @@
-"""`ModelState`, what the pack attaches to objects of the user's, and `MethodPatch`, which replaces their methods."""
+"""`Slot`, a value that the package attaches to users' objects, and `MethodPatch`, which replaces their methods."""
 
 import abc
 import contextlib
@@ -8,85 +8,73 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, Generic, TypeVar
 
 _KEY = "_keras_paragrad"
+KEPT: list["Slot[Any]"] = []
 Value = TypeVar("Value")
 
 
+def attached(owner: object) -> Mapping[str, Any]:
+    """The values of all slots that are attached to an object, by name."""
+    return getattr(owner, "__dict__", {}).get(_KEY, {})
+
+
 class Slot(Generic[Value]):
-    """One value in a `ModelState`. Assigning the empty value deletes it.
+    """A value that the package attaches to users' objects: models, layers, optimizers, losses, strategies, functions.
+
+    The module that uses a slot declares it. The values of an object are in one attribute, which is deleted when all
+    are empty. Keras doesn't track, save or clone it, and `untouched` restores it with the object's other attributes.
 
     Args:
-        empty: The value when nothing is assigned. Values are replaced, never mutated.
+        name: The name among the values of an object.
+        empty: The value when nothing is attached. Values are replaced, never mutated.
+        kept: Whether `untouched` leaves the value as it is.
     """
 
-    def __init__(self, empty: Value):
-        self.empty = empty
+    def __init__(self, name: str, empty: Value, *, kept: bool = False):
+        self.name, self.empty = name, empty
+        if kept:
+            KEPT.append(self)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+    def of(self, owner: object) -> Value:
+        """The value attached to an object."""
+        return attached(owner).get(self.name, self.empty)
 
-    def __get__(self, state: "ModelState", kind: type) -> Value:
-        return state.attached.get(self.name, self.empty)
+    def attach(self, owner: object, value: Value) -> None:
+        """Attaches a value; the empty one deletes it."""
+        slots = {name: other for name, other in attached(owner).items() if name != self.name}
+        if value or type(value) is not type(self.empty):
+            slots[self.name] = value
+        # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
+        if slots:
+            vars(owner)[_KEY] = slots
+        else:
+            vars(owner).pop(_KEY, None)
 
-    def __set__(self, state: "ModelState", value: Value) -> None:
-        others = {name: other for name, other in state.attached.items() if name != self.name}
-        state.attach(others if type(value) is type(self.empty) and not value else {**others, self.name: value})
+
+# Messages that were logged or shown as warnings.
+LOGGED = Slot[frozenset[str]]("logged", frozenset(), kept=True)
+# Slots of the step and of its losses, which declare them here.
+_SHARED: Mapping[str, Slot[Any]] = {
+    "logged": LOGGED,
+    "step_builder": Slot("step_builder", None),
+    "deferred_refusal": Slot("deferred_refusal", {}),
+    "replica_weights": Slot("replica_weights", {}),
+    "interception": Slot("interception", None),
+    "transform": Slot("transform", None),
+    "shown_metrics": Slot("shown_metrics", None),
+}
 
 
 class ModelState:
-    """Everything attached to one object, in one attribute, which is deleted when every slot is empty.
-
-    Keras doesn't track, save or clone it, and `untouched` restores it with the object's other attributes.
-
-    Args:
-        owner: The object: a model, layer, optimizer, loss, strategy or function.
-    """
-
-    # Of models: the step builder, and how the model is trained (`distribution.preparation`).
-    step_builder = Slot[Any](None)
-    preparations = Slot[Mapping[type, Any]]({})
-    # The strategy of the workers that train a model on a mesh.
-    workers = Slot[Any](None)
-    # Of models: the arguments of each `recompute` in effect, for processes in which a batch is tried.
-    recomputations = Slot[tuple[dict[str, Any], ...]](())
-    # Results of probes, with the `compile` that they are valid for, and messages logged already.
-    independence = Slot[tuple[Any, dict[Any, Any]] | None](None)
-    deferred_refusal = Slot[Mapping[str, Any]]({})
-    logged = Slot[frozenset[str]](frozenset())
-    # Of models: what a custom `compute_metrics` has returned of the part of a batch that was traced last.
-    shown_metrics = Slot[tuple[str, ...] | None](None)
-    # By replica, the weight of the loss in the backward pass that is being traced.
-    replica_weights = Slot[Mapping[int, Any]]({})
-    # Of any object: methods replaced while a step is traced, by the class of their `MethodPatch`.
-    patches = Slot[Mapping[type, Any]]({})
-    # Of layers: whether a call gathers the weights.
-    gathers = Slot[bool](False)
-    # Of optimizers: what an intercepted `apply` replaces, the installed transform, and the norms of sharded gradients,
-    # `()` between updates.
-    interception = Slot[Any](None)
-    transform = Slot[Any](None)
-    norms = Slot[tuple[Any, ...] | None](None)
-    # Of progress bars: which values they show.
-    progress = Slot[Any](None)
-    # Of strategies: what measures how long a worker waits for the others.
-    wait_clock = Slot[Any](None)
-    # Of strategies and replaced methods: whether they warn of an unprepared `fit`.
-    warns = Slot[bool](False)
+    """The values of `_SHARED` that are attached to an object, as attributes."""
 
     def __init__(self, owner: object):
-        self._owner = owner
+        vars(self)["owner"] = owner
 
-    @property
-    def attached(self) -> Mapping[str, Any]:
-        """The assigned slots, by name."""
-        return getattr(self._owner, "__dict__", {}).get(_KEY, {})
+    def __getattr__(self, name: str) -> Any:
+        return _SHARED[name].of(vars(self)["owner"])
 
-    def attach(self, slots: dict[str, Any]) -> None:
-        """Replaces all slots."""
-        # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
-        if slots:
-            vars(self._owner)[_KEY] = slots
-        else:
-            vars(self._owner).pop(_KEY, None)
+    def __setattr__(self, name: str, value: Any) -> None:
+        _SHARED[name].attach(vars(self)["owner"], value)
 
 
 def state_of(owner: object) -> ModelState:
@@ -94,12 +82,16 @@ def state_of(owner: object) -> ModelState:
     return ModelState(owner)
 
 
+# Methods replaced while a step is traced, by the class of their `MethodPatch`.
+_PATCHES = Slot[Mapping[type, Any]]("patches", {})
+
+
 def is_first(owner: object, message: str) -> bool:
     """Whether a message wasn't said for this owner before; it is from now on."""
-    state = state_of(owner)
-    if message in state.logged:
+    logged = LOGGED.of(owner)
+    if message in logged:
         return False
-    state.logged |= {message}
+    LOGGED.attach(owner, logged | {message})
     return True
 
 
@@ -163,7 +155,7 @@ def is_patched(owner: object, name: str) -> bool:
 
 def patch_of(owner: object, kind: type[Patch]) -> Patch | None:
     """An object's active patch of a class."""
-    return state_of(owner).patches.get(kind)
+    return _PATCHES.of(owner).get(kind)
 
 
 @contextlib.contextmanager
@@ -175,10 +167,10 @@ def patched(owner: object, make: Callable[[], Patch]) -> Generator[Patch]:
         make: Makes the patch. An owner has at most one of each class.
     """
     # Replicas are traced interleaved, up to each collective: the first to enter patches, the last to leave restores.
-    new, state = make(), state_of(owner)
+    new = make()
     kind = type(new)
-    patch = state.patches.get(kind, new)
-    state.patches = {**state.patches, kind: patch}
+    patch = _PATCHES.of(owner).get(kind, new)
+    _PATCHES.attach(owner, {**_PATCHES.of(owner), kind: patch})
     patch.entered += 1
     try:
         if patch.entered == 1:
@@ -188,4 +180,4 @@ def patched(owner: object, make: Callable[[], Patch]) -> Generator[Patch]:
         patch.entered -= 1
         if not patch.entered:
             patch.restore()
-            state.patches = {other: each for other, each in state.patches.items() if other is not kind}
+            _PATCHES.attach(owner, {other: each for other, each in _PATCHES.of(owner).items() if other is not kind})
