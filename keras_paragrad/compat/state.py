@@ -52,36 +52,6 @@ class Slot(Generic[Value]):
 
 # Messages that were logged or shown as warnings.
 LOGGED = Slot[frozenset[str]]("logged", frozenset(), kept=True)
-# Slots of the step and of its losses, which declare them here.
-_SHARED: Mapping[str, Slot[Any]] = {
-    "logged": LOGGED,
-    "step_builder": Slot("step_builder", None),
-    "deferred_refusal": Slot("deferred_refusal", {}),
-    "replica_weights": Slot("replica_weights", {}),
-    "interception": Slot("interception", None),
-    "transform": Slot("transform", None),
-    "shown_metrics": Slot("shown_metrics", None),
-}
-
-
-class ModelState:
-    """The values of `_SHARED` that are attached to an object, as attributes."""
-
-    def __init__(self, owner: object):
-        vars(self)["owner"] = owner
-
-    def __getattr__(self, name: str) -> Any:
-        return _SHARED[name].of(vars(self)["owner"])
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        _SHARED[name].attach(vars(self)["owner"], value)
-
-
-def state_of(owner: object) -> ModelState:
-    """The state attached to an object."""
-    return ModelState(owner)
-
-
 # Methods replaced while a step is traced, by the class of their `MethodPatch`.
 _PATCHES = Slot[Mapping[type, Any]]("patches", {})
 
