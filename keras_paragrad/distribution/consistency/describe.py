@@ -44,7 +44,6 @@ _ONLY_SHOW = (
     *(keras.callbacks.History, keras.callbacks.ProgbarLogger, keras.callbacks.CSVLogger),
     keras.callbacks.RemoteMonitor,
 )
-_OURS_THAT_ONLY_SHOW = ("Throughput", "Profiler", "ScratchDirectory", "FollowEpochs", "AgreeEachEpoch")
 
 
 def versions() -> dict[str, str]:
@@ -92,10 +91,11 @@ def arguments_of(function: Callable[..., object], args: tuple[Any, ...], kwargs:
 def can_change_training(callback: keras.callbacks.Callback) -> bool:
     """Whether a callback is one of Keras's or of this package that can change what is computed, or derived from one.
 
-    Custom ones may be on one worker only; what they change is found at the end of an epoch.
+    Ours that can't have `changes_training = False`. Custom ones may be on one worker only; what they change is found at
+    the end of an epoch.
     """
     base = next(base for base in type(callback).__mro__ if is_of_a_library(base))
-    if issubclass(base, _ONLY_SHOW) or base.__name__ in _OURS_THAT_ONLY_SHOW:
+    if issubclass(base, _ONLY_SHOW) or not getattr(base, "changes_training", True):
         return False
     if isinstance(callback, keras.callbacks.TensorBoard):
         # Then it reads weights, which takes all workers.
