@@ -1,42 +1,63 @@
 """Public names: imported on first access, and with the signatures of the functions that they pass options to."""
 
+import dis
 import functools
 import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator
 from types import ModuleType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 P = ParamSpec("P")
+R = TypeVar("R")
 
 
-def lazily(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Makes the `__getattr__` and `__dir__` of a package (PEP 562).
+def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Makes the `__getattr__`, `__dir__` and `__all__` of a package (PEP 562).
 
-    Most scripts need a few components only, and importing all of them is slow. Type checkers read the same names under
-    `TYPE_CHECKING`.
+    Most scripts need a few components only, and importing all of them is slow. A package writes each public name once,
+    where type checkers look for it: `if TYPE_CHECKING: from keras_paragrad.inputs.jacobian import input_jacobian as
+    input_jacobian`. A decorator at the definition would be found only after importing everything.
 
     Args:
         package: The package's `__name__`.
-        modules: Maps each public name to the module that defines it, relative to the package; a subpackage maps to
-            itself.
 
     Returns:
-        `__getattr__`, which imports the module and caches the name in the package's namespace, and `__dir__`.
+        `__getattr__`, which imports the module of a name and caches the name in the package's namespace; `__dir__`; and
+        `__all__`.
     """
-    namespace = vars(sys.modules[package])
+    namespace, homes = vars(sys.modules[package]), dict(_public_imports(package))
+    modules = {home.removeprefix(package)[1:].partition(".")[0] or name for name, home in homes.items()}
 
     def get(name: str) -> Any:
-        if name not in modules:
+        if name in modules:
+            value: Any = importlib.import_module(f"{package}.{name}")
+        elif name in homes:
+            value = getattr(importlib.import_module(homes[name]), name)
+        else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = importlib.import_module(f"{package}.{modules[name]}")
-        namespace[name] = module if name == modules[name] else getattr(module, name)
-        return namespace[name]
+        namespace[name] = value
+        return value
 
-    return get, lambda: sorted({*namespace, *modules})
+    return get, lambda: sorted({*namespace, *homes, *modules}), sorted(homes)
+
+
+def _public_imports(package: str) -> Iterator[tuple[str, str]]:
+    """What a package imports from itself by a name without `_`, and the module that it imports each from.
+
+    They are read from its code, which also has the imports that don't run, and is installed without the source too.
+    """
+    spec: Any = sys.modules[package].__spec__
+    home, before = "", ""
+    for operation, name in ((each.opname, each.argval) for each in dis.get_instructions(spec.loader.get_code(package))):
+        if operation == "IMPORT_NAME":
+            home = name
+        elif (before, operation) == ("IMPORT_FROM", "STORE_NAME") and f"{home}.".startswith(f"{package}."):
+            yield from () if name.startswith("_") else [(name, home)]
+        before = operation
 
 
 def passing_options_to(function: Callable[..., Any], *, without: Collection[str] = ()) -> Callable[[F], F]:
@@ -68,21 +89,22 @@ def passing_options_to(function: Callable[..., Any], *, without: Collection[str]
 
 def with_arguments_of(
     source: Callable[P, Any],
-) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
     """Decorates a method that passes its arguments on with the signature of another function or class."""
     parameters = inspect.signature(source).parameters.values()
 
-    def decorate(method: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+    def decorate(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        signature = inspect.Signature([first, *parameters])
+        returned = inspect.signature(method).return_annotation
+        signature = inspect.Signature([first, *parameters], return_annotation=returned)
 
         @functools.wraps(method)
-        def call(*arguments: Any, **keywords: Any) -> None:
+        def call(*arguments: Any, **keywords: Any) -> R:
             try:
                 signature.bind(*arguments, **keywords)
             except TypeError as error:
                 raise TypeError(f"{method.__qualname__}() {error}") from None
-            method(*arguments, **keywords)
+            return method(*arguments, **keywords)
 
         vars(call)["__signature__"] = signature
         return call

@@ -5,20 +5,8 @@ from typing import TYPE_CHECKING
 from keras_paragrad.exports import lazily
 
 if TYPE_CHECKING:
-    from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation
-    from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
-    from keras_paragrad.accumulation.slices import microbatch
+    from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation as ExactAccumulation
+    from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer as AccumulatingOptimizer
+    from keras_paragrad.accumulation.slices import microbatch as microbatch
 
-__all__ = [
-    "AccumulatingOptimizer",
-    "ExactAccumulation",
-    "microbatch",
-]
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "AccumulatingOptimizer": "optimizer",
-        "ExactAccumulation": "exact_accumulation",
-        "microbatch": "slices",
-    },
-)
+__getattr__, __dir__, __all__ = lazily(__name__)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import attributes
 from keras_paragrad.compat.private import in_symbolic_scope
-from keras_paragrad.compat.state import MethodPatch, patched, state_of
+from keras_paragrad.compat.state import MethodPatch, Slot, patched
 from keras_paragrad.compat.types import Structure
 
 # Overrides that a training model can delegate to.
@@ -45,11 +45,13 @@ _COMPILED = (
     "loss",
     "optimizer",
 )
+# Whether a replaced `make_train_function` only warns.
+_WARNS = Slot[bool]("only_warns", False)
 
 
 def overrides(model: keras.Model, name: str) -> bool:
     """Whether a model overrides a method or property of `keras.Model`, in its class or on the instance."""
-    on_instance = name in vars(model) and not state_of(vars(model)[name]).warns
+    on_instance = name in vars(model) and not _WARNS.of(vars(model)[name])
     return getattr(type(model), name) is not getattr(keras.Model, name) or on_instance
 
 
@@ -77,7 +79,7 @@ def warn_on_fit(model: keras.Model, message: str) -> None:
         warnings.warn(message, stacklevel=2)
         model.make_train_function(force=force)
 
-    state_of(make_train_function).warns = True
+    _WARNS.attach(make_train_function, True)
     instance["make_train_function"] = make_train_function
 
 

@@ -9,6 +9,19 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+# Operations of graphs whose outputs are the buffers of their inputs.
+SAME_BUFFER = frozenset(
+    {"CheckNumerics", "EnsureShape", "ExpandDims", "Identity", "IdentityN", "PreventGradient", "Reshape", "Snapshot"}
+    | {"Squeeze", "StopGradient"}
+)
+
+
+def source_of(tensor: tf.Tensor) -> tf.Tensor:
+    """The tensor of the same graph whose buffer a tensor is."""
+    while tensor.op.type in SAME_BUFFER:
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor
+
 
 def home_of(function: Callable[..., Any]) -> ModuleType:
     """The module that defines a function, whatever it is decorated with."""

@@ -1,4 +1,4 @@
-"""`ModelState`: per-object state that the package attaches to user objects; and `MethodPatch`: replaced methods."""
+"""`Slot`, a value that the package attaches to users' objects, and `MethodPatch`, which replaces their methods."""
 
 import abc
 import contextlib
@@ -8,98 +8,60 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, Generic, TypeVar
 
 _KEY = "_keras_paragrad"
+KEPT: list["Slot[Any]"] = []
 Value = TypeVar("Value")
 
 
+def attached(owner: object) -> Mapping[str, Any]:
+    """The values of all slots that are attached to an object, by name."""
+    return getattr(owner, "__dict__", {}).get(_KEY, {})
+
+
 class Slot(Generic[Value]):
-    """One value in a `ModelState`. Assigning the empty value deletes it.
+    """A value that the package attaches to users' objects: models, layers, optimizers, losses, strategies, functions.
+
+    The module that uses a slot declares it. The values of an object are in one attribute, which is deleted when all
+    are empty. Keras doesn't track, save or clone it, and `untouched` restores it with the object's other attributes.
 
     Args:
-        empty: The value when nothing is assigned. Values are replaced, never mutated.
+        name: The name among the values of an object.
+        empty: The value when nothing is attached. Values are replaced, never mutated.
+        kept: Whether `untouched` leaves the value as it is.
     """
 
-    def __init__(self, empty: Value):
-        self.empty = empty
+    def __init__(self, name: str, empty: Value, *, kept: bool = False):
+        self.name, self.empty = name, empty
+        if kept:
+            KEPT.append(self)
 
-    def __set_name__(self, owner: type, name: str) -> None:
-        self.name = name
+    def of(self, owner: object) -> Value:
+        """The value attached to an object."""
+        return attached(owner).get(self.name, self.empty)
 
-    def __get__(self, state: "ModelState", kind: type) -> Value:
-        return state.attached.get(self.name, self.empty)
-
-    def __set__(self, state: "ModelState", value: Value) -> None:
-        others = {name: other for name, other in state.attached.items() if name != self.name}
-        state.attach(others if type(value) is type(self.empty) and not value else {**others, self.name: value})
-
-
-class ModelState:
-    """Everything attached to one object, in one attribute, which is deleted when every slot is empty.
-
-    Keras doesn't track, save or clone it, and `untouched` restores it with the object's other attributes.
-
-    Args:
-        owner: The object: a model, layer, optimizer, loss, strategy or function.
-    """
-
-    # Of models: the step builder, and the preparations by a `Parallelism`.
-    step_builder = Slot[Any](None)
-    preparations = Slot[Mapping[type, Any]]({})
-    # Of models on a mesh: the strategy of the workers that train it.
-    workers = Slot[Any](None)
-    # Of models: the arguments of each `recompute` in effect, for processes in which a batch is tried.
-    recomputations = Slot[tuple[dict[str, Any], ...]](())
-    # Results of probes, with the `compile` that they are valid for, and messages logged already.
-    independence = Slot[tuple[Any, dict[Any, Any]] | None](None)
-    deferred_refusal = Slot[Mapping[str, Any]]({})
-    logged = Slot[frozenset[str]](frozenset())
-    # Of models: the results of a custom `compute_metrics` for the part of a batch that was traced last.
-    shown_metrics = Slot[tuple[str, ...] | None](None)
-    # By replica, the weight of the loss in the backward pass that is being traced.
-    replica_weights = Slot[Mapping[int, Any]]({})
-    # Of any object: methods replaced while a step is traced, by the class of their `MethodPatch`.
-    patches = Slot[Mapping[type, Any]]({})
-    # Of layers: whether a call gathers the weights.
-    gathers = Slot[bool](False)
-    # Of optimizers: the original of an intercepted `apply`, the installed transform, and the norms of sharded gradients
-    # (`()` between updates).
-    interception = Slot[Any](None)
-    transform = Slot[Any](None)
-    norms = Slot[tuple[Any, ...] | None](None)
-    # Of progress bars: the names of the values that they show.
-    progress = Slot[Any](None)
-    # Of strategies: the `WaitClock`, which measures how long a worker waits for the others.
-    wait_clock = Slot[Any](None)
-    # Of strategies and replaced methods: whether they warn of an unprepared `fit`.
-    warns = Slot[bool](False)
-
-    def __init__(self, owner: object):
-        self._owner = owner
-
-    @property
-    def attached(self) -> Mapping[str, Any]:
-        """The assigned slots, by name."""
-        return getattr(self._owner, "__dict__", {}).get(_KEY, {})
-
-    def attach(self, slots: dict[str, Any]) -> None:
-        """Replaces all slots."""
+    def attach(self, owner: object, value: Value) -> None:
+        """Attaches a value; the empty one deletes it."""
+        slots = {name: other for name, other in attached(owner).items() if name != self.name}
+        if value or type(value) is not type(self.empty):
+            slots[self.name] = value
         # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
         if slots:
-            vars(self._owner)[_KEY] = slots
+            vars(owner)[_KEY] = slots
         else:
-            vars(self._owner).pop(_KEY, None)
+            vars(owner).pop(_KEY, None)
 
 
-def state_of(owner: object) -> ModelState:
-    """The state attached to an object."""
-    return ModelState(owner)
+# Messages that were logged or shown as warnings.
+LOGGED = Slot[frozenset[str]]("logged", frozenset(), kept=True)
+# Methods replaced while a step is traced, by the class of their `MethodPatch`.
+_PATCHES = Slot[Mapping[type, Any]]("patches", {})
 
 
 def is_first(owner: object, message: str) -> bool:
     """Whether this is the first time that a message is said for this owner."""
-    state = state_of(owner)
-    if message in state.logged:
+    logged = LOGGED.of(owner)
+    if message in logged:
         return False
-    state.logged |= {message}
+    LOGGED.attach(owner, logged | {message})
     return True
 
 
@@ -163,7 +125,7 @@ def is_patched(owner: object, name: str) -> bool:
 
 def patch_of(owner: object, kind: type[Patch]) -> Patch | None:
     """An object's active patch of a class."""
-    return state_of(owner).patches.get(kind)
+    return _PATCHES.of(owner).get(kind)
 
 
 @contextlib.contextmanager
@@ -175,10 +137,10 @@ def patched(owner: object, make: Callable[[], Patch]) -> Generator[Patch]:
         make: Makes the patch. An owner has at most one of each class.
     """
     # Traces of replicas are interleaved at collectives: the first replica to enter patches, the last to leave restores.
-    new, state = make(), state_of(owner)
+    new = make()
     kind = type(new)
-    patch = state.patches.get(kind, new)
-    state.patches = {**state.patches, kind: patch}
+    patch = _PATCHES.of(owner).get(kind, new)
+    _PATCHES.attach(owner, {**_PATCHES.of(owner), kind: patch})
     patch.entered += 1
     try:
         if patch.entered == 1:
@@ -188,4 +150,4 @@ def patched(owner: object, make: Callable[[], Patch]) -> Generator[Patch]:
         patch.entered -= 1
         if not patch.entered:
             patch.restore()
-            state.patches = {other: patch for other, patch in state.patches.items() if other is not kind}
+            _PATCHES.attach(owner, {other: patch for other, patch in _PATCHES.of(owner).items() if other is not kind})

@@ -5,10 +5,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.workers import replica_placement
 
 _CPU = "/CPU:0"
+# Of strategies.
+_CLOCK = Slot["WaitClock | None"]("wait_clock", None)
 
 
 class WaitClock:
@@ -31,7 +33,7 @@ class WaitClock:
     @classmethod
     def of(cls, strategy: tf.distribute.Strategy) -> "WaitClock | None":
         """The strategy's clock."""
-        return state_of(strategy).wait_clock
+        return _CLOCK.of(strategy)
 
     @classmethod
     def here(cls) -> "WaitClock | None":
@@ -44,7 +46,8 @@ class WaitClock:
     @classmethod
     def attach(cls, strategy: tf.distribute.Strategy) -> "WaitClock":
         """Attaches a clock to a strategy."""
-        clock = state_of(strategy).wait_clock = cls(strategy)
+        clock = cls(strategy)
+        _CLOCK.attach(strategy, clock)
         return clock
 
     def switch(self, on: bool) -> None:

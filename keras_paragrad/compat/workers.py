@@ -9,8 +9,11 @@ import tensorflow as tf
 
 from keras_paragrad.compat.operations import REPLICAS_IN_SYNC
 from keras_paragrad.compat.private import CollectiveAllReduceExtended, context
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import TensorVariable
+
+# The strategy of the workers that train a model on a mesh.
+_WORKERS = Slot[tf.distribute.Strategy | None]("workers", None)
 
 
 def first_row(rows: tf.Tensor | int, part: tf.Tensor | int, parts: int) -> Any:
@@ -79,12 +82,12 @@ def replica_placement(strategy: tf.distribute.Strategy, parts: int | None = None
 
 def set_worker_strategy(model: keras.Model, strategy: tf.distribute.Strategy | None) -> None:
     """Sets the strategy of the workers that train a model, if the model's own strategy has only this one: on a mesh."""
-    state_of(model).workers = strategy
+    _WORKERS.attach(model, strategy)
 
 
 def worker_strategy(model: keras.Model) -> tf.distribute.Strategy:
     """The strategy of the workers that train a model: its own, except on a mesh."""
-    return state_of(model).workers or model.distribute_strategy
+    return _WORKERS.of(model) or model.distribute_strategy
 
 
 def replica_variable(shape: Sequence[int | None], dtype: tf.DType = tf.float32) -> tf.Variable:

@@ -1,10 +1,9 @@
 """`DistributedFit`: `fit` on the available hardware, with the result of one device."""
 
 import contextlib
-import inspect
 import weakref
-from collections.abc import Callable, Generator, Sequence
-from os import PathLike, fspath
+from collections.abc import Callable, Generator
+from os import PathLike
 from typing import Any
 
 import keras
@@ -12,7 +11,6 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.check import look_for
-from keras_paragrad.compat.data import is_batched, split_for_validation
 from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.compat.workers import replica_placement
@@ -30,7 +28,7 @@ from keras_paragrad.distribution.kernels import describe_kernels
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.parallelism import PlannedRun, Preparation, build_scope, parallelism_of
 from keras_paragrad.distribution.plan import Explanation, Plan, make_plan, summary_lines
-from keras_paragrad.distribution.training import check_fit_arguments, check_overridden_fit, train
+from keras_paragrad.distribution.training import ABOUT_DATA, ABOUT_EPOCHS, FitArguments, check_overridden_fit, train
 from keras_paragrad.distribution.workers import all_or_none
 from keras_paragrad.engine.replicas.prepared import warn_if_unprepared
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -40,9 +38,6 @@ from keras_paragrad.exports import passing_options_to, with_arguments_of
 from keras_paragrad.memory.estimate import Estimate
 from keras_paragrad.plain_text import InNotebooks
 from keras_paragrad.storage.creation import create_in_shards, create_whole
-
-# The arguments of `fit` that aren't part of the data.
-_ARGUMENTS = ("epochs", "validation_data", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq")
 
 
 class DistributedFit(InNotebooks):
@@ -275,30 +270,8 @@ class DistributedFit(InNotebooks):
         """
         return [Backup(directory, every, keep, on_sigterm, delete_when_done=delete_when_done, background=background)]
 
-    @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy", "parts"])
-    def fit(
-        self,
-        model: keras.Model,
-        x: FitData = None,
-        y: FitData = None,
-        batch_size: int | None = None,
-        epochs: int = 1,
-        verbose: str | int = "auto",
-        callbacks: Sequence[keras.callbacks.Callback] | None = None,
-        validation_split: float = 0.0,
-        validation_data: FitData = None,
-        shuffle: bool | str = True,
-        class_weight: dict[int, float] | None = None,
-        sample_weight: FitData = None,
-        initial_epoch: int = 0,
-        steps_per_epoch: int | None = None,
-        validation_steps: int | None = None,
-        validation_batch_size: int | None = None,
-        validation_freq: int | Sequence[int] = 1,
-        *,
-        normalize: bool = False,
-        **data_options: Any,
-    ) -> keras.callbacks.History:
+    @with_arguments_of(FitArguments)
+    def fit(self, *arguments: Any, **options: Any) -> keras.callbacks.History:
         """Trains a model as its own `fit` would on one device. Call it on every worker with the same arguments.
 
         Those that aren't listed are as in `keras.Model.fit`. Only the first of several workers shows progress.
@@ -307,88 +280,48 @@ class DistributedFit(InNotebooks):
             model: A compiled model, built within `scope()`.
             normalize: Whether to first set the model's `keras.layers.Normalization` layers to the mean and variance
                 of the training data, computed in one pass.
-            **data_options: `cache`, `prefetch` and `seed`; see `dataset`.
+            cache, prefetch, seed: As in `dataset`.
 
         Returns:
             The model's `History`.
         """
-        arguments = {
-            "x": x,
-            "y": y,
-            "batch_size": batch_size,
-            "epochs": epochs,
-            "validation_split": validation_split,
-            "validation_data": validation_data,
-            "shuffle": shuffle,
-            "class_weight": class_weight,
-            "sample_weight": sample_weight,
-            "initial_epoch": initial_epoch,
-            "steps_per_epoch": steps_per_epoch,
-            "validation_steps": validation_steps,
-            "validation_batch_size": validation_batch_size,
-            "validation_freq": validation_freq,
-            "callbacks": callbacks,
-        }
-        callbacks = arguments["callbacks"] = check_fit_arguments(model, arguments, normalize)
+        request = FitArguments(*arguments, **options)
+        model = request.model
         self._parallelism.check(model, self._run)
         if overrides_fit(model):
-            return self._fit_overridden(model, arguments, verbose, normalize, data_options)
-        compared = {
-            "normalize": normalize,
-            "x sharded": isinstance(x, DistributedData),
-            "validation_data sharded": isinstance(validation_data, DistributedData),
-        }
-        busy = announcing("preparing the training", verbose if self.is_chief else 0)
+            return self._fit_overridden(request)
+        busy = announcing("preparing the training", request.verbose if self.is_chief else 0)
         with busy, explained_failures(self.hardware.cluster):
-            self._check_consistent(model, {**arguments, **compared, **data_options})
-            if validation_split and validation_data is None:
-                (x, y, sample_weight), validation_data = split_for_validation(x, y, sample_weight, validation_split)
-            if normalize:
-                normalize_inputs(model, x, self._strategies.readers, shard_policy=self.options.shard_policy)
-            training = {"shuffle": shuffle, "class_weight": class_weight, **data_options}
-            data = self._distribute((x, y, sample_weight), batch_size, steps_per_epoch, training)
-            if validation_data is not None:
-                rows = keras.utils.unpack_x_y_sample_weight(validation_data)
-                cache = data_options.get("cache", False)
-                cache = f"{fspath(cache)}.validation" if isinstance(cache, (str, PathLike)) else cache
-                # Data that is batched already does not take the batch size of the training data.
-                default = None if is_batched(rows[0]) and self.plan.batch.value == "global" else batch_size
-                size = validation_batch_size or default
-                validation_data = self._distribute(rows, size, validation_steps, {**data_options, "cache": cache})
-                if validation_data is not rows[0]:
-                    validation_data.for_validation(validation_steps)
-            self._prepare_checked(model, data.batch_size or batch_size or 32, data.batch_spec)
-        arguments = {name: arguments[name] for name in _ARGUMENTS} | {"validation_data": validation_data}
-        return train(self._run, model, data, callbacks, arguments, verbose)
+            self._check_consistent(model, request.compared())
+            rows, validation = request.split()
+            if request.normalize:
+                normalize_inputs(model, rows[0], self._strategies.readers, shard_policy=self.options.shard_policy)
+            data = self._distribute(rows, request.data_options())
+            if validation is not None:
+                rows = keras.utils.unpack_x_y_sample_weight(validation)
+                divided = self.plan.batch.value == "global"
+                validation = self._distribute(rows, request.validation_options(rows[0], divided=divided))
+                if validation is not rows[0]:
+                    validation.for_validation(request.validation_steps)
+            self._prepare_checked(model, data.batch_size or request.batch_size or 32, data.batch_spec)
+        return train(self._run, request, data, {**request.given(ABOUT_EPOCHS), "validation_data": validation})
 
-    def _fit_overridden(
-        self,
-        model: keras.Model,
-        arguments: dict[str, Any],
-        verbose: str | int,
-        normalize: bool,
-        data_options: dict[str, Any],
-    ) -> keras.callbacks.History:
+    def _fit_overridden(self, request: FitArguments) -> keras.callbacks.History:
         """Trains a model whose class overrides `fit`, and passes it the data unchanged."""
-        self._parallelism.check_own_fit(model)
-        check_overridden_fit(model, arguments["x"], data_options, self.plan)
-        self.prepare(model, batch_size=arguments["batch_size"] or 32)
-        if normalize:
-            normalize_inputs(model, arguments["x"], self._strategies.readers, shard_policy=self.options.shard_policy)
+        self._parallelism.check_own_fit(request.model)
+        check_overridden_fit(request, self.plan)
+        self.prepare(request.model, batch_size=request.batch_size or 32)
+        if request.normalize:
+            shard_policy = self.options.shard_policy
+            normalize_inputs(request.model, request.x, self._strategies.readers, shard_policy=shard_policy)
         # Such a `fit` need not accept all arguments of Keras's.
-        callbacks, defaults = arguments.pop("callbacks"), inspect.signature(keras.Model.fit).parameters
-        arguments = {name: value for name, value in arguments.items() if value is not defaults[name].default}
-        return train(self._run, model, arguments.pop("x", None), callbacks, arguments, verbose)
+        return train(self._run, request, request.x, request.given((*ABOUT_DATA, *ABOUT_EPOCHS)))
 
     @property
     def is_chief(self) -> bool:
         """Whether this process writes and reports for all."""
         return self.hardware.is_chief
 
-    def _distribute(
-        self, data: tuple[FitData, FitData, FitData], batch_size: int | None, steps: int | None, options: dict[str, Any]
-    ) -> DistributedData:
+    def _distribute(self, data: tuple[FitData, FitData, FitData], options: dict[str, Any]) -> DistributedData:
         """The data divided among the replicas, unless it is a `DistributedData` already."""
-        if isinstance(data[0], DistributedData):
-            return data[0]
-        return self.dataset(*data, batch_size=batch_size, steps_per_epoch=steps, **options)
+        return data[0] if isinstance(data[0], DistributedData) else self.dataset(*data, **options)

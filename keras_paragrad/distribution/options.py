@@ -47,12 +47,31 @@ CHOICES = {
     "shard": SHARDS,
     "layout": LAYOUTS,
 }
-_STRATEGY_CLASSES = {
-    "one_device": (tf.distribute.OneDeviceStrategy,),
-    "mirrored": (tf.distribute.MirroredStrategy,),
-    "multi_worker": (tf.distribute.MultiWorkerMirroredStrategy,),
-    "tpu": (tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy),
-    "parameter_server": (tf.distribute.ParameterServerStrategy,),
+
+
+class StrategyKind(NamedTuple):
+    """What decisions ask of a strategy; by default, one replica in one process.
+
+    Attributes:
+        classes: TensorFlow's classes.
+        mirrors: Whether each of several devices has a replica with its own copy of the variables.
+        on_workers: Whether the replicas are on several workers.
+        on_tpu: Whether the replicas are the cores of a TPU.
+    """
+
+    classes: tuple[type, ...] = ()
+    mirrors: bool = False
+    on_workers: bool = False
+    on_tpu: bool = False
+
+
+STRATEGY_KINDS = {
+    "none": StrategyKind(),
+    "one_device": StrategyKind((tf.distribute.OneDeviceStrategy,)),
+    "mirrored": StrategyKind((tf.distribute.MirroredStrategy,), mirrors=True),
+    "multi_worker": StrategyKind((tf.distribute.MultiWorkerMirroredStrategy,), mirrors=True, on_workers=True),
+    "tpu": StrategyKind((tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy), on_tpu=True),
+    "parameter_server": StrategyKind((tf.distribute.ParameterServerStrategy,)),
 }
 
 
@@ -216,6 +235,10 @@ class Planner(abc.ABC):
             ValueError: The message says what to write.
         """
 
+    def kind(self, strategy: str) -> StrategyKind:
+        """What the strategy of this name, which it has decided on, is."""
+        return STRATEGY_KINDS.get(strategy, StrategyKind())
+
     def canonical_devices(self, devices: Any) -> tuple[Any, ...]:
         """The argument `devices` in canonical form.
 
@@ -290,9 +313,9 @@ def _check_precision(precision: object) -> str | None:
 
 def kind_of_strategy(strategy: tf.distribute.Strategy) -> str:
     """The plan's name for a strategy."""
-    for kind, classes in _STRATEGY_CLASSES.items():
-        if isinstance(strategy, classes):
-            return kind
+    for name, kind in STRATEGY_KINDS.items():
+        if isinstance(strategy, kind.classes):
+            return name
     # Outside any scope, TensorFlow returns its default strategy, which distributes nothing.
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return "none"

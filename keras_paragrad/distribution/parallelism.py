@@ -2,14 +2,14 @@
 
 import abc
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import strategy_name
-from keras_paragrad.compat.state import replace_methods, restore_methods, state_of
+from keras_paragrad.compat.state import Slot, replace_methods, restore_methods
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.distribution.consistency import SAME_SCRIPT
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
@@ -22,6 +22,8 @@ from keras_paragrad.memory.estimate import Estimate, estimate_memory
 
 # The names that a user's parallelism needs.
 __all__ = ["Decision", "Decisions", "Parallelism", "PlannedRun", "Preparation", "Strategies", "parallelism_of"]
+# How a model is trained, by the class of each preparation.
+PREPARATIONS = Slot[Mapping[type, Any]]("preparations", {})
 
 
 class Preparation(abc.ABC):
@@ -50,13 +52,12 @@ class Preparation(abc.ABC):
         self._jit_compile: tuple[Any, Any] | None = None
         self.start()
         self.renew()
-        state = state_of(model)
-        state.preparations = {**state.preparations, type(self): self}
+        PREPARATIONS.attach(model, {**PREPARATIONS.of(model), type(self): self})
 
     @classmethod
     def of(cls, model: keras.Model, *settings: Any) -> Self:
-        """The model's preparation with these settings; renews an existing one."""
-        before = state_of(model).preparations.get(cls)
+        """The model's preparation with these settings; one that it already has is renewed."""
+        before = PREPARATIONS.of(model).get(cls)
         if before is not None and before.settings != settings and not cls.changes_in_place:
             before.undo()
             before = None
@@ -87,16 +88,14 @@ class Preparation(abc.ABC):
 
     def undo(self) -> None:
         """Restores the methods of the model's class, and its `jit_compile`."""
-        state = state_of(self.model)
-        if state.preparations.get(type(self)) is not self:
+        preparations = PREPARATIONS.of(self.model)
+        if preparations.get(type(self)) is not self:
             return
         self.stop()
         restore_methods(self.model, *self._methods)
         if self._jit_compile is not None and self.model.jit_compile == self._jit_compile[1]:
             self.model.jit_compile = self._jit_compile[0]
-        state.preparations = {
-            kind: preparation for kind, preparation in state.preparations.items() if preparation is not self
-        }
+        PREPARATIONS.attach(self.model, {kind: other for kind, other in preparations.items() if other is not self})
 
     @property
     def table(self) -> Any:

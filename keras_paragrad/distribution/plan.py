@@ -85,13 +85,16 @@ def make_plan(hardware: Hardware, options: Options) -> Plan:
     >>> plan.strategy.value, plan.communication.value, plan.jit.value
     ('mirrored', 'nccl', 'per_replica')
     """
-    planned = planner_of(options, hardware).decide(hardware, options)
+    planner = planner_of(options, hardware)
+    planned = planner.decide(hardware, options)
     by_parallelism = {decision.name: decision for decision in planned.decisions}
     known: dict[str, Any] = {"hardware": hardware, "options": options}
     decisions, alike = [], []
     for decider in deciders():
         decision = by_parallelism.get(decider.name) or decider(known)
         known[decision.name] = decision.value
+        if decision.name == "strategy":
+            known["kind"] = planner.kind(decision.value)
         decisions.append(decision)
         if decider.alike:
             alike.append(decision.name)

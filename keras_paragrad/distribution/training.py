@@ -1,12 +1,15 @@
 """The `fit` of `DistributedFit`: checks its arguments, and calls the model's `fit` with the callbacks replicas need."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass
+from os import PathLike, fspath
 from typing import Any
 
 import keras
 
 from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation
 from keras_paragrad.arguments import check_each, check_flag, check_instance, check_integer, check_number
+from keras_paragrad.compat.data import is_batched, split_for_validation
 from keras_paragrad.compat.model import has_evaluated
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import FitData, Logs
@@ -20,32 +23,96 @@ from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.engine.step.execution import without_batches
 
-
-def check_fit_arguments(
-    model: keras.Model, arguments: Mapping[str, Any], normalize: object
-) -> list[keras.callbacks.Callback]:
-    """Checks the arguments of `fit` other than data, before any worker waits for another; returns the callbacks."""
-    check_instance("model", model, keras.Model, "a Keras model")
-    check_integer("epochs", arguments["epochs"], least=0, example=10)
-    check_integer("initial_epoch", arguments["initial_epoch"], least=0, example=0)
-    check_number("validation_split", arguments["validation_split"], least=0, below=1, example=0.2)
-    check_integer("validation_steps", arguments["validation_steps"], optional=True)
-    check_integer("validation_batch_size", arguments["validation_batch_size"], optional=True)
-    if isinstance(arguments["validation_freq"], (list, tuple, set)):
-        check_each("validation_freq", arguments["validation_freq"], check_integer, "epochs")
-    else:
-        check_integer("validation_freq", arguments["validation_freq"], example=1)
-    check_flag("normalize", normalize)
-    callbacks = arguments["callbacks"]
-    if callbacks is None:
-        return []
-    return [callbacks] if isinstance(callbacks, keras.callbacks.Callback) else check_callbacks(callbacks)
+# The arguments of Keras's `fit` besides `x`, `verbose` and `callbacks`.
+ABOUT_DATA = (
+    *("y", "batch_size", "validation_split", "validation_data", "shuffle", "class_weight", "sample_weight"),
+    "validation_batch_size",
+)
+ABOUT_EPOCHS = ("epochs", "initial_epoch", "steps_per_epoch", "validation_steps", "validation_freq")
 
 
-def check_overridden_fit(model: keras.Model, x: FitData, data_options: dict[str, Any], plan: Plan) -> None:
+@dataclass(frozen=True)
+class FitArguments:
+    """The checked arguments of `DistributedFit.fit`, which says what they mean.
+
+    Raises:
+        ValueError: An argument other than data is invalid. It is raised before any worker waits for another.
+    """
+
+    model: keras.Model
+    x: FitData = None
+    y: FitData = None
+    batch_size: int | None = None
+    epochs: int = 1
+    verbose: str | int = "auto"
+    callbacks: Sequence[keras.callbacks.Callback] | None = None
+    validation_split: float = 0.0
+    validation_data: FitData = None
+    shuffle: bool | str = True
+    class_weight: dict[int, float] | None = None
+    sample_weight: FitData = None
+    initial_epoch: int = 0
+    steps_per_epoch: int | None = None
+    validation_steps: int | None = None
+    validation_batch_size: int | None = None
+    validation_freq: int | Sequence[int] = 1
+    _: KW_ONLY
+    normalize: bool = False
+    cache: bool | str | PathLike[str] = False
+    prefetch: bool | int = True
+    seed: int | None = None
+
+    def __post_init__(self):
+        check_instance("model", self.model, keras.Model, "a Keras model")
+        check_integer("epochs", self.epochs, least=0, example=10)
+        check_integer("initial_epoch", self.initial_epoch, least=0, example=0)
+        check_number("validation_split", self.validation_split, least=0, below=1, example=0.2)
+        check_integer("validation_steps", self.validation_steps, optional=True)
+        check_integer("validation_batch_size", self.validation_batch_size, optional=True)
+        if isinstance(self.validation_freq, (list, tuple, set)):
+            check_each("validation_freq", self.validation_freq, check_integer, "epochs")
+        else:
+            check_integer("validation_freq", self.validation_freq, example=1)
+        check_flag("normalize", self.normalize)
+        one = isinstance(self.callbacks, keras.callbacks.Callback)
+        callbacks = [self.callbacks] if one else [] if self.callbacks is None else check_callbacks(self.callbacks)
+        object.__setattr__(self, "callbacks", callbacks)
+
+    def compared(self) -> dict[str, Any]:
+        """The arguments, and whether data is sharded already, for workers to compare."""
+        data = {"x sharded": self.x, "validation_data sharded": self.validation_data}
+        return {**vars(self), **{name: isinstance(value, DistributedData) for name, value in data.items()}}
+
+    def split(self) -> tuple[tuple[FitData, FitData, FitData], Any]:
+        """`(x, y, sample_weight)` for training, and the validation data or `None`."""
+        rows = self.x, self.y, self.sample_weight
+        if self.validation_split and self.validation_data is None:
+            return split_for_validation(*rows, self.validation_split)
+        return rows, self.validation_data
+
+    def data_options(self) -> dict[str, Any]:
+        """The options of `DistributedFit.dataset` for the training data."""
+        names = ("batch_size", "steps_per_epoch", "shuffle", "class_weight", "cache", "prefetch", "seed")
+        return {name: getattr(self, name) for name in names}
+
+    def validation_options(self, x: FitData, *, divided: bool) -> dict[str, Any]:
+        """The options of `DistributedFit.dataset` for validation data, whose batches are `divided` among replicas."""
+        cache = f"{fspath(self.cache)}.validation" if isinstance(self.cache, (str, PathLike)) else self.cache
+        # Data that is batched already does not take the batch size of the training data.
+        default = None if is_batched(x) and divided else self.batch_size
+        sizes = {"batch_size": self.validation_batch_size or default, "steps_per_epoch": self.validation_steps}
+        return {**sizes, "cache": cache, "prefetch": self.prefetch, "seed": self.seed}
+
+    def given(self, names: Iterable[str]) -> dict[str, Any]:
+        """The named arguments that differ from their defaults."""
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not getattr(FitArguments, name)}
+
+
+def check_overridden_fit(request: FitArguments, plan: Plan) -> None:
     """Refuses arguments without effect on a model whose class overrides `fit`, and so reads its data itself."""
-    prepared = f"{type(model).__name__} overrides `fit`. Write dist.prepare(model) and then"
-    if isinstance(x, DistributedData):
+    prepared = f"{type(request.model).__name__} overrides `fit`. Write dist.prepare(model) and then"
+    if isinstance(request.x, DistributedData):
         raise ValueError(
             f"{prepared} keras.Model.fit(model, data), which takes data that is already sharded; or pass the original "
             "data to dist.fit."
@@ -55,8 +122,8 @@ def check_overridden_fit(model: keras.Model, x: FitData, data_options: dict[str,
             f'{prepared} model.fit(...) with the batch of all replicas: batch="per_replica" has no effect on data that '
             "the model reads itself. Leave it out."
         )
-    if data_options:
-        listed = ", ".join(f"{option}=" for option in data_options)
+    if options := request.given(("cache", "prefetch", "seed")):
+        listed = ", ".join(f"{option}=" for option in options)
         raise ValueError(
             f"{prepared} model.fit(...) without {listed}, which has no effect on data that the model reads itself. "
             "Configure that in a tf.data.Dataset; or preprocess the data, and write "
@@ -64,16 +131,10 @@ def check_overridden_fit(model: keras.Model, x: FitData, data_options: dict[str,
         )
 
 
-def train(
-    run: PlannedRun,
-    model: keras.Model,
-    data: DistributedData,
-    callbacks: Sequence[keras.callbacks.Callback],
-    arguments: dict[str, Any],
-    verbose: str | int,
-) -> keras.callbacks.History:
+def train(run: PlannedRun, request: FitArguments, data: FitData, arguments: dict[str, Any]) -> keras.callbacks.History:
     """Calls the `fit` of a prepared model; of several workers, only the chief shows progress and writes files."""
     hardware, plan, strategy = run.hardware, run.plan, run.strategies.workers
+    model, callbacks, verbose = request.model, request.callbacks or [], request.verbose
     distributed = data if isinstance(data, DistributedData) else None
     one_worker = hardware.worker_count == 1 and replica_placement(strategy).workers == 1
     factor = plan.lr_scaling.value or float(strategy.num_replicas_in_sync)

@@ -8,6 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.model import all_layers, compile_if_supported
+from keras_paragrad.compat.operations import SAME_BUFFER
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.step.operations import assigned_resources, called_graphs, tensor_bytes
@@ -25,8 +26,6 @@ EstimateBytes = Callable[[float, float, int], float]
 MOST_ROWS = 8192
 BUDGET = 256 * 2**20
 
-# Operations whose output shares the memory of their input.
-_ALIASES = {"Reshape", "Identity", "IdentityN", "Squeeze", "ExpandDims", "StopGradient", "EnsureShape"}
 _KEEPS_STATE = (
     "so a row's derivatives would depend on the rows before it, and later predictions would differ from earlier ones."
 )
@@ -187,7 +186,7 @@ def bytes_in_graph(graph: tf.Graph, inputs: Iterable[tf.Tensor]) -> int:
         if dependent.isdisjoint(tensor.ref() for tensor in operation.inputs):
             continue
         dependent.update(tensor.ref() for tensor in operation.outputs)
-        if operation.type not in _ALIASES:
+        if operation.type not in SAME_BUFFER:
             total += sum(tensor_bytes(tensor, 1) for tensor in operation.outputs)
         times = _loop_steps(operation) if operation.type in ("While", "StatelessWhile") else 1
         for function in called_graphs(operation):

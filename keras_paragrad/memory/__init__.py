@@ -5,18 +5,10 @@ from typing import TYPE_CHECKING
 from keras_paragrad.exports import lazily
 
 if TYPE_CHECKING:
-    from keras_paragrad.memory.batch_size import BatchSize, find_batch_size
-    from keras_paragrad.memory.estimate import Estimate, estimate_memory
-    from keras_paragrad.memory.recomputation import recompute
+    from keras_paragrad.memory.batch_size import BatchSize as BatchSize
+    from keras_paragrad.memory.batch_size import find_batch_size as find_batch_size
+    from keras_paragrad.memory.estimate import Estimate as Estimate
+    from keras_paragrad.memory.estimate import estimate_memory as estimate_memory
+    from keras_paragrad.memory.recomputation import recompute as recompute
 
-__all__ = ["BatchSize", "Estimate", "estimate_memory", "find_batch_size", "recompute"]
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "BatchSize": "batch_size",
-        "Estimate": "estimate",
-        "estimate_memory": "estimate",
-        "find_batch_size": "batch_size",
-        "recompute": "recomputation",
-    },
-)
+__getattr__, __dir__, __all__ = lazily(__name__)

@@ -4,13 +4,11 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from keras_paragrad.compat.operations import SAME_BUFFER
 from keras_paragrad.engine.step.operations import Block, TracedOperation
 
 # Operations whose output is the buffer of their first input.
-_ALIASES = frozenset(
-    {"Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient", "Snapshot", "EnsureShape"}
-    | {"CheckNumerics", "Bitcast", "TensorListGetItem", "TensorListResize"}
-)
+_ALIASES = SAME_BUFFER | {"Bitcast", "TensorListGetItem", "TensorListResize"}
 # Operations that overwrite an input that nothing else reads.
 _IN_PLACE = frozenset(
     {"Add", "AddV2", "AddN", "Sub", "Mul", "RealDiv", "Div", "DivNoNan", "Maximum", "Minimum", "Pow", "BiasAdd", "Cast"}
@@ -25,10 +23,10 @@ _SCALARS: dict[str, Callable[[Any, Any], int | bool]] = {
     **{"Less": operator.lt, "LessEqual": operator.le, "Greater": operator.gt, "GreaterEqual": operator.ge},
     **{"Equal": operator.eq, "NotEqual": operator.ne, "Minimum": min, "Maximum": max, "FloorDiv": operator.floordiv},
 }
-_SAME_SCALAR = frozenset({"Identity", "Cast", "Max", "Min", "Sum", "Prod", "Reshape", "Squeeze"})
+_SAME_SCALAR = SAME_BUFFER | {"Cast", "Max", "Min", "Sum", "Prod"}
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 # Operations on a weight that don't gather it: aliases, casts and lookups of rows.
-_NAMES = _ALIASES | _CALLS | {"Cast", "IdentityN", "ReadVariableOp", "ResourceGather", "VariableShape"}
+_NAMES = _ALIASES | _CALLS | {"Cast", "ReadVariableOp", "ResourceGather", "VariableShape"}
 # A loop is assumed to be steady after this many iterations without growth.
 _STEADY = 3
 
@@ -87,11 +85,6 @@ def step_peaks(
         The peaks. Gradients are assumed to live until the update, which starts when all of them exist.
     """
     return _Execution(frozenset(gradients)).step(block, updates_from, gathered or {})
-
-
-def peak_bytes_of_graph(block: Block) -> int:
-    """The peak bytes of a graph."""
-    return max(step_peaks(block, (), len(block.operations)).activations)
 
 
 class _Execution:
@@ -172,12 +165,12 @@ class _Execution:
         kind, known = operation.kind, _known_value(operation, inputs)
         if kind.startswith("TensorList") and (lists := self._of_list(kind, inputs)) is not None:
             return lists
+        if kind == "IdentityN":
+            return [_Value(self._keep(value.buffer), value.known, value.gathered) for value in inputs]
         if inputs and inputs[0].gathered and kind in ("Cast", "ReadVariableOp", *_ALIASES):
             return [_Value(None, known, operation.sizes[0] or inputs[0].gathered)]
         if kind in _ALIASES:
             return [_Value(self._keep(inputs[0].buffer), known)]
-        if kind == "IdentityN":
-            return [_Value(self._keep(value.buffer), value.known, value.gathered) for value in inputs]
         if kind in ("ReadVariableOp", "Const"):
             # Constants belong to the graph, and variables are counted elsewhere.
             return [_Value(None, known)]

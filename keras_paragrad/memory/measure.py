@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 
+from keras_paragrad.compat.operations import SAME_BUFFER, source_of
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.step.operations import check_repeatable
 from keras_paragrad.engine.step.segments import FunctionalModel, Part, RunPart, Tensors, functional_of, run_in_parts
@@ -24,7 +25,6 @@ _OPEN = {4: 224, 5: 32}
 _OPEN_STEPS = (128, 64, 16)
 # FLOPs in the time it takes to write a byte; about the same on CPUs and GPUs.
 _PER_BYTE = 20
-_SAME_BYTES = {"ExpandDims", "Identity", "IdentityN", "PreventGradient", "Reshape", "Squeeze", "StopGradient"}
 _NOT_COMPUTED = {"Const", "Placeholder"}
 
 
@@ -73,7 +73,7 @@ def measure_parts(model: keras.Model, functional: FunctionalModel, parts: Sequen
             graph = tf.compat.v1.get_default_graph()
             start = len(graph.get_operations())
             outputs = run(*arguments, **keywords)
-            output_names = {_source(output).name for output in outputs.values() if tf.is_tensor(output)}
+            output_names = {source_of(output).name for output in outputs.values() if tf.is_tensor(output)}
             ranges.append((start, len(graph.get_operations()), output_names))
             return outputs
 
@@ -154,17 +154,10 @@ def _used_backward(operations: Sequence[tf.Operation], forward: int) -> list[tup
     used = {}
     for operation in operations[forward:]:
         for tensor in operation.inputs:
-            source = _source(tensor)
+            source = source_of(tensor)
             if source.op.name in indices and source.op.type not in _NOT_COMPUTED:
                 used[source.name] = indices[source.op.name], source
     return list(used.values())
-
-
-def _source(tensor: tf.Tensor) -> tf.Tensor:
-    """The tensor whose memory this one shares."""
-    while tensor.op.type in _SAME_BYTES:
-        tensor = tensor.op.inputs[tensor.value_index if tensor.op.type == "IdentityN" else 0]
-    return tensor
 
 
 def _bytes(tensor: tf.Tensor) -> int:
@@ -175,7 +168,7 @@ def _bytes(tensor: tf.Tensor) -> int:
 
 
 def _work(operation: tf.Operation) -> float:
-    if operation.type in _SAME_BYTES | _NOT_COMPUTED:
+    if operation.type in SAME_BUFFER | _NOT_COMPUTED:
         return 0
     return (flops_of_operation(operation) or 0) + _PER_BYTE * sum(map(_bytes, operation.outputs))
 

@@ -9,11 +9,14 @@ import keras
 from keras_paragrad.arguments import check_each, check_instance, check_integer, quote, refusal
 from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import Slot
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.recompute import recompute_layer
 from keras_paragrad.engine.step.segments import recompute_parts
 from keras_paragrad.memory.recomputed_segments import check_nesting, cut_every, cut_where_it_pays
+
+# The arguments of each `recompute` in effect on a model, for processes in which a batch is tried.
+RECOMPUTATIONS = Slot[tuple[dict[str, Any], ...]]("recomputations", ())
 
 
 class recompute:  # noqa: N801  (used as a function and as a context manager, like contextlib's own)
@@ -83,7 +86,7 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
             self._undo = [recompute_layer(layer) for layer in select_layers(model, layers)]
         names: Any = "auto" if automatic else [getattr(layer, "name", layer) for layer in layers]
         self._arguments = {"layers": names, "every": every}
-        state_of(model).recomputations += (self._arguments,)
+        RECOMPUTATIONS.attach(model, (*RECOMPUTATIONS.of(model), self._arguments))
         StepBuilder.of(model).retrace()
 
     def undo(self) -> None:
@@ -91,10 +94,8 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
         for undo in self._undo:
             undo()
         self._undo = []
-        state = state_of(self.model)
-        state.recomputations = tuple(
-            recomputation for recomputation in state.recomputations if recomputation is not self._arguments
-        )
+        others = (call for call in RECOMPUTATIONS.of(self.model) if call is not self._arguments)
+        RECOMPUTATIONS.attach(self.model, tuple(others))
         StepBuilder.of(self.model).retrace()
 
     def __enter__(self) -> "recompute":

@@ -24,10 +24,11 @@ import tensorflow as tf
 from keras_paragrad.arguments import quote
 from keras_paragrad.compat.data import is_grain
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
 from keras_paragrad.memory.available import available_bytes, resident_bytes
+from keras_paragrad.memory.recomputation import RECOMPUTATIONS
+from keras_paragrad.storage.model_variables import STEP_BUILDER
 
 # Seconds between two looks at a trial's memory; meanwhile it can allocate some 50 MB more.
 _INTERVAL = 0.005
@@ -173,11 +174,8 @@ def preparations_of(model: keras.Model, without: str | None = None) -> list[tupl
     Raises:
         CannotTryError: A call can't be repeated.
     """
-    calls = [
-        ("keras_paragrad.memory.recomputation", "recompute", recomputation)
-        for recomputation in state_of(model).recomputations
-    ]
-    builder = state_of(model).step_builder
+    calls = [("keras_paragrad.memory.recomputation", "recompute", call) for call in RECOMPUTATIONS.of(model)]
+    builder = STEP_BUILDER.of(model)
     for name, filler in builder.fillers.items() if builder else ():
         if name == without:
             continue

@@ -96,6 +96,8 @@ class PerExampleGradients(keras.layers.Wrapper):
 
     # Records cotangents from the forward pass on: see `keras_paragrad.compat.compiled_call`.
     needs_whole_pass = True
+    # Rules have not been compared with one device on a mesh.
+    trains_on_meshes = False
 
     def __init__(
         self,

@@ -5,31 +5,12 @@ from typing import TYPE_CHECKING
 from keras_paragrad.exports import lazily
 
 if TYPE_CHECKING:
-    from keras_paragrad.privacy.accounting import epsilon
-    from keras_paragrad.privacy.adaptive import AdaptiveClip
-    from keras_paragrad.privacy.batch_norm import fix_batch_norm
-    from keras_paragrad.privacy.calibration import noise_multiplier, updates_within
-    from keras_paragrad.privacy.private_model import make_private
-    from keras_paragrad.privacy.sampling import truncation_probability
+    from keras_paragrad.privacy.accounting import epsilon as epsilon
+    from keras_paragrad.privacy.adaptive import AdaptiveClip as AdaptiveClip
+    from keras_paragrad.privacy.batch_norm import fix_batch_norm as fix_batch_norm
+    from keras_paragrad.privacy.calibration import noise_multiplier as noise_multiplier
+    from keras_paragrad.privacy.calibration import updates_within as updates_within
+    from keras_paragrad.privacy.private_model import make_private as make_private
+    from keras_paragrad.privacy.sampling import truncation_probability as truncation_probability
 
-__all__ = [
-    "AdaptiveClip",
-    "epsilon",
-    "fix_batch_norm",
-    "make_private",
-    "noise_multiplier",
-    "truncation_probability",
-    "updates_within",
-]
-__getattr__, __dir__ = lazily(
-    __name__,
-    {
-        "AdaptiveClip": "adaptive",
-        "epsilon": "accounting",
-        "fix_batch_norm": "batch_norm",
-        "make_private": "private_model",
-        "noise_multiplier": "calibration",
-        "truncation_probability": "sampling",
-        "updates_within": "calibration",
-    },
-)
+__getattr__, __dir__, __all__ = lazily(__name__)

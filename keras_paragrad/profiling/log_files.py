@@ -30,8 +30,6 @@ Result = TypeVar("Result")
 
 _log = logging.getLogger("keras_paragrad")
 _numbers = itertools.count()
-# Placeholder for the step and the epoch in a report's lines; never part of a label.
-_WHEN = "\0"
 Ints = Sequence[int] | np.ndarray
 
 
@@ -66,18 +64,15 @@ class _Csv:
     def __init__(self, path: Path, columns: Sequence[str], resume: bool):
         self._path = path
         begin_csv(path, columns, resume)
-        self._labels: Sequence[tuple[str, ...]] = ()
-        self._report = ""
 
     def append(self, steps: Ints, epochs: Ints, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
-        if labels is not self._labels:
-            # Nine digits distinguish any two 32-bit floats; all seventeen take three times as long.
-            lines = [_quoted(label).replace("%", "%%") for label in labels]
-            self._labels, self._report = labels, "".join(f"{_WHEN},{line},%.12g\n" for line in lines)
+        quoted = [_quoted(label) for label in labels]
         # Opened each time: an aborted training leaves no file open.
-        with self._path.open("a", newline="", encoding="utf-8") as lines:
+        with self._path.open("a", newline="", encoding="utf-8") as file:
             for step, epoch, row in zip(steps, epochs, values.tolist(), strict=True):
-                lines.write((self._report % tuple(row)).replace(_WHEN, f"{step},{epoch}"))
+                # Nine digits distinguish any two 32-bit floats; all seventeen take three times as long.
+                rows = zip(quoted, row, strict=True)
+                file.writelines(f"{step},{epoch},{label},{value:.12g}\n" for label, value in rows)
 
     def close(self) -> None:
         pass

@@ -9,13 +9,15 @@ import keras
 
 from keras_paragrad.arguments import check_each, check_text, refusal
 from keras_paragrad.compat.model import fit_frame
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Logs
 
 # Characters of a line taken by the bar itself, and by the longest usual times, such as " 1:23 123ms/step".
 _BAR, _TIMES = 20, 16
 # Characters between values, and around a value's number.
 _AROUND = len(" - :  ")
+# Which values a progress bar shows.
+_SHOWN = Slot["_Filter | None"]("shown", None)
 
 
 def check_show(value: object, names: Collection[str], example: str) -> str | tuple[str, ...]:
@@ -51,9 +53,9 @@ def hide_in_progress_bar(
     callbacks = getattr(fit and fit.f_locals.get("callbacks"), "callbacks", ())
     bar = next((callback for callback in callbacks if isinstance(callback, keras.callbacks.ProgbarLogger)), None)
     if bar is not None and fit is not None:
-        state = state_of(bar)
-        state.progress = state.progress or _Filter(bar, fit.f_locals.get("validation_data") is not None)
-        state.progress.add(names, few, show)
+        shown = _SHOWN.of(bar) or _Filter(bar, fit.f_locals.get("validation_data") is not None)
+        _SHOWN.attach(bar, shown)
+        shown.add(names, few, show)
 
 
 class _Filter:

@@ -88,6 +88,7 @@ class Throughput(keras.callbacks.Callback):
 
     # Lets Keras call `on_train_batch_end` from another thread, as for its own callbacks, so that nothing waits for it.
     async_safe = True
+    changes_training = False
 
     def __init__(
         self,

@@ -78,6 +78,8 @@ class Profiler(keras.callbacks.Callback):
         summaries: The `keras_paragrad.profiling.summary.ProfileSummary` of each window of the last `fit`.
     """
 
+    changes_training = False
+
     def __init__(
         self,
         log_dir: str | Path,

@@ -13,7 +13,7 @@ from keras_paragrad.compat.compiled_call import can_compile_by_layer, compiled_c
 from keras_paragrad.compat.layers import REVERSIBLE_EMBEDDINGS, dtype_within
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.private import get_stateless_scope, in_symbolic_scope
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.storage.creation import may_be_in_shards
 from keras_paragrad.storage.reading import READING, read_as, read_linked
@@ -21,6 +21,8 @@ from keras_paragrad.storage.sharded import ShardedVariable, sharded_value
 from keras_paragrad.storage.sharding import look_up_rows
 
 _CALL = "call"
+# Whether a call of a layer gathers the weights.
+_GATHERS = Slot[bool]("gathers", False)
 
 
 class _Order(threading.local):
@@ -44,21 +46,21 @@ def gather_at_calls(model: keras.Model) -> None:
     for layer in all_layers(model):
         # Layers without weights too: the first call may build them.
         if not isinstance(layer, keras.Model):
-            state_of(layer).gathers = True
+            _GATHERS.attach(layer, True)
             install_gather(layer)
 
 
 def gather_on_read(model: keras.Model) -> None:
     """Restores the `call` of each layer."""
     for layer in all_layers(model):
-        state_of(layer).gathers = False
+        _GATHERS.attach(layer, False)
         install_gather(layer)
 
 
 def install_gather(layer: keras.layers.Layer) -> None:
     """Installs the gather on a layer's `call`, or removes it; leaves a `call` that `recompute` or a user replaced."""
     # Bypass Keras's tracking: a method is not state.
-    attributes, gathers = vars(layer), state_of(layer).gathers
+    attributes, gathers = vars(layer), _GATHERS.of(layer)
     if gathers and _CALL not in attributes:
         attributes[_CALL] = functools.partial(_call, layer)
     elif not gathers and isinstance(attributes.get(_CALL), functools.partial) and attributes[_CALL].func is _call:
@@ -67,7 +69,7 @@ def install_gather(layer: keras.layers.Layer) -> None:
 
 def call_with_gather(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Structure:
     """Runs the `call` of a layer's class; gathers the weights first if the layer gathers at calls."""
-    if state_of(layer).gathers:
+    if _GATHERS.of(layer):
         return _call(layer, *arguments, **keywords)
     return type(layer).call(layer, *arguments, **keywords)
 

@@ -10,16 +10,18 @@ import numpy as np
 from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.model import all_layers, compile_config, optimizers_of
 from keras_paragrad.compat.optimizer import held_optimizers
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Array
 from keras_paragrad.compat.variables import SavedVariables, assign_sum
 
 Sections = dict[str, list[keras.Variable]]
+# The `StepBuilder` of a model, whose variables are saved with the model's.
+STEP_BUILDER = Slot[Any]("step_builder", None)
 
 
 def training_variables(model: keras.Model) -> Sections:
     """All variables that a step reads or writes, by owner, in the same order in every process."""
-    builder = state_of(model).step_builder
+    builder = STEP_BUILDER.of(model)
     window = builder.loss_window if builder is not None and builder.stages.apply else None
     sections = {
         "model": model.variables,

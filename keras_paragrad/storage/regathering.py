@@ -8,11 +8,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_paragrad.compat.operations import SAME_BUFFER
 from keras_paragrad.compat.private import CollectiveReplicaLauncher, ResourceVariable
 from keras_paragrad.compat.types import DType, TensorVariable
 
 # Operations whose output shares the weight's buffer, or is as large as the weight and computed from it alone.
-_VIEWS = ("Cast", "ExpandDims", "Identity", "IdentityN", "Reshape", "Squeeze", "Transpose")
+_VIEWS = SAME_BUFFER | {"Cast", "Transpose"}
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 # Operations that run at once, and keep no input.
 _SHAPE_OPERATIONS = ("Rank", "Shape", "ShapeN", "Size")

@@ -7,9 +7,10 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import sum_over_replicas
+from keras_paragrad.compat.operations import SAME_BUFFER
 from keras_paragrad.compat.types import GradientTensor, Scalar
 
-_IDENTITIES = {"Identity", "Reshape", "Cast", "StopGradient", "Snapshot"}
+_SAME_NUMBERS = SAME_BUFFER | {"Cast"}
 _UNIQUE = {"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"}
 _SEGMENTS = {f"SparseSegment{reduction}GradV2" for reduction in ("Sum", "Mean", "SqrtN")}
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
@@ -118,8 +119,8 @@ def _has_unique_rows(rows: tf.Tensor) -> bool:
     """Whether the graph shows that row numbers are unique."""
     while not tf.executing_eagerly():
         operation = rows.op
-        if operation.type in _IDENTITIES:
-            rows = operation.inputs[0]
+        if operation.type in _SAME_NUMBERS:
+            rows = operation.inputs[rows.value_index]
         elif operation.type in _CALLS and (called := operation.graph._get_function(operation.get_attr("f").name)):
             rows = called.graph.outputs[rows.value_index]
         else:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_index, sum_over_replicas
 from keras_paragrad.compat.optimizer import accumulation_steps, held_optimizers, updating_optimizers
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar, TensorVariable
 from keras_paragrad.storage.storage import storage_of
 
@@ -34,6 +34,9 @@ _METHODS = (
     *("apply", "apply_gradients", "_backend_apply_gradients", "_backend_update_step"),
     *("_clip_gradients", "_clip_by_norm", "_update_model_variables_moving_average"),
 )
+# Of optimizers that update shards: the keys of variables and, by replica, their gradients' squared norms; `()` between
+# updates.
+_NORMS = Slot[tuple[Any, ...] | None]("norms", None)
 
 
 def overridden_method(optimizer: keras.optimizers.Optimizer) -> str | None:
@@ -111,7 +114,7 @@ def replace_norms(
 
     Called on every replica, within `updating`.
     """
-    keys, norms = state_of(next(iter(updating_optimizers(optimizer)))).norms or ((), {})
+    keys, norms = _NORMS.of(next(iter(updating_optimizers(optimizer)))) or ((), {})
     if not norms.get(replica_index()):
         return
     changed = {
@@ -127,8 +130,8 @@ def install_storages(optimizer: keras.optimizers.Optimizer, variables: Sequence[
     for inner in updating_optimizers(optimizer):
         # Bypass `__setattr__`: Keras tracks what is assigned.
         attributes = vars(inner)
-        if any(storage.divided for storage in storages) and state_of(inner).norms is None:
-            state_of(inner).norms = ()
+        if any(storage.divided for storage in storages) and _NORMS.of(inner) is None:
+            _NORMS.attach(inner, ())
             attributes["_clip_gradients"] = functools.partial(_clip, inner)
             attributes["_update_model_variables_moving_average"] = functools.partial(_average, inner)
         if not all(storage.takes_steps_of(inner) for storage in storages):
@@ -148,10 +151,10 @@ def updating(
         variables: The variables that it updates.
         norms: The results of `squared_norms`, by replica.
     """
-    installed = [inner for inner in updating_optimizers(optimizer) if state_of(inner).norms is not None]
+    installed = [inner for inner in updating_optimizers(optimizer) if _NORMS.of(inner) is not None]
     keys = [optimizer._var_key(variable) for variable in variables] if installed else []
     for inner in installed:
-        state_of(inner).norms = keys, norms
+        _NORMS.attach(inner, (keys, norms))
     with contextlib.ExitStack() as stack:
         for variable in variables:
             stack.enter_context(storage_of(variable).updating())
@@ -171,7 +174,7 @@ def _unscale(gradient: GradientTensor, scale: Scalar | None) -> tf.Tensor:
 
 def _clip(optimizer: keras.optimizers.Optimizer, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """`_clip_gradients`, by the norms of whole gradients."""
-    state = state_of(optimizer).norms
+    state = _NORMS.of(optimizer)
     if not state or not (optimizer.clipnorm or optimizer.global_clipnorm):
         return type(optimizer)._clip_gradients(optimizer, grads)
     keys, norms = state

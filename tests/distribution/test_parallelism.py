@@ -6,9 +6,8 @@ import pytest
 import tensorflow as tf
 
 from keras_paragrad import DistributedFit, microbatch
-from keras_paragrad.compat.state import state_of
 from keras_paragrad.distribution import Options, describe, make_plan
-from keras_paragrad.distribution.parallelism import Decision, Decisions, Parallelism, Preparation
+from keras_paragrad.distribution.parallelism import PREPARATIONS, Decision, Decisions, Parallelism, Preparation
 
 X = np.random.default_rng(0).normal(size=(44, 6)).astype("float32")
 Y = X[:, :1] ** 2
@@ -101,7 +100,7 @@ def test_training_is_that_of_keras_and_is_undone(dist):
     assert_same(alone.evaluate(X, Y, verbose=0), model.evaluate(X, Y, verbose=0))
     assert_same(alone.predict(X, verbose=0), model.predict(X, verbose=0))
     prepared.undo()
-    assert "make_train_function" not in vars(model) and not state_of(model).preparations
+    assert "make_train_function" not in vars(model) and not PREPARATIONS.of(model)
     assert_same(alone.fit(X, Y, **given).history, model.fit(X, Y, **given).history)
     assert_same(alone.get_weights(), model.get_weights())
 

@@ -16,7 +16,7 @@ from keras_paragrad.distribution.decisions.batch import scaling_factor
 from keras_paragrad.distribution.decisions.computation import compiled_form
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Device, Hardware, describe
-from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.options import STRATEGY_KINDS, Options
 from keras_paragrad.distribution.plan import Explanation, make_plan
 
 pytestmark = pytest.mark.fast
@@ -328,7 +328,7 @@ def test_a_timeout_is_for_workers():
     ],
 )
 def test_how_a_compiled_model_trains(strategy, replicas, form):
-    assert compiled_form(strategy, replicas) == form
+    assert compiled_form(STRATEGY_KINDS[strategy], replicas) == form
 
 
 @pytest.mark.own_process(seconds=120)

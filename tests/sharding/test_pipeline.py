@@ -10,7 +10,7 @@ import pytest
 from pipelined_training import PipelineCase
 
 from keras_paragrad import DistributedFit, microbatch, recompute
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import attached
 from keras_paragrad.distribution import Options, Pipeline, describe, make_plan
 from keras_paragrad.distribution.pipeline.cutting import cut
 
@@ -387,7 +387,7 @@ def test_a_model_is_restored():
     handle.undo()
     assert all(variable.value.device.endswith("CPU:0") for variable in model.variables)
     assert {name for name in vars(model) if name not in before} <= {"_keras_paragrad"}
-    assert set(state_of(model).attached) <= {"step_builder"}
+    assert set(attached(model)) <= {"step_builder"}
     model.fit(keras.ops.zeros((4, 4)), keras.ops.zeros((4, 4)), verbose=0)
 
 

@@ -99,6 +99,8 @@ class ScratchDirectory(keras.callbacks.Callback):
         emptied: Whether to empty it after each batch and epoch, or only when training ends.
     """
 
+    changes_training = False
+
     def __init__(self, emptied: bool):
         super().__init__()
         self._emptied = emptied

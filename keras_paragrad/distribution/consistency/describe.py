@@ -25,7 +25,7 @@ _LIBRARIES = ("keras", "tensorflow", "numpy", "builtins", "keras_paragrad")
 # Arguments of `fit` that hold data, which is compared where it is read: here only which of them are given.
 _DATA = ("x", "y", "sample_weight", "validation_data")
 # How data is read, and how much is shown.
-_FREE = ("verbose", "callbacks", "cache", "prefetch", "seed", "self")
+_FREE = ("verbose", "callbacks", "cache", "prefetch", "seed", "self", "model")
 # Keys of configs that may differ. Seeds: initial values are the first worker's, and dropout draws different numbers on
 # each replica anyway. How a layer was built depends on its first batch; the shapes of weights are compared instead.
 _LEFT_OUT = {
@@ -44,7 +44,6 @@ _ONLY_SHOW = (
     *(keras.callbacks.History, keras.callbacks.ProgbarLogger, keras.callbacks.CSVLogger),
     keras.callbacks.RemoteMonitor,
 )
-_OURS_THAT_ONLY_SHOW = ("Throughput", "Profiler", "ScratchDirectory", "FollowEpochs", "AgreeEachEpoch")
 
 
 def versions() -> dict[str, str]:
@@ -92,10 +91,11 @@ def bind_arguments(function: Callable[..., object], args: tuple[Any, ...], kwarg
 def can_change_training(callback: keras.callbacks.Callback) -> bool:
     """Whether a callback is one of Keras's or of this package that can change what is computed, or derived from one.
 
-    Custom ones may be on one worker only; what they change is found at the end of an epoch.
+    Ours that can't have `changes_training = False`. Custom ones may be on one worker only; what they change is found at
+    the end of an epoch.
     """
     base = next(base for base in type(callback).__mro__ if is_of_a_library(base))
-    if issubclass(base, _ONLY_SHOW) or base.__name__ in _OURS_THAT_ONLY_SHOW:
+    if issubclass(base, _ONLY_SHOW) or not getattr(base, "changes_training", True):
         return False
     if isinstance(callback, keras.callbacks.TensorBoard):
         # Then it reads weights, which takes all workers.

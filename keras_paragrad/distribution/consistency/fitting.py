@@ -50,6 +50,8 @@ class AgreeEachEpoch(keras.callbacks.Callback):
             both values.
     """
 
+    changes_training = False
+
     def __init__(
         self,
         strategy: tf.distribute.Strategy,

@@ -210,6 +210,8 @@ class FollowEpochs(keras.callbacks.Callback):
         data: The result of `distributed_dataset`.
     """
 
+    changes_training = False
+
     def __init__(self, data: DistributedData):
         super().__init__()
         self._data = data

@@ -4,7 +4,7 @@ import math
 
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.options import Options, StrategyKind
 
 
 @decides(90)
@@ -68,14 +68,14 @@ def decide_warmup_steps(options: Options) -> Decision:
 
 
 @decides(120)
-def decide_shard_policy(hardware: Hardware, options: Options, strategy: str) -> Decision:
+def decide_shard_policy(hardware: Hardware, options: Options, strategy: str, kind: StrategyKind) -> Decision:
     """Decides how workers share the data.
 
     Returns:
         `"data"`, `"file"` or `"already_sharded"`.
     """
     name = "shard_policy"
-    if strategy != "multi_worker":
+    if not kind.on_workers:
         return Decision(name, "data", "one process reads all the data", f"strategy is {strategy}", NO_CHOICE)
     evidence = f"{hardware.worker_count} workers"
     if options.shard_policy == "already_sharded":

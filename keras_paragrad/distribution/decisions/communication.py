@@ -2,7 +2,7 @@
 
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides
 from keras_paragrad.distribution.hardware import Hardware, kind_of_device
-from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.options import Options, StrategyKind
 
 NAME = "communication"
 MEASURED = (
@@ -14,7 +14,7 @@ LARGE_MEASURED = "measured on two cores: a step with two such gradients takes 1%
 
 @decides(40)
 def decide_communication(
-    hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...], replicas: int | None
+    hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...], replicas: int | None
 ) -> Decision:
     """Takes the requested all-reduce, or the fastest that works on these devices.
 
@@ -23,30 +23,29 @@ def decide_communication(
     """
     if options.given is not None:
         return Decision(NAME, "given", "the strategy was created with its own", _on(devices), 'strategy="auto"')
-    if strategy == "tpu" or replicas == 1:
-        reason = "a TPU brings its own" if strategy == "tpu" else "there is one replica: nothing to all-reduce"
-        return no_communication(hardware, options, strategy, devices, reason)
-    _check_requested(options.communication, hardware, strategy, devices)
+    if kind.on_tpu or replicas == 1:
+        reason = "a TPU brings its own" if kind.on_tpu else "there is one replica: nothing to all-reduce"
+        return no_communication(hardware, options, kind, devices, reason)
+    _check_requested(options.communication, hardware, kind, devices)
     if options.communication != "auto":
         return Decision(NAME, options.communication, "requested", _on(devices), 'communication="auto"')
-    return Decision(NAME, *_fastest(hardware, strategy, kind_of_device(devices[0])))
+    return Decision(NAME, *_fastest(hardware, kind.on_workers, kind_of_device(devices[0])))
 
 
 def no_communication(
-    hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...], reason: str
+    hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...], reason: str
 ) -> Decision:
     """The decision if nothing is all-reduced."""
-    _check_requested(options.communication, hardware, strategy, devices)
+    _check_requested(options.communication, hardware, kind, devices)
     return Decision(NAME, "none", reason, _on(devices), NO_CHOICE)
 
 
-def _fastest(hardware: Hardware, strategy: str, kind: str) -> tuple[str, str, str, str]:
+def _fastest(hardware: Hardware, between_workers: bool, device: str) -> tuple[str, str, str, str]:
     """Value, reason, evidence and override for several devices of a kind."""
-    between_workers = strategy == "multi_worker"
-    if kind == "CPU" and between_workers:
+    if device == "CPU" and between_workers:
         reason = "the only one that works between CPUs of several processes"
         return "ring", reason, "TensorFlow's own choice (AUTO) aborts the process there", "nothing else works"
-    if kind == "CPU":
+    if device == "CPU":
         reason = "devices share one memory: reducing on one of them is fastest"
         return "one_device", reason, MEASURED, 'communication="ring"'
     if hardware.has_virtual_gpus:
@@ -79,10 +78,10 @@ def decide_pack_bytes(options: Options, communication: str) -> Decision:
 
 
 @decides(60, alike=False)
-def decide_collective_timeout(options: Options, strategy: str) -> Decision:
+def decide_collective_timeout(options: Options, strategy: str, kind: StrategyKind) -> Decision:
     """Decides after how many seconds a collective without the other workers fails; `None` for never."""
     name = "collective_timeout"
-    if strategy != "multi_worker" or options.given is not None:
+    if not kind.on_workers or options.given is not None:
         return Decision(name, None, "no process waits for another", f"strategy is {strategy}", NO_CHOICE)
     if options.collective_timeout is not None:
         thread = "TensorFlow starts a watchdog thread for each collective"
@@ -95,7 +94,7 @@ def _on(devices: tuple[str, ...]) -> str:
     return f"{len(devices)} {kind_of_device(devices[0])} here" if devices else "the strategy defines the devices"
 
 
-def _check_requested(requested: str, hardware: Hardware, strategy: str, devices: tuple[str, ...]) -> None:
+def _check_requested(requested: str, hardware: Hardware, kind: StrategyKind, devices: tuple[str, ...]) -> None:
     """Refuses a collective implementation that does not work on these devices."""
     on_gpus = bool(devices) and kind_of_device(devices[0]) == "GPU"
     if requested == "nccl" and (not on_gpus or hardware.has_virtual_gpus):
@@ -103,12 +102,13 @@ def _check_requested(requested: str, hardware: Hardware, strategy: str, devices:
         raise ValueError(
             f'communication="nccl" works between whole GPUs, but there are {others}. Write communication="auto".'
         )
-    if strategy == "multi_worker" and requested in ("hierarchical_copy", "one_device"):
+    if kind.on_workers and requested in ("hierarchical_copy", "one_device"):
         raise ValueError(
             f'communication="{requested}" works within one process, but strategy is "multi_worker". Write '
             'communication="auto", "ring" or, with GPUs, "nccl".'
         )
-    if strategy == "mirrored" and requested == "ring" and on_gpus and not hardware.has_virtual_gpus:
+    mirrors_here = kind.mirrors and not kind.on_workers
+    if mirrors_here and requested == "ring" and on_gpus and not hardware.has_virtual_gpus:
         raise ValueError(
             'communication="ring" is not available in a MirroredStrategy on GPUs, which uses NCCL instead. Write '
             'communication="auto", "hierarchical_copy" or "one_device".'

@@ -6,20 +6,20 @@ import keras
 
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides
 from keras_paragrad.distribution.hardware import Hardware, kind_of_device
-from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.options import Options, StrategyKind
 
 XLA_ON_CPUS = "on CPUs, XLA runs convolutions in a loop on one core"
 ACROSS = "XLA can't compile a step across devices: it fails in a MirroredStrategy, and the ring refuses it"
 
 
-def compiled_form(strategy: str, replicas: int | None) -> str:
+def compiled_form(kind: StrategyKind, replicas: int | None) -> str:
     """What `jit_compile=True` compiles: the `"whole_step"`, or `"per_replica"` the forward and backward pass."""
-    return "whole_step" if strategy == "tpu" or replicas == 1 else "per_replica"
+    return "whole_step" if kind.on_tpu or replicas == 1 else "per_replica"
 
 
 @decides(70)
 def decide_jit(
-    hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...], replicas: int | None
+    hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...], replicas: int | None
 ) -> Decision:
     """Decides what XLA compiles of a model whose `jit_compile` is Keras's default, `"auto"`.
 
@@ -27,10 +27,10 @@ def decide_jit(
         `"none"`, `"whole_step"`, `"per_replica"` or `"per_stage"`.
     """
     name = "jit"
-    form = compiled_form(strategy, replicas)
+    form = compiled_form(kind, replicas)
     per_replica = form == "per_replica"
     evidence = ACROSS if per_replica else "one program on one device"
-    if strategy == "tpu":
+    if kind.on_tpu:
         if options.jit is False:
             raise ValueError("jit=False, but a TPU runs only what XLA has compiled. Leave jit out.")
         return Decision(name, form, "a TPU runs nothing else", "TensorFlow's TPU runtime is XLA", NO_CHOICE)
@@ -42,8 +42,8 @@ def decide_jit(
         reason = "deterministic training has the same bits with XLA nowhere, or everywhere"
         return Decision(name, "none", reason, "what XLA computes differs in the last bits", "jit=True")
     # A strategy that was passed is assumed to use the GPUs, if there are any.
-    kind = kind_of_device(devices[0]) if devices else "GPU" if hardware.of_kind("GPU") else "CPU"
-    if not gains_from_xla(kind):
+    device = kind_of_device(devices[0]) if devices else "GPU" if hardware.of_kind("GPU") else "CPU"
+    if not gains_from_xla(device):
         reason = f'Keras\'s "auto" leaves CPUs alone; jit_compile=True in compile() still holds, as {form}'
         return Decision(name, "none", reason, XLA_ON_CPUS, "jit=True")
     reason = "what Keras does on one such device" + ", on each replica" * per_replica
@@ -51,7 +51,7 @@ def decide_jit(
 
 
 @decides(80)
-def decide_precision(hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...]) -> Decision:
+def decide_precision(hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...]) -> Decision:
     """Keeps the dtype policy that is set, unless another is requested: a faster one would change the results.
 
     Returns:
@@ -65,7 +65,7 @@ def decide_precision(hardware: Hardware, options: Options, strategy: str, device
         return Decision(
             name, current, "the policy that is set", "precision=None requests no advice", 'precision="auto"'
         )
-    faster, evidence = _faster(hardware, strategy, devices)
+    faster, evidence = _faster(hardware, kind.on_tpu, devices)
     reason = "the policy that is set; another would change the results"
     if faster is None or current != "float32":
         evidence = evidence if faster is None else f"it isn't float32, the one that {faster} would replace"
@@ -73,8 +73,8 @@ def decide_precision(hardware: Hardware, options: Options, strategy: str, device
     return Decision(name, current, reason, f"{faster} would be faster: {evidence}", f'precision="{faster}"')
 
 
-def _faster(hardware: Hardware, strategy: str, devices: tuple[str, ...]) -> tuple[str | None, str]:
-    if strategy == "tpu":
+def _faster(hardware: Hardware, on_tpu: bool, devices: tuple[str, ...]) -> tuple[str | None, str]:
+    if on_tpu:
         return faster_policy("TPU")
     gpus = [gpu for gpu in hardware.of_kind("GPU") if not devices or gpu.name in devices]
     return faster_policy("GPU" if gpus else "CPU", [gpu.compute_capability for gpu in gpus])

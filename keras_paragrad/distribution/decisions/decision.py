@@ -41,8 +41,8 @@ class Decider(NamedTuple):
 
     Attributes:
         name: The decision's, as in `decide_<name>`.
-        decide: The function. Its parameters name its inputs: `hardware`, `options`, and decisions of a lower order,
-            whose values are passed.
+        decide: The function. Its parameters name its inputs: `hardware`, `options`, the `kind` of the strategy, and
+            decisions of a lower order, whose values are passed.
         order: Decisions are made, and listed in the plan, in ascending order.
         alike: Whether all workers have to decide the same.
     """

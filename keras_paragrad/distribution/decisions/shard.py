@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.options import Options
+from keras_paragrad.distribution.options import Options, StrategyKind
 from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.workers import gather
@@ -23,24 +23,23 @@ _SHARE = 0.8
 
 
 @decides(85)
-def decide_shard(options: Options, strategy: str, replicas: int | None) -> Decision:
+def decide_shard(options: Options, strategy: str, kind: StrategyKind, replicas: int | None) -> Decision:
     """Decides which state each replica holds in shards.
 
     Returns:
         `"none"`, `"optimizer"` or `"parameters"`; or `"auto"`, until the model is known.
     """
     name = "shard"
-    possible = strategy in ("mirrored", "multi_worker")
     if options.shard == "auto":
-        if not possible or replicas == 1:
+        if not kind.mirrors or replicas == 1:
             return Decision(name, "none", "one replica has nobody to share with", "", NO_CHOICE)
         reason = "chosen when fit or prepare gets the model: the least that fits the devices"
         return Decision(name, "auto", reason, _EVIDENCE, "shard=None")
     if options.shard is None:
-        override = 'shard="parameters"' if possible else NO_CHOICE
+        override = 'shard="parameters"' if kind.mirrors else NO_CHOICE
         return Decision(name, "none", "not requested", "each replica holds all variables", override)
     requested = f'shard="{options.shard}"'
-    if not possible:
+    if not kind.mirrors:
         raise ValueError(
             f"{requested}, but with strategy={strategy!r} there are no replicas that could each hold a shard. Write "
             'strategy="mirrored" with two devices or more, or "multi_worker", or leave shard out.'

@@ -2,7 +2,7 @@
 
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides, list_of
 from keras_paragrad.distribution.hardware import Hardware, kind_of_device
-from keras_paragrad.distribution.options import Options, Planner, kind_of_strategy
+from keras_paragrad.distribution.options import STRATEGY_KINDS, Options, Planner, StrategyKind, kind_of_strategy
 
 SHARED_CORES = "logical devices of a CPU share its cores: replicas on them cost time and save none"
 SHARED_CORES_MEASURED = "measured on two cores, a dense model of 1.3 million weights: 19 ms a step, 24 on two replicas"
@@ -88,23 +88,24 @@ def _check_named(name: str, hardware: Hardware) -> None:
     cluster, workers = hardware.cluster, hardware.worker_count
     detected = f"Found: {hardware_in_words(hardware)}"
     has_servers = bool(cluster and cluster.jobs.get("ps"))
-    if name == "tpu" and not hardware.tpus:
+    kind = STRATEGY_KINDS[name]
+    if kind.on_tpu and not hardware.tpus:
         raise ValueError(
             'strategy="tpu", but no TPU was found: neither TensorFlow nor TPU_NAME names one. Set TPU_NAME, or write '
             'strategy="auto".'
         )
-    if name == "mirrored" and (workers > 1 or has_servers):
+    if kind.mirrors and not kind.on_workers and (workers > 1 or has_servers):
         better = "parameter_server" if has_servers else "multi_worker"
         raise ValueError(
             f'strategy="mirrored" works within one process. {detected}. Write strategy="{better}", or '
             'strategy="none" to train in each process separately.'
         )
-    if name == "multi_worker" and has_servers:
+    if kind.on_workers and has_servers:
         raise ValueError(
             f'strategy="multi_worker" has no parameter servers. {detected}. Write '
             'strategy="parameter_server", or start the cluster without the job "ps".'
         )
-    if name == "multi_worker" and workers < 2:
+    if kind.on_workers and workers < 2:
         raise ValueError(
             f'strategy="multi_worker" needs a cluster of at least two workers, and there is {workers}. '
             f'{detected}. Start them with `{LAUNCH}`, or write strategy="auto".'
@@ -112,7 +113,7 @@ def _check_named(name: str, hardware: Hardware) -> None:
 
 
 @decides(20, alike=False)
-def decide_devices(hardware: Hardware, options: Options, strategy: str) -> Decision:
+def decide_devices(hardware: Hardware, options: Options, kind: StrategyKind) -> Decision:
     """Takes the named devices, or the devices that the strategy would use.
 
     Returns:
@@ -124,34 +125,32 @@ def decide_devices(hardware: Hardware, options: Options, strategy: str) -> Decis
         )
     if options.devices is not None:
         return requested_devices(tuple(options.devices), hardware)
-    if strategy == "tpu":
+    if kind.on_tpu:
         names = tuple(device.name for device in hardware.of_kind("TPU"))
         reason = "all of the TPU's cores" if names else "TensorFlow names the TPU's cores once it has connected"
         return Decision("devices", names, reason, devices_in_words(hardware), 'strategy="none"')
     names = tuple(device.name for device in hardware.of_kind("GPU") or hardware.of_kind("CPU"))
-    if strategy == "mirrored":
-        reason = f"a replica on each {kind_of_device(names[0])}"
+    device = kind_of_device(names[0])
+    if kind.mirrors and (hardware.of_kind("GPU") or not kind.on_workers):
+        everywhere = " of each worker; all workers must have the same number" if kind.on_workers else ""
+        reason = f"a replica on each {device}{everywhere}"
         return Decision("devices", names, reason, devices_in_words(hardware), _fewer(names))
-    if strategy == "multi_worker" and hardware.of_kind("GPU"):
-        reason = "a replica on each GPU of each worker; all workers must have the same number"
-        return Decision("devices", names, reason, devices_in_words(hardware), _fewer(names))
-    kind = kind_of_device(names[0])
-    others = names[:2] if strategy == "multi_worker" else names[1:2]
+    others = names[:2] if kind.on_workers else names[1:2]
     override = f"devices={list_of(others)}" if len(names) > 1 else NO_CHOICE
-    return Decision("devices", names[:1], f"the first {kind}", devices_in_words(hardware), override)
+    return Decision("devices", names[:1], f"the first {device}", devices_in_words(hardware), override)
 
 
 @decides(30, alike=False)
-def decide_replicas(hardware: Hardware, options: Options, strategy: str, devices: tuple[str, ...]) -> Decision:
+def decide_replicas(hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...]) -> Decision:
     """Counts the replicas over all workers; `None` until TensorFlow has connected to a TPU."""
     if options.given is not None:
         count = int(options.given.num_replicas_in_sync)
         evidence = f"a {type(options.given).__name__}"
         return Decision("replicas", count, "as many as the strategy has", evidence, 'strategy="auto"')
-    if strategy == "tpu":
+    if kind.on_tpu:
         count = len(devices) or None
         return Decision("replicas", count, "one on each core", devices_in_words(hardware), 'strategy="none"')
-    workers = hardware.worker_count if strategy == "multi_worker" else 1
+    workers = hardware.worker_count if kind.on_workers else 1
     count = workers * len(devices)
     evidence = f"{workers} worker{'s' * (workers > 1)} with {len(devices)} device{'s' * (len(devices) > 1)} each"
     override = "fewer devices, or fewer workers" if count > 1 else 'strategy="mirrored", with several devices'

@@ -17,8 +17,6 @@ from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.storage.dtensor import COMBINE_PASS, distribute, make_mesh, on_mesh, turn_combine_pass_off
 from keras_paragrad.storage.mesh_variable import MeshVariable
 
-# `distribution` must not import this component.
-_PER_EXAMPLE = "keras_paragrad.per_example"
 _RATE = 0.1
 
 
@@ -76,7 +74,7 @@ def check_mesh_model(model: keras.Model) -> None:
         raise ValueError(
             "The model is compiled with run_eagerly=True, and a mesh only runs compiled steps. Leave it out."
         )
-    if any(type(layer).__module__.startswith(_PER_EXAMPLE) for layer in [model, *all_layers(model)]):
+    if not all(getattr(each, "trains_on_meshes", True) for each in [model, *all_layers(model)]):
         raise ValueError(
             f"{model.name!r} has PerExampleGradients, whose rules have not been compared with one device on a mesh. "
             'Train it with DistributedFit("mirrored").'

@@ -243,7 +243,7 @@ class MeshParallel(Parallelism):
             Decision("strategy", "mesh", reason, hardware_in_words(hardware), 'strategy="auto"'),
             Decision("devices", mesh.devices, f"a mesh of {mesh.in_words}", devices_in_words(hardware), override),
             Decision("replicas", 1, "the mesh is one model", count, 'strategy="mirrored"'),
-            no_communication(hardware, options, "mesh", mesh.devices, "DTensor inserts its own collectives"),
+            no_communication(hardware, options, self.kind("mesh"), mesh.devices, "DTensor inserts its own collectives"),
         ]
         if mesh.workers > 1:
             reason = "each worker reads every batch, and each of its devices takes a part"

@@ -301,7 +301,7 @@ class DataParallel(Parallelism):
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
         strategy = decide_strategy(hardware, options)
-        return Decisions([strategy], launched=strategy.value == "multi_worker")
+        return Decisions([strategy], launched=self.kind(strategy.value).on_workers)
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
         if options.given is not None:

@@ -22,7 +22,7 @@ from keras_paragrad.distribution.decisions.strategy import (
 )
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.launch.tasks import HOST, free_ports
-from keras_paragrad.distribution.options import Decisions, Options, refuse_devices
+from keras_paragrad.distribution.options import STRATEGY_KINDS, Decisions, Options, refuse_devices
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.servers.preparation import ServerPreparation
@@ -121,7 +121,7 @@ def _decide_strategy(hardware: Hardware, options: Options) -> list[Decision]:
         Decision("strategy", _NAME, reason, hardware_in_words(hardware), override),
         devices,
         _decision("replicas", 1, "workers take steps independently", counted(hardware.worker_count - 1, "worker")),
-        no_communication(hardware, options, _NAME, devices.value, push),
+        no_communication(hardware, options, STRATEGY_KINDS[_NAME], devices.value, push),
     ]
 
 

@@ -5,9 +5,12 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import LossArguments, StepLogs
 from keras_paragrad.engine.losses.sums import TrackedLosses
+
+# What a custom `compute_metrics` returned for the part of a batch that was traced last.
+_SHOWN = Slot[tuple[str, ...] | None]("shown_metrics", None)
 
 
 def has_metrics(model: keras.Model) -> bool:
@@ -35,12 +38,12 @@ def update_metrics(model: keras.Model, batch: LossArguments) -> None:
             "get_metrics_result. Override that too, so that it returns the same logs, computed from the states of "
             "metrics."
         )
-    state_of(model).shown_metrics = tuple(computed)
+    _SHOWN.attach(model, tuple(computed))
 
 
 def metrics_result(model: keras.Model) -> StepLogs:
     """The result of `get_metrics_result`, without what a custom `compute_metrics` has left out for the last part."""
-    results, shown = model.get_metrics_result(), state_of(model).shown_metrics
+    results, shown = model.get_metrics_result(), _SHOWN.of(model)
     return results if shown is None else {name: results[name] for name in shown}
 
 

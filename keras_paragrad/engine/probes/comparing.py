@@ -8,13 +8,13 @@ import keras
 from keras_paragrad.compat.collectives import as_one_replica
 from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import added_losses, all_layers, overrides_compute_loss, overrides_train_step
-from keras_paragrad.compat.state import log_once, state_of
+from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, LossArguments, Structure
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm, arguments_of, compute_loss
-from keras_paragrad.engine.probes.independence import once_per_compile, state_problem
+from keras_paragrad.engine.probes.independence import RESULTS, once_per_compile, state_problem
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.pure_function import PureFunction
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_losses_per_example
@@ -78,8 +78,8 @@ def require_whole_losses(model: Any) -> None:
 
 
 def _is_required(model: Any) -> bool:
-    state = state_of(model).independence
-    return state is not None and state[0] is model._compile_config and ("whole losses", False) in state[1]
+    found = RESULTS.of(model)
+    return found is not None and found[0] is model._compile_config and ("whole losses", False) in found[1]
 
 
 def _compare(model: Any, arguments: LossArguments) -> bool | str:

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
-from keras_paragrad.compat.state import state_of, warn_once
+from keras_paragrad.compat.state import Slot, warn_once
 from keras_paragrad.compat.types import LossArguments, Structure
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.terms import LossTerm
@@ -28,6 +28,8 @@ USE_SUMS = (
     "Let each metric accumulate sums over examples, with add_variable(..., aggregation='sum') and assign_add, or use a "
     "function that returns one value per example."
 )
+# What probes have found, and the `compile` that it is valid for.
+RESULTS = Slot[tuple[Any, dict[Any, Any]] | None]("probes", None, kept=True)
 TRAIN_ANYWAY = "To train anyway, write DistributedFit(..., exact=False)."
 
 
@@ -89,10 +91,11 @@ def once_per_compile(
     """
     key = (*key, by_replicas and replica_count() > 1, *map(_signature, keras.tree.flatten(arguments)))
     configuration = model._compile_config
-    state = state_of(model)
-    if state.independence is None or state.independence[0] is not configuration:
-        state.independence = (configuration, {})
-    cache = state.independence[1]
+    found = RESULTS.of(model)
+    if found is None or found[0] is not configuration:
+        found = (configuration, {})
+        RESULTS.attach(model, found)
+    cache = found[1]
     if key not in cache:
         cache[key] = find()
     return cache[key]

@@ -17,7 +17,7 @@ from keras_paragrad.compat.data import Adapter, EpochIterator
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.private import PyDatasetAdapter
-from keras_paragrad.compat.state import replace_methods, restore_methods, state_of
+from keras_paragrad.compat.state import Slot, replace_methods, restore_methods
 from keras_paragrad.compat.types import Batch, Dataset
 from keras_paragrad.engine.replicas.evaluation import build_predict_function, build_test_function
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -27,6 +27,8 @@ from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.storage.gathering import gather_at_calls, gather_on_read
 
 _LOSSES = "_losses"
+# Whether a strategy warns of an unprepared `fit`.
+_WARNS = Slot[bool]("warns", False)
 
 
 class _ListPerThread(collections.UserList[Any]):
@@ -191,7 +193,7 @@ def use_enqueuer_per_iterator(adapter: Adapter) -> None:
 
 def warn_if_unprepared(strategy: tf.distribute.Strategy) -> None:
     """Makes a strategy warn, once, if an unprepared model is trained on its replicas."""
-    if strategy.num_replicas_in_sync == 1 or state_of(strategy).warns:
+    if strategy.num_replicas_in_sync == 1 or _WARNS.of(strategy):
         return
     distribute = strategy.experimental_distribute_dataset
 
@@ -209,5 +211,5 @@ def warn_if_unprepared(strategy: tf.distribute.Strategy) -> None:
             )
         return distribute(dataset, options)
 
-    state_of(strategy).warns = True
+    _WARNS.attach(strategy, True)
     vars(strategy)["experimental_distribute_dataset"] = distribute_dataset

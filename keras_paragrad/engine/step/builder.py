@@ -20,7 +20,6 @@ from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.data import EpochIterator
 from keras_paragrad.compat.model import Trainable, fit_frame, overrides_train_step, traced_as
 from keras_paragrad.compat.optimizer import build_optimizer, innermost_optimizer
-from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.division.division import Divisions
 from keras_paragrad.engine.division.first_batch import FirstBatchProof
@@ -50,6 +49,7 @@ from keras_paragrad.engine.telemetry.watch import (
     watched_optimizers,
     watching_updates,
 )
+from keras_paragrad.storage.model_variables import STEP_BUILDER
 from keras_paragrad.storage.regathering import forget_gathers
 from keras_paragrad.storage.storage import any_divided
 from keras_paragrad.storage.updating import install_storages
@@ -87,10 +87,11 @@ class StepBuilder:
     @classmethod
     def of(cls, model: keras.Model) -> "StepBuilder":
         """The model's builder. The model keeps it, so the next `fit` reuses compiled functions."""
-        state = state_of(model)
-        if state.step_builder is None:
-            state.step_builder = cls(model)
-        return state.step_builder
+        builder = STEP_BUILDER.of(model)
+        if builder is None:
+            builder = cls(model)
+            STEP_BUILDER.attach(model, builder)
+        return builder
 
     @property
     def called_optimizers(self) -> list[keras.optimizers.Optimizer]:

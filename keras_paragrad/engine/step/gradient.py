@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import keras
@@ -12,7 +12,7 @@ from keras_paragrad.compat.collectives import as_one_replica, replica_count, rep
 from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.private import NO_INLINE
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Batch, Gradients, LossArguments, Scalar, StepLogs, Structure
 from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.engine.losses.divisors import Normalizer
@@ -27,6 +27,8 @@ from keras_paragrad.storage.row_gradients import scale_gradients
 
 Data = TypeVar("Data")
 Result = TypeVar("Result")
+# By replica, the weight of a model's loss in the backward pass that is being traced.
+_WEIGHTS = Slot[Mapping[int, Scalar]]("replica_weights", {})
 # Maps a model, the arguments of its `compute_loss` and the recorded loss terms to the weight.
 Normalize = Callable[[keras.Model, LossArguments, list[LossTerm]], Normalizer]
 # Takes the arguments of a `Normalize`.
@@ -172,7 +174,7 @@ def equal_share(weight: Normalizer) -> float:
 
 def replica_weight_of(model: keras.Model) -> Scalar | None:
     """The factor of the loss in the backward pass that is being traced on this replica, if it has a weight."""
-    return state_of(model).replica_weights.get(replica_index())
+    return _WEIGHTS.of(model).get(replica_index())
 
 
 @contextlib.contextmanager
@@ -181,12 +183,12 @@ def _with_replica_weight(model: keras.Model, factor: Scalar | None) -> Generator
     if factor is None:
         yield
         return
-    state, here = state_of(model), replica_index()
-    state.replica_weights = {**state.replica_weights, here: factor}
+    here = replica_index()
+    _WEIGHTS.attach(model, {**_WEIGHTS.of(model), here: factor})
     try:
         yield
     finally:
-        state.replica_weights = {replica: each for replica, each in state.replica_weights.items() if replica != here}
+        _WEIGHTS.attach(model, {replica: each for replica, each in _WEIGHTS.of(model).items() if replica != here})
 
 
 # What leaves a function as another tensor than it is within.

@@ -6,14 +6,14 @@ import functools
 import logging
 import re
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.private import FuncGraph
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import LOGGED, Slot, is_first
 from keras_paragrad.compat.types import Batch, LossArguments, Step, StepLogs
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
@@ -23,6 +23,8 @@ from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of, s
 from keras_paragrad.engine.tracing.untouched import trace_rows
 
 _log = logging.getLogger("keras_paragrad")
+# The `compile` of a model that a `DeferredRefusal` was looked for in, by its words.
+_LOOKED = Slot[Mapping[str, Any]]("deferred_refusals", {})
 # What TensorFlow's and Keras's errors say of tensors that don't fit each other, and no error of ours.
 _OF_SHAPES = re.compile(
     r"Dimensions? (\d+ in both shapes )?must|[Ii]ncompatible|Shapes? \S+ must|[Cc]annot reshape|equal rank"
@@ -52,10 +54,10 @@ class DeferredRefusal:
 
     def look(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> None:
         """Warns of what shows in a step, with the arguments of a `LossNormalization`; once for each `compile`."""
-        state = state_of(model)
-        if self.where in state.logged or state.deferred_refusal.get(self.where) is model._compile_config:
+        looked = _LOOKED.of(model)
+        if self.where in LOGGED.of(model) or looked.get(self.where) is model._compile_config:
             return
-        state.deferred_refusal = {**state.deferred_refusal, self.where: model._compile_config}
+        _LOOKED.attach(model, {**looked, self.where: model._compile_config})
         # A graph of its own, which never runs.
         with FuncGraph("deferred_refusal").as_default(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -75,9 +77,7 @@ class DeferredRefusal:
 
     def say(self, model: keras.Model, refusal: str) -> None:
         """Logs the refusal, unless it was logged for this model before."""
-        state = state_of(model)
-        if self.where not in state.logged:
-            state.logged |= {self.where}
+        if is_first(model, self.where):
             _log.warning("%s %s would be refused: %s", type(model).__name__, self.where, refusal)
 
 

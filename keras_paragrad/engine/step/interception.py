@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_paragrad.compat.operations import BaseOptimizer
 from keras_paragrad.compat.optimizer import accumulation_steps, overwrites, say_rows_are_summed
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
-from keras_paragrad.compat.state import patch_of, replace_methods, restore_methods, state_of
+from keras_paragrad.compat.state import Slot, patch_of, replace_methods, restore_methods
 from keras_paragrad.compat.types import Gradients, GradientTensor
 from keras_paragrad.engine.step.stages import Transform
 from keras_paragrad.engine.telemetry.watch import Observation, UpdateWatch
@@ -26,6 +26,9 @@ PlainApply = Callable[[Gradients, Sequence[keras.Variable] | None], None]
 Interceptor = Callable[[PlainApply, Gradients, Sequence[keras.Variable] | None], None]
 # Called in place of any optimizer's `apply`, with the optimizer, the gradients and their variables.
 Handler = Callable[[keras.optimizers.Optimizer, list[GradientTensor | None], list[keras.Variable]], None]
+# What an optimizer's intercepted `apply` replaces on the instance, and its *transform* stage.
+_REPLACED = Slot[dict[str, Any] | None]("interception", None)
+_TRANSFORM = Slot[Transform | None]("transform", None)
 
 
 class _Calls(NamedTuple):
@@ -73,11 +76,11 @@ _PATCH = ProcessPatch[_Calls](
 
 def intercept_apply(optimizer: keras.optimizers.Optimizer, intercept: Interceptor | None) -> None:
     """Replaces an optimizer's `apply`, or restores it, if `None`."""
-    state = state_of(optimizer)
-    if state.interception is not None:
+    replaced = _REPLACED.of(optimizer)
+    if replaced is not None:
         restore_methods(optimizer, "apply")
-        vars(optimizer).update(state.interception)
-    state.interception = None
+        vars(optimizer).update(replaced)
+    _REPLACED.attach(optimizer, None)
     if intercept is None:
         return
     original, own = optimizer.apply, vars(optimizer)
@@ -89,7 +92,7 @@ def intercept_apply(optimizer: keras.optimizers.Optimizer, intercept: Intercepto
         plain = functools.partial(original, **keywords)
         _apply(_PATCH.value, lambda _, *arguments: intercept(plain, *arguments), optimizer, grads, trainable_variables)
 
-    state.interception = {"apply": own["apply"]} if "apply" in own else {}
+    _REPLACED.attach(optimizer, {"apply": own["apply"]} if "apply" in own else {})
     replace_methods(optimizer, apply=apply)
 
 
@@ -132,13 +135,13 @@ def install_transform(
             "a whole update can't be transformed. Remove that argument, and compile with "
             f"AccumulatingOptimizer(optimizer, steps={steps})."
         )
-    state_of(optimizer).transform = transform
+    _TRANSFORM.attach(optimizer, transform)
     intercept_apply(optimizer, functools.partial(_update, optimizer) if shown or transform is not None else None)
 
 
 def installed_transform(optimizer: keras.optimizers.Optimizer) -> Transform | None:
     """The installed transform. Functions that were traced with another one are outdated."""
-    return state_of(optimizer).transform
+    return _TRANSFORM.of(optimizer)
 
 
 def _update(

@@ -12,7 +12,6 @@ from keras_paragrad.compat.layers import dtype_within
 from keras_paragrad.compat.model import all_variables, words_of
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.private import Functional
-from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Gradients, GradientTensor, Specs, Step, Structure
 from keras_paragrad.compat.variables import copy_built_optimizer, unallocated_variable, without_memory
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -20,6 +19,7 @@ from keras_paragrad.engine.step.interception import PlainApply, intercept_apply
 from keras_paragrad.engine.step.operations import Block, block_of
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
+from keras_paragrad.storage.model_variables import STEP_BUILDER
 
 
 class VariableGradient(NamedTuple):
@@ -130,7 +130,7 @@ def _traced_step_of(
 
 
 def _step_of(model: keras.Model) -> Step:
-    builder = state_of(model).step_builder
+    builder = STEP_BUILDER.of(model)
     return builder.one_step if isinstance(builder, StepBuilder) and builder.stages.split else model.train_step
 
 

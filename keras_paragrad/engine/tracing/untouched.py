@@ -17,7 +17,7 @@ import tensorflow as tf
 from keras_paragrad.compat.global_state import state_of_thread
 from keras_paragrad.compat.layers import WeightScope
 from keras_paragrad.compat.private import FuncGraph, get_stateless_scope
-from keras_paragrad.compat.state import state_of
+from keras_paragrad.compat.state import KEPT
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
@@ -66,10 +66,11 @@ def untouched(
     Returns:
         The value that `assignments` yields.
     """
-    state = state_of(model)
     # Keep the results of probes that ran meanwhile.
-    results = state.independence[1:] if state.independence else ()
-    restorers = [*_restorers([model], (*but, *results)), *_restorers([state_of_thread()], but)]
+    restorers = [
+        *_restorers([model], (*but, *(slot.of(model) for slot in KEPT))),
+        *_restorers([state_of_thread()], but),
+    ]
     generators = random.getstate(), np.random.get_state()
     try:
         with assignments as scope:
@@ -77,11 +78,12 @@ def untouched(
     finally:
         random.setstate(generators[0])
         np.random.set_state(generators[1])
-        found = state.independence, state.logged
+        found = [(slot, slot.of(model)) for slot in KEPT]
         for restore in restorers:
             restore()
-        if found != (state.independence, state.logged):
-            state.independence, state.logged = found
+        for slot, value in found:
+            if slot.of(model) is not value:
+                slot.attach(model, value)
 
 
 def never_run() -> contextlib.AbstractContextManager[None]:

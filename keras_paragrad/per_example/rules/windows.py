@@ -110,27 +110,11 @@ def _slice_windows(
         taps, stride, dilation, count = (values[axis] for values in (*geometry[:3], outputs))
         # Taps of earlier axes may have been inserted before this one.
         current = first + axis + (axis if into < first else 0)
-        if stride > 1 and patches.shape[current] is not None:
-            slices = _strided_slices(patches, current, [tap * dilation for tap in range(taps)], stride, count)
-        else:
-            starts = [tap * dilation for tap in range(taps)]
-            ranges = [slice(start, start + (count - 1) * stride + 1, stride) for start in starts]
-            slices = [patches[(slice(None),) * current + (taps,)] for taps in ranges]
+        starts = [tap * dilation for tap in range(taps)]
+        ranges = [slice(start, start + (count - 1) * stride + 1, stride) for start in starts]
+        slices = [patches[(slice(None),) * current + (taps,)] for taps in ranges]
         patches = tf.stack(slices, axis=into + (axis if in_order else 0))
     return patches
-
-
-def _strided_slices(tensor: tf.Tensor, axis: int, starts: Sequence[int], stride: int, count: int) -> list[tf.Tensor]:
-    """Strided slices of an axis, taken after splitting it by the stride, so that each slice is contiguous."""
-    size: Any = tensor.shape[axis]
-    strides = max(-(-size // stride), max(starts) // stride + count)
-    paddings = [[0, 0] for _ in tensor.shape]
-    paddings[axis][1] = strides * stride - size
-    dynamic = tf.shape(tensor)
-    shape = tf.concat([dynamic[:axis], [strides, stride], dynamic[axis + 1 :]], 0)
-    split = tf.reshape(tf.pad(tensor, paddings), shape)
-    leading = (slice(None),) * axis
-    return [split[(*leading, slice(start // stride, start // stride + count), start % stride)] for start in starts]
 
 
 def _gather_windows(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> tf.Tensor:
