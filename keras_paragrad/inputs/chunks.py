@@ -11,7 +11,7 @@ from keras_paragrad.compat.model import all_layers, compile_if_supported
 from keras_paragrad.compat.operations import SAME_BUFFER
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
-from keras_paragrad.engine.step.operations import assigned_resources, called_graphs, tensor_bytes
+from keras_paragrad.engine.step.operations import Resized, assigned_resources, called_graphs
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.inputs.function import Differentiate, Output, RowFunction
@@ -187,7 +187,7 @@ def bytes_in_graph(graph: tf.Graph, inputs: Iterable[tf.Tensor]) -> int:
             continue
         dependent.update(tensor.ref() for tensor in operation.outputs)
         if operation.type not in SAME_BUFFER:
-            total += sum(tensor_bytes(tensor, 1) for tensor in operation.outputs)
+            total += sum(Resized(1).bytes_of(tensor) for tensor in operation.outputs)
         times = _loop_steps(operation) if operation.type in ("While", "StatelessWhile") else 1
         for function in called_graphs(operation):
             values = [tensor for tensor in function.inputs if tensor.dtype != tf.resource]

@@ -8,7 +8,7 @@ from keras_paragrad.compat.operations import SAME_BUFFER
 from keras_paragrad.engine.step.operations import Block, TracedOperation
 
 # Operations whose output is the buffer of their first input.
-_ALIASES = SAME_BUFFER | {"Bitcast", "TensorListGetItem", "TensorListResize"}
+ALIASES = SAME_BUFFER | {"Bitcast", "TensorListGetItem", "TensorListResize"}
 # Operations that overwrite an input that nothing else reads.
 _IN_PLACE = frozenset(
     {"Add", "AddV2", "AddN", "Sub", "Mul", "RealDiv", "Div", "DivNoNan", "Maximum", "Minimum", "Pow", "BiasAdd", "Cast"}
@@ -26,7 +26,7 @@ _SCALARS: dict[str, Callable[[Any, Any], int | bool]] = {
 _SAME_SCALAR = SAME_BUFFER | {"Cast", "Max", "Min", "Sum", "Prod"}
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 # Operations on a weight that don't gather it: aliases, casts and lookups of rows.
-_NAMES = _ALIASES | _CALLS | {"Cast", "ReadVariableOp", "ResourceGather", "VariableShape"}
+_NAMES = ALIASES | _CALLS | {"Cast", "ReadVariableOp", "ResourceGather", "VariableShape"}
 # A loop is assumed to be steady after this many iterations without growth.
 _STEADY = 3
 
@@ -162,14 +162,14 @@ class _Execution:
 
     def _plain(self, operation: TracedOperation, inputs: list[_Value]) -> list[_Value]:
         """The results of an operation without branches or loops, in new memory or in an input's buffer."""
-        kind, known = operation.kind, _known_value(operation, inputs)
+        kind, known = operation.kind, known_value(operation, [value.known for value in inputs])
         if kind.startswith("TensorList") and (lists := self._of_list(kind, inputs)) is not None:
             return lists
         if kind == "IdentityN":
             return [_Value(self._keep(value.buffer), value.known, value.gathered) for value in inputs]
-        if inputs and inputs[0].gathered and kind in ("Cast", "ReadVariableOp", *_ALIASES):
+        if inputs and inputs[0].gathered and kind in ("Cast", "ReadVariableOp", *ALIASES):
             return [_Value(None, known, operation.sizes[0] or inputs[0].gathered)]
-        if kind in _ALIASES:
+        if kind in ALIASES:
             return [_Value(self._keep(inputs[0].buffer), known)]
         if kind in ("ReadVariableOp", "Const"):
             # Constants belong to the graph, and variables are counted elsewhere.
@@ -271,11 +271,11 @@ def _links(buffer: _Buffer | None) -> tuple[_Buffer | None, _Buffer | None]:
     return (buffer.parts[0], buffer.parts[1]) if buffer is not None and len(buffer.parts) == 2 else (None, None)
 
 
-def _known_value(operation: TracedOperation, inputs: list[_Value]) -> int | bool | None:
-    """The value of an integer or boolean, if it follows from the inputs."""
+def known_value(operation: TracedOperation, values: Sequence[int | bool | None]) -> int | bool | None:
+    """The value of an integer or boolean, if it follows from the values of the inputs."""
     if operation.value is not None:
         return operation.value
-    kind, values = operation.kind, [value.known for value in inputs]
+    kind = operation.kind
     if kind in ("LogicalAnd", "LogicalOr"):
         known = [value for value in values if value is not None]
         dominant = kind == "LogicalOr"

@@ -6,7 +6,7 @@ from covering import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
-from keras_paragrad.engine.step.operations import Block, TracedOperation, block_of
+from keras_paragrad.engine.step.operations import Block, Resized, TracedOperation, block_of
 from keras_paragrad.memory.liveness import Peaks, step_peaks
 
 
@@ -48,7 +48,7 @@ def test_the_peak_is_that_of_the_reference(block):
 
 def traced(function, *shapes):
     specs = [tf.TensorSpec(shape) for shape in shapes]
-    return block_of(tf.function(function, autograph=False).get_concrete_function(*specs).graph, rows=1).block
+    return block_of(tf.function(function, autograph=False).get_concrete_function(*specs).graph, Resized(1)).block
 
 
 def chain(x):

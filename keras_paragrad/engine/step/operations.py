@@ -1,6 +1,5 @@
 """The operations of a traced graph: their tensors' sizes, and whether they can be repeated."""
 
-import functools
 import itertools
 import math
 from collections import Counter
@@ -9,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
+
+from keras_paragrad.flops import flops_of_operation
 
 # The attributes that name an operation's functions, in the order in which `TracedOperation.blocks` has them.
 _FUNCTIONS = ("f", "cond", "body", "then_branch", "else_branch", "branches")
@@ -25,6 +26,7 @@ class TracedOperation(NamedTuple):
         sizes: Bytes of each output; 0 for resources and lists of tensors.
         value: The output, if it is a static integer or boolean scalar; otherwise `None`.
         blocks: The functions that it calls: a loop's condition and body, or a condition's branches.
+        flops: Its floating-point operations, if it is a matrix product or a convolution of known size.
     """
 
     kind: str
@@ -33,6 +35,7 @@ class TracedOperation(NamedTuple):
     sizes: tuple[int, ...]
     value: int | bool | None = None
     blocks: tuple["Block", ...] = ()
+    flops: float = 0.0
 
 
 class Block:
@@ -64,8 +67,40 @@ class Numbered(NamedTuple):
     positions: list[int]
 
 
-def block_of(graph: tf.Graph, rows: int) -> Numbered:
-    """The operations of a `FuncGraph`; `rows` is the size of a tensor's first axis if it is unknown."""
+class Resized(NamedTuple):
+    """How a graph that was traced for a batch reads for a batch of another size.
+
+    Attributes:
+        rows: The rows of the other batch; also the size of a tensor's first axis if it is unknown.
+        traced: The rows of the traced batch, a number that divides the size of no other axis; by default `rows`.
+    """
+
+    rows: int
+    traced: int | None = None
+
+    def bytes_of(self, tensor: tf.Tensor) -> int:
+        """The bytes of a tensor; 0 for resources and lists of tensors."""
+        if tensor.dtype in _WITHOUT_MEMORY or tensor.shape.rank is None:
+            return 0
+        known = [(self.rows if axis == 0 else 1) if size is None else size for axis, size in enumerate(tensor.shape)]
+        if self.traced:
+            known = [size // self.traced * self.rows if self._counts_rows(size) else size for size in known]
+        return math.prod(known) * tensor.dtype.size
+
+    def flops_of(self, operation: tf.Operation) -> float:
+        """The floating-point operations of a matrix product or convolution; 0 of others."""
+        flops = flops_of_operation(operation) or 0
+        if not (flops and self.traced):
+            return flops
+        axes = [sum(map(self._counts_rows, tensor.shape)) for tensor in (*operation.inputs, *operation.outputs)]
+        return flops * (self.rows / self.traced) ** max(axes)
+
+    def _counts_rows(self, size: int | None) -> bool:
+        return bool(self.traced and size and size % self.traced == 0)
+
+
+def block_of(graph: tf.Graph, sizes: Resized) -> Numbered:
+    """The operations of a `FuncGraph`."""
     inputs = {tensor.ref() for tensor in graph.inputs}
     numbers: dict[Hashable, int] = {}
     for operation in graph.get_operations():
@@ -75,20 +110,20 @@ def block_of(graph: tf.Graph, rows: int) -> Numbered:
     def all_of(tensors: Iterable[tf.Tensor]):
         return tuple(numbers[tensor.ref()] for tensor in tensors)
 
-    size = functools.partial(tensor_bytes, rows=rows)
     operations, positions = _in_order(graph, inputs)
     traced = [
         TracedOperation(
             each.type,
             all_of(each.inputs),
             all_of(each.outputs),
-            tuple(map(size, each.outputs)),
+            tuple(map(sizes.bytes_of, each.outputs)),
             _value(each),
-            tuple(block_of(function, rows).block for function in called_graphs(each)),
+            tuple(block_of(function, sizes).block for function in called_graphs(each)),
+            sizes.flops_of(each),
         )
         for each in operations
     ]
-    block = Block(traced, list(all_of(graph.inputs)), list(all_of(graph.outputs)), [*map(size, graph.inputs)])
+    block = Block(traced, list(all_of(graph.inputs)), list(all_of(graph.outputs)), [*map(sizes.bytes_of, graph.inputs)])
     return Numbered(block, numbers, positions)
 
 
@@ -124,14 +159,6 @@ def _needed(operations: Iterable[tf.Operation], outputs: Iterable[tf.Tensor]) ->
             needed.add(each)
             waiting += [*(tensor.op for tensor in each.inputs), *each.control_inputs]
     return needed
-
-
-def tensor_bytes(tensor: tf.Tensor, rows: int) -> int:
-    """The bytes of a tensor with `rows` rows if its first axis is unknown; 0 for resources and lists of tensors."""
-    if tensor.dtype in _WITHOUT_MEMORY or tensor.shape.rank is None:
-        return 0
-    known = [(rows if axis == 0 else 1) if size is None else size for axis, size in enumerate(tensor.shape)]
-    return math.prod(known) * tensor.dtype.size
 
 
 def _value(operation: tf.Operation) -> int | bool | None:

@@ -16,10 +16,13 @@ from keras_paragrad.compat.types import Gradients, GradientTensor, Specs, Step, 
 from keras_paragrad.compat.variables import copy_built_optimizer, unallocated_variable, without_memory
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.interception import PlainApply, intercept_apply
-from keras_paragrad.engine.step.operations import Block, block_of
+from keras_paragrad.engine.step.operations import Block, Resized, block_of
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
 from keras_paragrad.storage.model_variables import STEP_BUILDER
+
+# Rows of a traced batch that are recognized in the sizes of tensors: primes, and larger than most axes.
+_PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061)
 
 
 class VariableGradient(NamedTuple):
@@ -39,15 +42,21 @@ class VariableGradient(NamedTuple):
 
 
 class TracedStep(NamedTuple):
-    """A traced training step: its operations, the gradients that optimizers get, and copies of these without memory.
+    """A traced training step.
 
-    `updates_from` is the index of the last update's first operation.
+    Attributes:
+        block: Its operations.
+        gradients: The gradients that optimizers get.
+        updates_from: The index of the last update's first operation.
+        optimizers: Copies of the optimizers, without memory.
+        batch: The `tf.TypeSpec` of the batch.
     """
 
     block: Block
     gradients: list[VariableGradient]
     updates_from: int
     optimizers: list[keras.optimizers.Optimizer]
+    batch: Specs
 
 
 class _Call(NamedTuple):
@@ -73,13 +82,33 @@ def traced_step(
             to write.
     """
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(_traced, model, rows, length, optimizer, batch).result()
+        return thread.submit(_traced, model, rows, length, optimizer, batch, [Resized(rows)]).result()[0]
+
+
+def traced_steps(model: keras.Model, sizes: Sequence[int], batch: Specs = None) -> list[TracedStep]:
+    """A model's `train_step` for batches of several sizes, from one trace; see `traced_step`.
+
+    Raises:
+        ValueError: It can't be traced for batches of any size.
+    """
+    shapes = [variable.shape for variable in all_variables(model)]
+    shapes += [leaf.shape[1:] for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.TensorSpec)]
+    known = {size for shape in shapes for size in shape if size}
+    traced = next(prime for prime in _PRIMES if all(size % prime for size in known))
+    resized = [Resized(rows, traced) for rows in sizes]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(_traced, model, traced, None, None, batch, resized).result()
 
 
 def _traced(
-    model: keras.Model, rows: int, length: int | None, optimizer: keras.optimizers.Optimizer | None, data: Specs
-) -> TracedStep:
-    """Traces the step for the first batch that its loss accepts."""
+    model: keras.Model,
+    rows: int,
+    length: int | None,
+    optimizer: keras.optimizers.Optimizer | None,
+    data: Specs,
+    sizes: Sequence[Resized],
+) -> list[TracedStep]:
+    """Traces the step for the first batch that its loss accepts, and reads it for batches of some sizes."""
     with untouched(model, _without_values(model)):
         problems: list[Exception] = []
         for batch in candidate_batches(model, rows, length) if data is None else [with_batch_size(data, rows, length)]:
@@ -89,7 +118,7 @@ def _traced(
             except Exception as error:
                 problems.append(error)
             else:
-                return _traced_step_of(graph, rows, optimizers, calls)
+                return [_traced_step_of(graph, size, optimizers, calls, batch) for size in sizes]
         raise ValueError(
             f"The training step of {model.name!r} can't be traced without its data: {words_of(problems[0])}"
         ) from problems[0]
@@ -111,10 +140,14 @@ def _graph_of(
 
 
 def _traced_step_of(
-    graph: tf.Graph, rows: int, optimizers: list[keras.optimizers.Optimizer], calls: list[_Call]
+    graph: tf.Graph,
+    size: Resized,
+    optimizers: list[keras.optimizers.Optimizer],
+    calls: list[_Call],
+    batch: Specs,
 ) -> TracedStep:
     """Finds the gradients and the update among the operations of a graph."""
-    block, numbers, positions = block_of(graph, rows)
+    block, numbers, positions = block_of(graph, size)
     sizes = dict(zip(block.inputs, block.input_sizes, strict=True))
     sizes.update(pair for each in block.operations for pair in zip(each.outputs, each.sizes, strict=True))
     resources = {id(handle): numbers[inside.ref()] for handle, inside in graph.captures}
@@ -126,7 +159,7 @@ def _traced_step_of(
         gradients.append(VariableGradient(variable, number, sizes[number], of_rows, resource))
     # Of several optimizers, the last one updates when all gradients are computed.
     last = max((call.position for call in calls), default=-1)
-    return TracedStep(block, gradients, positions[last], optimizers)
+    return TracedStep(block, gradients, positions[last], optimizers, batch)
 
 
 def _step_of(model: keras.Model) -> Step:
