@@ -183,7 +183,8 @@ OPTIONS = {
     "pack_bytes": ZERO | COUNT | LARGE | NONE,
     "shard": AUTO | NONE,
     "min_shard_bytes": COUNT | LARGE,
-    # Only with shard="auto" is there anything to decide.
+    "fit_memory": FLAG,
+    # Only with shard="auto" or fit_memory is there anything to decide.
     "device_bytes": NONE,
     # Its axes have names of their own, and a layout needs it.
     "mesh": NONE,
@@ -276,6 +277,7 @@ PUBLIC = {
             "optimizer": ELSEWHERE,
             "min_shard_bytes": COUNT | LARGE,
             "batch_spec": ELSEWHERE,
+            "device_bytes": COUNT | LARGE | NONE,
         },
         {"model": model, "batch_size": 4},
         costs=True,

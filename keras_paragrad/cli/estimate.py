@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_paragrad.arguments import LARGEST, quote
-from keras_paragrad.cli.parser import add_examples, complete_paths, integer, print_error, suggest_word
+from keras_paragrad.cli.parser import add_examples, complete_paths, integer, number, print_error, suggest_word
 from keras_paragrad.cli.waiting import Say, while_waiting
 from keras_paragrad.distribution.decisions import MOST_DESCRIBED
 
@@ -28,6 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     devices = integer(1, MOST_DESCRIBED)
     parser.add_argument("--devices", type=devices, default=1, metavar="N", help="number of devices (default: 1)")
     parser.add_argument("--length", type=some, metavar="N", help="the size of axes that the inputs leave open")
+    gigabytes = number(above=0, most=MOST_DESCRIBED)
+    parser.add_argument("--memory-gb", type=gigabytes, metavar="GB", help="memory of a device, in GiB (default: here)")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
 
 
@@ -44,14 +46,19 @@ def _estimated(arguments: argparse.Namespace, say: Say) -> int:
         return print_error("estimate", f"{path} has no function {name!r}{suggest_word(name, functions)}")
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
     from keras_paragrad.compat.variables import without_memory
+    from keras_paragrad.distribution.hardware import detect
     from keras_paragrad.memory.estimate import estimate_memory
     from keras_paragrad.plain_text import show
 
     say(f"calling {name} of {path}, and tracing its model")
     with without_memory():
         model = namespace[name]()
+    here = arguments.memory_gb is None
+    device_bytes = detect().device_bytes() if here else max(1, round(arguments.memory_gb * 2**30))
     try:
-        estimate = estimate_memory(model, arguments.batch_size, arguments.devices, length=arguments.length)
+        estimate = estimate_memory(
+            model, arguments.batch_size, arguments.devices, length=arguments.length, device_bytes=device_bytes
+        )
     except ValueError as error:
         return print_error("estimate", error)
     if arguments.json:

@@ -26,7 +26,13 @@ from keras_paragrad.distribution.decisions.shard import choose_shard
 from keras_paragrad.distribution.hardware import Hardware, detect
 from keras_paragrad.distribution.kernels import describe_kernels
 from keras_paragrad.distribution.options import Options
-from keras_paragrad.distribution.parallelism import PlannedRun, Preparation, build_scope, parallelism_of
+from keras_paragrad.distribution.parallelism import (
+    FittedMemory,
+    PlannedRun,
+    Preparation,
+    build_scope,
+    parallelism_of,
+)
 from keras_paragrad.distribution.plan import Explanation, Plan, make_plan, summary_lines
 from keras_paragrad.distribution.training import ABOUT_DATA, ABOUT_EPOCHS, FitArguments, check_overridden_fit, train
 from keras_paragrad.distribution.workers import all_or_none
@@ -35,6 +41,7 @@ from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.fixed_parts import enable_determinism
 from keras_paragrad.engine.tracing.announcing import announcing
 from keras_paragrad.exports import passing_options_to, with_arguments_of
+from keras_paragrad.memory.batch_size import TrialLog
 from keras_paragrad.memory.estimate import Estimate
 from keras_paragrad.plain_text import InNotebooks
 from keras_paragrad.storage.creation import create_in_shards, create_whole
@@ -83,7 +90,12 @@ class DistributedFit(InNotebooks):
             are called. `"auto"` is the first of these whose estimated step fits the devices; `explain()` shows the
             estimate and the choice after `fit` or `prepare`.
         min_shard_bytes: Trainable variables of at least this size, in bytes, are cut into shards.
-        device_bytes: The memory of a device, in bytes, for `shard="auto"`; by default the detected one.
+        fit_memory: Whether `fit` and `prepare` find out how to train in the memory of the devices: what is recomputed,
+            the slices of each batch, and on several devices what is in shards, if `shard` is `None`. The fastest way
+            by the estimate is tried for two steps in a process of its own; if it takes too much, so is the next. A
+            model that fits as it is stays so; `explain()` shows the ways and what they take.
+        device_bytes: The memory of a device, in bytes, for `shard="auto"`; by default the detected one. For
+            `fit_memory`, what training may take of it; by default 80% of what the machine has left, or 90% of a GPU.
         mesh: Instead of a strategy, a mesh of devices: the sizes of its axes `"batch"`, which divides batches, and
             `"model"`, which divides weights.
         layout: `"auto"`, with `mesh`: the layout of the weights follows from the model's structure; `explain()` shows
@@ -124,6 +136,7 @@ class DistributedFit(InNotebooks):
         # Shown by `explain` below the plan.
         self._estimate: Estimate | None = None
         self._table: Any = None
+        self._memory: tuple[object, FittedMemory] | None = None
         self._model: Callable[[], keras.Model | None] = lambda: None
         self._create_as_planned()
         warn_if_unprepared(self.strategy)
@@ -152,8 +165,9 @@ class DistributedFit(InNotebooks):
     @contextlib.contextmanager
     def scope(self) -> Generator[None]:
         """Context in which to build and compile a model."""
-        if self._estimate is not None:
-            # shard="auto" is undecided again, for the model that is built here.
+        if self._estimate is not None or self._memory is not None:
+            # Undecided again, for the model that is built here.
+            self._memory = None
             self.plan = self.plan.with_decision(make_plan(self.hardware, self.options).shard)
             self._create_as_planned()
         policy = keras.config.dtype_policy()
@@ -173,7 +187,8 @@ class DistributedFit(InNotebooks):
         """
         model = self._model()
         division = StepBuilder.of(model).describe_division() if model is not None else None
-        return Explanation(self.plan, self.hardware, self._estimate or self._table, division)
+        memory = self._memory and self._memory[1].plan
+        return Explanation(self.plan, self.hardware, memory or self._estimate or self._table, division)
 
     def estimate(self, model: keras.Model, batch_size: int = 32, *, length: int | None = None) -> Estimate:
         """The memory that `fit` takes on each device, from the traced step; for `print`.
@@ -196,7 +211,7 @@ class DistributedFit(InNotebooks):
 
         Args:
             model: A compiled model, built within `scope()`. Only this instance is changed.
-            batch_size: The batch size of `fit`, for `shard="auto"`.
+            batch_size: The batch size of `fit`, for `shard="auto"` and `fit_memory`.
 
         Returns:
             A handle; `undo()` restores the methods of the model's class.
@@ -210,14 +225,34 @@ class DistributedFit(InNotebooks):
             self._check_consistent(model)
             return self._prepare_checked(model, batch_size)
 
-    def _prepare_checked(self, model: keras.Model, batch_size: int, batch_spec: Specs = None) -> Preparation:
-        """Decides on `shard="auto"`, and prepares the model."""
-        if self.plan.shard.value == "auto":
+    def _prepare_checked(
+        self, model: keras.Model, batch_size: int, batch_spec: Specs = None, verbose: str | int = "auto"
+    ) -> Preparation:
+        """Decides on `shard="auto"` and `fit_memory`, and prepares the model."""
+        if self.options.fit_memory:
+            self._fit_memory(model, batch_size, batch_spec, verbose)
+        elif self.plan.shard.value == "auto":
             decision, self._estimate = choose_shard(model, batch_size, batch_spec, self._run)
             self.plan = self.plan.with_decision(decision)
         preparation = self._parallelism.prepare(model, self._run)
+        if self._memory is not None:
+            preparation.undo_with(self._memory[1].undo)
         self._table, self._model = preparation.table, weakref.ref(model)
         return preparation
+
+    def _fit_memory(self, model: keras.Model, batch_size: int, batch_spec: Specs, verbose: str | int) -> None:
+        """Has the model train in the devices' memory; again for another batch size or optimizer."""
+        planned_for = (weakref.ref(model), batch_size, model.optimizer and weakref.ref(model.optimizer))
+        if self._memory is not None:
+            before, fitted = self._memory
+            if before == planned_for:
+                return
+            fitted.undo()
+        log = TrialLog("fit_memory", int(self.is_chief and verbose != 0))
+        fitted = self._parallelism.fit_memory(model, self._run, batch_size, batch_spec, log)
+        if fitted.shard is not None:
+            self.plan = self.plan.with_decision(fitted.shard)
+        self._memory = planned_for, fitted
 
     def _check_consistent(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
         """Raises on every worker if their training differs, before mismatched collectives can hang."""
@@ -303,7 +338,7 @@ class DistributedFit(InNotebooks):
                 validation = self._distribute(rows, request.validation_options(rows[0], divided=divided))
                 if validation is not rows[0]:
                     validation.for_validation(request.validation_steps)
-            self._prepare_checked(model, data.batch_size or request.batch_size or 32, data.batch_spec)
+            self._prepare_checked(model, data.batch_size or request.batch_size or 32, data.batch_spec, request.verbose)
         return train(self._run, request, data, {**request.given(ABOUT_EPOCHS), "validation_data": validation})
 
     def _fit_overridden(self, request: FitArguments) -> keras.callbacks.History:

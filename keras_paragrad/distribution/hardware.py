@@ -6,7 +6,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import tensorflow as tf
@@ -73,6 +73,19 @@ class Hardware:
     def of_kind(self, kind: str) -> tuple[Device, ...]:
         """The logical devices of a kind: `CPU`, `GPU` or `TPU`."""
         return tuple(device for device in self.devices if device.kind == kind)
+
+    def compute_devices(self, names: Collection[str] = ()) -> tuple[Device, ...]:
+        """The GPUs, or without one the CPUs; only those with these names, if any are given."""
+        devices = self.of_kind("GPU") or self.of_kind("CPU")
+        return tuple(device for device in devices if device.name in names or not names)
+
+    def device_bytes(self, names: Collection[str] = ()) -> int | None:
+        """The memory of the smallest of `compute_devices`, or `None`; logical CPU devices share the machine's."""
+        devices = self.compute_devices(names)
+        sizes = [device.memory_bytes for device in devices if device.memory_bytes is not None]
+        if not devices or len(sizes) < len(devices):
+            return None
+        return min(sizes) // (len(sizes) if devices[0].kind == "CPU" else 1)
 
     @property
     def has_virtual_gpus(self) -> bool:

@@ -43,6 +43,7 @@ CHOICES = {
     "lr_scaling": LR_SCALINGS,
     "exact": (True, False),
     "prove": (True, False),
+    "fit_memory": (True, False),
     "shard_policy": SHARD_POLICIES,
     "shard": SHARDS,
     "layout": LAYOUTS,
@@ -106,6 +107,7 @@ class Options:
     pack_bytes: int | None = None
     shard: str | None = None
     min_shard_bytes: int = MIN_SHARD_BYTES
+    fit_memory: bool = False
     device_bytes: int | None = None
     mesh: Mapping[str, int] | None = None
     layout: str | None = None
@@ -166,10 +168,15 @@ class Options:
                 f"warmup_steps={self.warmup_steps} warms up a scaled learning rate, but lr_scaling is None. Add "
                 'lr_scaling="linear" or "sqrt", or use a keras.optimizers.schedules.LearningRateSchedule instead.'
             )
-        if self.device_bytes is not None and self.shard != "auto":
+        if self.device_bytes is not None and self.shard != "auto" and not self.fit_memory:
             raise ValueError(
-                f'device_bytes={self.device_bytes} is only used by shard="auto", but shard is {self.shard!r}. Write '
-                'shard="auto", or leave device_bytes out.'
+                f'device_bytes={self.device_bytes} is only used by shard="auto" and fit_memory=True, but shard is '
+                f'{self.shard!r}. Write fit_memory=True or shard="auto", or leave device_bytes out.'
+            )
+        if self.fit_memory and not planner_of(self).fits_memory:
+            raise ValueError(
+                "fit_memory=True chooses among recomputation, slices and shards on replicas of the model, not on a "
+                'mesh, in a pipeline or with parameter servers. Leave it out, or write strategy="auto".'
             )
         if self.deterministic:
             self._check_deterministic()
@@ -207,10 +214,12 @@ class Planner(abc.ABC):
         precedence: `asked` is called on the classes of the package in ascending order.
         accepts: The classes of the objects that select it as `strategy`.
         adds_in_order: Whether it takes `deterministic`, and adds the gradients of parts in a fixed order.
+        fits_memory: Whether it takes `fit_memory`, and chooses among recomputation, slices and shards.
     """
 
     precedence: ClassVar[int] = 0
     adds_in_order: ClassVar[bool] = False
+    fits_memory: ClassVar[bool] = False
     accepts: ClassVar[tuple[type, ...]] = ()
 
     @classmethod

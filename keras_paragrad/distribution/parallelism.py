@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import strategy_name
 from keras_paragrad.compat.state import Slot, replace_methods, restore_methods
-from keras_paragrad.compat.types import FitData
+from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.distribution.consistency import SAME_SCRIPT
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.decisions.decision import Decision
@@ -19,6 +19,7 @@ from keras_paragrad.distribution.options import Decisions, Options, Planner, pla
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.engine.step.building import check_compiled_in_scope
 from keras_paragrad.memory.estimate import Estimate, estimate_memory
+from keras_paragrad.memory.plan import MemoryPlan
 
 # The names that a user's parallelism needs.
 __all__ = ["Decision", "Decisions", "Parallelism", "PlannedRun", "Preparation", "Strategies", "parallelism_of"]
@@ -50,13 +51,14 @@ class Preparation(abc.ABC):
         self._methods: set[str] = set()
         # The original `jit_compile`, and the value that it was set to.
         self._jit_compile: tuple[Any, Any] | None = None
+        self._undoing: Callable[[], None] | None = None
         self.start()
         self.renew()
         PREPARATIONS.attach(model, {**PREPARATIONS.of(model), type(self): self})
 
     @classmethod
     def of(cls, model: keras.Model, *settings: Any) -> Self:
-        """The model's preparation with these settings; one that it already has is renewed."""
+        """The model's preparation with these settings; renews an existing one."""
         before = PREPARATIONS.of(model).get(cls)
         if before is not None and before.settings != settings and not cls.changes_in_place:
             before.undo()
@@ -96,6 +98,12 @@ class Preparation(abc.ABC):
         if self._jit_compile is not None and self.model.jit_compile == self._jit_compile[1]:
             self.model.jit_compile = self._jit_compile[0]
         PREPARATIONS.attach(self.model, {kind: other for kind, other in preparations.items() if other is not self})
+        if self._undoing is not None:
+            self._undoing()
+
+    def undo_with(self, undo: Callable[[], None]) -> None:
+        """Has `undo()` call a function last, in place of one that was given before."""
+        self._undoing = undo
 
     @property
     def table(self) -> Any:
@@ -143,6 +151,25 @@ class PlannedRun(NamedTuple):
     options: Options
     plan: Plan
     strategies: Strategies
+
+    @property
+    def device_bytes(self) -> int | None:
+        """The memory of the smallest planned device of this process, or `None` if it is unknown."""
+        return self.options.device_bytes or self.hardware.device_bytes(self.plan.devices.value)
+
+
+class FittedMemory(NamedTuple):
+    """How a model is trained in the memory of its devices.
+
+    Attributes:
+        plan: The ways to train it, as `explain` shows them, and which was chosen.
+        undo: Undoes the recomputation and the slices.
+        shard: The decision on shards, if it was open.
+    """
+
+    plan: MemoryPlan
+    undo: Callable[[], None]
+    shard: Decision | None
 
 
 class Parallelism(Planner):
@@ -216,6 +243,16 @@ class Parallelism(Planner):
             ValueError: The model can't be trained exactly. The message says what to write.
         """
 
+    def fit_memory(
+        self, model: keras.Model, run: PlannedRun, batch_size: int, batch_spec: Specs, log: Callable[[str], None]
+    ) -> FittedMemory:
+        """Has the model train in the memory of the devices, if `fits_memory`; see `DistributedFit(fit_memory=True)`.
+
+        Raises:
+            ValueError: It doesn't fit, or its step can't be traced. The message says what to write.
+        """
+        raise NotImplementedError
+
     def data(self, run: PlannedRun, x: FitData, y: FitData, sample_weight: FitData, **options: Any) -> DistributedData:
         """Data for `fit`, `evaluate` or `predict` of a prepared model; see `distributed_dataset`."""
         return distributed_dataset(run.strategies.readers, x, y, sample_weight, **options)
@@ -233,6 +270,7 @@ class Parallelism(Planner):
             per_replica=run.plan.batch.value == "per_replica",
             length=length,
             min_shard_bytes=run.options.min_shard_bytes,
+            device_bytes=run.device_bytes,
         )
 
 

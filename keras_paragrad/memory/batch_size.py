@@ -189,13 +189,8 @@ def memory_of_device(device_bytes: int | None, steps: int) -> int:
         ValueError: It is unknown, or the GPU can't run a trial. The message says what to write.
     """
     gpus = tf.config.get_visible_devices("GPU")
-    if gpus and steps and not _grows(gpus):
-        raise ValueError(
-            f"This process has reserved the memory of {gpus[0].name.rpartition('device:')[2]}, as TensorFlow does by "
-            "default, so no other process can try a batch there. Write\n    for gpu in "
-            "tf.config.list_physical_devices('GPU'): tf.config.experimental.set_memory_growth(gpu, True)\nbefore the "
-            "first tensor, or set TF_FORCE_GPU_ALLOW_GROWTH=true."
-        )
+    if steps and (problem := cannot_try_on_gpus()):
+        raise ValueError(problem)
     if device_bytes is not None:
         return device_bytes
     left, share = (free_on_gpus(), _OF_CARD) if gpus else (available_bytes(), _OF_MACHINE)
@@ -204,6 +199,19 @@ def memory_of_device(device_bytes: int | None, steps: int) -> int:
             "How much memory the device has left is unknown here. Write device_bytes=16 * 2**30, for instance."
         )
     return max(1, int(share * left))
+
+
+def cannot_try_on_gpus() -> str:
+    """Why no other process can train on the GPUs of this one, and what to write; empty if one can."""
+    gpus = tf.config.get_visible_devices("GPU")
+    if not gpus or _grows(gpus):
+        return ""
+    return (
+        f"This process has reserved the memory of {gpus[0].name.rpartition('device:')[2]}, as TensorFlow does by "
+        "default, so no other process can try a batch there. Write\n    for gpu in "
+        "tf.config.list_physical_devices('GPU'): tf.config.experimental.set_memory_growth(gpu, True)\nbefore the "
+        "first tensor, or set TF_FORCE_GPU_ALLOW_GROWTH=true."
+    )
 
 
 def _grows(gpus: Sequence[tf.config.PhysicalDevice]) -> bool:

@@ -51,6 +51,12 @@ class MemoryBreakdown:
     update: int
     total: int
 
+    @property
+    def held(self) -> int:
+        """What batches of any size take: the variables, and gradients with their sums over slices."""
+        kept = self.parameters + self.non_trainable + self.slots + self.accumulators + self.ema
+        return kept + 2 * self.parameters + self.gathered
+
 
 def breakdowns_of(
     model: keras.Model, step: TracedStep, replicas: int, *, recompute: bool = False, least: int = MIN_SHARD_BYTES

@@ -17,8 +17,8 @@ _MOST_ITERATIONS = 10_000
 _NOT_COMPUTED = ALIASES | {"Const", "IdentityN", "NoOp", "Placeholder", "ReadVariableOp"}
 # Timings of an operation, the median of which counts.
 _TIMINGS = 5
-# Operations that follow each other where the time of a single one is wanted.
-_SMALL = 200
+# Of the loop in which small operations are timed.
+_ITERATIONS, _OPERATIONS = 50, 12
 
 
 class Cost(NamedTuple):
@@ -64,7 +64,7 @@ class Speed(NamedTuple):
 
 
 def cost_of(step: TracedStep) -> StepCost:
-    """The cost of a step; loops count as often as they run, where that is known, and conditions by their larger branch."""
+    """The cost of a step. Loops count as often as they run, where that is known; conditions by their larger branch."""
     values: dict[int, int | bool | None] = {}
     gradient = _cost(step.block, values, slice(0, step.updates_from))
     return StepCost(gradient, _cost(step.block, values, slice(step.updates_from, None)))
@@ -117,23 +117,28 @@ def _outputs(block: Block, inputs: Sequence[int | bool | None]) -> list[int | bo
 
 @functools.cache
 def measure_speed() -> Speed:
-    """The speed of the device that TensorFlow uses by default, from a matrix product and two elementwise operations."""
-    size = 1024
+    """The speed of the device that TensorFlow uses by default, from a matrix product, a sum and a loop."""
+    size, elements = 1024, 4 * 2**20
     with tf.init_scope():
-        square, small = tf.ones((size, size)), tf.ones((4,))
-        operation = _seconds(lambda: _many_small(small)) / _SMALL
+        square, small = tf.ones((size, size)), tf.ones((32, 32))
         product = _seconds(lambda: tf.matmul(square, square))
         # Large enough to leave the caches, as the tensors of a step do.
-        large = tf.ones((4 * 2**20,))
+        large = tf.ones((elements,))
         written = _seconds(lambda: large * 2.0)
-    return Speed(2 * size**3 / product, 4 * 4 * 2**20 / written, operation)
+        operation = _seconds(lambda: _loop(small)) / (_ITERATIONS * _OPERATIONS)
+    return Speed(2 * size**3 / product, 4 * elements / written, operation)
 
 
 @tf.function(autograph=False)
-def _many_small(tensor: tf.Tensor) -> tf.Tensor:
-    for _ in range(_SMALL):
-        tensor = tf.sin(tensor)
-    return tensor
+def _loop(matrix: tf.Tensor) -> tf.Tensor:
+    """A loop over small operations, as slices and recurrent layers run."""
+
+    def body(index: tf.Tensor, matrix: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        for _ in range(_OPERATIONS // 3):
+            matrix = tf.tanh(tf.matmul(matrix, matrix) + 1.0)
+        return index + 1, matrix
+
+    return tf.while_loop(lambda index, _: index < _ITERATIONS, body, (tf.constant(0), matrix))[1]
 
 
 def _seconds(run: Callable[[], tf.Tensor]) -> float:

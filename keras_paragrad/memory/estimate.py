@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from keras_paragrad.engine.step.segments import recompute_parts
 from keras_paragrad.engine.step.tracing import traced_step
 from keras_paragrad.memory.breakdown import MemoryBreakdown, breakdowns_of
 from keras_paragrad.memory.recomputation import check_layer
-from keras_paragrad.memory.recomputed_segments import cut_where_it_pays
+from keras_paragrad.memory.recomputed_segments import cut_for_least_memory
 from keras_paragrad.plain_text import Printable, counted
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 
@@ -37,6 +38,12 @@ _ROWS = {
     "total": "Peak",
 }
 _ALWAYS = ("parameters", "gradients", "slots", "activations", "total")
+# The share of a device's memory that a step may take. The rest covers the estimate's error, TensorFlow and the data.
+STEP_SHARE = 0.8
+_WORKSPACE = (
+    "Not counted: on a GPU, cuDNN's workspace for a convolution, up to 4 GiB, or what TF_CUDNN_WORKSPACE_LIMIT_IN_MB "
+    "says."
+)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -54,6 +61,8 @@ class Estimate(Printable):
         columns: A `MemoryBreakdown` of bytes for each choice.
         recomputed: The parts that the columns with recomputation recompute, as `recompute(model)` does; repeated blocks
             if it can't cut the model.
+        device_bytes: The memory of a device, for the verdict; `None` if it is unknown.
+        left_out: What a GPU takes besides, in a sentence; empty if nothing is known to be left out.
     """
 
     def __init__(
@@ -64,7 +73,10 @@ class Estimate(Printable):
         rows: int,
         columns: list[MemoryBreakdown],
         recomputed: list[str],
+        device_bytes: int | None = None,
+        left_out: str = "",
     ):
+        self.device_bytes, self.left_out = device_bytes, left_out
         self.model, self.batch_size, self.replicas, self.rows = model, batch_size, replicas, rows
         self.columns, self.recomputed = columns, recomputed
 
@@ -82,7 +94,30 @@ class Estimate(Printable):
         return {
             **{"model": self.model, "batch_size": self.batch_size, "replicas": self.replicas, "rows": self.rows},
             **{"recomputed": self.recomputed, "columns": columns},
+            **{"device_bytes": self.device_bytes, "verdict": self.verdict, "left_out": self.left_out},
         }
+
+    @property
+    def verdict(self) -> str | None:
+        """Whether a step fits in 80% of a device's memory, and what to write if it doesn't as it is, or what would."""
+        if self.device_bytes is None:
+            return None
+        limit, inside = STEP_SHARE * self.device_bytes, f"{bytes_in_words(self.device_bytes)} per device"
+        possible = [column for column in self.columns if self.replicas > 1 or column.shard is None]
+        # Shards cost less time than recomputation.
+        column = next((column for column in possible if column.total <= limit), None)
+        if column is not None:
+            write = [f'DistributedFit(shard="{column.shard}")'] if column.shard else []
+            write += ["recompute(model)"] if column.recompute else []
+            return f"Fits in {inside} " + (f"with {' and '.join(write)}." if write else "as it is.")
+        least = min(possible, key=lambda column: column.total)
+        takes = f"the least is {bytes_in_words(least.total)}, and a step may take {STEP_SHARE:.0%}"
+        if least.held <= limit:
+            instead = "Write DistributedFit(fit_memory=True), which cuts batches into slices too."
+        else:
+            devices = counted(math.ceil(self.columns[0].held / limit), "device")
+            instead = f'{devices} or more would hold it in shards: DistributedFit(shard="parameters").'
+        return f"Doesn't fit in {inside}: {takes}. {instead}"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         devices, examples = counted(self.replicas, "device"), counted(self.rows, "example")
@@ -109,6 +144,10 @@ class Estimate(Printable):
             yield Text(f"recompute: {listed}", "dim", overflow="fold")
         else:
             yield Text("recompute: no part of the model can be recomputed, or is worth it.", "dim")
+        if self.left_out:
+            yield Text(self.left_out, "dim", overflow="fold")
+        if self.verdict:
+            yield Text(self.verdict, "bold", overflow="fold")
 
 
 def bytes_in_words(size: int) -> str:
@@ -128,10 +167,12 @@ class Recomputation(NamedTuple):
     """Parts of a model that can be recomputed in the backward pass.
 
     Attributes:
+        layers: The argument of `recompute` that recomputes them.
         names: Their names.
         begin: Installs their recomputation, and returns a function that removes it.
     """
 
+    layers: str | list[keras.layers.Layer]
     names: list[str]
     begin: Callable[[], Callable[[], None]]
 
@@ -145,15 +186,15 @@ class Recomputation(NamedTuple):
             end()
 
 
-def automatic_recomputation(model: keras.Model) -> Recomputation:
-    """The parts that `recompute(model)` would recompute, or the repeated blocks of a model that it can't cut."""
+def recomputation_of(model: keras.Model, layers: str = "auto") -> Recomputation:
+    """The parts that `recompute(model, layers)` would recompute, or the repeated blocks of a model that it can't cut."""
     try:
-        cut = cut_where_it_pays(model)
+        cut = cut_for_least_memory(model, where_it_pays=layers == "auto")
     except ValueError:
         blocks = repeated_blocks(model)
-        return Recomputation([block.name for block in blocks], lambda: _recompute_layers(blocks))
+        return Recomputation(blocks, [block.name for block in blocks], lambda: _recompute_layers(blocks))
     names = [part.name for part, recomputed in cut.segments if recomputed]
-    return Recomputation(names, lambda: recompute_parts(model, cut.functional, cut.segments))
+    return Recomputation(layers, names, lambda: recompute_parts(model, cut.functional, cut.segments))
 
 
 def repeated_blocks(model: keras.Model) -> list[keras.layers.Layer]:
@@ -198,6 +239,7 @@ def estimate_memory(
     optimizer: keras.optimizers.Optimizer | str | None = None,
     min_shard_bytes: int = MIN_SHARD_BYTES,
     batch_spec: Specs = None,
+    device_bytes: int | None = None,
 ) -> Estimate:
     """Estimates the memory of each device in `fit`, for every way to shard the model.
 
@@ -212,6 +254,7 @@ def estimate_memory(
         optimizer: The optimizer, if not the model's.
         min_shard_bytes: The size of a trainable variable, in bytes, from which it is sharded.
         batch_spec: The nested `tf.TypeSpec` of batches of data; by default it is derived from the model and its loss.
+        device_bytes: The memory of a device, in bytes, for a verdict on what fits.
 
     Returns:
         An `Estimate`, for `print`.
@@ -236,15 +279,16 @@ def estimate_memory(
     min_shard_bytes = check_integer("min_shard_bytes", min_shard_bytes)
     per_replica = check_flag("per_replica", per_replica)
     length = check_integer("length", length, example=128, optional=True)
+    device_bytes = check_integer("device_bytes", device_bytes, example=16 * 2**30, optional=True)
     if optimizer is None and (not model.compiled or model.optimizer is None):
         raise ValueError(f"{model.name!r} has no optimizer. Call model.compile(optimizer, loss) first.")
     rows = batch_size if per_replica else -(-batch_size // replicas)
-    columns = breakdowns_of(
-        model, traced_step(model, rows, length, optimizer, batch_spec), replicas, least=min_shard_bytes
-    )
-    recomputation = automatic_recomputation(model)
+    step = traced_step(model, rows, length, optimizer, batch_spec)
+    columns = breakdowns_of(model, step, replicas, least=min_shard_bytes)
+    left_out = _WORKSPACE if step.block.has_convolution else ""
+    recomputation = recomputation_of(model)
     if recomputation.names:
         with recomputation.in_effect():
             step = traced_step(model, rows, length, optimizer, batch_spec)
         columns += breakdowns_of(model, step, replicas, recompute=True, least=min_shard_bytes)
-    return Estimate(model.name, batch_size, replicas, rows, columns, recomputation.names)
+    return Estimate(model.name, batch_size, replicas, rows, columns, recomputation.names, device_bytes, left_out)

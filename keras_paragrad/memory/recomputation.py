@@ -13,7 +13,7 @@ from keras_paragrad.compat.state import Slot
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.recompute import recompute_layer
 from keras_paragrad.engine.step.segments import recompute_parts
-from keras_paragrad.memory.recomputed_segments import check_nesting, cut_every, cut_where_it_pays
+from keras_paragrad.memory.recomputed_segments import check_nesting, cut_every, cut_for_least_memory
 
 # The arguments of each `recompute` in effect on a model, for processes in which a batch is tried.
 RECOMPUTATIONS = Slot[tuple[dict[str, Any], ...]]("recomputations", ())
@@ -32,7 +32,8 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
             a Transformer's, not the layers in them. `"auto"` traces a step, cuts a Functional or Sequential model where
             a single tensor connects its parts, such as between blocks, into the segments that need the least memory,
             and prints the expected savings. It recomputes segments whose bytes freed per FLOP are at least half of the
-            model's bytes stored per FLOP, except the last, whose backward pass comes first.
+            model's bytes stored per FLOP, except the last, whose backward pass comes first. `"all"` recomputes every
+            segment that frees memory, at any cost.
         every: Instead of `layers`, recomputes segments of this many parts of a Functional or Sequential model. A part
             is a layer, or the layers between two places where a single tensor connects them, such as a residual block.
             The last segment is not recomputed.
@@ -71,20 +72,21 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
         look_for("models", "segments")
         check_instance("model", model, keras.Model, "a Keras model")
         every = check_integer("every", every, most=2**31 - 1, example=2, optional=True)
-        automatic = isinstance(layers, str) and layers == "auto"
-        if every is not None and not automatic:
+        chosen = layers if isinstance(layers, str) and layers in ("auto", "all") else None
+        if every is not None and chosen != "auto":
             raise ValueError(
                 f"`every` and `layers` both say what to recompute. Write every={every}, or layers=... alone."
             )
         self.model = model
-        if every is not None or automatic:
-            cut = cut_where_it_pays(model) if every is None else cut_every(model, every)
+        if chosen:
+            pays = chosen == "auto"
+            cut = cut_for_least_memory(model, where_it_pays=pays) if every is None else cut_every(model, every)
             self._undo = [recompute_parts(model, cut.functional, cut.segments)]
             if cut.expects:
                 print(cut.expects)
         else:
             self._undo = [recompute_layer(layer) for layer in select_layers(model, layers)]
-        names: Any = "auto" if automatic else [getattr(layer, "name", layer) for layer in layers]
+        names: Any = chosen or [getattr(layer, "name", layer) for layer in layers]
         self._arguments = {"layers": names, "every": every}
         RECOMPUTATIONS.attach(model, (*RECOMPUTATIONS.of(model), self._arguments))
         StepBuilder.of(model).retrace()

@@ -52,8 +52,13 @@ def equal_segments(count: int, parts: int) -> list[Span]:
     return [Span(first, min(first + count, parts), first + count < parts) for first in starts]
 
 
-def best_segments(model_cost: ModelCost) -> list[Span]:
-    """Chooses the segments that need the least memory; recomputes the ones that free enough bytes per FLOP."""
+def best_segments(model_cost: ModelCost, worth: float = _WORTH) -> list[Span]:
+    """Chooses the segments that need the least memory; recomputes the ones that free enough bytes per FLOP.
+
+    Args:
+        model_cost: The costs of the model's parts.
+        worth: The least bytes freed per FLOP, as a share of the model's bytes stored per FLOP.
+    """
     costs = model_cost.parts
     cuts = _best_cuts(model_cost)
     total_bytes = sum(cost.stored_bytes + cost.output_bytes for cost in costs)
@@ -62,8 +67,9 @@ def best_segments(model_cost: ModelCost) -> list[Span]:
     for first, last in zip(cuts[:-1], cuts[1:], strict=True):
         freed = _stored_bytes(costs[first:last]) - (model_cost.input_bytes[first] - _stored_input_bytes(costs, first))
         work = sum(cost.work for cost in costs[first:last])
-        worth = freed * total_work > _WORTH * work * total_bytes and all(cost.repeatable for cost in costs[first:last])
-        segments.append(Span(first, last, worth))
+        recomputed = freed * total_work > worth * work * total_bytes
+        repeatable = all(cost.repeatable for cost in costs[first:last])
+        segments.append(Span(first, last, recomputed and repeatable))
     return _keep_last_segments(model_cost, segments)
 
 
@@ -159,8 +165,8 @@ def cut_every(model: keras.Model, every: int) -> Cut:
     return _make_cut(functional, parts, equal_segments(every, len(parts)), None)
 
 
-def cut_where_it_pays(model: keras.Model) -> Cut:
-    """The segments that `"auto"` recomputes; see `recompute`."""
+def cut_for_least_memory(model: keras.Model, *, where_it_pays: bool = True) -> Cut:
+    """The segments that `"auto"` recomputes, or `"all"` if not only where it pays; see `recompute`."""
     functional, parts = _parts(model)
     try:
         costs = measure_parts(model, functional, parts)
@@ -168,7 +174,7 @@ def cut_where_it_pays(model: keras.Model) -> Cut:
         raise ValueError(
             f"A step of {model.name!r} could not be traced to measure it: {words_of(error)} {_ADVICE}"
         ) from error
-    segments = best_segments(costs)
+    segments = best_segments(costs, _WORTH if where_it_pays else 0.0)
     before = peak_bytes(costs, [Span(0, len(parts), False)])
     after = peak_bytes(costs, segments)
     chosen = [segment for segment in segments if segment.recomputed]

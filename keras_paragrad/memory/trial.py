@@ -15,7 +15,7 @@ import types
 import warnings
 from collections.abc import Generator, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -39,6 +39,28 @@ _LIBRARIES = {"builtins", "keras", "keras_paragrad", "numpy", "tensorflow"}
 
 class CannotTryError(Exception):
     """A model can't be tried in another process. The message says why, as the end of a sentence."""
+
+
+class Measured(NamedTuple):
+    """What a trial took: bytes at the peak on a device, and seconds of a step after the first."""
+
+    bytes: int
+    seconds: float
+
+
+class Runner(NamedTuple):
+    """What builds and trains the model in a trial, in place of Keras: `make(**arguments)`, with `scope` and `fit`.
+
+    Attributes:
+        module, make: The module and the name of what makes it.
+        arguments: Its arguments.
+        devices: Number of devices that it trains on.
+    """
+
+    module: str
+    make: str
+    arguments: dict[str, Any]
+    devices: int
 
 
 class Trials:
@@ -83,26 +105,36 @@ class Trials:
         }
 
     def bytes_of(self, rows: int, preparations: Iterable[tuple[str, str, dict[str, Any]]] = ()) -> int | None:
-        """The peak bytes of training on batches of `rows`; `None` if the memory ran out.
+        """The bytes at the peak of training on batches of `rows`; `None` if they ran out. See `measure`."""
+        measured = self.measure(rows, preparations)
+        return measured and measured.bytes
+
+    def measure(
+        self, rows: int, preparations: Iterable[tuple[str, str, dict[str, Any]]] = (), runner: Runner | None = None
+    ) -> Measured | None:
+        """What training on batches of `rows` takes; `None` if memory ran out.
 
         Args:
             rows: The rows of a batch.
             preparations: More calls that prepare the model.
+            runner: What builds and trains it, in place of Keras.
 
         Raises:
             CannotTryError: The model can't be made again there, or its step fails for another reason than memory.
         """
         request = {**self._request, "rows": rows, "preparations": [*self._preparations, *preparations]}
+        request["runner"] = None if runner is None else runner._asdict()
+        devices = 1 if runner is None else runner.devices
         with tempfile.TemporaryDirectory(prefix="keras_paragrad_") as name:
             directory = Path(name)
             (directory / "request.pickle").write_bytes(_pickled(request))
             self._save_assets(directory)
-            status = self._run(directory)
+            status = self._run(directory, devices)
             if (directory / "result.json").exists():
                 result = json.loads((directory / "result.json").read_text())
                 if "problem" in result:
                     raise CannotTryError(f"in a process of its own it fails: {result['problem']}")
-                return result["bytes"]
+                return None if result["bytes"] is None else Measured(result["bytes"], result["seconds"])
             printed = (directory / "output.txt").read_text(errors="replace")
         if status == -signal.SIGKILL or (status == -signal.SIGABRT and "alloc" in printed):
             # Killed by the kernel, by `_run`, or by its own allocator.
@@ -118,8 +150,8 @@ class Trials:
                     (directory / f"assets_{index}").mkdir()
                     layer.save_assets(str(directory / f"assets_{index}"))
 
-    def _run(self, directory: Path) -> int:
-        """Runs the process until it ends, or takes too much; returns its exit status."""
+    def _run(self, directory: Path, devices: int) -> int:
+        """Runs the process until it ends, or takes too much on all its devices; returns its exit status."""
         safe = ["-P"] if sys.flags.safe_path else []
         command = [sys.executable, *safe, "-m", "keras_paragrad.memory.trial_process", str(directory)]
         # The trial must not join this process's cluster, and imports from the same paths.
@@ -138,7 +170,7 @@ class Trials:
                 most = min(
                     _MOST * free if free is not None else float("inf"),
                     # A GPU's memory is counted by TensorFlow.
-                    base + self._device_bytes if base else float("inf"),
+                    base + devices * self._device_bytes if base else float("inf"),
                 )
                 if (resident_bytes(process.pid) or 0) > most:
                     process.kill()

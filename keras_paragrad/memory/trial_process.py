@@ -1,14 +1,16 @@
-"""The process in which `find_batch_size` tries a batch: makes the model again, trains some steps, and measures.
+"""The process in which a batch or a way to train is tried: makes the model again, trains some steps, and measures.
 
 `python -m keras_paragrad.memory.trial_process DIRECTORY` reads `request.pickle` there, and writes `base.json` before it
 makes the model and `result.json` at the end. It is killed for memory before any other process is.
 """
 
 import contextlib
+import functools
 import importlib
 import json
 import pickle
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,8 @@ def main(directory: Path) -> None:
     base = 0 if on_gpu else resident_bytes() or 0
     (directory / "base.json").write_text(json.dumps(base))
     try:
-        _train(request, directory)
-        peak = tf.config.experimental.get_memory_info("GPU:0")["peak"] if on_gpu else resident_bytes(peak=True)
-        result = {"bytes": max(0, (peak or 0) - base)}
+        seconds = _train(request, directory)
+        result = {"bytes": _peak(on_gpu, base, _devices(request)), "seconds": seconds}
     except Exception as error:
         words = f"{type(error).__name__}: {words_of(error)}"
         exhausted = isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError))
@@ -45,6 +46,17 @@ def main(directory: Path) -> None:
         traceback.print_exc()
         result = {"problem": " ".join(words.split())[:600]} if fits else {"bytes": None}
     (directory / "result.json").write_text(json.dumps(result))
+
+
+def _devices(request: dict[str, Any]) -> int:
+    return request["runner"]["devices"] if request["runner"] else 1
+
+
+def _peak(on_gpu: bool, base: int, devices: int) -> int:
+    """The peak of bytes on the fullest GPU, or on a logical CPU device, without what the process took before."""
+    if on_gpu:
+        return max(tf.config.experimental.get_memory_info(f"GPU:{index}")["peak"] for index in range(devices))
+    return max(0, (resident_bytes(peak=True) or 0) - base) // devices
 
 
 def _be_killed_first() -> None:
@@ -58,18 +70,27 @@ def _set_up(request: dict[str, Any]) -> bool:
     keras.config.set_floatx(request["floatx"])
     keras.config.set_image_data_format(request["image_data_format"])
     keras.config.set_dtype_policy(request["dtype_policy"])
-    gpus = [gpu for gpu in tf.config.list_physical_devices("GPU") if gpu.name in request["gpus"]][:1]
+    count = _devices(request)
+    gpus = [gpu for gpu in tf.config.list_physical_devices("GPU") if gpu.name in request["gpus"]][:count]
     tf.config.set_visible_devices(gpus, "GPU")
     for gpu in gpus:
         size = request["device_bytes"] // 2**20
         tf.config.set_logical_device_configuration(gpu, [tf.config.LogicalDeviceConfiguration(memory_limit=size)])
+    if not gpus and count > 1:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     return bool(gpus)
 
 
-def _train(request: dict[str, Any], directory: Path) -> None:
-    """Makes the model and its data, and trains."""
-    # Unpickling is safe: the code comes from the parent process.
-    model = keras.saving.deserialize_keras_object(request["model"], request["custom_objects"], safe_mode=False)
+def _train(request: dict[str, Any], directory: Path) -> float:
+    """Makes the model and its data, and trains; returns the seconds of a step."""
+    runner = None
+    if request["runner"]:
+        make = getattr(importlib.import_module(request["runner"]["module"]), request["runner"]["make"])
+        runner = make(**request["runner"]["arguments"])
+    with runner.scope() if runner else contextlib.nullcontext():
+        # Unpickling is safe: the code comes from the parent process.
+        model = keras.saving.deserialize_keras_object(request["model"], request["custom_objects"], safe_mode=False)
     for index, layer in enumerate(all_layers(model)):
         if (directory / f"assets_{index}").exists():
             layer.load_assets(str(directory / f"assets_{index}"))
@@ -83,8 +104,24 @@ def _train(request: dict[str, Any], directory: Path) -> None:
         return None if leaf is None else np.resize(leaf, (rows, *leaf.shape[1:]))
 
     x, y, sample_weight = (keras.tree.map_structure(repeated, structure) for structure in request["data"])
-    epochs = request["steps"]
-    model.fit(x, y, sample_weight=sample_weight, batch_size=rows, epochs=epochs, shuffle=False, verbose=0)
+    clock = _Clock()
+    fit = functools.partial(runner.fit, model) if runner else model.fit
+    arguments = {"sample_weight": sample_weight, "batch_size": rows, "epochs": request["steps"], "shuffle": False}
+    fit(x, y, callbacks=[clock], verbose=0, **arguments)
+    return clock.seconds
+
+
+class _Clock(keras.callbacks.Callback):
+    """Measures the fastest epoch, which is a step, but for the first one, which also traces it."""
+
+    seconds = float("inf")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self._start = time.perf_counter()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if epoch:
+            self.seconds = min(self.seconds, time.perf_counter() - self._start)
 
 
 if __name__ == "__main__":

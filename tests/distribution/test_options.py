@@ -34,6 +34,7 @@ def test_nothing_has_to_be_said():
         "collective_timeout": None,
         "shard": None,
         "min_shard_bytes": 2**14,
+        "fit_memory": False,
         "device_bytes": None,
         "mesh": None,
         "layout": None,

@@ -13,13 +13,11 @@ from keras_paragrad.distribution.options import Options, StrategyKind
 from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.workers import gather
-from keras_paragrad.memory.estimate import Estimate, bytes_in_words, estimate_memory
+from keras_paragrad.memory.estimate import STEP_SHARE, Estimate, bytes_in_words, estimate_memory
 from keras_paragrad.storage.creation import add_copies, create_in_shards, create_whole, unshard
 
 _log = logging.getLogger("keras_paragrad")
 _EVIDENCE = "Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054"
-# The share of a device's memory that a step may take. The rest covers the estimate's error, TensorFlow and the data.
-_SHARE = 0.8
 
 
 @decides(85)
@@ -30,11 +28,12 @@ def decide_shard(options: Options, strategy: str, kind: StrategyKind, replicas: 
         `"none"`, `"optimizer"` or `"parameters"`; or `"auto"`, until the model is known.
     """
     name = "shard"
-    if options.shard == "auto":
+    if options.shard == "auto" or (options.fit_memory and options.shard is None):
         if not kind.mirrors or replicas == 1:
             return Decision(name, "none", "one replica has nobody to share with", "", NO_CHOICE)
         reason = "chosen when fit or prepare gets the model: the least that fits the devices"
-        return Decision(name, "auto", reason, _EVIDENCE, "shard=None")
+        override = 'shard="optimizer"' if options.fit_memory else "shard=None"
+        return Decision(name, "auto", reason, _EVIDENCE, override)
     if options.shard is None:
         override = 'shard="parameters"' if kind.mirrors else NO_CHOICE
         return Decision(name, "none", "not requested", "each replica holds all variables", override)
@@ -85,12 +84,12 @@ def choose_shard(model: keras.Model, batch_size: int, batch_spec: Specs, run: Pl
     # Workers must choose the same: by the chief's estimate and the smallest device.
     gathered = gather(strategy, np.array([device_bytes, *totals.values()], np.int64))
     device_bytes, totals = int(gathered[:, 0].min()), dict(zip(totals, gathered[0, 1:].tolist(), strict=True))
-    shard = next((choice for choice, total in totals.items() if total <= _SHARE * device_bytes), "parameters")
+    shard = next((choice for choice, total in totals.items() if total <= STEP_SHARE * device_bytes), "parameters")
     words = {choice: f'"{choice}"' if choice else "whole" for choice in totals}
     reason = ", ".join(f"{words[choice]} {bytes_in_words(total)}" for choice, total in totals.items())
-    evidence = f"{bytes_in_words(device_bytes)} per device, {_SHARE:.0%} of which is available to a step"
+    evidence = f"{bytes_in_words(device_bytes)} per device, {STEP_SHARE:.0%} of which is available to a step"
     overrides = [f"shard={choice!r}" for choice in totals if choice != shard]
-    if totals[shard] > _SHARE * device_bytes:
+    if totals[shard] > STEP_SHARE * device_bytes:
         mesh = _mesh_arguments(run.plan, run.hardware)
         evidence += "; neither whole variables nor shards fit"
         overrides += [mesh] if mesh else []
@@ -100,27 +99,22 @@ def choose_shard(model: keras.Model, batch_size: int, batch_spec: Specs, run: Pl
             *(model.name, bytes_in_words(totals[shard]), bytes_in_words(device_bytes)),
             f", DistributedFit({mesh}), with which a device never holds a divided layer whole" if mesh else "",
         )
-    _reshard(model, strategy, shard, run.options.min_shard_bytes)
+    reshard(model, strategy, shard, run.options.min_shard_bytes)
     override = " or ".join(overrides)
     return Decision("shard", shard or "none", f"estimated for a step: {reason}", evidence, override), estimate
 
 
 def _device_bytes(run: PlannedRun) -> int:
-    """The memory of the smallest device; logical CPU devices share the machine's."""
-    if run.options.device_bytes is not None:
-        return run.options.device_bytes
-    planned = run.plan.devices.value
-    devices = run.hardware.of_kind("GPU") or run.hardware.of_kind("CPU")
-    devices = [device for device in devices if device.name in planned or not planned]
-    sizes = [device.memory_bytes for device in devices if device.memory_bytes is not None]
-    if len(sizes) < len(devices) or not devices:
-        unknown = [device.name for device in devices if device.memory_bytes is None]
-        raise ValueError(
-            f'shard="auto" needs the memory of {", ".join(unknown) or "the devices"}, which is unknown here. Write '
-            'DistributedFit(..., shard="auto", device_bytes=16 * 2**30), for instance, or choose shard=None, '
-            '"optimizer" or "parameters".'
-        )
-    return min(sizes) // (len(devices) if devices[0].kind == "CPU" else 1)
+    """The memory of the smallest device."""
+    if run.device_bytes is not None:
+        return run.device_bytes
+    devices = run.hardware.compute_devices(run.plan.devices.value)
+    unknown = [device.name for device in devices if device.memory_bytes is None]
+    raise ValueError(
+        f'shard="auto" needs the memory of {", ".join(unknown) or "the devices"}, which is unknown here. Write '
+        'DistributedFit(..., shard="auto", device_bytes=16 * 2**30), for instance, or choose shard=None, "optimizer" '
+        'or "parameters".'
+    )
 
 
 def _mesh_arguments(plan: Plan, hardware: Hardware) -> str:
@@ -129,7 +123,7 @@ def _mesh_arguments(plan: Plan, hardware: Hardware) -> str:
     return f'mesh={{"batch": 1, "model": {count}}}, layout="auto"' if hardware.worker_count < 2 and count > 1 else ""
 
 
-def _reshard(model: keras.Model, strategy: tf.distribute.Strategy, shard: str | None, min_bytes: int) -> None:
+def reshard(model: keras.Model, strategy: tf.distribute.Strategy, shard: str | None, min_bytes: int) -> None:
     """Changes a model whose parameters are in shards: to copies that are whole, or to whole variables."""
     if shard == "optimizer":
         add_copies(strategy, model)

@@ -18,16 +18,17 @@ from keras_paragrad.compat.model import (
 )
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import log_once, warn_once
-from keras_paragrad.compat.types import FitData
+from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.compat.workers import NamedDevicesStrategy, barrier, parts_per_replica, replica_placement
 from keras_paragrad.distribution.consistency import ComparedFit, shard_again
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.decisions.strategy import decide_strategy
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Decisions, Options, refuse_devices
-from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation, Strategies
+from keras_paragrad.distribution.parallelism import FittedMemory, Parallelism, PlannedRun, Preparation, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
+from keras_paragrad.distribution.replicas.memory import fit_memory
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import count_layers, layers_of_batch_statistics, warn_of_batch_statistics
@@ -281,6 +282,7 @@ class DataParallel(Parallelism):
 
     precedence = 100
     adds_in_order = True
+    fits_memory = True
     parts = ("replicas",)
 
     @classmethod
@@ -320,6 +322,11 @@ class DataParallel(Parallelism):
         return ReplicaPreparation.of(
             model, options.exact, options.weighting, jit, options.shard_policy, options.prove, options.deterministic
         )
+
+    def fit_memory(
+        self, model: keras.Model, run: PlannedRun, batch_size: int, batch_spec: Specs, log: Callable[[str], None]
+    ) -> FittedMemory:
+        return fit_memory(model, run, batch_size, batch_spec, log)
 
     def data(self, run: PlannedRun, x: FitData, y: FitData, sample_weight: FitData, **options: Any) -> DistributedData:
         return super().data(run, x, y, sample_weight, parts=run.options.deterministic or None, **options)

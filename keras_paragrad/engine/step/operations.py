@@ -55,6 +55,19 @@ class Block:
         self.uses = Counter(number for operation in operations for number in operation.inputs)
         self.uses.update(outputs)
 
+    @property
+    def size(self) -> int:
+        """The number of operations, with those of the functions that they call."""
+        return sum(1 + sum(block.size for block in operation.blocks) for operation in self.operations)
+
+    @property
+    def has_convolution(self) -> bool:
+        """Whether one of its operations, or of the functions that they call, is a convolution."""
+        return any(
+            each.kind.startswith(("Conv", "DepthwiseConv")) or any(block.has_convolution for block in each.blocks)
+            for each in self.operations
+        )
+
 
 class Numbered(NamedTuple):
     """A graph's operations, and the numbers of its tensors, by their `ref()`.

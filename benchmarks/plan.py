@@ -1,0 +1,164 @@
+"""Whether `DistributedFit(fit_memory=True)` chooses the fastest way to train that fits.
+
+`python benchmarks/plan.py` trains models in every way that is a candidate, each in a process of its own. Then the plan
+chooses in four budgets of memory, where a trial reads what was measured. It prints the table and saves it in
+`results/plan.json`. `python benchmarks/plan.py one` does one device alone, and `two` two logical ones.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from harness import report
+
+DEVICES = {"one": 1, "two": 2}
+# Rows of a batch, by model.
+BATCHES = {"CNN": 64, "Transformer": 64, "LSTM": 64}
+# The budgets: shares of what the model takes as it is.
+BUDGETS = (1.1, 0.75, 0.5, 0.3)
+STEPS = 4
+
+
+def model_of(name):
+    import keras
+
+    layers = keras.layers
+    if name == "CNN":
+        inputs = keras.Input((48, 48, 3))
+        hidden = inputs
+        for index in range(6):
+            hidden = layers.Conv2D(32 * 2 ** (index // 3), 3, padding="same")(hidden)
+            hidden = layers.GroupNormalization(8)(hidden)
+            hidden = layers.ReLU()(hidden)
+            hidden = layers.MaxPooling2D()(hidden) if index == 2 else hidden
+        hidden = layers.GlobalAveragePooling2D()(hidden)
+    elif name == "LSTM":
+        inputs = keras.Input((100, 64))
+        hidden = layers.LSTM(256)(layers.LSTM(256, return_sequences=True)(inputs))
+    else:
+        inputs = keras.Input((64,))
+        hidden = layers.Embedding(1000, 256)(inputs)
+        for index in range(6):
+            hidden = block(64, 256, f"block_{index}")(hidden)
+        hidden = layers.GlobalAveragePooling1D()(hidden)
+    model = keras.Model(inputs, layers.Dense(10)(hidden), name=name)
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def block(tokens, width, name):
+    import keras
+
+    layers = keras.layers
+    inputs = keras.Input((tokens, width))
+    normed = layers.LayerNormalization()(inputs)
+    hidden = inputs + layers.MultiHeadAttention(4, width // 4)(normed, normed)
+    inner = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(hidden))
+    return keras.Model(inputs, hidden + layers.Dropout(0.1)(layers.Dense(width)(inner)), name=name)
+
+
+def prepared(name, devices):
+    """A `DistributedFit` on some logical devices, and its model."""
+    import tensorflow as tf
+
+    from keras_paragrad import DistributedFit
+
+    where = {}
+    if devices > 1:
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * devices)
+        where = {"strategy": "mirrored", "devices": [f"CPU:{index}" for index in range(devices)]}
+    dist = DistributedFit(fit_memory=True, device_bytes=2**40, **where)
+    with dist.scope():
+        model = model_of(name)
+    return dist, model
+
+
+def measure(name, devices):
+    """Prints the bytes and seconds of every candidate, and what plans for the budgets choose by them, as JSON."""
+    from keras_paragrad.distribution.replicas import memory as replicas
+    from keras_paragrad.memory import plan as plans
+
+    dist, model = prepared(name, devices)
+    run, replicas._STEPS = dist._run, STEPS
+    shards, _ = replicas._shards(model, run.plan.shard.value)
+    options = {"replicas": devices, "shards": shards, "no_slices": replicas._no_slices(model, False)}
+    # Nothing fits in a byte, so all candidates are estimated, and none is tried.
+    every = []
+
+    def refuse(plan, **_):
+        every.append(plan)
+        plan.chosen = plan.candidates[0]
+
+    original, plans._refuse = plans._refuse, refuse
+    plans.plan_memory(model, BATCHES[name], 1, None, **options)
+    plans._refuse = original
+    (plan,) = every
+    spec = next(iter(plan_batches(model, name)))
+    trial = replicas._trial(model, run, BATCHES[name], spec, 2**40)
+    measured = {}
+    for candidate in plan.candidates:
+        measured[candidate.choice] = trial(candidate)
+        print(candidate.choice, candidate.estimated, measured[candidate.choice], file=sys.stderr, flush=True)
+    whole = measured[plans.Choice()].bytes
+    rows = []
+    for share in BUDGETS:
+        budget = int(share * whole)
+
+        def lookup(candidate, budget=budget):
+            found = measured[candidate.choice]
+            return found if found.bytes <= budget else None
+
+        fitting = [found for found in measured.values() if found.bytes <= budget]
+        best = min((found.seconds for found in fitting), default=None)
+        row = {"model": name, "devices": devices, "budget, MB": round(budget / 1e6), "ways": len(measured)}
+        row |= {"ways that fit": len(fitting), "fastest that fits, s": best}
+        try:
+            chosen = plans.plan_memory(model, BATCHES[name], budget, lambda spec: lookup, **options)
+        except ValueError as error:
+            rows.append({**row, "chosen": f"refused: {error}"[:60]})
+            continue
+        seconds = measured[chosen.chosen.choice].seconds
+        row |= {"chosen": chosen.in_words(), "chosen, s": seconds, "over the fastest": f"{seconds / best - 1:+.0%}"}
+        rows.append({**row, "trials": chosen.trials})
+    every = [
+        {**choice._asdict(), "bytes": found.bytes, "seconds": found.seconds, "estimated": candidate.estimated._asdict()}
+        for candidate in plan.candidates
+        for choice, found in [(candidate.choice, measured[candidate.choice])]
+    ]
+    print(json.dumps({"rows": rows, "every": every}))
+
+
+def plan_batches(model, name):
+    import tensorflow as tf
+
+    x = tf.TensorSpec((None, *model.inputs[0].shape[1:]), model.inputs[0].dtype)
+    yield x, tf.TensorSpec((None,), "int32")
+
+
+def in_own_process(name, devices):
+    command = [sys.executable, "-W", "ignore", __file__, "measure", name, str(devices)]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main(which):
+    for word in which:
+        rows = []
+        for name in BATCHES:
+            found = in_own_process(name, DEVICES[word])
+            Path(f"/tmp/plan-{name}-{word}.json").write_text(json.dumps(found["every"]))
+            rows += found["rows"]
+        columns = list(rows[0])
+        title = f"What fit_memory chooses on {word} device{'s' if word == 'two' else ''} of a CPU"
+        report("plan", title, columns, [[row.get(column, "") for column in columns] for row in rows])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["measure"]:
+        measure(sys.argv[2], int(sys.argv[3]))
+    else:
+        main(sys.argv[1:] or list(DEVICES))

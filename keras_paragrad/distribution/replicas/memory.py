@@ -1,0 +1,201 @@
+"""`fit_memory` on replicas: plans what is recomputed, sliced and sharded, tries it, and applies it to the model."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS
+from keras_paragrad.accumulation.slices import microbatch
+from keras_paragrad.compat.types import Specs
+from keras_paragrad.compat.workers import replica_placement
+from keras_paragrad.distribution.decisions.decision import Decision
+from keras_paragrad.distribution.decisions.shard import reshard
+from keras_paragrad.distribution.parallelism import FittedMemory, PlannedRun
+from keras_paragrad.distribution.workers import gather
+from keras_paragrad.engine.losses.refusals import layers_of_batch_statistics
+from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.memory.batch_size import cannot_try_on_gpus, memory_of_device
+from keras_paragrad.memory.breakdown import SHARDS
+from keras_paragrad.memory.estimate import bytes_in_words, recomputation_of
+from keras_paragrad.memory.plan import Candidate, MemoryPlan, Try, describe, plan_memory
+from keras_paragrad.memory.recomputation import recompute
+from keras_paragrad.memory.trial import CannotTryError, Measured, Runner, Trials
+from keras_paragrad.storage.updating import check_optimizer_of_shards
+
+# Steps of a trial: the first one traces it, the last one is timed.
+_STEPS = 2
+
+
+def fit_memory(
+    model: keras.Model, run: PlannedRun, batch_size: int, batch_spec: Specs, log: Callable[[str], None]
+) -> FittedMemory:
+    """Plans how to train a model in the memory of its devices, and applies the plan; called on every worker.
+
+    Args:
+        model: The model, compiled and built.
+        run: The plan and the strategies; models are built in shards under `run.strategies.models`.
+        batch_size: Examples in a batch.
+        batch_spec: The `tf.TypeSpec` of batches, or `None` to derive it from the model.
+        log: Gets a line for each trial.
+
+    Raises:
+        ValueError: The model isn't built, its step can't be traced, or it doesn't fit. The message says what to write.
+    """
+    if not model.built:
+        raise ValueError(
+            f"fit_memory=True estimates the memory of a step, and {model.name!r} has no weights yet. Build it within "
+            "`with dist.scope():`, by calling it on a batch or with model.build(input_shape)."
+        )
+    strategy, options = run.strategies.models, run.options
+    replicas, workers = strategy.num_replicas_in_sync, replica_placement(run.strategies.workers).workers
+    untried = "several workers" if workers > 1 else cannot_try_on_gpus()
+    steps = 0 if untried else _STEPS
+    # Logical CPU devices share the machine's memory; each GPU has its own.
+    sharing = 1 if run.hardware.of_kind("GPU") else replicas // workers
+    device_bytes = options.device_bytes or memory_of_device(None, steps) // sharing
+    device_bytes = int(gather(run.strategies.workers, np.array([device_bytes], np.int64)).min())
+    shards, no_shards = _shards(model, run.plan.shard.value)
+    per_replica = run.plan.batch.value == "per_replica"
+    total = batch_size * replicas if per_replica else batch_size
+    plan = plan_memory(
+        model,
+        total,
+        device_bytes,
+        None if untried else lambda spec: _trial(model, run, total, spec, device_bytes),
+        replicas=replicas,
+        shards=shards,
+        min_shard_bytes=options.min_shard_bytes,
+        batch_spec=batch_spec,
+        no_slices=_no_slices(model, options.deterministic),
+        log=log,
+    )
+    plan.left_out += [f"No shards: {no_shards}."] if no_shards else []
+    plan.left_out += [f"No trials: {untried}."] if untried else []
+    chosen = _agreed(plan, run) if workers > 1 else plan.chosen
+    assert chosen is not None, "plan_memory chooses or raises"
+    plan.chosen = chosen
+    log(f"{describe(chosen, plan.recomputed)}, in {bytes_in_words(device_bytes)} on each device.")
+    return FittedMemory(plan, _apply(model, run, chosen), _decision(run, chosen, shards))
+
+
+def _agreed(plan: MemoryPlan, run: PlannedRun) -> Candidate:
+    """The chief's choice, on all workers: their speeds differ."""
+    ways = sorted(plan.candidates, key=lambda candidate: [str(part) for part in candidate.choice])
+    mine = next(index for index, candidate in enumerate(ways) if candidate is plan.chosen)
+    return ways[int(gather(run.strategies.workers, np.array([mine], np.int64))[0, 0])]
+
+
+def _no_slices(model: keras.Model, deterministic: int | bool) -> str:
+    """Why batches can't be cut into slices; empty if they can."""
+    if StepBuilder.of(model).stages.split is not None:
+        return "microbatch(model, ...) was called"
+    if deterministic:
+        return f"deterministic={deterministic} cuts batches already"
+    layers = layers_of_batch_statistics(model)
+    names = ", ".join(layer.name for layer in layers[:3]) + (", ..." if len(layers) > 3 else "")
+    return f"{names} would normalize slices with the statistics of a slice" if layers else ""
+
+
+def _shards(model: keras.Model, planned: str) -> tuple[Sequence[str | None], str]:
+    """The values of `shard` to choose from, and why there are no others."""
+    if planned != "auto":
+        return [None if planned == "none" else planned], ""
+    try:
+        if model.optimizer is not None:
+            check_optimizer_of_shards(model.optimizer)
+    except ValueError as error:
+        return [None], str(error).rstrip(".")
+    return SHARDS, ""
+
+
+def _trial(model: keras.Model, run: PlannedRun, rows: int, spec: Specs, device_bytes: int) -> Try:
+    """Trains in one way in a process of its own, on zeros."""
+    trials = Trials(model, _zeros(spec), device_bytes, _STEPS)
+    replicas = run.strategies.models.num_replicas_in_sync
+
+    def trial(candidate: Candidate) -> Measured | None:
+        runner = _runner(run, candidate, replicas) if replicas > 1 else None
+        return trials.measure(rows, _preparations(model, run, candidate), runner)
+
+    return trial
+
+
+def _zeros(spec: Specs) -> list[Any]:
+    """A row of `x`, `y` and `sample_weight`, of zeros."""
+
+    def zeros(leaf: Any) -> np.ndarray:
+        if not isinstance(leaf, tf.TensorSpec) or leaf.dtype == tf.string:
+            raise CannotTryError(f"its data isn't made of dense numbers, but has {leaf}")
+        shape = (1, *(size or 1 for size in leaf.shape[1:]))
+        return np.zeros(shape, leaf.dtype.as_numpy_dtype)
+
+    parts = keras.utils.unpack_x_y_sample_weight(spec)
+    return [None if part is None else tf.nest.map_structure(zeros, part) for part in parts]
+
+
+def _runner(run: PlannedRun, candidate: Candidate, replicas: int) -> Runner:
+    """Makes the replicas of this process again in another."""
+    kind, options = "GPU" if run.hardware.of_kind("GPU") else "CPU", run.options
+    arguments = {
+        **{"strategy": "mirrored", "devices": [f"{kind}:{index}" for index in range(replicas)]},
+        **{"shard": candidate.choice.shard, "min_shard_bytes": options.min_shard_bytes, "jit": options.jit},
+        **{"exact": options.exact, "weighting": options.weighting, "prove": False},
+    }
+    return Runner("keras_paragrad.distribution.fit", "DistributedFit", arguments, replicas)
+
+
+def _preparations(model: keras.Model, run: PlannedRun, candidate: Candidate) -> list[tuple[str, str, dict[str, Any]]]:
+    """The calls that prepare a model in a trial."""
+    form, slices, _ = candidate.choice
+    calls: list[tuple[str, str, dict[str, Any]]] = []
+    if form:
+        layers = recomputation_of(model, form).layers
+        names = layers if isinstance(layers, str) else [layer.name for layer in layers]
+        calls.append((recompute.__module__, recompute.__name__, {"layers": names}))
+    if slices > 1:
+        # Zeros prove nothing; the first batch of `fit` does.
+        arguments = {"size": candidate.rows, "weighting": _weighting(run), "prove": False}
+        calls.append((microbatch.__module__, microbatch.__name__, arguments))
+    return calls
+
+
+def _weighting(run: PlannedRun) -> Any:
+    weighting = run.options.weighting
+    return weighting if callable(weighting) or weighting in SLICE_WEIGHTINGS else "auto"
+
+
+class _Applied(NamedTuple):
+    """What a plan has changed in a model."""
+
+    handles: list[Any]
+
+    def undo(self) -> None:
+        """Trains the model as it is again; what is in shards stays so."""
+        while self.handles:
+            self.handles.pop().undo()
+
+
+def _apply(model: keras.Model, run: PlannedRun, candidate: Candidate) -> Callable[[], None]:
+    """Applies a choice to the model; returns what undoes all of it but shards."""
+    form, slices, shard = candidate.choice
+    applied = _Applied([])
+    if form:
+        applied.handles.append(recompute(model, recomputation_of(model, form).layers))
+    if slices > 1:
+        applied.handles.append(microbatch(model, candidate.rows, weighting=_weighting(run), prove=run.options.prove))
+    if run.plan.shard.value == "auto":
+        reshard(model, run.strategies.models, shard, run.options.min_shard_bytes)
+    return applied.undo
+
+
+def _decision(run: PlannedRun, candidate: Candidate, shards: Sequence[str | None]) -> Decision | None:
+    """The decision on shards, if it was open."""
+    if run.plan.shard.value != "auto":
+        return None
+    shard = candidate.choice.shard
+    override = " or ".join(f"shard={other!r}" for other in shards if other not in (shard, None))
+    reason = "the fastest way to train that fits, in the table below"
+    return Decision("shard", shard or "none", reason, "fit_memory=True", override or "fit_memory=False")

@@ -1,0 +1,336 @@
+"""What fits: how ways to train are estimated, chosen, tried and applied, and what is refused."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from keras_paragrad import DistributedFit, microbatch, recompute
+from keras_paragrad.compat.state import state_of
+from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.step.tracing import traced_step, traced_steps
+from keras_paragrad.memory import estimate_memory
+from keras_paragrad.memory import plan as plans
+from keras_paragrad.memory.breakdown import breakdowns_of
+from keras_paragrad.memory.cost import Cost, Speed, cost_of
+from keras_paragrad.memory.estimate import recomputation_of
+from keras_paragrad.memory.plan import Choice, MemoryPlan, plan_memory
+from keras_paragrad.memory.trial import CannotTryError, Measured
+
+ROWS, WIDE = 512, 64
+SPEED = Speed(1e11, 1e10, 1e-6)
+X = np.random.default_rng(0).normal(size=(ROWS, WIDE)).astype("float32")
+Y = X[:, :1]
+
+
+def deep(**options):
+    """A model whose activations take the most memory, and free some when they are recomputed."""
+    keras.utils.set_random_seed(0)
+    hidden = inputs = keras.Input((WIDE,))
+    for index in range(4):
+        layers = [keras.layers.Dense(512, "gelu"), keras.layers.Dense(WIDE)]
+        hidden = keras.layers.Add()([hidden, keras.Sequential(layers, name=f"block_{index}")(hidden)])
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden), name="deep")
+    model.compile("adam", "mse", **options)
+    return model
+
+
+def recurrent():
+    model = keras.Sequential([keras.Input((20, 8)), keras.layers.LSTM(16), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model
+
+
+def convolutional():
+    layers = [keras.layers.Conv2D(8, 3, strides=2), keras.layers.Flatten(), keras.layers.Dense(3, "softmax")]
+    model = keras.Sequential([keras.Input((16, 16, 3)), *layers])
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def contrastive():
+    """Its loss compares all rows with each other."""
+
+    def loss(y_true, y_pred):
+        return keras.ops.mean(keras.ops.matmul(y_pred, keras.ops.transpose(y_pred)) ** 2)
+
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    model.compile("sgd", loss)
+    return model
+
+
+@pytest.mark.parametrize("made", [deep, recurrent, convolutional, contrastive])
+def test_one_trace_gives_the_memory_of_any_batch(made):
+    model = made()
+    for rows, step in zip((96, 40, 7), traced_steps(model, [96, 40, 7]), strict=True):
+        alone = traced_step(model, rows)
+        ours, theirs = breakdowns_of(model, step, 1)[0], breakdowns_of(model, alone, 1)[0]
+        assert ours.total == pytest.approx(theirs.total, rel=0.02 if made is recurrent else 1e-4)
+        assert cost_of(step).gradient.flops == pytest.approx(cost_of(alone).gradient.flops)
+
+
+def test_slices_take_what_was_estimated_of_them():
+    model = deep()
+    (step,) = traced_steps(model, [ROWS // 4])
+    one = breakdowns_of(model, step, 1)[0]
+    microbatch(model, ROWS // 4)
+    sliced = breakdowns_of(model, traced_step(model, ROWS), 1)[0]
+    estimated = one.total + one.parameters + 4 * ROWS * (WIDE + 1)
+    assert estimated == pytest.approx(sliced.total, rel=0.02)
+
+
+def test_costs_count_products_and_loops():
+    # A product forward, one for its weight and none for its input, of 2 x rows x inputs x outputs FLOPs each.
+    dense = keras.Sequential([keras.Input((32,)), keras.layers.Dense(16)])
+    dense.compile("sgd", "mse")
+    assert cost_of(traced_step(dense, 10)).gradient.flops == 2 * (2 * 10 * 32 * 16)
+    costs = []
+    for steps in (5, 50):
+        model = keras.Sequential([keras.Input((steps, 8)), keras.layers.LSTM(16)])
+        model.compile("sgd", "mse")
+        costs.append(cost_of(traced_step(model, 4)).gradient)
+    assert costs[1].operations > 5 * costs[0].operations
+    assert costs[1].flops > 5 * costs[0].flops
+
+
+@pytest.fixture(autouse=True)
+def same_speed(monkeypatch):
+    """Estimates don't depend on what else the machine does."""
+    monkeypatch.setattr(plans, "measure_speed", lambda: SPEED)
+
+
+@pytest.fixture(scope="module")
+def ways():
+    """Ways to train a model, by estimated seconds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plans, "measure_speed", lambda: SPEED)
+        patch.setattr(plans, "_CERTAIN", 0.0)
+        patch.setattr(plans, "_RUNTIME", 0)
+        patch.setattr(plans, "_OF_OPERATION", 0)
+        return plan_memory(deep(), ROWS, 2**40, None)
+
+
+def choosing(ways, device_bytes, trial=None, *, sliced=True):
+    """A plan that has chosen, without the trace."""
+    plan = MemoryPlan("deep", ROWS, 1, device_bytes)
+    plan.recomputed, plan.candidates = ways.recomputed, [each._replace(why_not="") for each in ways.candidates]
+    if not sliced:
+        plan.candidates = [each for each in plan.candidates if each.choice.slices == 1]
+    plans._choose(plan, trial and (lambda: trial), lambda line: None)
+    return plan
+
+
+def exactly(candidate):
+    """A trial that takes what was estimated."""
+    return candidate.estimated
+
+
+def whole(ways):
+    """The bytes of a step as it is."""
+    return next(each.estimated.bytes for each in ways.candidates if each.choice == Choice())
+
+
+def test_a_model_that_fits_is_not_tried():
+    def begin(spec):
+        raise AssertionError("it fits by far")
+
+    plan = plan_memory(deep(), ROWS, 2**34, begin)
+    assert plan.chosen is plan.candidates[0] and plan.chosen.choice == Choice()
+    assert plan.in_words() == "as it is" and plan.trials == 0
+
+
+def test_the_fastest_that_fits_is_chosen(ways):
+    assert {each.choice.recompute for each in ways.candidates} >= {None, "auto"}
+    for budget in (0.7, 0.4, 0.3):
+        limit = int(budget * whole(ways))
+        plan = choosing(ways, limit, exactly)
+        fitting = [each for each in plan.candidates if each.estimated.bytes <= limit]
+        assert plan.chosen.choice == min(fitting, key=lambda each: each.estimated.seconds).choice
+        assert plan.trials == 1 and plan.chosen.measured == plan.chosen.estimated
+        shown = str(plan)
+        assert "tried, chosen" in shown and "estimated, too much" in shown
+        (chosen,) = [each for each in plan.to_dict()["candidates"] if each["chosen"]]
+        assert chosen["slices"] == plan.chosen.choice.slices and chosen["measured"]["bytes"] <= limit
+
+
+def test_what_takes_too_much_is_followed_by_what_takes_less(ways):
+    tried = []
+
+    def trial(candidate):
+        tried.append(candidate)
+        # Takes a tenth more than estimated, and was ended at the limit if that is too much.
+        taken = 1.1 * candidate.estimated.bytes
+        return Measured(int(taken), 1.0) if taken <= limit else None
+
+    # The estimate of the fastest fits by a hair.
+    limit = ways.candidates[0].estimated.bytes + 1
+    plan = choosing(ways, limit, trial)
+    assert plan.trials == len(tried) == 2 and plan.chosen.choice == tried[-1].choice
+    assert plan.chosen.measured.bytes <= limit and tried[1].estimated.bytes < 0.9 * tried[0].estimated.bytes
+    assert plan.candidates[0].why_not == "too much"
+
+
+def test_batches_that_are_not_cut_are_recomputed(ways):
+    def trial(candidate):
+        if candidate.choice.slices > 1:
+            raise CannotTryError("its loss can't be divided")
+        return candidate.estimated
+
+    plan = choosing(ways, int(0.8 * whole(ways)), trial)
+    assert plan.chosen.choice.slices == 1 and plan.chosen.choice.recompute
+    assert plan.left_out == ["No slices: its loss can't be divided."]
+    assert any(each.why_not == "can't be cut into slices" for each in plan.candidates)
+
+
+def test_what_cannot_be_tried_is_estimated(ways, caplog):
+    def trial(candidate):
+        raise CannotTryError("it has no config")
+
+    plan = choosing(ways, int(1.2 * whole(ways)), trial, sliced=False)
+    assert plan.chosen.choice.recompute and plan.chosen.measured is None
+    assert "goes by the estimate of 'deep' alone, in 80% of the memory: it has no config." in caplog.text
+    assert choosing(ways, int(1.3 * whole(ways)), trial).chosen.choice == Choice()
+
+
+def test_what_never_fits_is_refused(ways):
+    least = min(each.estimated.bytes for each in ways.candidates)
+    with pytest.raises(ValueError, match=r"A batch of 512 of 'deep' doesn't fit in .* on each of 1 device\. The least"):
+        choosing(ways, least // 2)
+    with pytest.raises(ValueError, match="Use more devices, or a smaller batch with AccumulatingOptimizer"):
+        choosing(ways, int(1.1 * least), lambda candidate: None)
+
+
+def test_chosen_by_the_estimate_alone_it_may_run_out(ways, caplog):
+    least = min(each.estimated.bytes for each in ways.candidates)
+    assert choosing(ways, int(1.1 * least)).chosen is not None
+    assert "A step of deep may run out of memory: it is estimated to take" in caplog.text
+
+
+def test_all_recomputes_no_less_than_what_pays():
+    model = deep()
+    pays, every = recomputation_of(model), recomputation_of(model, "all")
+    assert len(every.names) >= len(pays.names) > 0
+    with pytest.raises(ValueError, match="`every` and `layers` both say what to recompute"):
+        recompute(model, "all", every=2)
+    plain = deep()
+    with recompute(model, "all"):
+        model.fit(X, Y, batch_size=128, shuffle=False, verbose=0)
+    plain.fit(X, Y, batch_size=128, shuffle=False, verbose=0)
+    for ours, theirs in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_the_verdict_says_what_to_write():
+    model = deep()
+    whole = estimate_memory(model, ROWS, 4)
+    assert whole.verdict is None and "Fits" not in str(whole)
+
+    def verdict(of, share):
+        of.device_bytes = int(share * of[None].total / 0.8)
+        return of.verdict
+
+    assert verdict(whole, 1.01).endswith("per device as it is.")
+    assert verdict(whole, 0.97).endswith('with DistributedFit(shard="optimizer").')
+    alone = estimate_memory(model, ROWS, device_bytes=2**40)
+    assert alone.verdict == "Fits in 1 TiB per device as it is." and alone.verdict in str(alone)
+    assert verdict(alone, 0.9).endswith("with recompute(model).")
+    assert alone.to_dict()["verdict"] == alone.verdict
+    assert verdict(alone, 0.4).endswith("Write DistributedFit(fit_memory=True), which cuts batches into slices too.")
+    assert verdict(alone, 0.01).endswith('or more would hold it in shards: DistributedFit(shard="parameters").')
+
+
+# Of a batch whose activations take more than the graph.
+MANY = 8192
+
+
+def budget(share, replicas=1):
+    """A share of what a step of `deep` is estimated to take on each device."""
+    return int(share * plan_memory(deep(), MANY, 2**40, None, replicas=replicas).candidates[0].estimated.bytes)
+
+
+def trained(dist):
+    with dist.scope():
+        model = deep()
+    x = np.resize(X, (MANY, WIDE))
+    history = dist.fit(model, x, x[:, :1], batch_size=MANY, epochs=2, shuffle=False, verbose=0).history
+    return model, history["loss"]
+
+
+@pytest.mark.slow(40)
+def test_fit_plans_tries_and_trains_the_same_step(capsys):
+    alone, losses = trained(DistributedFit())
+    dist = DistributedFit(fit_memory=True, device_bytes=budget(0.9))
+    model, shown = trained(dist)
+    plan = dist.explain().estimate
+    assert isinstance(plan, MemoryPlan) and plan.trials >= 1 and plan.chosen.choice != Choice()
+    assert plan.chosen.measured.bytes <= plan.device_bytes and plan.chosen.measured.seconds > 0
+    assert shown == pytest.approx(losses, rel=1e-6)
+    for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+    # The same batch is planned once; another one again, from the model as it was.
+    assert "fit_memory" not in capsys.readouterr().out
+    dist.prepare(model, batch_size=MANY)
+    assert dist.explain().estimate is plan
+    handle = dist.prepare(model, batch_size=2)
+    assert dist.explain().estimate.chosen.choice == Choice()
+    assert StepBuilder.of(model).stages.split is None and not state_of(model).recomputations
+    handle.undo()
+
+
+@pytest.mark.slow(60)
+@pytest.mark.own_process
+def test_replicas_plan_shards_too():
+    alone, losses = trained(DistributedFit("none"))
+    devices = ["CPU:0", "CPU:1"]
+    dist = DistributedFit("mirrored", devices, jit=False, fit_memory=True, device_bytes=budget(0.8, 2))
+    assert dist.plan.shard.value == "auto"
+    model, shown = trained(dist)
+    plan = dist.explain().estimate
+    assert {each.choice.shard for each in plan.candidates} == {None, "optimizer", "parameters"}
+    assert plan.trials >= 1 and plan.chosen.measured is not None
+    assert dist.plan.shard.value == (plan.chosen.choice.shard or "none")
+    assert shown == pytest.approx(losses, rel=1e-6)
+    for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_what_is_no_choice_is_left_out(monkeypatch):
+    dist = DistributedFit(fit_memory=True, device_bytes=2**40)
+    normalized = keras.Sequential(
+        [keras.Input((WIDE,)), keras.layers.BatchNormalization(name="bn"), keras.layers.Dense(1)]
+    )
+    normalized.compile("sgd", "mse")
+    monkeypatch.setattr(plans, "_CERTAIN", 0.0)
+    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._trial", lambda *_: exactly)
+    dist.prepare(normalized, batch_size=ROWS)
+    assert "No slices: bn would normalize slices with the statistics of a slice." in str(dist.explain())
+    sliced = deep()
+    handles = [microbatch(sliced, 64), recompute(sliced)]
+    dist.prepare(sliced, batch_size=ROWS)
+    left_out = dist.explain().estimate.left_out
+    assert left_out[0].startswith("No slices: microbatch(model, ...) was called")
+    assert left_out[1].startswith("No other recomputation: recompute(model, ...) was called")
+    for handle in handles:
+        handle.undo()
+
+
+def test_refuses_where_there_is_no_choice():
+    with pytest.raises(ValueError, match="on a mesh, in a pipeline or with parameter servers. Leave it out"):
+        DistributedFit(mesh={"batch": 2}, fit_memory=True)
+    dist = DistributedFit(fit_memory=True)
+    unbuilt = keras.Sequential([keras.layers.Dense(1)])
+    unbuilt.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="fit_memory=True estimates the memory of a step, and .* has no weights yet"):
+        dist.fit(unbuilt, X, Y, verbose=0)
+    ragged = tf.data.Dataset.from_generator(
+        lambda: iter(()), output_signature=(tf.TensorSpec((None, None)), tf.TensorSpec((None, 1)))
+    )
+    model = deep()
+    with pytest.raises(ValueError, match="Memory depends on sizes that the data leaves open"):
+        dist.fit(model, ragged.apply(tf.data.experimental.assert_cardinality(4)), verbose=0)
+
+
+def test_trials_measure_bytes_and_seconds():
+    assert Measured(1, 0.5).seconds == 0.5
+    assert Cost(1, 2, 3).plus(Cost(1, 1, 1), 2) == Cost(3, 4, 5)
+    assert Speed(2, 4, 8).seconds(Cost(2, 4, 1)) == 10
