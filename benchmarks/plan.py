@@ -5,6 +5,7 @@ chooses in four budgets of memory, where a trial reads what was measured. It pri
 `results/plan.json`. `python benchmarks/plan.py one` does one device alone, and `two` two logical ones.
 """
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -124,9 +125,8 @@ def measure(name, devices):
         row |= {"chosen": chosen.in_words(), "chosen, s": seconds, "over the fastest": f"{seconds / best - 1:+.0%}"}
         rows.append({**row, "trials": chosen.trials})
     every = [
-        {**choice._asdict(), "bytes": found.bytes, "seconds": found.seconds, "estimated": candidate.estimated._asdict()}
+        dataclasses.asdict(dataclasses.replace(candidate, measured=measured[candidate.choice]))
         for candidate in plan.candidates
-        for choice, found in [(candidate.choice, measured[candidate.choice])]
     ]
     print(json.dumps({"rows": rows, "every": every}))
 

@@ -17,6 +17,7 @@ from keras_paragrad.distribution.pipeline.preparation import Stage, StageTable
 from keras_paragrad.memory import Estimate
 from keras_paragrad.memory.batch_size import SizesTried, SizeTried
 from keras_paragrad.memory.breakdown import MemoryBreakdown
+from keras_paragrad.memory.plan import MemoryPlan
 from keras_paragrad.plain_text import InNotebooks, Printable
 from keras_paragrad.privacy.budget import Privacy
 from keras_paragrad.profiling.summary import OperationTime, ProfileSummary, StepTime
@@ -48,6 +49,7 @@ SHOWN = {
     Estimate: (lambda: Estimate(NAME, 8, 1, 8, [MemoryBreakdown(None, False, *[1024] * 9, 4096)], []), "Peak"),
     Explanation: (lambda: Explanation(make_plan(MACHINE, Options()), MACHINE), "To start it: python train.py"),
     LayoutTable: (layout, "one device: 8 B"),
+    MemoryPlan: (lambda: MemoryPlan(NAME, 8, 1, 4096), "4 KiB on each"),
     Privacy: (privacy, "differentially private"),
     SizesTried: (lambda: SizesTried([SizeTried(64, 1024, 2048, True)], 4096), "2 KiB"),
     StageTable: (lambda: StageTable(NAME, [Stage(("CPU:0",), (NAME,), 4, 16, 0)]), "16 B"),

@@ -1,9 +1,11 @@
 """`plan_memory`: how to train a model in the memory of its devices: recomputed, in slices, in shards, or as it is."""
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
@@ -16,6 +18,7 @@ from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.engine.step.tracing import traced_steps
+from keras_paragrad.flops import flops_of_operation
 from keras_paragrad.memory.breakdown import MemoryBreakdown, breakdowns_of
 from keras_paragrad.memory.cost import Cost, Speed, cost_of, measure_speed
 from keras_paragrad.memory.estimate import Recomputation, bytes_in_words, recomputation_of
@@ -34,7 +37,8 @@ _RUNTIME, _OF_OPERATION = 64 * 2**20, 32 * 2**10
 _SHOWN_AFTER = 4
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     """One way to train.
 
     Attributes:
@@ -48,7 +52,8 @@ class Choice(NamedTuple):
     shard: str | None = None
 
 
-class Candidate(NamedTuple):
+@dataclass(frozen=True)
+class Candidate:
     """A way to train, and what it takes on each device.
 
     Attributes:
@@ -92,15 +97,7 @@ class MemoryPlan(Printable):
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON's types, in bytes and seconds."""
         candidates = [
-            {
-                **candidate.choice._asdict(),
-                "rows": candidate.rows,
-                "estimated": candidate.estimated._asdict(),
-                "measured": candidate.measured and candidate.measured._asdict(),
-                "chosen": candidate is self.chosen,
-                "why_not": candidate.why_not,
-            }
-            for candidate in self.candidates
+            {**dataclasses.asdict(candidate), "chosen": candidate is self.chosen} for candidate in self.candidates
         ]
         return {
             **{"model": self.model, "batch_size": self.batch_size, "replicas": self.replicas},
@@ -125,7 +122,7 @@ class MemoryPlan(Printable):
             table.add_column(name, justify="right" if name in ("Slices", "Per device", "Seconds") else "left")
         last = next((index for index, each in enumerate(self.candidates) if each is self.chosen), 0) + _SHOWN_AFTER
         for candidate in self.candidates[: last + 1]:
-            recompute, slices, shard = candidate.choice
+            recompute, slices, shard = candidate.choice.recompute, candidate.choice.slices, candidate.choice.shard
             cells = [recompute or "nothing", f"{slices} x {candidate.rows}" if slices > 1 else "1"]
             cells += [shard or "nothing"] if self.replicas > 1 else []
             measured = candidate.measured or candidate.estimated
@@ -143,7 +140,7 @@ class MemoryPlan(Printable):
 
 def describe(candidate: Candidate, recomputed: dict[str | None, list[str]]) -> str:
     """A way to train, in words."""
-    recompute, slices, shard = candidate.choice
+    recompute, slices, shard = candidate.choice.recompute, candidate.choice.slices, candidate.choice.shard
     words = [f"{counted(len(recomputed[recompute]), 'part')} recomputed"] if recompute else []
     words += [f"{slices} slices of {counted(candidate.rows, 'row')}"] if slices > 1 else []
     words += [f"the {shard} in shards"] if shard else []
@@ -241,7 +238,7 @@ class _Estimator(NamedTuple):
     def candidates(self, form: str | None, recomputation: Recomputation | None) -> tuple[list[Candidate], Specs]:
         """The ways to train with a form of recomputation, by estimated seconds; and the spec of a batch."""
         with recomputation.in_effect() if recomputation else nullcontext():
-            steps = traced_steps(self.model, self.sizes, self.batch_spec)
+            steps = traced_steps(self.model, self.sizes, self.batch_spec, flops_of_operation)
         whole = sum(steps[0].block.input_sizes)
         # On a GPU, the host has the graph.
         on_gpu = bool(tf.config.get_visible_devices("GPU"))
@@ -316,13 +313,13 @@ def _choose(plan: MemoryPlan, trial: Callable[[], Try] | None, log: Callable[[st
                 took = "more than" if measured is None else f"{bytes_in_words(measured.bytes)} of"
                 words = describe(candidate, plan.recomputed)
                 log(f"{words}: {took} {bytes_in_words(limit)}{'' if fits else ', too much'}.")
-                candidate = candidate._replace(measured=measured)
+                candidate = dataclasses.replace(candidate, measured=measured)
                 # A process that took too much was ended at the limit.
                 besides = max(besides, (measured.bytes if measured else limit) - candidate.estimated.bytes)
                 if not fits:
                     failed.append(candidate)
                     why_not = "too much"
-        plan.candidates[index] = candidate._replace(why_not=why_not)
+        plan.candidates[index] = dataclasses.replace(candidate, why_not=why_not)
         if not why_not:
             plan.chosen = plan.candidates[index]
             return
@@ -335,7 +332,7 @@ def _refuse(plan: MemoryPlan, *, tried: bool) -> None:
     words = describe(least, plan.recomputed)
     takes = bytes_in_words(least.estimated.bytes)
     if not tried and least.estimated.bytes <= plan.device_bytes:
-        plan.chosen = least._replace(why_not="")
+        plan.chosen = dataclasses.replace(least, why_not="")
         plan.candidates = [plan.chosen if each is least else each for each in plan.candidates]
         _log.warning(
             "A step of %s may run out of memory: it is estimated to take %s per device, of %s, %s.",

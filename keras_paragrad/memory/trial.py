@@ -1,6 +1,7 @@
 """Tries batches in child processes: sends the model there, watches the memory, and returns the measured peak."""
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -14,8 +15,9 @@ import time
 import types
 import warnings
 from collections.abc import Generator, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
@@ -41,14 +43,16 @@ class CannotTryError(Exception):
     """A model can't be tried in another process. The message says why, as the end of a sentence."""
 
 
-class Measured(NamedTuple):
+@dataclass(frozen=True)
+class Measured:
     """What a trial took: bytes at the peak on a device, and seconds of a step after the first."""
 
     bytes: int
     seconds: float
 
 
-class Runner(NamedTuple):
+@dataclass(frozen=True)
+class Runner:
     """What builds and trains the model in a trial, in place of Keras: `make(**arguments)`, with `scope` and `fit`.
 
     Attributes:
@@ -123,7 +127,7 @@ class Trials:
             CannotTryError: The model can't be made again there, or its step fails for another reason than memory.
         """
         request = {**self._request, "rows": rows, "preparations": [*self._preparations, *preparations]}
-        request["runner"] = None if runner is None else runner._asdict()
+        request["runner"] = None if runner is None else dataclasses.asdict(runner)
         devices = 1 if runner is None else runner.devices
         with tempfile.TemporaryDirectory(prefix="keras_paragrad_") as name:
             directory = Path(name)

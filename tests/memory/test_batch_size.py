@@ -148,7 +148,7 @@ def test_a_trial_that_takes_too_much_is_killed_alone(monkeypatch):
     before = [each.numpy() for each in model.weights]
     ended = []
     run = Trials._run
-    monkeypatch.setattr(Trials, "_run", lambda self, directory: ended.append(run(self, directory)) or ended[-1])
+    monkeypatch.setattr(Trials, "_run", lambda *arguments: ended.append(run(*arguments)) or ended[-1])
     trials = Trials(model, (X, Y, None), 250_000_000, 1)
     assert trials.bytes_of(400_000) is None
     used = trials.bytes_of(40_000, [("keras_paragrad.accumulation.slices", "microbatch", {"size": 20_000})])

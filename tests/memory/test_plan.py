@@ -1,5 +1,7 @@
 """What fits: how ways to train are estimated, chosen, tried and applied, and what is refused."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -113,7 +115,10 @@ def ways():
 def choosing(ways, device_bytes, trial=None, *, sliced=True):
     """A plan that has chosen, without the trace."""
     plan = MemoryPlan("deep", ROWS, 1, device_bytes)
-    plan.recomputed, plan.candidates = ways.recomputed, [each._replace(why_not="") for each in ways.candidates]
+    plan.recomputed, plan.candidates = (
+        ways.recomputed,
+        [dataclasses.replace(each, why_not="") for each in ways.candidates],
+    )
     if not sliced:
         plan.candidates = [each for each in plan.candidates if each.choice.slices == 1]
     plans._choose(plan, trial and (lambda: trial), lambda line: None)
@@ -150,7 +155,7 @@ def test_the_fastest_that_fits_is_chosen(ways):
         shown = str(plan)
         assert "tried, chosen" in shown and "estimated, too much" in shown
         (chosen,) = [each for each in plan.to_dict()["candidates"] if each["chosen"]]
-        assert chosen["slices"] == plan.chosen.choice.slices and chosen["measured"]["bytes"] <= limit
+        assert chosen["choice"]["slices"] == plan.chosen.choice.slices and chosen["measured"]["bytes"] <= limit
 
 
 def test_what_takes_too_much_is_followed_by_what_takes_less(ways):

@@ -99,7 +99,7 @@ def test_refusals(caplog):
     )
     with pytest.raises(ValueError, match="Memory depends on sizes that the data leaves open"):
         dist.fit(model, ragged.apply(tf.data.experimental.assert_cardinality(4)), verbose=0)
-    with pytest.raises(ValueError, match='choose shard=|only used by shard="auto", but shard is None'):
+    with pytest.raises(ValueError, match='choose shard=|only used by shard="auto" and fit_memory=True, but shard is'):
         DistributedFit("none", device_bytes=1)
     # One replica has nobody to share with, which is no error: the script may run anywhere.
     with caplog.at_level(logging.WARNING, "keras_paragrad"):

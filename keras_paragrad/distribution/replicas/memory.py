@@ -83,7 +83,7 @@ def fit_memory(
 
 def _agreed(plan: MemoryPlan, run: PlannedRun) -> Candidate:
     """The chief's choice, on all workers: their speeds differ."""
-    ways = sorted(plan.candidates, key=lambda candidate: [str(part) for part in candidate.choice])
+    ways = sorted(plan.candidates, key=lambda candidate: str(candidate.choice))
     mine = next(index for index, candidate in enumerate(ways) if candidate is plan.chosen)
     return ways[int(gather(run.strategies.workers, np.array([mine], np.int64))[0, 0])]
 
@@ -149,13 +149,13 @@ def _runner(run: PlannedRun, candidate: Candidate, replicas: int) -> Runner:
 
 def _preparations(model: keras.Model, run: PlannedRun, candidate: Candidate) -> list[tuple[str, str, dict[str, Any]]]:
     """The calls that prepare a model in a trial."""
-    form, slices, _ = candidate.choice
+    form = candidate.choice.recompute
     calls: list[tuple[str, str, dict[str, Any]]] = []
     if form:
         layers = recomputation_of(model, form).layers
         names = layers if isinstance(layers, str) else [layer.name for layer in layers]
         calls.append((recompute.__module__, recompute.__name__, {"layers": names}))
-    if slices > 1:
+    if candidate.choice.slices > 1:
         # Zeros prove nothing; the first batch of `fit` does.
         arguments = {"size": candidate.rows, "weighting": _weighting(run), "prove": False}
         calls.append((microbatch.__module__, microbatch.__name__, arguments))
@@ -180,14 +180,14 @@ class _Applied(NamedTuple):
 
 def _apply(model: keras.Model, run: PlannedRun, candidate: Candidate) -> Callable[[], None]:
     """Applies a choice to the model; returns what undoes all of it but shards."""
-    form, slices, shard = candidate.choice
+    form = candidate.choice.recompute
     applied = _Applied([])
     if form:
         applied.handles.append(recompute(model, recomputation_of(model, form).layers))
-    if slices > 1:
+    if candidate.choice.slices > 1:
         applied.handles.append(microbatch(model, candidate.rows, weighting=_weighting(run), prove=run.options.prove))
     if run.plan.shard.value == "auto":
-        reshard(model, run.strategies.models, shard, run.options.min_shard_bytes)
+        reshard(model, run.strategies.models, candidate.choice.shard, run.options.min_shard_bytes)
     return applied.undo
 
 

@@ -3,13 +3,11 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
-
-from keras_paragrad.flops import flops_of_operation
 
 # The attributes that name an operation's functions, in the order in which `TracedOperation.blocks` has them.
 _FUNCTIONS = ("f", "cond", "body", "then_branch", "else_branch", "branches")
@@ -26,7 +24,7 @@ class TracedOperation(NamedTuple):
         sizes: Bytes of each output; 0 for resources and lists of tensors.
         value: The output, if it is a static integer or boolean scalar; otherwise `None`.
         blocks: The functions that it calls: a loop's condition and body, or a condition's branches.
-        flops: Its floating-point operations, if it is a matrix product or a convolution of known size.
+        flops: Its floating-point operations, if they were counted.
     """
 
     kind: str
@@ -86,10 +84,12 @@ class Resized(NamedTuple):
     Attributes:
         rows: The rows of the other batch; also the size of a tensor's first axis if it is unknown.
         traced: The rows of the traced batch, a number that divides the size of no other axis; by default `rows`.
+        count_flops: Counts the floating-point operations of an operation of the traced batch; by default, none.
     """
 
     rows: int
     traced: int | None = None
+    count_flops: Callable[[tf.Operation], int | None] | None = None
 
     def bytes_of(self, tensor: tf.Tensor) -> int:
         """The bytes of a tensor; 0 for resources and lists of tensors."""
@@ -101,8 +101,8 @@ class Resized(NamedTuple):
         return math.prod(known) * tensor.dtype.size
 
     def flops_of(self, operation: tf.Operation) -> float:
-        """The floating-point operations of a matrix product or convolution; 0 of others."""
-        flops = flops_of_operation(operation) or 0
+        """The counted floating-point operations of an operation."""
+        flops = (self.count_flops and self.count_flops(operation)) or 0
         if not (flops and self.traced):
             return flops
         axes = [sum(map(self._counts_rows, tensor.shape)) for tensor in (*operation.inputs, *operation.outputs)]

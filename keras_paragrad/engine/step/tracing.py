@@ -1,7 +1,7 @@
 """Traces a model's training step, without running it and without memory for variables."""
 
 import contextlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -85,8 +85,19 @@ def traced_step(
         return thread.submit(_traced, model, rows, length, optimizer, batch, [Resized(rows)]).result()[0]
 
 
-def traced_steps(model: keras.Model, sizes: Sequence[int], batch: Specs = None) -> list[TracedStep]:
+def traced_steps(
+    model: keras.Model,
+    sizes: Sequence[int],
+    batch: Specs = None,
+    count_flops: Callable[[tf.Operation], int | None] | None = None,
+) -> list[TracedStep]:
     """A model's `train_step` for batches of several sizes, from one trace; see `traced_step`.
+
+    Args:
+        model: A compiled and built model.
+        sizes: Rows of the batches.
+        batch: The `tf.TypeSpec` of a batch, by default derived from the model.
+        count_flops: Counts the floating-point operations of an operation.
 
     Raises:
         ValueError: It can't be traced for batches of any size.
@@ -95,7 +106,7 @@ def traced_steps(model: keras.Model, sizes: Sequence[int], batch: Specs = None) 
     shapes += [leaf.shape[1:] for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.TensorSpec)]
     known = {size for shape in shapes for size in shape if size}
     traced = next(prime for prime in _PRIMES if all(size % prime for size in known))
-    resized = [Resized(rows, traced) for rows in sizes]
+    resized = [Resized(rows, traced, count_flops) for rows in sizes]
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_traced, model, traced, None, None, batch, resized).result()
 
