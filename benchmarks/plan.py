@@ -2,7 +2,8 @@
 
 `python benchmarks/plan.py` trains models in every way that is a candidate, each in a process of its own. Then the plan
 chooses in four budgets of memory, where a trial reads what was measured. It prints the table and saves it in
-`results/plan.json`. `python benchmarks/plan.py one` does one device alone, and `two` two logical ones.
+`results/plan.json`. `python benchmarks/plan.py one` does one device alone, and `two` two logical ones. With `KEEP=FOLDER` what
+was measured of every way is kept there.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from harness import report
 
 DEVICES = {"one": 1, "two": 2}
 # Rows of a batch, by model.
-BATCHES = {"CNN": 64, "Transformer": 64, "LSTM": 64}
+BATCHES = {"CNN": 128, "Transformer": 64, "LSTM": 256}
 # The budgets: shares of what the model takes as it is.
 BUDGETS = (1.1, 0.75, 0.5, 0.3)
 STEPS = 4
@@ -150,7 +151,8 @@ def main(which):
         rows = []
         for name in BATCHES:
             found = in_own_process(name, DEVICES[word])
-            Path(f"/tmp/plan-{name}-{word}.json").write_text(json.dumps(found["every"]))
+            if folder := os.environ.get("KEEP"):
+                Path(folder, f"{name}-{word}.json").write_text(json.dumps(found["every"]))
             rows += found["rows"]
         columns = list(rows[0])
         title = f"What fit_memory chooses on {word} device{'s' if word == 'two' else ''} of a CPU"
