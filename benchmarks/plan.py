@@ -2,8 +2,8 @@
 
 `python benchmarks/plan.py` trains models in every way that is a candidate, each in a process of its own. Then the plan
 chooses in four budgets of memory, where a trial reads what was measured. It prints the table and saves it in
-`results/plan.json`. `python benchmarks/plan.py one` does one device alone, and `two` two logical ones. With `KEEP=FOLDER` what
-was measured of every way is kept there.
+`results/plan.json`. `python benchmarks/plan.py one` does one device alone, `two` two logical ones. With `KEEP=FOLDER`
+what was measured of every way is kept there.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ DEVICES = {"one": 1, "two": 2}
 BATCHES = {"CNN": 128, "Transformer": 64, "LSTM": 256}
 # The budgets: shares of what the model takes as it is.
 BUDGETS = (1.1, 0.75, 0.5, 0.3)
-STEPS = 4
+STEPS = 7
 
 
 def model_of(name):

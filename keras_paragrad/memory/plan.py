@@ -205,7 +205,7 @@ def plan_memory(
         plan.recomputed[form] = recomputation.names
         plan.candidates += estimator.candidates(form, recomputation)[0]
     plan.candidates.sort(key=lambda candidate: candidate.estimated.seconds)
-    _choose(plan, functools.cache(lambda: begin(spec)) if begin else None, log)
+    _Search(plan, functools.cache(lambda: begin(spec)) if begin else None, log).run()
     return plan
 
 
@@ -274,56 +274,104 @@ class _Estimator(NamedTuple):
         return total
 
 
-def _choose(plan: MemoryPlan, trial: Callable[[], Try] | None, log: Callable[[str], None]) -> None:
-    """Chooses the first of the plan's candidates that fits."""
-    limit = plan.device_bytes
-    failed: list[Candidate] = []
-    # What a trial took besides the estimate, such as the graph.
-    besides = 0
-    sliced = True
-    for index, candidate in enumerate(plan.candidates):
-        estimated = candidate.estimated.bytes + besides
-        why_not = ""
-        if not sliced and candidate.choice.slices > 1:
-            why_not = "can't be cut into slices"
-        elif estimated > (limit if trial else UNTRIED * limit):
-            why_not = "too much"
-        elif any(candidate.estimated.bytes >= other.estimated.bytes for other in failed):
-            why_not = "more than one that was too much"
-        elif trial:
-            run = None
-            try:
-                run = trial()
-                measured = run(candidate)
-            except CannotTryError as error:
-                if run and candidate.choice.slices > 1:
-                    sliced = False
-                    plan.left_out.append(f"No slices: {str(error).rstrip('.')}.")
-                    why_not = "can't be cut into slices"
-                else:
-                    _log.warning(
-                        "fit_memory goes by the estimate of %r alone, in %d%% of the memory: %s.",
-                        *(plan.model, round(100 * UNTRIED), str(error).rstrip(".")),
-                    )
-                    _choose(plan, None, log)
+class _Search:
+    """Chooses the first of a plan's candidates that fits.
+
+    Args:
+        plan: The plan.
+        begin: Makes the trial; without it, the estimate decides.
+        log: Gets a line for each trial.
+    """
+
+    def __init__(self, plan: MemoryPlan, begin: Callable[[], Try] | None, log: Callable[[str], None]):
+        self._plan, self._begin, self._log = plan, begin, log
+        self._failed: list[Candidate] = []
+        # What a trial took besides the estimate, such as the graph.
+        self._besides = 0
+        self._sliced = True
+
+    def run(self) -> None:
+        """Sets `chosen`.
+
+        Raises:
+            ValueError: Nothing fits. The message says what to write.
+        """
+        try:
+            for index, candidate in enumerate(self._plan.candidates):
+                if self._settle(index, self._why_not(candidate)):
                     return
-            else:
-                plan.trials += 1
-                fits = measured is not None and measured.bytes <= limit
-                took = "more than" if measured is None else f"{bytes_in_words(measured.bytes)} of"
-                words = describe(candidate, plan.recomputed)
-                log(f"{words}: {took} {bytes_in_words(limit)}{'' if fits else ', too much'}.")
-                candidate = dataclasses.replace(candidate, measured=measured)
-                # A process that took too much was ended at the limit.
-                besides = max(besides, (measured.bytes if measured else limit) - candidate.estimated.bytes)
-                if not fits:
-                    failed.append(candidate)
-                    why_not = "too much"
-        plan.candidates[index] = dataclasses.replace(candidate, why_not=why_not)
-        if not why_not:
-            plan.chosen = plan.candidates[index]
+            if self._begin and (least := self._least()) is not None and self._settle(least, ""):
+                # Its estimate was too large.
+                return
+        except CannotTryError as error:
+            _log.warning(
+                "fit_memory goes by the estimate of %r alone, in %d%% of the memory: %s.",
+                *(self._plan.model, round(100 * UNTRIED), str(error).rstrip(".")),
+            )
+            _Search(self._plan, None, self._log).run()
             return
-    _refuse(plan, tried=bool(failed))
+        _refuse(self._plan, tried=bool(self._failed))
+
+    def _why_not(self, candidate: Candidate) -> str:
+        """Why a candidate needs no trial; empty if it does."""
+        if not self._sliced and candidate.choice.slices > 1:
+            return "can't be cut into slices"
+        limit = self._plan.device_bytes if self._begin else UNTRIED * self._plan.device_bytes
+        if candidate.estimated.bytes + self._besides > limit:
+            return "too much"
+        if any(candidate.estimated.bytes >= other.estimated.bytes for other in self._failed):
+            return "more than one that was too much"
+        return ""
+
+    def _settle(self, index: int, why_not: str) -> bool:
+        """Tries a candidate, if nothing is against it, and notes what came of it; returns whether it is chosen."""
+        plan = self._plan
+        if not why_not and self._begin:
+            why_not = self._try(index, self._begin)
+        plan.candidates[index] = dataclasses.replace(plan.candidates[index], why_not=why_not)
+        plan.chosen = None if why_not else plan.candidates[index]
+        return not why_not
+
+    def _try(self, index: int, begin: Callable[[], Try]) -> str:
+        """Trains in one way; returns why it isn't chosen, or nothing.
+
+        Raises:
+            CannotTryError: The model can't be trained in another process.
+        """
+        plan, candidate = self._plan, self._plan.candidates[index]
+        trial = begin()
+        try:
+            measured = trial(candidate)
+        except CannotTryError as error:
+            if candidate.choice.slices == 1:
+                raise
+            self._sliced = False
+            plan.left_out.append(f"No slices: {str(error).rstrip('.')}.")
+            return "can't be cut into slices"
+        plan.trials += 1
+        plan.candidates[index] = dataclasses.replace(candidate, measured=measured)
+        limit = bytes_in_words(plan.device_bytes)
+        fits = measured is not None and measured.bytes <= plan.device_bytes
+        took = "more than" if measured is None else f"{bytes_in_words(measured.bytes)} of"
+        self._log(f"{describe(candidate, plan.recomputed)}: {took} {limit}{'' if fits else ', too much'}.")
+        # A process that took too much was ended at the limit.
+        taken = measured.bytes if measured else plan.device_bytes
+        self._besides = max(self._besides, taken - candidate.estimated.bytes)
+        if fits:
+            return ""
+        self._failed.append(candidate)
+        return "too much"
+
+    def _least(self) -> int | None:
+        """The index of the candidate with the least estimated bytes, unless it was tried."""
+        open_ones = [
+            index
+            for index, candidate in enumerate(self._plan.candidates)
+            if self._sliced or candidate.choice.slices == 1
+        ]
+        least = min(open_ones, key=lambda index: self._plan.candidates[index].estimated.bytes)
+        tried = {failed.choice for failed in self._failed}
+        return None if self._plan.candidates[least].choice in tried else least
 
 
 def _refuse(plan: MemoryPlan, *, tried: bool) -> None:

@@ -125,7 +125,7 @@ def choosing(ways, device_bytes, trial=None, *, sliced=True):
     )
     if not sliced:
         plan.candidates = [each for each in plan.candidates if each.choice.slices == 1]
-    plans._choose(plan, trial and (lambda: trial), lambda line: None)
+    plans._Search(plan, trial and (lambda: trial), lambda line: None).run()
     return plan
 
 
@@ -207,6 +207,13 @@ def test_what_never_fits_is_refused(ways):
         choosing(ways, least // 2)
     with pytest.raises(ValueError, match="Use more devices, or a smaller batch with AccumulatingOptimizer"):
         choosing(ways, int(1.1 * least), lambda candidate: None)
+
+
+def test_what_takes_less_than_estimated_is_tried_before_it_is_refused(ways):
+    least = min(ways.candidates, key=lambda each: each.estimated.bytes)
+    limit = int(0.9 * least.estimated.bytes)
+    plan = choosing(ways, limit, lambda candidate: Measured(candidate.estimated.bytes // 2, 1.0))
+    assert plan.chosen.choice == least.choice and plan.trials == 1
 
 
 def test_chosen_by_the_estimate_alone_it_may_run_out(ways, caplog):
