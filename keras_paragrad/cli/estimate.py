@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_paragrad.arguments import LARGEST, quote
-from keras_paragrad.cli.parser import add_examples, complete_paths, integer, number, print_error, suggest_word
+from keras_paragrad.cli.parser import add_examples, complete_paths, finite_number, integer, print_error, suggest_word
 from keras_paragrad.cli.waiting import Say, while_waiting
 from keras_paragrad.distribution.decisions import MOST_DESCRIBED
 
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     devices = integer(1, MOST_DESCRIBED)
     parser.add_argument("--devices", type=devices, default=1, metavar="N", help="number of devices (default: 1)")
     parser.add_argument("--length", type=some, metavar="N", help="the size of axes that the inputs leave open")
-    gigabytes = number(above=0, most=MOST_DESCRIBED)
+    gigabytes = finite_number(above=0, most=MOST_DESCRIBED)
     parser.add_argument("--memory-gb", type=gigabytes, metavar="GB", help="memory of a device, in GiB (default: here)")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
 

@@ -187,7 +187,7 @@ class Recomputation(NamedTuple):
 
 
 def recomputation_of(model: keras.Model, layers: str = "auto") -> Recomputation:
-    """The parts that `recompute(model, layers)` would recompute, or the repeated blocks of a model that it can't cut."""
+    """The parts that `recompute(model, layers)` recomputes, or the repeated blocks of a model that it can't cut."""
     try:
         cut = cut_for_least_memory(model, where_it_pays=layers == "auto")
     except ValueError:

@@ -14,7 +14,6 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.compat.state import state_of
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.engine.step.tracing import traced_steps
@@ -22,6 +21,7 @@ from keras_paragrad.flops import flops_of_operation
 from keras_paragrad.memory.breakdown import MemoryBreakdown, breakdowns_of
 from keras_paragrad.memory.cost import Cost, Speed, cost_of, measure_speed
 from keras_paragrad.memory.estimate import Recomputation, bytes_in_words, recomputation_of
+from keras_paragrad.memory.recomputation import RECOMPUTATIONS
 from keras_paragrad.memory.trial import CannotTryError, Measured
 from keras_paragrad.plain_text import Printable, counted
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
@@ -211,7 +211,7 @@ def plan_memory(
 
 def _recomputations(model: keras.Model, left_out: list[str]) -> Iterable[tuple[str, Recomputation]]:
     """The forms of recomputation that recompute something, each another set of parts."""
-    if state_of(model).recomputations:
+    if RECOMPUTATIONS.of(model):
         left_out.append("No other recomputation: recompute(model, ...) was called.")
         return
     known: list[list[str]] = [[]]

@@ -8,7 +8,6 @@ import pytest
 import tensorflow as tf
 
 from keras_paragrad import DistributedFit, microbatch, recompute
-from keras_paragrad.compat.state import state_of
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.tracing import traced_step, traced_steps
 from keras_paragrad.flops import flops_of_operation
@@ -18,6 +17,7 @@ from keras_paragrad.memory.breakdown import breakdowns_of
 from keras_paragrad.memory.cost import Cost, Speed, cost_of
 from keras_paragrad.memory.estimate import recomputation_of
 from keras_paragrad.memory.plan import Choice, MemoryPlan, plan_memory
+from keras_paragrad.memory.recomputation import RECOMPUTATIONS
 from keras_paragrad.memory.trial import CannotTryError, Measured
 
 ROWS, WIDE = 512, 64
@@ -289,7 +289,7 @@ def test_fit_plans_tries_and_trains_the_same_step(capsys):
     assert dist.explain().estimate is plan
     handle = dist.prepare(model, batch_size=2)
     assert dist.explain().estimate.chosen.choice == Choice()
-    assert StepBuilder.of(model).stages.split is None and not state_of(model).recomputations
+    assert StepBuilder.of(model).stages.split is None and not RECOMPUTATIONS.of(model)
     handle.undo()
 
 
