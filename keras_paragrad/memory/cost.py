@@ -83,7 +83,8 @@ def _cost(block: Block, values: dict[int, int | bool | None], part: slice) -> Co
         if operation.blocks:
             arguments = inputs if len(operation.blocks) == 1 else inputs[1:]
             costs = [
-                _cost(each, dict(zip(each.inputs, arguments, strict=False)), slice(None)) for each in operation.blocks
+                _cost(called, dict(zip(called.inputs, arguments, strict=False)), slice(None))
+                for called in operation.blocks
             ]
             total = total.plus(max(costs, key=lambda cost: (cost.flops, cost.bytes)))
             continue

@@ -120,7 +120,10 @@ class MemoryPlan(Printable):
         table = Table()
         for name in ("recompute", "Slices", *(("shard",) if self.replicas > 1 else ()), "Per device", "Seconds", ""):
             table.add_column(name, justify="right" if name in ("Slices", "Per device", "Seconds") else "left")
-        last = next((index for index, each in enumerate(self.candidates) if each is self.chosen), 0) + _SHOWN_AFTER
+        last = (
+            next((index for index, candidate in enumerate(self.candidates) if candidate is self.chosen), 0)
+            + _SHOWN_AFTER
+        )
         for candidate in self.candidates[: last + 1]:
             recompute, slices, shard = candidate.choice.recompute, candidate.choice.slices, candidate.choice.shard
             cells = [recompute or "nothing", f"{slices} x {candidate.rows}" if slices > 1 else "1"]
@@ -381,7 +384,7 @@ def _refuse(plan: MemoryPlan, *, tried: bool) -> None:
     takes = bytes_in_words(least.estimated.bytes)
     if not tried and least.estimated.bytes <= plan.device_bytes:
         plan.chosen = dataclasses.replace(least, why_not="")
-        plan.candidates = [plan.chosen if each is least else each for each in plan.candidates]
+        plan.candidates = [plan.chosen if other is least else other for other in plan.candidates]
         _log.warning(
             "A step of %s may run out of memory: it is estimated to take %s per device, of %s, %s.",
             *(plan.model, takes, bytes_in_words(plan.device_bytes), words),

@@ -62,8 +62,9 @@ class Block:
     def has_convolution(self) -> bool:
         """Whether one of its operations, or of the functions that they call, is a convolution."""
         return any(
-            each.kind.startswith(("Conv", "DepthwiseConv")) or any(block.has_convolution for block in each.blocks)
-            for each in self.operations
+            operation.kind.startswith(("Conv", "DepthwiseConv"))
+            or any(block.has_convolution for block in operation.blocks)
+            for operation in self.operations
         )
 
 
