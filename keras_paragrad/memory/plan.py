@@ -109,7 +109,7 @@ class MemoryPlan(Printable):
     def in_words(self) -> str:
         """What was chosen, on one line."""
         assert self.chosen is not None
-        return describe(self.chosen, self.recomputed)
+        return way_in_words(self.chosen, self.recomputed)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         devices = counted(self.replicas, "device")
@@ -141,7 +141,7 @@ class MemoryPlan(Printable):
             yield Text(line, "dim", overflow="fold")
 
 
-def describe(candidate: Candidate, recomputed: dict[str | None, list[str]]) -> str:
+def way_in_words(candidate: Candidate, recomputed: dict[str | None, list[str]]) -> str:
     """A way to train, in words."""
     recompute, slices, shard = candidate.choice.recompute, candidate.choice.slices, candidate.choice.shard
     words = [f"{counted(len(recomputed[recompute]), 'part')} recomputed"] if recompute else []
@@ -356,7 +356,7 @@ class _Search:
         limit = bytes_in_words(plan.device_bytes)
         fits = measured is not None and measured.bytes <= plan.device_bytes
         took = "more than" if measured is None else f"{bytes_in_words(measured.bytes)} of"
-        self._log(f"{describe(candidate, plan.recomputed)}: {took} {limit}{'' if fits else ', too much'}.")
+        self._log(f"{way_in_words(candidate, plan.recomputed)}: {took} {limit}{'' if fits else ', too much'}.")
         # A process that took too much was ended at the limit.
         taken = measured.bytes if measured else plan.device_bytes
         self._besides = max(self._besides, taken - candidate.estimated.bytes)
@@ -380,7 +380,7 @@ class _Search:
 def _refuse(plan: MemoryPlan, *, tried: bool) -> None:
     """Raises if nothing fits; by the estimate alone, what takes the least may, and is chosen with a warning."""
     least = min(plan.candidates, key=lambda candidate: candidate.estimated.bytes)
-    words = describe(least, plan.recomputed)
+    words = way_in_words(least, plan.recomputed)
     takes = bytes_in_words(least.estimated.bytes)
     if not tried and least.estimated.bytes <= plan.device_bytes:
         plan.chosen = dataclasses.replace(least, why_not="")

@@ -71,13 +71,11 @@ def test_one_trace_gives_the_memory_of_any_batch(made):
         assert ours.total == pytest.approx(theirs.total, rel=0.02 if made is recurrent else 1e-4)
 
 
-def test_slices_take_what_was_estimated_of_them():
+def test_slices_are_estimated_with_what_they_hold(ways):
     model = deep()
-    (step,) = traced_steps(model, [ROWS // 4])
-    one = breakdowns_of(model, step, 1)[0]
     microbatch(model, ROWS // 4)
     sliced = breakdowns_of(model, traced_step(model, ROWS), 1)[0]
-    estimated = one.total + one.parameters + 4 * ROWS * (WIDE + 1)
+    (estimated,) = [each.estimated.bytes for each in ways.candidates if each.choice == Choice(slices=4)]
     assert estimated == pytest.approx(sliced.total, rel=0.02)
 
 
@@ -308,6 +306,20 @@ def test_replicas_plan_shards_too():
     assert shown == pytest.approx(losses, rel=1e-6)
     for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_the_chosen_slices_are_applied(ways, monkeypatch):
+    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._trial", lambda *_: exactly)
+    monkeypatch.setattr(plans, "_RUNTIME", 0)
+    monkeypatch.setattr(plans, "_OF_OPERATION", 0)
+    dist = DistributedFit(fit_memory=True, device_bytes=int(0.4 * whole(ways)))
+    model = deep()
+    handle = dist.prepare(model, batch_size=ROWS)
+    chosen = dist.explain().estimate.chosen
+    assert chosen.choice.slices > 1 and StepBuilder.of(model).stages.split.size == chosen.rows
+    assert bool(RECOMPUTATIONS.of(model)) is bool(chosen.choice.recompute)
+    handle.undo()
+    assert StepBuilder.of(model).stages.split is None and not RECOMPUTATIONS.of(model)
 
 
 def test_what_is_no_choice_is_left_out(monkeypatch):

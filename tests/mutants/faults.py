@@ -1542,6 +1542,37 @@ _CUSTOM_STEPS = [
     ),
 ]
 
+_MEMORY = [
+    _fault(
+        "a way to train that took too much is chosen",
+        "memory/plan.py",
+        "fits = measured is not None and measured.bytes <= plan.device_bytes",
+        "fits = measured is not None",
+        "memory/test_plan.py::test_what_takes_too_much_is_followed_by_what_takes_less",
+    ),
+    _fault(
+        "the sums of slices' gradients take no memory",
+        "memory/plan.py",
+        "held = column.parameters + whole if slices > 1 else 0",
+        "held = 0",
+        "memory/test_plan.py::test_slices_are_estimated_with_what_they_hold",
+    ),
+    _fault(
+        "tensors keep the rows of the trace in batches of other sizes",
+        "engine/step/operations.py",
+        "known = [size // self.traced * self.rows if self._counts_rows(size) else size for size in known]",
+        "pass",
+        "memory/test_plan.py::test_one_trace_gives_the_memory_of_any_batch",
+    ),
+    _fault(
+        "a chosen number of slices isn't applied",
+        "distribution/replicas/memory.py",
+        "if candidate.choice.slices > 1:\n        applied",
+        "if candidate.choice.slices > 10**6:\n        applied",
+        "memory/test_plan.py::test_the_chosen_slices_are_applied",
+    ),
+]
+
 FAULTS = [
     *_ACCUMULATION,
     *_PROOF,
@@ -1555,4 +1586,5 @@ FAULTS = [
     *_PROFILING,
     *_SHARDING,
     *_PRIVACY,
+    *_MEMORY,
 ]

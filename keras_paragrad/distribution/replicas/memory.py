@@ -20,7 +20,7 @@ from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.memory.batch_size import cannot_try_on_gpus, memory_of_device
 from keras_paragrad.memory.breakdown import SHARDS
 from keras_paragrad.memory.estimate import bytes_in_words, recomputation_of
-from keras_paragrad.memory.plan import Candidate, MemoryPlan, Try, describe, plan_memory
+from keras_paragrad.memory.plan import Candidate, MemoryPlan, Try, plan_memory, way_in_words
 from keras_paragrad.memory.recomputation import recompute
 from keras_paragrad.memory.trial import CannotTryError, Measured, Runner, Trials
 from keras_paragrad.storage.updating import check_optimizer_of_shards
@@ -77,7 +77,7 @@ def fit_memory(
     chosen = _agreed(plan, run) if workers > 1 else plan.chosen
     assert chosen is not None, "plan_memory chooses or raises"
     plan.chosen = chosen
-    log(f"{describe(chosen, plan.recomputed)}, in {bytes_in_words(device_bytes)} on each device.")
+    log(f"{way_in_words(chosen, plan.recomputed)}, in {bytes_in_words(device_bytes)} on each device.")
     return FittedMemory(plan, _apply(model, run, chosen), _decision(run, chosen, shards))
 
 
