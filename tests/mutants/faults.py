@@ -111,8 +111,8 @@ _ACCUMULATION = [
     _fault(
         "slices have a gradient of zeros where there is none",
         "engine/step/batch_part.py",
-        "None if gradient is None else each for gradient, each in present",
-        "each for gradient, each in present",
+        "None if gradient is None else summed for gradient, summed in present",
+        "summed for gradient, summed in present",
         "accumulation/test_microbatch.py::test_a_weight_without_a_gradient_is_not_updated",
     ),
     _fault(
@@ -755,7 +755,7 @@ _SHARDING = [
         "a layer that runs again draws other random numbers",
         "engine/step/recompute.py",
         "weights, later(self.captured.before), list(cotangents)",
-        "weights, later([each + 1 for each in self.captured.before]), list(cotangents)",
+        "weights, later([value + 1 for value in self.captured.before]), list(cotangents)",
         "sharding/test_recompute.py::test_with_slices_and_accumulation",
     ),
     _fault(
@@ -1417,7 +1417,7 @@ _CUSTOM_STEPS = [
     _fault(
         "compiled metrics are made while a step is traced",
         "engine/step/building.py",
-        "if built and all(each.built for each in compiled):",
+        "if built and all(container.built for container in compiled):",
         "if built:",
         "foreign/keras_io/test_miniatures.py::test_one_device[guide-slices]",
     ),

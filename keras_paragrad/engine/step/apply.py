@@ -46,7 +46,7 @@ class Contribution(NamedTuple):
 
     Attributes:
         scale: The factor of the gradient.
-        weight: Added to the window's weight on this replica. The sum of all gradients is divided by the weight of all.
+        weight: Added to this replica's window weight. An update divides the sum of gradients by the sum of weights.
         decay: The factor of the window's weight so far: 0 if gradients are summed and not averaged.
     """
 
@@ -56,7 +56,7 @@ class Contribution(NamedTuple):
 
     @classmethod
     def of(cls, normalizer: Normalizer | None) -> "Contribution":
-        """The contribution of a `Gradient` whose loss was divided by a normalizer; all count the same, if `None`."""
+        """The contribution of a `Gradient` whose loss was divided by a normalizer; if `None`, all count equally."""
         if normalizer is not None and normalizer.summed and normalizer.of_one_device:
             return cls(1.0, normalizer.value, decay=0.0)
         if normalizer is None or normalizer.summed:
@@ -79,13 +79,13 @@ def apply_gradient(
     Args:
         optimizer, variables, gradients: The optimizer, the weights to update, and a gradient for each of them, or
             `None`.
-        contribution: What they count for in an accumulation window, or `None` if all count the same.
+        contribution: Their contribution to an accumulation window, or `None` if all count equally.
         whole: Whether the sum over the replicas is exactly the batch's gradient. Then gradients are all-reduced
             before they are clipped, as on one device. An accumulating optimizer all-reduces them itself.
         also_reduce: Other tensors to all-reduce in the same collective.
 
     Returns:
-        Their sums, or `None` if gradients were not all-reduced here.
+        The sums of `also_reduce`, or `None` if gradients were not all-reduced here.
     """
     if not variables:
         # As in Keras: the step still updates metrics and non-trainable state.
@@ -103,12 +103,12 @@ def apply_gradient(
             gradients = _nonfinite_everywhere(gradients)
         pairs = list(zip(gradients, variables, strict=True))
         if accumulator and contribution is not None:
-            # Carries it through the optimizers around the accumulating one.
+            # A dummy variable's "gradient" carries the contribution through the optimizers around the accumulating one.
             build_optimizer(optimizer, variables)
             pairs.append((tf.stack(contribution), accumulator.gradient_weight))
         optimizer.apply_gradients(pairs)
         return None
-    if held := [each for each in held_optimizers(optimizer) if getattr(each, "accumulates", False)]:
+    if held := [inner for inner in held_optimizers(optimizer) if getattr(inner, "accumulates", False)]:
         raise ValueError(
             f"{optimizer.name} hands gradients that are summed over the replicas to {held[0].name}, which accumulates "
             f"them and would sum them again. Wrap the outermost: AccumulatingOptimizer({optimizer.name}, steps=...)."
@@ -135,13 +135,18 @@ def _skips_nonfinite(optimizer: keras.optimizers.Optimizer, variables: Sequence[
     skips = unwrap_loss_scale(optimizer) is not optimizer
     # Replicas hold different shards of the same gradients.
     return skips or (
-        any_divided(variables) and any(getattr(each, "skip_nonfinite", False) for each in nested_optimizers(optimizer))
+        any_divided(variables)
+        and any(getattr(inner, "skip_nonfinite", False) for inner in nested_optimizers(optimizer))
     )
 
 
 def _nonfinite_everywhere(gradients: Gradients) -> list[GradientTensor | None]:
     """Makes gradients NaN on all replicas if one overflows: a `LossScaleOptimizer` checks the first replica alone."""
-    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients if each is not None]
+    values = [
+        gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient
+        for gradient in gradients
+        if gradient is not None
+    ]
     finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(value)) for value in values])
     (elsewhere,) = sum_over_replicas([tf.cast(tf.logical_not(finite), "float32")])
     poison = tf.where(elsewhere > 0, float("nan"), 1.0)
@@ -167,7 +172,7 @@ def apply_everywhere(
 
     def apply(gradients: Gradients, norms: Sequence[tf.Tensor | None]):
         by_replica[replica_index()] = norms
-        # Whatever holds the optimizer that is called.
+        # Notices every optimizer that updates, however it is nested.
         with noticing_applies(unreduced.add):
             optimizer.apply(gradients, variables)
 
@@ -184,7 +189,7 @@ def apply_everywhere(
         for inner, frequency in frequencies:
             inner.ema_overwrite_frequency = frequency
         unreduced.restore()
-    # Copies of shards are from before the update, and constraints read the averages.
+    # Copies of shards predate the update, and constraints read the averages.
     with updating(optimizer, variables, by_replica):
         for (inner, frequency), earlier in zip(frequencies, counts, strict=True):
             if earlier is not None and inner.built:

@@ -1,4 +1,4 @@
-"""What a part of a batch adds to the whole. Slices, fixed parts and replicas are orders of one addition."""
+"""A part's contribution to its batch. Slices, fixed parts and replicas are orders of one addition."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,14 +17,14 @@ from keras_paragrad.storage.row_gradients import accumulate_gradient, scale_grad
 
 
 class BatchPart(NamedTuple):
-    """What a part of a batch adds to the whole: sums, never means. `one + other` is what both add.
+    """A part's contribution to its batch: sums, never means, so parts add with `+`.
 
     Attributes:
         model: The model.
         gradients: For each trainable weight, its gradient times `weight`, or `None` if there is none.
-        weight: What the losses of the part are divided by.
+        weight: The divisor of the part's losses.
         losses: The losses.
-        effects: Changes of states, nested, which add up too.
+        effects: Changes of states, nested; sums too.
     """
 
     model: keras.Model
@@ -37,7 +37,7 @@ class BatchPart(NamedTuple):
     def of(
         cls, model: keras.Model, gradient: Gradient, share: Scalar | None = None, *, alike: bool = False
     ) -> "BatchPart":
-        """The part with a gradient, whose loss was multiplied by `share`; with weight 1, if all parts count `alike`."""
+        """Makes a part from the gradient of a loss times `share`; its weight is 1 if all parts count `alike`."""
         assert gradient.weight is not None, "the split stage weights every part"
         assert gradient.sums is not None, "losses of parts are not left to Keras"
         weight = tf.constant(1.0) if alike else tf.cast(gradient.weight.value, "float32")
@@ -46,7 +46,7 @@ class BatchPart(NamedTuple):
         return cls(model, gradients, gradient.weight._replace(value=weight), gradient.sums)
 
     def __add__(self, other: "BatchPart") -> "BatchPart":  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What both parts add; of float8 scales, which are no sums, the larger one."""
+        """Adds two parts; keeps the larger of two float8 scales, which aren't sums."""
         pairs = zip(self.model.trainable_weights, self.gradients, other.gradients, strict=True)
         gradients = [one if two is None else accumulate_gradient(variable, one, two) for variable, one, two in pairs]
         weight = other.weight._replace(value=self.weight.value + other.weight.value)
@@ -56,7 +56,7 @@ class BatchPart(NamedTuple):
     @property
     def sums(self) -> list[Any]:
         """The tensors that add up."""
-        return [each for each in keras.tree.flatten(self._nested) if each is not None]
+        return [tensor for tensor in keras.tree.flatten(self._nested) if tensor is not None]
 
     def with_sums(self, sums: Sequence[Any]) -> "BatchPart":
         """The part with other `sums`."""
@@ -70,17 +70,17 @@ class BatchPart(NamedTuple):
         return list(self.gradients), self.weight.value, self.losses.vector, self.effects
 
     def by_replica(self) -> list["BatchPart"]:
-        """The parts of all replicas, in order, on each of them: a sum with zeros moves bits and changes none."""
+        """Gathers the parts of all replicas, in order, on every replica: adding zeros moves bits and changes none."""
         count, here = replica_count(), replica_index()
         rows = [
-            tf.stack([each if replica == here else tf.zeros_like(each) for replica in range(count)])
-            for each in self.sums
+            tf.stack([tensor if replica == here else tf.zeros_like(tensor) for replica in range(count)])
+            for tensor in self.sums
         ]
-        gathered = [tf.unstack(each, count) for each in sum_over_replicas(rows)]
+        gathered = [tf.unstack(row, count) for row in sum_over_replicas(rows)]
         return [self.with_sums(sums) for sums in zip(*gathered, strict=True)]
 
     def finish(self) -> Gradient:
-        """The gradient of the whole, which has been summed over all parts: its one division."""
+        """Divides the sums over all parts by their weight, once; returns the gradient of the batch."""
         variables = self.model.trainable_weights
         divisor = tf.constant(1.0) if self.weight.summed else self.weight.value
         means: Sequence[Any] = self.gradients
@@ -96,7 +96,7 @@ class BatchPart(NamedTuple):
 def compute_part(
     context: StepContext, data: Batch, rows: tf.Tensor | int, *, alike: bool = False, **fields: Any
 ) -> BatchPart:
-    """Computes a slice of a batch of so many rows; `fields` replace those of the context, `alike` is as in `of`."""
+    """Computes a slice of a batch of `rows` rows; `fields` update the context, `alike` is as in `of`."""
     share, model = None, context.model
     if scales_loss(model):
         share = tf.cast(rows_of(data), "float32") / tf.cast(rows, "float32")
@@ -105,18 +105,21 @@ def compute_part(
 
 
 def scales_loss(model: keras.Model) -> bool:
-    """Whether gradients are scaled up: a mean over a part is larger than over the batch, and could overflow."""
+    """Whether gradients have a loss scale: a mean over a part is larger than over the batch, and could overflow."""
     return model.optimizer is not None and unwrap_loss_scale(model.optimizer) is not model.optimizer
 
 
 def weigh(model: keras.Model, gradients: Gradients, factor: Scalar | None = None) -> list[Any]:
-    """Gradients times a factor, in the dtypes in which they are summed."""
+    """Multiplies gradients by a factor, in the dtypes in which they are summed."""
     pairs = zip(model.trainable_weights, gradients, strict=True)
-    return [None if each is None else accumulate_gradient(variable, None, each, factor) for variable, each in pairs]
+    return [
+        None if gradient is None else accumulate_gradient(variable, None, gradient, factor)
+        for variable, gradient in pairs
+    ]
 
 
 def sum_in_loop(model: keras.Model, count: tf.Tensor | int, compute: Callable[[tf.Tensor], BatchPart]) -> BatchPart:
-    """The sum of `count` parts, at least one where no graph is traced; `compute` maps the index of one to it."""
+    """Sums `compute(index)` over `count` parts; `count` is at least 1 outside of a graph."""
     variables = model.trainable_weights
     zeros = [tf.zeros(variable.shape, sum_dtype(variable)) for variable in variables]
     parts: list[BatchPart] = []
@@ -132,9 +135,9 @@ def sum_in_loop(model: keras.Model, count: tf.Tensor | int, compute: Callable[[t
     (part,) = parts
     total = part._replace(gradients=zeros).with_sums(sums)
     present = zip(part.gradients, total.gradients, strict=True)
-    return total._replace(gradients=[None if gradient is None else each for gradient, each in present])
+    return total._replace(gradients=[None if gradient is None else summed for gradient, summed in present])
 
 
 def _map(function: Callable[..., Any], *nested: Any) -> Any:
     """Maps nested tensors; leaves `None` as it is."""
-    return keras.tree.map_structure(lambda *each: None if each[0] is None else function(*each), *nested)
+    return keras.tree.map_structure(lambda *leaves: None if leaves[0] is None else function(*leaves), *nested)

@@ -99,11 +99,11 @@ class StepBuilder:
         return list({id(call.optimizer): call.optimizer for call in self._divisions.calls}.values())
 
     def describe_division(self) -> str | None:
-        """How batches were divided, what a part weighs, and how that was found; `None` before `fit` has seen data."""
+        """Describes how batches were divided and weighted, and by what evidence; `None` before `fit` has seen data."""
         return self._divisions.describe(self.stages)
 
     def fill(self, **stages: Any) -> None:
-        """Fills stages by name, or empties them with `None`. With all empty, Keras builds the train function again."""
+        """Fills stages by name; `None` empties one. With all stages empty, Keras builds the train function again."""
         if self.model.compiled:
             self._by_configuration()
         self.stages = self.stages._replace(**stages)
@@ -118,7 +118,7 @@ class StepBuilder:
 
     @contextlib.contextmanager
     def split_as(self, split: Any) -> Generator[None]:
-        """Context in which `one_step` is split in another way; nothing else changes."""
+        """Context in which `one_step` uses another *split* stage; nothing else changes."""
         stages = self.stages
         self.stages = stages._replace(split=split)
         try:
@@ -163,16 +163,16 @@ class StepBuilder:
             self.build()
 
     def _choose_split(self, frame: FrameType | None) -> None:
-        """Has slices whose size depends on the batch of a `fit` choose it."""
+        """Lets the *split* stage choose its slice size, if it depends on the batch size of `fit`."""
         choose = getattr(self.stages.split, "choose", None)
         if choose:
             running = fit_frame(frame, self.model)
-            # `train_on_batch` has none.
+            # `train_on_batch` has no iterator.
             iterator: EpochIterator | None = running and running.f_locals.get("epoch_iterator")
             self.fill(split=choose(self.model, iterator.data_adapter if iterator else None))
 
     def _fit_has_begun(self, frame: FrameType | None) -> bool:
-        """Whether a callback of the running `fit` calls, rather than `fit` itself before its callbacks begin."""
+        """Whether the caller is a callback of the running `fit`, and not `fit` itself before its callbacks begin."""
         caller = frame and frame.f_back
         running = fit_frame(caller, self.model)
         return running is not None and running is not caller
@@ -220,7 +220,7 @@ class StepBuilder:
         functions = compiled_functions(self.model.train_function)
         traced = any(function.experimental_get_tracing_count() for function in functions)
         known = traced and optimizer is not None and optimizer.built
-        # Otherwise, the first trace determines them.
+        # Otherwise, the first trace determines which weights are trained.
         self._trainable = Trainable.by_optimizer(self.model) if known else None
         for fillers in self._of_callbacks:
             self.stages = self.stages._replace(**fillers())

@@ -46,7 +46,7 @@ def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any
 
 
 def _of_any_size(tensor: tf.Tensor | np.ndarray | keras.KerasTensor | None) -> keras.KerasTensor | None:
-    """A batch of any size: weights depend on the shape of an example, and not on the batch size."""
+    """Leaves the batch size open: weights depend on the shape of an example alone."""
     if tensor is None:  # an optional input
         return None
     return keras.KerasTensor((None, *tensor.shape[1:]), keras.backend.standardize_dtype(tensor.dtype))
@@ -81,14 +81,14 @@ def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, d
 
 
 def _optimizer_left_to_step(model: keras.Model) -> contextlib.AbstractContextManager[object]:
-    """Context in which Keras builds no optimizer of a custom `train_step`: it may update some weights alone."""
+    """Context in which Keras builds no optimizer of a custom `train_step`, which may update only some weights."""
     if not overrides_train_step(model) or model.optimizer is None or model.optimizer.built:
         return contextlib.nullcontext()
     return patched(model, lambda: _ReplacedBuild([model.optimizer], lambda build, variables: None))
 
 
 class _ReplacedBuild(MethodPatch):
-    """Has `build` of optimizers call a function, with the original and its argument."""
+    """Makes `build` of optimizers call a function, with the original `build` and its argument."""
 
     def __init__(self, optimizers: Sequence[keras.optimizers.Optimizer], build: Callable[..., None]):
         super().__init__()
@@ -101,10 +101,10 @@ class _ReplacedBuild(MethodPatch):
 
 def build_layers_by_step(model: keras.Model, data: Batch) -> None:
     """Builds the layers and metrics of a model by its own `train_step`, on two synthetic rows, without any update."""
-    # Compiled losses and metrics create theirs when they are first called.
-    compiled = [each for each in (model._compile_loss, model._compile_metrics) if each is not None]
+    # Compiled losses and metrics create their variables in their first call.
+    compiled = [container for container in (model._compile_loss, model._compile_metrics) if container is not None]
     built = all(layer.built for layer in all_layers(model))
-    if built and all(each.built for each in compiled):
+    if built and all(container.built for container in compiled):
         return
     strategy = model.distribute_strategy
     specs = keras.tree.map_structure(_spec, data)
@@ -157,7 +157,7 @@ def build_layers_from_inputs(model: keras.Model, data_batch: Batch) -> None:
 
 
 def losses_built(model: keras.Model) -> bool:
-    """Whether a model has no compiled losses left to build."""
+    """Whether a model's compiled losses, if any, are built."""
     return model._compile_loss is None or model._compile_loss.built
 
 
@@ -192,10 +192,10 @@ def build_losses(model: keras.Model, data: Batch, *, metrics: bool = False) -> N
 def build_losses_of(model: keras.Model, spec: Specs) -> bool:
     """Builds the compiled losses and metrics from nested `tf.TensorSpec`; returns `False` for other specs."""
     specs = keras.tree.flatten(spec)
-    if not all(type(each) is tf.TensorSpec for each in specs):
+    if not all(type(leaf) is tf.TensorSpec for leaf in specs):
         return False
     with FuncGraph("batch").as_default():
-        data = keras.tree.map_structure(lambda each: tf.compat.v1.placeholder(each.dtype, each.shape), spec)
+        data = keras.tree.map_structure(lambda leaf: tf.compat.v1.placeholder(leaf.dtype, leaf.shape), spec)
         build_losses(model, data, metrics=True)
     return True
 
@@ -207,7 +207,7 @@ def is_fully_built(model: keras.Model) -> bool:
 
 
 def _first_batch(iterator: EpochIterator) -> Batch:
-    """The first batch, which `fit` still gets if the data adapter can peek."""
+    """Reads the first batch; `fit` still gets it if the data adapter can peek."""
     first = getattr(iterator.data_adapter, "first_batch", None)
     if first:
         return first()
@@ -222,7 +222,9 @@ def check_compiled_in_scope(model: keras.Model) -> None:
     """Refuses a model built in a strategy's scope whose optimizer or metrics were created outside of it."""
     if not isinstance(model.distribute_strategy, _MIRRORED):
         return
-    if outside := [each.name for each in other_optimizers(model) if not all(map(_is_distributed, _counters(each)))]:
+    if outside := [
+        optimizer.name for optimizer in other_optimizers(model) if not all(map(_is_distributed, _counters(optimizer)))
+    ]:
         raise ValueError(
             f"{', '.join(outside)}, optimizers of {model.name!r}, were created outside of the scope that it was built "
             "in, so that each replica would count an update. Create them in `with dist.scope():` as well."
@@ -237,8 +239,8 @@ def check_compiled_in_scope(model: keras.Model) -> None:
 
 def _counters(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Variable]:
     # Under Keras's own accumulation, `iterations` is no variable.
-    counters = [each.iterations for each in held_optimizers(optimizer)]
-    return [each for each in counters if isinstance(each, keras.Variable)]
+    counters = [held.iterations for held in held_optimizers(optimizer)]
+    return [counter for counter in counters if isinstance(counter, keras.Variable)]
 
 
 def _is_distributed(variable: keras.Variable) -> bool:
@@ -248,11 +250,11 @@ def _is_distributed(variable: keras.Variable) -> bool:
 def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.AbstractContextManager[object]:
     """Context of a custom `train_step` in which the model's optimizers create their variables eagerly.
 
-    In a graph, they would create them in a branch, which TensorFlow can't do on several devices.
+    In a graph, optimizers would create variables in a branch, which TensorFlow can't do on several devices.
     """
     if replica_count() == 1 or not replicas_are_local() or tf.executing_eagerly():
         return contextlib.nullcontext()
-    unbuilt = [each for each in optimizers_of(model) if not each.built]
+    unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
     return patched(model, lambda: _ReplacedBuild(unbuilt, _build_eagerly))
 
 

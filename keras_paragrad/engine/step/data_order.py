@@ -16,7 +16,7 @@ _ATTRIBUTE = "data_order"
 
 
 class DataOrder(SavedVariables):
-    """The checksum, saved with the optimizer: two numbers below 2**31, which a sum over replicas keeps."""
+    """The checksum, saved with the optimizer: two numbers below 2**31, exact in sums over replicas."""
 
     def __init__(self):
         super().__init__()
@@ -33,7 +33,7 @@ class DataOrder(SavedVariables):
 
 
 def follow_data_order(model: keras.Model, before: Any, *, follow: bool) -> keras.optimizers.Optimizer | None:
-    """Keeps a `DataOrder` with a model's optimizer, if asked, and with no optimizer before; returns the optimizer."""
+    """Attaches a `DataOrder` to a model's optimizer if `follow`; detaches it from `before`; returns the optimizer."""
     optimizer = model.optimizer if follow and model.compiled else None
     if before is not None and before is not optimizer:
         delattr(before, _ATTRIBUTE)
@@ -44,7 +44,7 @@ def follow_data_order(model: keras.Model, before: Any, *, follow: bool) -> keras
 
 
 def checksum_of_part(data: Batch, number: tf.Tensor) -> tf.Tensor:
-    """A checksum of the values in a part of a batch, of their places, and of the part's number: two int64 numbers."""
+    """Hashes a part's values, their positions and the part's number to two int64 numbers."""
     total = tf.zeros([], tf.int64)
     present = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
     for index, leaf in enumerate(present):
@@ -66,7 +66,7 @@ def _as_integers(leaf: Any) -> tf.Tensor:
 
 
 def _mixed(values: tf.Tensor) -> tf.Tensor:
-    """Integers whose every bit depends on all bits of the others, modulo 2**64."""
+    """Mixes the bits of integers, modulo 2**64: each output bit depends on all input bits."""
     for multiplier in _MULTIPLIERS:
         values = tf.bitwise.bitwise_xor(values, _shifted(values)) * multiplier
     return values

@@ -33,10 +33,10 @@ OnMesh = Callable[[Step], Step]
 class CompiledStep:
     """A step on all replicas, as a function that TensorFlow never inlines.
 
-    Inlined, a counter in it could advance for a batch that turns out not to exist.
+    If inlined, its counters could advance for a batch that turns out not to exist.
 
     Args:
-        model, step: The model, whose `jit_compile` and `run_eagerly` apply, and what runs on each replica.
+        model, step: The model, whose `jit_compile` and `run_eagerly` apply, and the step of one replica.
         take: Divides batches among replicas; Keras does, if `None`.
         guard: Checks the size of batches.
         by_xla: Whether XLA may compile the step.
@@ -84,10 +84,10 @@ class CompiledStep:
         return self._run(data)
 
     def run_next(self, iterator: Any, check: Callable[[Batch], Conclusion | None] | None = None) -> StepLogs:
-        """Runs the step on the next batch, traced for the element spec of the iterator and not for that batch's shape.
+        """Runs the step on the next batch, traced for the iterator's element spec rather than the batch's shape.
 
-        A function that also takes the batch would hold the step's graph a second time: 5 kB an operation. `check` sees
-        the batch before the step is traced, and returns what is called after that, if anything.
+        A function that also takes the batch would store the step's graph twice: 5 kB per operation. `check` gets the
+        batch before the trace, and may return a function to call after it.
         """
         if check is not None or not self._in_functions:
             with announcing_part("waiting for the first batch"):
@@ -163,20 +163,20 @@ def compile_steps(
 
     Args:
         model: The model. Its `jit_compile`, `run_eagerly` and `steps_per_execution` apply.
-        steps: One step; or one without and one with an update, between which `schedule` chooses.
+        steps: One step; or two, without and with an update: `schedule` chooses.
         take, guard, by_xla, on_mesh: As in `CompiledStep`.
         skipped: Maps a number of batches to how many of them to skip.
         on_resumed: Called with the last skipped batch, before the first step.
         build: Called with the iterator before each call; makes the variables that the steps need.
-        divide: Called with the iterator, and the specs of its batches on a replica; finds how these are divided.
-        proof: Sees the batches of the first update before their steps.
+        divide: Called with the iterator and the specs of a replica's batches; determines how batches are divided.
+        proof: Gets the batches of the first update before their steps.
         running: Makes the context in which steps are traced and run.
-        watched: Takes the place of the steps in the calls that telemetry wants.
+        watched: Replaces the steps in calls that telemetry watches.
     """
     in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and on_mesh is None
 
     def compile_alike(steps: Sequence[Step]) -> tuple[Execute, Execute]:
-        """Runs batches of tensors, and others."""
+        """Returns an executor for batches of tensors, and one for other batches."""
         compiled = [CompiledStep(model, step, take, guard, by_xla, on_mesh) for step in steps]
         by_host = _by_host(model, compiled, proof, take)
         return _in_graph(model, compiled) if in_graph else by_host, by_host
@@ -357,7 +357,7 @@ def predict_on_batch(model: keras.Model, x: Structure) -> Structure:
 
 
 def _rows_of_replica(whole: Any, number: int, placement: ReplicaPlacement) -> Any:
-    """The rows of a batch that a replica gets."""
+    """A replica's rows of a batch."""
     rows = int(whole.nrows() if isinstance(whole, tf.RaggedTensor) else whole.shape[0])
     start, stop = (placement.first_row(rows, replica) for replica in (number, number + 1))
     if isinstance(whole, tf.SparseTensor):

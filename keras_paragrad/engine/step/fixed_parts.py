@@ -30,7 +30,7 @@ _NO_REWRITING = "disable_meta_optimizer"
 
 
 def enable_determinism() -> None:
-    """Has TensorFlow's operations give the same bits in each run of this process."""
+    """Makes TensorFlow's operations deterministic: the same bits in each run of this process."""
     tf.config.experimental.enable_op_determinism()
 
 
@@ -40,10 +40,10 @@ class FixedParts(NamedTuple):
     Attributes:
         parts: The number of parts of every batch.
         normalize: Computes the weight of a part.
-        prove: Whether the first batch is to prove that its parts give what it gives.
+        prove: Whether the first batch must prove that its parts give the same results as the whole.
         most_rows: The most rows that a part may have.
         by_xla: Whether XLA compiles parts.
-        for_replicas: What to write where several replicas divide batches.
+        for_replicas: Advice where several replicas divide batches.
         replicas: The number of replicas that divide the parts.
         sums_replicas: See `OrderedSplit`.
     """
@@ -58,7 +58,7 @@ class FixedParts(NamedTuple):
     sums_replicas: bool = True
 
     def on_replicas(self, replicas: int, *, prove: bool, by_xla: bool) -> "FixedParts":
-        """The same parts, divided by so many replicas."""
+        """The same parts, divided among `replicas` replicas."""
         return self._replace(replicas=replicas, prove=prove, by_xla=by_xla)
 
     @property
@@ -68,7 +68,7 @@ class FixedParts(NamedTuple):
 
     @property
     def deferred_refusal(self) -> DeferredRefusal | None:
-        """Every batch is divided, so nothing is refused later."""
+        """`None`: every batch is divided, so nothing is refused later."""
         return None
 
     @property
@@ -85,14 +85,14 @@ class FixedParts(NamedTuple):
         return True
 
     def slices(self, data: Batch) -> BatchSlices:
-        """Refuses a `train_step` of the model's own, whose updates would have to be added in order too."""
+        """Refuses a custom `train_step`, whose updates would also need a fixed order of addition."""
         raise IndivisibleError(
-            f"deterministic={self.parts} takes Keras's own train_step: gradients that another applies itself aren't "
+            f"deterministic={self.parts} requires Keras's own train_step: gradients that a custom one applies aren't "
             "added in a fixed order. Override compute_loss instead of train_step, or leave deterministic out."
         )
 
     def of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
-        """Refuses a loss that compares examples, which is no sum over parts."""
+        """Refuses a loss that compares examples: it isn't a sum over parts."""
         raise IndivisibleError(
             f"The loss compares examples of different parts. Leave deterministic={self.parts} out: such a loss is "
             "computed on the outputs of the whole batch."
@@ -109,16 +109,16 @@ class FixedParts(NamedTuple):
             tf.config.optimizer.set_experimental_options({_NO_REWRITING: options.get(_NO_REWRITING, False)})
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
-        """The gradient of the batch on all replicas: on the first one, with zeros on the others.
+        """The gradient of the whole batch on the first replica, and zeros on the others.
 
-        Summing it over the replicas then moves its bits and changes none.
+        A sum over the replicas then moves its bits and changes none.
         """
         part = PartFunction(context._replace(by_xla=self.by_xla), self.parts, forward_backward)
         total = self._total(part, context.replica_batch, data)
         return on_first_replica(total)
 
     def evaluate(self, model: keras.Model, batch: ReplicaBatch, data: Batch, compute: ComputeLosses) -> LossSums:
-        """The losses of a batch on all replicas: on the first one, with zeros on the others; updates the metrics."""
+        """The losses of the whole batch on the first replica, and zeros on the others; updates the metrics."""
 
         def evaluated(context: StepContext, data: Batch) -> tuple[Gradient, Structure]:
             y_pred, losses = compute(data)
@@ -133,8 +133,8 @@ class FixedParts(NamedTuple):
         self._check_replicas()
         parts: list[BatchPart] = []
         for number, bounds in self._bounds(batch, data):
-            # One after the other: a device has the memory of one.
-            with tf.control_dependencies([each.weight.value for each in parts[-1:]]):
+            # One after the other: a device has memory for one part.
+            with tf.control_dependencies([previous.weight.value for previous in parts[-1:]]):
                 parts.append(part(data, number, *bounds))
         total = part.add_in_order(parts)
         if replica_count() > 1:
@@ -159,7 +159,7 @@ class FixedParts(NamedTuple):
         count = parts_per_replica(self.parts, replica_count())
         first = min(replica_index() * count, self.parts - 1)
         count = max(1, min(count, self.parts - replica_index() * count))
-        # A replica without rows has a filler, which is no example.
+        # A replica without rows has a filler, which isn't an example.
         rows = cut_rows_of(data) if batch.nonempty is None else batch.rows
         if self.most_rows < _ANY_ROWS:
             _check_size(rows, count, self.most_rows, self.parts)

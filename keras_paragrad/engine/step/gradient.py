@@ -88,7 +88,7 @@ class Gradient(NamedTuple):
     show: Callable[[], StepLogs] | None = None
 
     def counting_as_one(self) -> "Gradient":
-        """The gradient with weight 1, so that all replicas count alike."""
+        """The gradient with weight 1, so that all replicas count equally."""
         weight = self.weight and self.weight._replace(value=tf.ones_like(self.weight.value))
         return self._replace(weight=weight)
 
@@ -98,7 +98,7 @@ def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Struc
     model, normalize, scale = context.model, context.normalize, context.scale_by_replicas
     undivided = normalize is not None or scale is not None
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
-        # Layers may compute losses too, and add them.
+        # Layers may compute and add losses too.
         with as_one_replica() if undivided else contextlib.nullcontext():
             loss, arguments, terms = compute_loss(model, data, untracked=context.sums)
         scaled_loss, shown = scale(model, loss, arguments, terms) if scale else (loss, None)
@@ -109,7 +109,7 @@ def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Struc
                 rows = rows_of(arguments["x"])
                 sums = loss_sums(model, loss, terms, rows, weight or shown, divided=not undivided)
             if context.look:
-                # Last: terms cache what they compute, and this computes it in another graph.
+                # Last: terms cache their values, and this call computes them in another graph.
                 context.look(model, arguments, terms)
             factor = None if weight is None else (context.weigh_replica or equal_share)(weight)
             if context.weigh_replica:
@@ -125,10 +125,10 @@ def forward_backward_in_function(context: StepContext, data: Batch) -> tuple[Gra
     """`forward_backward` as a function in the step's graph.
 
     On several replicas XLA can compile this function alone, as it knows one device. The replica's weight depends on the
-    other replicas, so it is then multiplied with the gradients, outside.
+    other replicas, so it multiplies the gradients later, outside.
 
     In a loop without XLA, max-pooling has to be in a function: in a graph with a cycle, oneDNN replaces TensorFlow's
-    kernels in no fixed order, and in some processes misses the one of the gradient, which then takes ten times as long.
+    kernels in no fixed order, and in some processes misses the gradient's kernel, which then takes ten times as long.
     """
     weigh_replica = context.weigh_replica if context.by_xla else None
     inside = context._replace(weigh_replica=None) if context.by_xla else context
@@ -144,7 +144,7 @@ def call_in_function(function: Callable[[Data], Result], data: Data, *, by_xla: 
 def in_function(function: Callable[[Data], Result], *, by_xla: bool = True) -> Callable[[Data], Result]:
     """A function of one replica that TensorFlow doesn't inline; its tensors keep their masks.
 
-    Other values that it returns are returned as they were last traced. XLA compiles it, if `by_xla`.
+    Other results keep their values from the last trace. XLA compiles it, if `by_xla`.
     """
     attributes = None if by_xla else {NO_INLINE: True}
     traced: list[Result] = []
@@ -165,9 +165,9 @@ def in_function(function: Callable[[Data], Result], *, by_xla: bool = True) -> C
 
 
 def equal_share(weight: Normalizer) -> float:
-    """The factor of a replica's loss if all replicas count alike, by which Keras divides means, and not sums.
+    """The factor of a replica's loss if all replicas count equally: 1 / replicas for means, as in Keras, 1 for sums.
 
-    Gradients have it until their weights are known: without it, they would overflow sooner in half precision.
+    Gradients carry it until their weights are known; without it, they would overflow sooner in half precision.
     """
     return 1.0 if weight.summed or weight.of_one_device else 1 / replica_count()
 
@@ -188,10 +188,10 @@ def _with_replica_weight(model: keras.Model, factor: Scalar | None) -> Generator
     try:
         yield
     finally:
-        _WEIGHTS.attach(model, {replica: each for replica, each in _WEIGHTS.of(model).items() if replica != here})
+        _WEIGHTS.attach(model, {replica: kept for replica, kept in _WEIGHTS.of(model).items() if replica != here})
 
 
-# What leaves a function as another tensor than it is within.
+# Results of these types are replaced by a function's output tensors.
 _TENSORS = (tf.Tensor, tf.IndexedSlices, tf.SparseTensor, tf.RaggedTensor)
 _CONVOLUTIONS = tuple(layer for name, layer in vars(keras.layers).items() if "Conv" in name)
 
@@ -268,7 +268,7 @@ def track_batch(model: keras.Model, loss: tf.Tensor, batch: LossArguments) -> St
 
 
 def scale_by_replica(model: keras.Model, gradient: Gradient, weigh_replica: WeighReplica | None) -> Gradient:
-    """A model's gradient times this replica's weight, if both have one."""
+    """Multiplies a gradient by this replica's weight, if it has a weight and `weigh_replica` is given."""
     if gradient.weight is None or weigh_replica is None:
         return gradient
     factor = weigh_replica(gradient.weight) / equal_share(gradient.weight)
@@ -277,7 +277,7 @@ def scale_by_replica(model: keras.Model, gradient: Gradient, weigh_replica: Weig
 
 
 def _time_wait(tensors: Gradients, factor: Any) -> None:
-    """Has the strategy's clock, if any, measure how long tensors wait for this replica's weight."""
+    """Makes the strategy's clock, if any, measure how long tensors wait for this replica's weight."""
     clock = WaitClock.here() if factor is not None else None
     if clock:
         clock.wait(tensors, [factor])
@@ -285,6 +285,6 @@ def _time_wait(tensors: Gradients, factor: Any) -> None:
 
 def track_loss(model: keras.Model, loss: tf.Tensor, rows: tf.Tensor) -> None:
     """Adds a batch's loss to the mean that `fit` logs as `loss`."""
-    # `compute_loss` has divided it by their number.
+    # `compute_loss` has divided the loss by the number of replicas.
     replicas = tf.distribute.get_strategy().num_replicas_in_sync
     model._loss_tracker.update_state(loss * replicas if replicas > 1 else loss, sample_weight=rows)

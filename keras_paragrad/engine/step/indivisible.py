@@ -25,7 +25,7 @@ from keras_paragrad.engine.tracing.untouched import trace_rows
 _log = logging.getLogger("keras_paragrad")
 # The `compile` of a model that a `DeferredRefusal` was looked for in, by its words.
 _LOOKED = Slot[Mapping[str, Any]]("deferred_refusals", {})
-# What TensorFlow's and Keras's errors say of tensors that don't fit each other, and no error of ours.
+# Matches shape-mismatch errors from TensorFlow and Keras, never our own.
 _OF_SHAPES = re.compile(
     r"Dimensions? (\d+ in both shapes )?must|[Ii]ncompatible|Shapes? \S+ must|[Cc]annot reshape|equal rank"
 )
@@ -48,12 +48,12 @@ class DeferredRefusal:
     where: str
 
     def check(self, model: keras.Model) -> None:
-        """Warns of what shows without a batch."""
+        """Warns about problems detectable before the first batch."""
         if refusal := self.normalize.find_refusal(model):
             self.say(model, refusal)
 
     def look(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> None:
-        """Warns of what shows in a step, with the arguments of a `LossNormalization`; once for each `compile`."""
+        """Warns about problems that a step's arguments of a `LossNormalization` show; once for each `compile`."""
         looked = _LOOKED.of(model)
         if self.where in LOGGED.of(model) or looked.get(self.where) is model._compile_config:
             return
@@ -83,12 +83,12 @@ class DeferredRefusal:
 
 @contextlib.contextmanager
 def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable[[Any], object]) -> Generator[None]:
-    """Context in which a part of a batch is traced; explains an error that the whole batch doesn't give.
+    """Context in which a part of a batch is traced; explains an error that the whole batch doesn't raise.
 
-    `data` is the batch, or one of its equal `parts`; `trace` traces what runs on a part, for any rows.
+    `data` is the batch, or one of its equal `parts`; `trace` traces a part's computation, for any rows.
 
     Raises:
-        IndivisibleError: The rows of a batch are no examples.
+        IndivisibleError: The rows of a batch aren't examples.
     """
     try:
         yield
@@ -109,7 +109,7 @@ def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable
 
 
 class IndivisibleBatchGuard:
-    """Limits the size of batches to one slice, where slices can't be combined, for a reason that `refusal` returns."""
+    """Limits batches to one slice where slices can't be combined; `refusal` returns the reason."""
 
     def __init__(self, model: keras.Model, split: Any, refusal: Callable[[], str | None]):
         self.model: keras.Model = model

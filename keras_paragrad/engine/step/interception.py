@@ -1,6 +1,6 @@
 """Replaces the `apply` of optimizers: to run the last stages of an update, and to capture calls of a `train_step`.
 
-Nothing else replaces it.
+No other module replaces it.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ _TRANSFORM = Slot[Transform | None]("transform", None)
 
 
 class _Calls(NamedTuple):
-    """What happens to this thread's calls of any optimizer's `apply`.
+    """The handlers of this thread's calls of any optimizer's `apply`.
 
     Attributes:
-        handler: Called instead, if any.
-        notice: Called before, if any and there is no handler.
+        handler: Called instead of `apply`, if any.
+        notice: Called before `apply`, if any and there is no handler.
     """
 
     handler: Handler | None = None
@@ -61,16 +61,16 @@ def _apply(
 
 
 def _classes_with_apply(kind: type) -> Iterator[type]:
-    """A class and its subclasses, of those that define `apply`."""
+    """Yields a class and its subclasses, if they define `apply`."""
     if "apply" in vars(kind):
         yield kind
-    for each in kind.__subclasses__():
-        yield from _classes_with_apply(each)
+    for subclass in kind.__subclasses__():
+        yield from _classes_with_apply(subclass)
 
 
-# All classes of optimizers: a step may have any, from anywhere.
+# All optimizer classes: a step may use any optimizer, from anywhere.
 _PATCH = ProcessPatch[_Calls](
-    lambda: [Replacement(each, "apply", _apply) for each in _classes_with_apply(BaseOptimizer)]
+    lambda: [Replacement(kind, "apply", _apply) for kind in _classes_with_apply(BaseOptimizer)]
 )
 
 
@@ -108,7 +108,7 @@ def capturing_applies(handler: Handler) -> Generator[Callable[[], contextlib.Abs
 
 
 def noticing_applies(notice: Callable[[keras.optimizers.Optimizer], None]) -> contextlib.AbstractContextManager[object]:
-    """Context in which a function gets any optimizer on this thread whose `apply` is about to update variables."""
+    """Context that calls `notice(optimizer)` before any optimizer on this thread applies an update."""
     calls = _PATCH.value or _Calls()
     before = calls.notice
 
@@ -125,8 +125,8 @@ def install_transform(
 ) -> None:
     """Makes the innermost optimizer's `apply` run the *transform* stage, and observe and watch updates if `shown`.
 
-    It decides on updates: at the end of a window, and unless a loss scale skips one. Refuses one that accumulates
-    itself.
+    It runs once per update: at the end of a window, unless a loss scale skips it. Refuses an optimizer that
+    accumulates gradients itself.
     """
     steps = accumulation_steps(optimizer)
     if transform is not None and steps > 1:
@@ -140,7 +140,7 @@ def install_transform(
 
 
 def installed_transform(optimizer: keras.optimizers.Optimizer) -> Transform | None:
-    """The installed transform. Functions that were traced with another one are outdated."""
+    """The installed transform. Functions that were traced with another transform are outdated."""
     return _TRANSFORM.of(optimizer)
 
 
@@ -171,7 +171,7 @@ def _transform(
     grads: Sequence[Any],
     variables: Sequence[keras.Variable] | None,
 ) -> list[GradientTensor | None]:
-    """Transforms dense gradients without loss scale, and returns them among the others, in the same order."""
+    """Transforms gradients, dense and without loss scale; returns all gradients in their order."""
     updated: Sequence[keras.Variable] = optimizer._trainable_variables if variables is None else variables
     # Float8 scales are passed as gradients.
     indices = [

@@ -39,7 +39,7 @@ class TracedOperation(NamedTuple):
 class Block:
     """A function's operations that run, in the order in which they were traced, without placeholders.
 
-    Tensors have numbers; `input_sizes` are their bytes, and `uses` how often each is read or returned.
+    Tensors are numbered. `input_sizes` are the inputs' bytes; `uses` counts how often a tensor is read or returned.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ def block_of(graph: tf.Graph, sizes: Resized) -> Numbered:
     operations, positions = _in_order(graph, inputs)
     traced = [
         TracedOperation(
-            each.type,
-            all_of(each.inputs),
-            all_of(each.outputs),
-            tuple(map(sizes.bytes_of, each.outputs)),
-            _value(each),
-            tuple(block_of(function, sizes).block for function in called_graphs(each)),
-            sizes.flops_of(each),
+            operation.type,
+            all_of(operation.inputs),
+            all_of(operation.outputs),
+            tuple(map(sizes.bytes_of, operation.outputs)),
+            _value(operation),
+            tuple(block_of(function, sizes).block for function in called_graphs(operation)),
+            sizes.flops_of(operation),
         )
-        for each in operations
+        for operation in operations
     ]
     block = Block(traced, list(all_of(graph.inputs)), list(all_of(graph.outputs)), [*map(sizes.bytes_of, graph.inputs)])
     return Numbered(block, numbers, positions)
@@ -149,29 +149,29 @@ def _in_order(graph: tf.Graph, inputs: set[Hashable]) -> tuple[list[tf.Operation
         positions.append(len(ordered))
         waiting = [operation]
         while waiting:
-            each = waiting[-1]
-            missing = [tensor.op for tensor in each.inputs if tensor.ref() not in inputs and tensor.op not in ordered]
-            if missing and each not in ordered:
+            last = waiting[-1]
+            missing = [tensor.op for tensor in last.inputs if tensor.ref() not in inputs and tensor.op not in ordered]
+            if missing and last not in ordered:
                 waiting += missing
                 continue
             waiting.pop()
-            if not (each.outputs and each.outputs[0].ref() in inputs):
-                ordered[each] = None
+            if not (last.outputs and last.outputs[0].ref() in inputs):
+                ordered[last] = None
     needed = _needed(ordered, graph.outputs)
-    before = [0, *itertools.accumulate(each in needed for each in ordered)]
-    return [each for each in ordered if each in needed], [before[position] for position in (*positions, len(ordered))]
+    before = [0, *itertools.accumulate(op in needed for op in ordered)]
+    return [op for op in ordered if op in needed], [before[position] for position in (*positions, len(ordered))]
 
 
 def _needed(operations: Iterable[tf.Operation], outputs: Iterable[tf.Tensor]) -> set[tf.Operation]:
     """The operations that TensorFlow doesn't prune: they change state, or something needs their outputs."""
-    waiting = [each for each in operations if not each.outputs or each.op_def.is_stateful]
+    waiting = [operation for operation in operations if not operation.outputs or operation.op_def.is_stateful]
     waiting += [tensor.op for tensor in outputs]
     needed = set()
     while waiting:
-        each = waiting.pop()
-        if each not in needed:
-            needed.add(each)
-            waiting += [*(tensor.op for tensor in each.inputs), *each.control_inputs]
+        operation = waiting.pop()
+        if operation not in needed:
+            needed.add(operation)
+            waiting += [*(tensor.op for tensor in operation.inputs), *operation.control_inputs]
     return needed
 
 
@@ -234,7 +234,7 @@ def check_repeatable(name: str, operations: Iterable[tf.Operation]) -> None:
 
 
 class HiddenState(NamedTuple):
-    """An operation that draws random numbers, or changes a state, unknown to Keras; what it does, and what to write."""
+    """An operation that draws random numbers or changes a state unknown to Keras, its problem, and advice."""
 
     operation: tf.Operation
     problem: str
@@ -242,7 +242,7 @@ class HiddenState(NamedTuple):
 
 
 def find_hidden_state(operations: Iterable[tf.Operation]) -> HiddenState | None:
-    """The first operation whose result depends on a state unknown to Keras, or that changes one."""
+    """Finds the first operation that reads or changes a state unknown to Keras."""
     for operation in _stateful(operations):
         if any(word in operation.type for word in _RANDOM):
             advice = "Draw with keras.random, with seed=a keras.random.SeedGenerator that is an attribute of the layer"
@@ -264,7 +264,7 @@ def check_runs_twice(name: str, operations: Iterable[tf.Operation]) -> None:
 
 
 def _stateful(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
-    """The stateful operations, also those within functions that are called."""
+    """Yields the stateful operations, including operations of called functions."""
     for operation in operations:
         if not operation.op_def.is_stateful:
             continue
@@ -282,15 +282,15 @@ def assigned_resources(graph: tf.Graph) -> list[tf.Tensor]:
 
 
 def _assigned(graph: tf.Graph, outside: dict[str, tf.Tensor]) -> Iterator[tf.Tensor]:
-    """The resources that a graph assigns to, of those in `outside`, which maps its tensors to outer ones."""
+    """Yields the outer resources that a graph assigns to; `outside` maps names of its tensors to outer tensors."""
     for operation in graph.get_operations():
         if not operation.op_def.is_stateful:
             continue
         if operation.type.startswith(_ASSIGNING):
-            yield from (outside[each.name] for each in operation.inputs[:1] if each.name in outside)
+            yield from (outside[tensor.name] for tensor in operation.inputs[:1] if tensor.name in outside)
         # The first input of a condition selects the branch.
         arguments = operation.inputs[1:] if operation.type in ("Case", "If") else operation.inputs
         for body in called_graphs(operation):
             pairs = zip(body.inputs, arguments, strict=False)
-            inner = {parameter.name: outside[each.name] for parameter, each in pairs if each.name in outside}
+            inner = {within.name: outside[passed.name] for within, passed in pairs if passed.name in outside}
             yield from _assigned(body, inner)

@@ -1,4 +1,4 @@
-"""A part of a batch as a function without side effects, and the sums of parts, added in one order."""
+"""A part of a batch as a function without side effects, and the addition of parts in a fixed order."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,18 +23,18 @@ from keras_paragrad.engine.step.operations import find_hidden_state
 from keras_paragrad.storage.row_gradients import is_overwritten
 from keras_paragrad.storage.updating import clips_norms_of_shards
 
-# Steps between the seeds of two parts: the golden ratio times 2**32, so that no two parts draw each other's numbers.
+# The distance between the seeds of two parts: the golden ratio times 2**32, so that parts draw different numbers.
 _BETWEEN_SEEDS = 0x9E3779B9
-# Maps the context of a pass and a batch to its gradients, weight and losses, and to the predictions.
+# Maps the context of a pass and a batch to its gradient, with weight and losses, and the predictions.
 RunPart = Callable[[StepContext, Batch], tuple[Gradient, Structure]]
 
 
 class Effects(NamedTuple):
-    """How a part of a batch changes states, in sums.
+    """A part's changes of states, as sums.
 
     Attributes:
-        metrics: What it adds to the states of metrics.
-        states: How it changes each of `PartFunction.states`; `None` where it doesn't.
+        metrics: The increments of the states of metrics.
+        states: The change of each of `PartFunction.states`, or `None` if unchanged.
         parts: 1, or 0 for a part without rows.
         data: The part's `checksum_of_part`, in training.
     """
@@ -54,11 +54,15 @@ class PartFunction:
         metrics = {id(variable): variable for metric in step_metrics(self.model) for variable in metric.variables}
         weights = set(map(id, self.variables))
         self.metrics = list(metrics.values())
-        known = [each for each in all_variables(self.model) if id(each) not in weights and id(each) not in metrics]
+        known = [
+            variable
+            for variable in all_variables(self.model)
+            if id(variable) not in weights and id(variable) not in metrics
+        ]
         # All states that a part may change: seeds, and statistics of batches.
         layers = layers_of_batch_statistics(self.model)
-        statistics = {id(each) for layer in layers for each in layer.non_trainable_variables}
-        self.states = [each for each in known if is_seed(each) or id(each) in statistics]
+        statistics = {id(variable) for layer in layers for variable in layer.non_trainable_variables}
+        self.states = [variable for variable in known if is_seed(variable) or id(variable) in statistics]
         self._check()
         self._compute = in_function(self._part, by_xla=context.by_xla)
         self._add = in_function(_add_pair, by_xla=False)
@@ -73,7 +77,7 @@ class PartFunction:
                 "The norm of a gradient in shards is added shard by shard, so its last bits depend on their number. "
                 f"Write clipvalue in place of clipnorm, or leave shard or deterministic={self.parts} out."
             )
-        if names := [each.path for each in self.metrics if each.aggregation != "sum"]:
+        if names := [metric.path for metric in self.metrics if metric.aggregation != "sum"]:
             raise IndivisibleError(
                 f"The states of metrics {', '.join(names)} aren't summed over replicas, so they can't be added in a "
                 "fixed order. Create them with add_variable(..., aggregation='sum'), or leave "
@@ -81,7 +85,7 @@ class PartFunction:
             )
 
     def __call__(self, data: Batch, number: int, first: tf.Tensor | int, count: tf.Tensor | int) -> BatchPart:
-        """The part of the rows from `first` on."""
+        """Computes the part with `count` rows from `first` on."""
         rows = rows_at(data, first, count)
         never_empty = isinstance(count, int) and count > 0
         batch = ReplicaBatch(tf.convert_to_tensor(count), None if never_empty else tf.convert_to_tensor(count > 0))
@@ -103,12 +107,12 @@ class PartFunction:
         check_metrics(self.model, batch, summed=True, anyway=f"Or leave deterministic={self.parts} out.")
         self._check_states(scope)
         changes = [
-            _change(each, starts.get(id(each), each.value), scope.get_current_value(each), number)
-            if id(each) in scope.assigned
+            _change(state, starts.get(id(state), state.value), scope.get_current_value(state), number)
+            if id(state) in scope.assigned
             else None
-            for each in self.states
+            for state in self.states
         ]
-        dense: list[Any] = [None if each is None else tf.convert_to_tensor(each) for each in gradient.gradients]
+        dense: list[Any] = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in gradient.gradients]
         if self.model.optimizer is not None:
             say_rows_are_summed(self.model.optimizer, gradient.gradients, self.variables)
         read = [checksum_of_part(data, number)] if self._order else []
@@ -116,17 +120,17 @@ class PartFunction:
         part = part._replace(effects=Effects(added, changes, tf.constant(1.0), read))
         if nonempty is None:
             return part
-        return part.with_sums([tf.where(nonempty, each, tf.zeros_like(each)) for each in part.sums])
+        return part.with_sums([tf.where(nonempty, tensor, tf.zeros_like(tensor)) for tensor in part.sums])
 
     def _check_states(self, scope: "RecordingScope") -> None:
-        """Refuses states that a part changes, and that Keras or the model doesn't know."""
+        """Refuses changes of states that Keras or the model doesn't know."""
         otherwise = f", or leave deterministic={self.parts} out."
         known = set(map(id, [*self.metrics, *self.states]))
-        if unknown := [each.path for key, each in scope.assigned.items() if key not in known]:
+        if unknown := [variable.path for key, variable in scope.assigned.items() if key not in known]:
             raise IndivisibleError(
-                f"The step assigns to {', '.join(unknown)}, and parts of a batch would leave another state than the "
-                "whole. Give layers that draw random numbers a keras.random.SeedGenerator as an attribute, and update "
-                f"other states once a batch, in on_train_batch_end of a callback{otherwise}"
+                f"The step assigns to {', '.join(unknown)}, and parts of a batch would leave a state that differs "
+                "from the whole's. Give layers that draw random numbers a keras.random.SeedGenerator as an attribute, "
+                f"and update other states once a batch, in on_train_batch_end of a callback{otherwise}"
             )
         graph = tf.compat.v1.get_default_graph()
         if hidden := find_hidden_state(graph.get_operations()):
@@ -161,13 +165,13 @@ def _add_pair(pair: Sequence[BatchPart]) -> BatchPart:
 
 
 def on_first_replica(total: BatchPart) -> Gradient:
-    """The gradient of the batch on the first replica, and zeros on the others: their sum moves its bits."""
+    """The gradient of the batch on the first replica, and zeros on the others: their sum keeps its bits."""
 
     def finish(total: BatchPart) -> Gradient:
         gradient = total.finish()
         dense: list[Any] = list(gradient.gradients)
-        # Adding zero makes -0.0 what a sum over replicas makes of it.
-        return gradient._replace(gradients=[None if each is None else each + 0.0 for each in dense])
+        # Adding zero turns -0.0 into 0.0, as a sum over replicas does.
+        return gradient._replace(gradients=[None if leaf is None else leaf + 0.0 for leaf in dense])
 
     gradient = in_function(finish, by_xla=False)(total)
     assert gradient.weight is not None and gradient.sums is not None, "a sum of parts has both"
@@ -175,15 +179,15 @@ def on_first_replica(total: BatchPart) -> Gradient:
     if replica_index() == 0:
         return gradient._replace(weight=weight)
     gradients = [
-        each if each is None or is_overwritten(variable) else tf.zeros_like(each)
-        for variable, each in zip(total.model.trainable_weights, gradient.gradients, strict=True)
+        value if value is None or is_overwritten(variable) else tf.zeros_like(value)
+        for variable, value in zip(total.model.trainable_weights, gradient.gradients, strict=True)
     ]
     weight = weight._replace(value=tf.zeros_like(weight.value))
     return Gradient(gradients, None, weight, gradient.sums.zero_unless(tf.constant(False)))
 
 
 class RecordingScope(keras.StatelessScope):
-    """A stateless scope that remembers the variables that are assigned in it, by `id`; no trained weight may be."""
+    """A stateless scope that records assigned variables, by `id`, and refuses assignments to trained weights."""
 
     def __init__(self, mapping: Sequence[tuple[keras.Variable, tf.Tensor]], weights: Sequence[keras.Variable]):
         super().__init__(mapping, collect_losses=True)
@@ -213,13 +217,13 @@ class RecordingScope(keras.StatelessScope):
 
 
 def _seed_of_part(seed: keras.Variable, number: tf.Tensor) -> tf.Tensor:
-    """The state of a seed generator in a part: another sequence of random numbers for each part."""
+    """The state of a seed generator in a part: each part draws its own sequence of random numbers."""
     value = tf.convert_to_tensor(seed.value)
     return value + tf.cast(tf.stack([number * tf.constant(_BETWEEN_SEEDS, tf.uint32), 0]), value.dtype)
 
 
 def _change(variable: keras.Variable, start: Any, after: Any, number: tf.Tensor) -> tf.Tensor:
-    """How a part changes a state. All parts change seeds alike, so the first part's change counts."""
+    """A part's change of a state. All parts change a seed equally, so only the first part's change counts."""
     change = tf.convert_to_tensor(after) - tf.convert_to_tensor(start)
     return tf.where(tf.equal(number, 0), change, tf.zeros_like(change)) if is_seed(variable) else change
 

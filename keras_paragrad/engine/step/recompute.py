@@ -31,15 +31,15 @@ from keras_paragrad.engine.tracing.gradient_functions import keep_with_graphs
 from keras_paragrad.storage.gathering import call_with_gather, install_gather
 from keras_paragrad.storage.storage import storage_of
 
-_ASSIGNS_TO_WEIGHT = "the gradient of that can't be had from a second run. Leave it out of `layers`."
+_ASSIGNS_TO_WEIGHT = "a second run can't compute the gradient of an assignment. Leave it out of `layers`."
 
 
 class _Captured(NamedTuple):
     """The variables that a function reads.
 
     Attributes:
-        loads: For each weight, makes its value in a run from what is stored.
-        stored: What is stored between the runs, such as shards; gradients are taken with respect to it.
+        loads: For each weight, maps its stored tensor to its value in a run.
+        stored: Tensors stored between the runs, such as shards; gradients are taken with respect to them.
         state, before: The other variables, and their values before the call.
     """
 
@@ -57,11 +57,11 @@ class _Captured(NamedTuple):
         with full_precision():
             before = [tf.identity(tf.convert_to_tensor(variable.value)) for variable in state]
             recomputed = [storage_of(variable).recompute() for variable in weights]
-            return cls(weights, [load for _, load in recomputed], [each for each, _ in recomputed], state, before)
+            return cls(weights, [load for _, load in recomputed], [tensor for tensor, _ in recomputed], state, before)
 
     def load(self, stored: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """The weights as layers read them, made in each of the two runs."""
-        return [load(each) for load, each in zip(self.loads, stored, strict=True)]
+        return [load(tensor) for load, tensor in zip(self.loads, stored, strict=True)]
 
 
 class _Function(NamedTuple):
@@ -91,9 +91,9 @@ class _Run:
         self.call_state = CallState()
         self.leaves = keras.tree.flatten(self.structure)
         self.masks = [mask_of(leaf) for leaf in self.leaves]
-        self.tensors = [each for leaf in self.leaves for each in dense_parts(leaf)]
+        self.tensors = [part for leaf in self.leaves for part in dense_parts(leaf)]
         self.indices = [index for index, tensor in enumerate(self.tensors) if has_gradient(tensor)]
-        # That of the second run.
+        # The name scope of the second run.
         self.scope = "/".join(["second_run", *filter(None, [tf.compat.v1.get_default_graph().get_name_scope()])])
         self.result: Structure = None
         self.missing: list[keras.Variable] = []
@@ -114,7 +114,7 @@ class _Run:
         def recomputed(*tensors: tf.Tensor):
             with _recording_operations() as operations:
                 with tf.control_dependencies(tensors[: len(self.indices)]):
-                    # Shards are gathered here, and not all of them before the step.
+                    # Shards are gathered here, not all at once before the step.
                     weights = self.captured.load(tensors[len(self.indices) :])
                 parts, masks, losses, values = call_compiled(
                     self._first, self._with_inputs(tensors), weights, self.captured.before
@@ -122,12 +122,12 @@ class _Run:
             if not self.missing:
                 check_repeatable(self.function.name, operations)
             first_run[:] = [parts, masks, values]
-            return [part for each in parts for part in each if has_gradient(part)] + losses, self._gradient(tensors)
+            return [part for leaf in parts for part in leaf if has_gradient(part)] + losses, self._gradient(tensors)
 
         returned: Any = recomputed(*self.differentiable)
         parts, masks, values = first_run
         remaining = iter(returned)
-        parts = [[next(remaining) if has_gradient(part) else part for part in each] for each in parts]
+        parts = [[next(remaining) if has_gradient(part) else part for part in leaf] for leaf in parts]
         self.losses = list(remaining)
         self.updates = list(zip(self.updated, values, strict=True))
         return keras.tree.pack_sequence_as(self.result, pack_dense_parts(keras.tree.flatten(self.result), parts, masks))
@@ -135,7 +135,7 @@ class _Run:
     def _first(
         self, tensors: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor]
     ) -> tuple[list[list[tf.Tensor]], list[tf.Tensor | None], list[tf.Tensor], list[tf.Tensor]]:
-        """The first run. XLA may compile it, so it returns nothing but tensors."""
+        """The first run. XLA may compile it, so it returns only tensors."""
         self.result, scope = self._call(tensors, weights, state)
         self.missing = list(scope.missing.values())
         self.updated = [variable for variable, _ in scope.updates]
@@ -155,7 +155,7 @@ class _Run:
             sources = [*(tensors[index] for index in self.indices), *weights]
             with tf.GradientTape(watch_accessed_variables=False) as tape:
                 tape.watch(sources)
-                # Profiles tell by it which layers run again.
+                # Profiles recognize recomputed layers by this scope.
                 with tf.name_scope(self.scope):
                     result, scope = self._call(tensors, weights, state)
                 parts = [part for leaf in keras.tree.flatten(result) for part in dense_parts(leaf)]
@@ -166,14 +166,14 @@ class _Run:
         def gradient(*cotangents: Any, variables: Sequence[tf.Variable] | None = None) -> list[tf.Tensor | None]:
             assert not variables, "operations that read variables are refused"
             with self.call_state.entered(), _after(cotangents) as later:
-                weights = [tf.identity(each) for each in self.captured.load(tensors[len(self.indices) :])]
+                weights = [tf.identity(weight) for weight in self.captured.load(tensors[len(self.indices) :])]
                 gradients = call_compiled(
                     second, later(self._with_inputs(tensors)), weights, later(self.captured.before), list(cotangents)
                 )
             # A gathered weight may have another dtype than its shards.
             return [
-                each if each is None else tf.cast(each, tensor.dtype)
-                for each, tensor in zip(gradients, tensors, strict=True)
+                value if value is None else tf.cast(value, tensor.dtype)
+                for value, tensor in zip(gradients, tensors, strict=True)
             ]
 
         return gradient
@@ -200,16 +200,16 @@ class _Run:
             result = self.function.call(*arguments, **keywords)
         if len(self.function.variables) != count:
             raise ValueError(
-                f"{self.function.name!r} made variables while it was traced, and can't be run a second time. Build the "
-                "model before: call it once on a batch, as in model(x)."
+                f"{self.function.name!r} created variables while it was traced, so it can't run a second time. Build "
+                "the model first: call it once on a batch, as in model(x)."
             )
         return result, scope
 
 
 class Recomputed:
-    """A function of tensors that runs again in the backward pass; of nested ones, only the outermost is recomputed.
+    """A function of tensors that runs again in the backward pass; if nested, only the outermost does.
 
-    It calls `layers`; the losses that these add are added to `owner`. Errors name it by `name`.
+    It calls `layers`; losses that these layers add are added to `owner`. Errors call it `name`.
     """
 
     def __init__(
@@ -232,7 +232,7 @@ class Recomputed:
         count_after(run.tensors)
         outputs = run()
         if run.missing:
-            # It also reads variables of none of its layers, such as the global seed.
+            # It also reads variables outside of its layers, such as the global seed.
             run = _Run(self.function, arguments, keywords, [*self.function.variables, *run.missing])
             outputs = run()
         keep_with_graphs([tf.compat.v1.get_default_graph()])
@@ -246,12 +246,12 @@ class Recomputed:
 
 @contextlib.contextmanager
 def _recording_operations() -> Generator[list[tf.Operation]]:
-    """Context whose list holds, at its end, the operations that this replica has created in it."""
+    """Context that yields a list, and at its end fills it with the operations that this replica has created."""
     graph = tf.compat.v1.get_default_graph()
     start, created = len(graph.get_operations()), []
     with tf.name_scope("recomputed") as scope:
         yield created
-    created += [each for each in graph.get_operations()[start:] if each.name.startswith(scope)]
+    created += [operation for operation in graph.get_operations()[start:] if operation.name.startswith(scope)]
 
 
 @contextlib.contextmanager
@@ -261,11 +261,11 @@ def _after(cotangents: Sequence[tf.Tensor | None]) -> Generator[Callable[[Sequen
     XLA ignores control dependencies, and would merge the second run with the first. It can't merge computations of
     different numbers. An optimization barrier has no effect on CPUs.
     """
-    tensors = [tf.convert_to_tensor(each) for each in cotangents if each is not None]
+    tensors = [tf.convert_to_tensor(cotangent) for cotangent in cotangents if cotangent is not None]
     with tf.control_dependencies(tensors):
-        # Zero for any cotangents. That of an unused output is a constant.
-        first = [tf.cast(tf.reduce_max(tf.math.real(tf.reshape(each, [-1])[:1])), "float32") for each in tensors]
-        zero = tf.add_n([tf.cast(each > float("inf"), "float32") for each in first])
+        # Zero for any cotangents. An unused output's cotangent is a constant.
+        first = [tf.cast(tf.reduce_max(tf.math.real(tf.reshape(tensor, [-1])[:1])), "float32") for tensor in tensors]
+        zero = tf.add_n([tf.cast(value > float("inf"), "float32") for value in first])
 
         def later(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
             numbers = [tensor.dtype.is_floating or tensor.dtype.is_integer for tensor in tensors]

@@ -1,4 +1,4 @@
-"""Runs a Functional model in parts: consecutive operations, between which a single tensor is passed on."""
+"""Runs a Functional model in parts of consecutive operations; a single tensor connects neighboring parts."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ _RUN = "_run_through_graph"
 FunctionalModel: TypeAlias = Functional
 # Tensors by the index of their input or output.
 Tensors = dict[int, tf.Tensor]
-# Maps an operation to what is called in its place.
+# Maps an operation to its replacement.
 OperationFn = Callable[[keras.Operation], Callable[..., Structure]]
 # Maps a part's inputs, with an `OperationFn`, to its outputs.
 RunPart = Callable[..., Tensors]
@@ -53,7 +53,7 @@ class Part(NamedTuple):
     def layers(self) -> list[keras.layers.Layer]:
         """The layers among the operations."""
         called = [node.operation for node in self.nodes]
-        return list({id(each): each for each in called if isinstance(each, keras.layers.Layer)}.values())
+        return list({id(layer): layer for layer in called if isinstance(layer, keras.layers.Layer)}.values())
 
     @property
     def name(self) -> str:
@@ -81,7 +81,7 @@ def calls_of(functional: Functional) -> list[KerasNode]:
 
 
 def parts_of(functional: Functional) -> list[Part]:
-    """The smallest parts of a Functional model: between two of them, a single tensor of floats is passed on.
+    """The smallest parts of a Functional model such that a single tensor of floats connects neighboring parts.
 
     Inputs and outputs of the model don't count, as they are stored anyway.
     """
@@ -93,7 +93,7 @@ def parts_of(functional: Functional) -> list[Part]:
     for index, node in enumerate(nodes):
         groups[-1].append(node)
         alive |= {id(tensor) for tensor in node.outputs if _is_float(tensor)} - outputs
-        alive = {each for each in alive if last_use.get(each, -1) > index}
+        alive = {tensor_id for tensor_id in alive if last_use.get(tensor_id, -1) > index}
         if len(alive) <= 1 and index + 1 < len(nodes):
             groups.append([])
     return [part_of(functional, group) for group in groups]
@@ -115,7 +115,7 @@ def recompute_parts(
 ) -> Callable[[], None]:
     """Makes parts of a model run again in the backward pass, and returns a function that undoes it.
 
-    `parts` are all parts, in order, each with whether to recompute it; `owner` gets the losses that layers add.
+    `parts` are all parts, in order, each with a flag to recompute it; `owner` gets the losses that layers add.
     """
 
     def recomputed(part: Part, run: RunPart, again: bool) -> RunPart:
@@ -128,7 +128,7 @@ def recompute_parts(
 def run_in_stages(functional: Functional, stages: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
     """Makes a Functional model call a function for each stage, which calls one for each recomputed segment.
 
-    `stages` are all stages, in order, each with what makes its function. Returns a function that undoes it.
+    `stages` are all stages, in order, each with a wrapper of its function. Returns a function that undoes the change.
     """
     return _GraphRunner.of(functional).set_parts("stages", stages)
 
@@ -136,7 +136,7 @@ def run_in_stages(functional: Functional, stages: Sequence[tuple[Part, Wrap]]) -
 def run_in_parts(functional: Functional, parts: Sequence[tuple[Part, Wrap]]) -> Callable[[], None]:
     """Makes a Functional model call a function for each part, instead of its stages and segments.
 
-    `parts` are all parts, in order, each with what makes its function. Returns a function that undoes it.
+    `parts` are all parts, in order, each with a wrapper of its function. Returns a function that undoes the change.
     """
     before = vars(functional).pop(_RUN, None)
     undo = _GraphRunner.of(functional).set_parts("segments", parts)
@@ -153,7 +153,7 @@ class _GraphRunner:
     """Runs a Functional model in stages, in segments, or in segments within stages.
 
     Attributes:
-        stages: The stages, each with what makes its function, or `None`.
+        stages: The stages, each with a wrapper of its function, or `None`.
         segments: The segments likewise. A stage's boundary cuts a segment in two.
         functions: The functions to call, in order.
     """
@@ -194,7 +194,7 @@ class _GraphRunner:
             self.functions = [(part, wrap(part, self._run_of(part))) for part, wrap in self.stages]
 
     def _run_of(self, stage: Part) -> RunPart:
-        """A function that runs a stage, in its segments if there are some."""
+        """A function that runs a stage, in segments if it has some."""
         if self.segments is None:
             return functools.partial(_run_part, stage)
         functions = self._segments_in(stage)
@@ -202,7 +202,7 @@ class _GraphRunner:
         def run(known: Tensors, operation_fn: OperationFn) -> Tensors:
             tensors = {id(stage.inputs[index]): tensor for index, tensor in known.items()}
             _call_each(functions, tensors, operation_fn)
-            return {index: tensors[id(each)] for index, each in enumerate(stage.outputs) if id(each) in tensors}
+            return {index: tensors[id(output)] for index, output in enumerate(stage.outputs) if id(output) in tensors}
 
         return run
 
@@ -225,12 +225,12 @@ class _GraphRunner:
     ) -> Structure:
         functional = self.functional
         flat = keras.tree.flatten(inputs)
-        if call_fn is not None or any(isinstance(each, keras.KerasTensor) for each in flat):
+        if call_fn is not None or any(isinstance(tensor, keras.KerasTensor) for tensor in flat):
             plain = type(functional)._run_through_graph
             return plain(functional, inputs, operation_fn=operation_fn, call_fn=call_fn)
         tensors = dict(zip(map(id, functional.inputs), flat, strict=True))
         _call_each(self.functions, tensors, operation_fn)
-        outputs = [tensors[id(each)] for each in functional.outputs]
+        outputs = [tensors[id(output)] for output in functional.outputs]
         return keras.tree.pack_sequence_as(functional.output, outputs)
 
     @property
@@ -243,7 +243,7 @@ class _GraphRunner:
 def _call_each(functions: Sequence[tuple[Part, RunPart]], tensors: Tensors, operation_fn: OperationFn) -> None:
     """Calls a function for each part, and adds its outputs to the tensors."""
     for part, function in functions:
-        inputs = {index: tensors[id(each)] for index, each in enumerate(part.inputs) if id(each) in tensors}
+        inputs = {index: tensors[id(tensor)] for index, tensor in enumerate(part.inputs) if id(tensor) in tensors}
         for index, tensor in function(inputs, operation_fn=operation_fn).items():
             tensors[id(part.outputs[index])] = tensor
 
@@ -263,7 +263,7 @@ def describe_recomputed(model: keras.Model) -> dict[int, str]:
 
 
 def runs_in_segments(functional: Functional | None) -> bool:
-    """Whether a Functional model runs in segments, some of which may be recomputed."""
+    """Whether a Functional model runs in segments, which may be recomputed."""
     runner = vars(functional).get(_RUN) if functional is not None else None
     return runner is not None and runner.segments is not None
 
@@ -278,7 +278,7 @@ def part_of(functional: Functional, nodes: Sequence[KerasNode]) -> Part:
     """The part of a Functional model that has these consecutive calls."""
     inside = {id(tensor) for node in nodes for tensor in node.outputs}
     ids = set(map(id, nodes))
-    others = [node for each in functional._nodes_by_depth.values() for node in each if id(node) not in ids]
+    others = [node for same_depth in functional._nodes_by_depth.values() for node in same_depth if id(node) not in ids]
     used = {id(tensor) for node in others for tensor in node.input_tensors} | set(map(id, functional.outputs))
     inputs = {id(tensor): tensor for node in nodes for tensor in node.input_tensors if id(tensor) not in inside}
     outputs = {id(tensor): tensor for node in nodes for tensor in node.outputs if id(tensor) in used}
@@ -289,12 +289,12 @@ def _run_part(part: Part, tensors: Tensors, operation_fn: OperationFn) -> Tensor
     """Makes a part's calls, as Keras does; maps its inputs by index to its outputs by index."""
     known = {id(part.inputs[index]): tensor for index, tensor in tensors.items()}
     for node in part.nodes:
-        if any(id(each) not in known for each in node.input_tensors):
+        if any(id(tensor) not in known for tensor in node.input_tensors):
             continue
         arguments, keywords = node.arguments.fill_in(known)
         outputs = operation_fn(node.operation)(*arguments, **keywords)
         known.update(zip(map(id, node.outputs), keras.tree.flatten(outputs), strict=False))
-    return {index: known[id(each)] for index, each in enumerate(part.outputs) if id(each) in known}
+    return {index: known[id(output)] for index, output in enumerate(part.outputs) if id(output) in known}
 
 
 def _is_float(tensor: keras.KerasTensor) -> bool:

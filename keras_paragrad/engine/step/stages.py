@@ -35,7 +35,7 @@ class Transform(Protocol):
 
         Args:
             gradients: Dense gradients of all replicas and micro-batches of the update, without loss scale.
-            variables: Their weights: all that have a gradient.
+            variables: The gradients' weights: all weights that have a gradient.
         """
         ...
 
@@ -47,8 +47,8 @@ class Chain(NamedTuple):
 
     @property
     def outside_xla(self) -> bool:
-        """Whether XLA can't compile one of them."""
-        return any(getattr(each, "outside_xla", False) for each in self.transforms)
+        """Whether XLA can't compile one of the transforms."""
+        return any(getattr(transform, "outside_xla", False) for transform in self.transforms)
 
     def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> Sequence[tf.Tensor]:
         """Applies all transforms."""
@@ -58,8 +58,10 @@ class Chain(NamedTuple):
 
 
 def save_states(optimizer: keras.optimizers.Optimizer, transforms: Sequence[Any]) -> None:
-    """Makes the outermost optimizer save the states of these transforms with its own, and no others."""
-    states = {f"{_STATE}{index}": each.state for index, each in enumerate(transforms) if each.state is not None}
+    """Makes the outermost optimizer save the states of these transforms, and of no others, with its own."""
+    states = {
+        f"{_STATE}{index}": transform.state for index, transform in enumerate(transforms) if transform.state is not None
+    }
     for name in [name for name in vars(optimizer) if name.startswith(_STATE)]:
         if states.get(name) is not getattr(optimizer, name):
             delattr(optimizer, name)
@@ -72,10 +74,10 @@ class Take(NamedTuple):
     """Fills the *take* stage: divides batches among replicas, and combines their logs.
 
     Attributes:
-        normalize: The loss normalization of a replica batch, or `None` if all count the same.
+        normalize: The loss normalization of a replica batch, or `None` if all count equally.
         by_xla: Whether XLA compiles each replica's forward and backward pass.
-        deferred_refusal: On one replica, warns of what several would refuse.
-        prove: Whether the first batch is to prove that parts give what the whole gives.
+        deferred_refusal: On one replica, warns about models that several replicas would refuse.
+        prove: Whether the first batch must prove that parts give the same results as the whole.
         ordered: Evaluates in a fixed order too, if not `None`.
     """
 
@@ -91,7 +93,7 @@ class BatchSlices(NamedTuple):
 
     Attributes:
         number: The number of slices, without the last.
-        at: Cuts a slice, by its index.
+        at: Maps an index to its slice.
         last: The last slice.
     """
 
@@ -107,7 +109,7 @@ class Split(Protocol):
 
     @property
     def prove(self) -> bool:
-        """Whether the first batch is to prove that its slices give what it gives."""
+        """Whether the first batch must prove that its slices give the same results as the whole."""
         ...
 
     @property
@@ -117,7 +119,7 @@ class Split(Protocol):
 
     @property
     def deferred_refusal(self) -> DeferredRefusal:
-        """Warns, for batches of one slice, of what several would refuse."""
+        """Warns, for batches of one slice, about models that several slices would refuse."""
         ...
 
     @property
@@ -126,7 +128,7 @@ class Split(Protocol):
         ...
 
     def part_rows(self, rows: int) -> int:
-        """The rows of a slice of a batch of so many rows."""
+        """The rows of a slice, for a batch of `rows` rows."""
         ...
 
     def cuts(self, data: Batch) -> bool | None:
@@ -134,11 +136,11 @@ class Split(Protocol):
         ...
 
     def slices(self, data: Batch) -> BatchSlices:
-        """Cuts a batch, for a model's own `train_step`."""
+        """Cuts a batch, for a custom `train_step`."""
         ...
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
-        """The gradient of a batch. Each of its slices is computed in `context`."""
+        """The gradient of a batch, whose slices are computed in `context`."""
         ...
 
     def of_whole_loss(self, context: StepContext, data: Any) -> Gradient:
@@ -147,7 +149,7 @@ class Split(Protocol):
 
 
 class OrderedSplit(Protocol):
-    """What a filler of the *split* stage also has if it sums over the replicas itself, in a fixed order."""
+    """A filler of the *split* stage that also sums over the replicas, in a fixed order."""
 
     @property
     def normalize(self) -> LossNormalization:
@@ -156,7 +158,7 @@ class OrderedSplit(Protocol):
 
     @property
     def parts(self) -> int:
-        """The number of parts of a batch, of which each replica computes some whole."""
+        """The number of parts of a batch; each replica computes some whole parts."""
         ...
 
     @property
@@ -178,12 +180,12 @@ class Apply(Protocol):
 
     @property
     def prove(self) -> bool:
-        """Whether the first batch is to prove that micro-batches give what the whole batch gives."""
+        """Whether the first batch must prove that micro-batches give the same results as the whole batch."""
         ...
 
     @property
     def deferred_refusal(self) -> DeferredRefusal | None:
-        """The check that warns of what larger windows would refuse, if every batch is a whole window."""
+        """Warns about models that larger windows would refuse, if every batch is a whole window."""
         ...
 
     @property
@@ -224,7 +226,7 @@ class MeshRunner(Protocol):
         ...
 
     def as_on_mesh(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which to trace what a step on the mesh computes."""
+        """Context in which to trace computations of a step on the mesh."""
         ...
 
 
@@ -241,7 +243,7 @@ class Stages(NamedTuple):
         observe: Receives gradients before they are transformed.
         telemetry: Receives some of the updates.
         present: Masks the rows that are examples, in batches padded with rows of weight 0; all are, if `None`. Losses
-            and metrics are those of these rows.
+            and metrics cover these rows only.
         place: Makes a context that places operations on devices; TensorFlow does, if `None`.
         mesh: Runs steps on a mesh of devices; on one device, if `None`.
     """
@@ -272,8 +274,8 @@ class Stages(NamedTuple):
     def normalization(self, *, of_slices: bool) -> LossNormalization | None:
         """Computes the weight of a part of a batch: a slice if `of_slices`, or a batch accumulated with sliced ones.
 
-        If several components have a `weighting`, that of accumulated micro-batches decides, then that of slices, then
-        that of replica batches.
+        If several components have a `weighting`, the first of these decides: accumulated micro-batches, slices,
+        replica batches.
         """
         split = self.split.normalize if self.split and of_slices else None
         return self.combine or split or (self.take.normalize if self.take else None)
@@ -298,11 +300,11 @@ class Stages(NamedTuple):
 
     @property
     def prove(self) -> bool:
-        """Whether the first batch is to prove that parts give what the whole gives."""
-        return self.mesh is None and all(each.prove for each in (self.take, self.split, self.apply) if each)
+        """Whether the first batch must prove that parts give the same results as the whole."""
+        return self.mesh is None and all(stage.prove for stage in (self.take, self.split, self.apply) if stage)
 
     @property
     def deferred_refusal(self) -> DeferredRefusal | None:
-        """Warns of what slices, several replicas or larger windows would refuse, where there are none."""
+        """Warns about models that slices, several replicas or larger windows would refuse, where there are none."""
         stages = (self.split, self.take, self.apply)
         return next((stage.deferred_refusal for stage in stages if stage and stage.deferred_refusal), None)

@@ -143,8 +143,8 @@ def _graph_of(
         model.__dict__["_compile_metrics"] = None
         optimizers = _replaced_optimizers(model, optimizer)
         calls: list[_Call] = []
-        for each in optimizers:
-            _record(each, calls)
+        for copied in optimizers:
+            _record(copied, calls)
         graph = tf.function(releasing(_step_of(model)), autograph=False).get_concrete_function(batch).graph
     # A step that creates variables is traced twice.
     return graph, optimizers, [call for call in calls if call.graph is graph]
@@ -160,7 +160,7 @@ def _traced_step_of(
     """Finds the gradients and the update among the operations of a graph."""
     block, numbers, positions = block_of(graph, size)
     sizes = dict(zip(block.inputs, block.input_sizes, strict=True))
-    sizes.update(pair for each in block.operations for pair in zip(each.outputs, each.sizes, strict=True))
+    sizes.update(pair for op in block.operations for pair in zip(op.outputs, op.sizes, strict=True))
     resources = {id(handle): numbers[inside.ref()] for handle, inside in graph.captures}
     gradients = []
     for gradient, variable in (pair for call in calls for pair in call.pairs):
@@ -181,7 +181,7 @@ def _step_of(model: keras.Model) -> Step:
 def _replaced_optimizers(
     model: keras.Model, optimizer: keras.optimizers.Optimizer | None
 ) -> list[keras.optimizers.Optimizer]:
-    """Replaces the optimizers among a model's attributes by copies, and returns these."""
+    """Replaces the optimizers among a model's attributes by copies, and returns the copies."""
     model.__dict__["optimizer"] = copy_built_optimizer(optimizer or model.optimizer, model.trainable_variables)
     copies = [model.__dict__["optimizer"]]
     accumulator = find_accumulator(copies[0])
@@ -230,7 +230,7 @@ def candidate_batches(model: keras.Model, rows: int, length: int | None) -> Iter
     with untouched(model, never_run()):
         outputs = model.compute_output_spec(keras.tree.map_structure(_symbolic, x))
     dense = keras.tree.map_structure(_dense_target, outputs)
-    labels = keras.tree.map_structure(lambda each: tf.TensorSpec(each.shape[:-1] or each.shape, "int32"), dense)
+    labels = keras.tree.map_structure(lambda target: tf.TensorSpec(target.shape[:-1] or target.shape, "int32"), dense)
     yield x, _targets_by_loss(model.loss, dense, labels)
     yield x, dense
     yield x, labels
@@ -247,7 +247,7 @@ def with_batch_size(spec: Specs, rows: int, length: int | None) -> Specs:
                 f"Memory depends on sizes that the data leaves open: {leaf}. Call dist.estimate(model, batch_size, "
                 "length=128), and choose shard=None, 'optimizer' or 'parameters' by it."
             )
-        return tf.TensorSpec((rows, *(length if each is None else each for each in shape[1:])), leaf.dtype)
+        return tf.TensorSpec((rows, *(length if size is None else size for size in shape[1:])), leaf.dtype)
 
     return tf.nest.map_structure(resize, spec)
 
@@ -258,7 +258,7 @@ def _inputs(model: keras.Model, rows: int, length: int | None) -> Specs:
     if structure is None:
         raise ValueError(
             f"{model.name!r} doesn't say what its inputs are. Build it first: model.build(shape), or call it on a "
-            "batch. Or make it of keras.Input."
+            "batch. Or build it from keras.Input."
         )
 
     def resize(tensor: keras.KerasTensor):
@@ -268,7 +268,7 @@ def _inputs(model: keras.Model, rows: int, length: int | None) -> Specs:
                 f"The input {tensor.name!r} of {model.name!r} leaves sizes open: {tuple(tensor.shape)}. Say what they "
                 "are: estimate(model, batch_size, length=128), or --length 128."
             )
-        return tf.TensorSpec((rows, *(length if each is None else each for each in shape)), tensor.dtype)
+        return tf.TensorSpec((rows, *(length if size is None else size for size in shape)), tensor.dtype)
 
     return keras.tree.map_structure(resize, structure)
 
@@ -281,7 +281,7 @@ def _structure(model: keras.Model) -> Structure:
     config = model.get_build_config() if model.built else None
     if not config or config.get("input_shape") is None:
         return None
-    return keras.tree.map_shape_structure(lambda each: keras.KerasTensor((None, *each[1:])), config["input_shape"])
+    return keras.tree.map_shape_structure(lambda shape: keras.KerasTensor((None, *shape[1:])), config["input_shape"])
 
 
 def _symbolic(spec: tf.TensorSpec) -> keras.KerasTensor:
@@ -301,7 +301,7 @@ def _targets_by_loss(loss: object, dense: Specs, labels: Specs) -> Specs:
     losses = losses * len(specs) if len(losses) == 1 else losses
     if len(losses) != len(specs):
         return dense
-    targets = [pair[_is_sparse(each)] for each, pair in zip(losses, specs, strict=True)]
+    targets = [pair[_is_sparse(output_loss)] for output_loss, pair in zip(losses, specs, strict=True)]
     return keras.tree.pack_sequence_as(dense, targets)
 
 

@@ -45,7 +45,7 @@ class TrainStep(NamedTuple):
     """One replica's step on a batch.
 
     If the *apply* stage is filled, `window` has the losses of the micro-batches since the last update, and `update`
-    says whether the step ends with one.
+    says whether the step ends with an update.
     """
 
     model: keras.Model
@@ -88,7 +88,7 @@ class TrainStep(NamedTuple):
         return logs
 
     def end(self) -> None:
-        """Ends a micro-batch, with an update or without."""
+        """Ends a micro-batch, with or without an update."""
         if self.stages.apply:
             self.stages.apply.end(self.update)
 
@@ -142,7 +142,7 @@ class TrainStep(NamedTuple):
         return None
 
     def _contribution(self, weight: Normalizer | None, replica_weight: ReplicaWeight | None) -> Contribution | None:
-        """What a gradient of this weight counts for in an accumulation window, on this replica."""
+        """The contribution of a gradient of this weight to an accumulation window, on this replica."""
         if weight is None or self._accumulator is None:
             return None
         if self._accumulator.weighting != "uniform":
@@ -216,7 +216,7 @@ class TrainStep(NamedTuple):
         )
 
     def _context_of(self, context: StepContext, split: Split | None = None) -> StepContext:
-        """The context of a slice, or without `split` that of an unweighted batch."""
+        """The context of a slice, or without `split` of an unweighted batch."""
         normalize = self.stages.normalization(of_slices=split is not None)
         # Keras's trackers expect whole batches.
         partial = bool(split or self.stages.apply or self.stages.present or (self.stages.take and replica_count() > 1))

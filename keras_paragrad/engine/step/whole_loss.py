@@ -1,7 +1,7 @@
 """Computes losses that compare examples on the outputs of a whole batch, gathered from its parts.
 
 The gradient of the loss with respect to the gathered outputs is computed once; each part's backward pass starts from
-its rows of that gradient. Known as gradient caching: Gao et al., 2021, https://arxiv.org/abs/2101.06983.
+the gradient's rows of this part. Known as gradient caching: Gao et al., 2021, https://arxiv.org/abs/2101.06983.
 """
 
 import functools
@@ -50,7 +50,7 @@ class OutputForm(NamedTuple):
         count = len(keras.tree.flatten(self.structure))
         masks = dict(zip(self.masked, tensors[count:], strict=False))
         # A mask is an attribute of a tensor, and must not change the given one.
-        leaves = [with_mask(tf.identity(each), masks.get(index)) for index, each in enumerate(tensors[:count])]
+        leaves = [with_mask(tf.identity(tensor), masks.get(index)) for index, tensor in enumerate(tensors[:count])]
         return keras.tree.pack_sequence_as(self.structure, leaves)
 
     def add_losses(self, model: keras.Model, tensors: Sequence[tf.Tensor]) -> None:
@@ -71,7 +71,7 @@ def forward(model: keras.Model, x: Structure, *, training: bool = True) -> tuple
 
 
 def trace(model: keras.Model, run: Callable[[], Result]) -> Result:
-    """Traces a forward pass into a graph that never runs, without side effects; refuses what can't run twice."""
+    """Traces a forward pass into a graph that never runs, without side effects; refuses unrepeatable operations."""
     with FuncGraph("forward").as_default() as graph, untouched(model, never_run()):
         result = run()
     check_runs_twice(model.name, graph.get_operations())
@@ -155,7 +155,7 @@ class WholeLoss(NamedTuple):
 def whole_loss(context: StepContext, data: Batch, tensors: Sequence[tf.Tensor], form: OutputForm) -> WholeLoss:
     """Computes the loss of a batch as Keras does, and its gradient with respect to the outputs of all replicas.
 
-    `tensors` are those of this replica's `forward`, and `form` their layout.
+    `tensors` are the results of this replica's `forward`, and `form` is their layout.
     """
     model, rows = context.model, _RowGatherer(context.replica_batch)
     whole = _gather(model, data, tensors, rows)
@@ -172,14 +172,14 @@ def whole_loss(context: StepContext, data: Batch, tensors: Sequence[tf.Tensor], 
     cotangents = [by_index.get(index) for index in range(len(tensors))]
     # All replicas compute the same gradient, and their shares are summed.
     share = tf.constant(1 / replica_count())
-    gradients = [scale_gradient(each, share) for each in of_weights]
+    gradients = [scale_gradient(gradient, share) for gradient in of_weights]
     batch = arguments_of(data, form.pack(tensors))
     sums = _share_of_sums(model, loss, terms, rows) if context.sums else None
-    return WholeLoss(loss, [rows.of_replica(each) for each in cotangents], gradients, sums, batch)
+    return WholeLoss(loss, [rows.of_replica(cotangent) for cotangent in cotangents], gradients, sums, batch)
 
 
 class _WholeBatch(NamedTuple):
-    """The tensors of a forward pass on a whole batch, and the arguments of `compute_loss` but `y_pred`."""
+    """The tensors of a forward pass on a whole batch, and the arguments of `compute_loss` except `y_pred`."""
 
     tensors: list[tf.Tensor]
     arguments: LossArguments
@@ -233,7 +233,7 @@ def _gradients(
 
 
 def gradient_of_replica(context: StepContext, data: Batch) -> Gradient:
-    """The gradient of a replica batch whose loss compares examples with those of other replicas."""
+    """The gradient of a replica batch whose loss compares examples across replicas."""
     model = context.model
     x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
     run = functools.partial(forward, model)
