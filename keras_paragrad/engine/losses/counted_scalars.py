@@ -1,4 +1,4 @@
-"""Numbers for whole batches that a step gives to `Mean`s and `Sum`s, or returns, tried on synthetic rows."""
+"""Finds on synthetic rows how parts make up a batch's numbers: arguments of `Mean`s and `Sum`s, and returned logs."""
 
 import contextlib
 from collections.abc import Generator, Sequence
@@ -17,19 +17,19 @@ from keras_paragrad.engine.probes.tolerances import NUMBER
 from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial
 from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, compute_parts, over_draws
 
-# What of the parts makes up the whole batch's: sums of numbers, of numbers times rows, of weights, and of numbers times
-# weights; and whether weights are in proportion to rows.
+# How parts make up a batch's number: by sums of numbers, of numbers times rows, of weights, or of numbers times
+# weights; and whether weights are proportional to rows.
 NUMBERS, MEANS, WEIGHTS, PRODUCTS, BY_ROWS = "numbers", "means", "weights", "products", "by rows"
 
 MadeUpBy = set[str]
 
 
 class NumberParts(NamedTuple):
-    """What makes up the numbers of a step, in order; `None` of one that is not finite.
+    """How parts make up the numbers of a step, in order; `None` for a number that isn't finite.
 
     Attributes:
-        updates: Of the numbers that metrics are given.
-        logs: Of the values that the step returns, flat.
+        updates: For the numbers that metrics receive.
+        logs: For the values that the step returns, flat.
     """
 
     updates: list[MadeUpBy | None]
@@ -42,7 +42,7 @@ def is_sum_of_parts(adds: MadeUpBy | None, otherwise: bool) -> bool:
 
 
 class _Noted:
-    """Notes the numbers that metrics are given, each with its weight, and leaves them as they are."""
+    """Records the numbers that metrics receive, each with its weight, and leaves them unchanged."""
 
     def __init__(self):
         self.numbers: list[tf.Tensor] = []
@@ -58,25 +58,25 @@ class _Noted:
 
     def _note(self, value: tf.Tensor, weight: Any) -> None:
         pair = tf.stack([tf.cast(value, "float32"), tf.reduce_sum(tf.cast(weight, "float32"))])
-        # What a branch or a loop computes stays in it.
+        # A tensor of a branch or a loop can't leave it.
         inside = tf.compat.v1.get_default_graph() is not self._graph
         self.numbers.append(tf.fill([2], float("nan")) if inside else pair)
 
 
 @contextlib.contextmanager
 def noting_scalars(model: keras.Model) -> Generator[list[tf.Tensor]]:
-    """Context of a trial that notes the numbers that metrics are given, each with its weight."""
+    """Context of a trial that records the numbers that metrics receive, each with its weight."""
     noted = _Noted()
     with counting_numbers(model, noted):
         yield noted.numbers
 
 
 def scalars_of_trial(noted: Sequence[tf.Tensor], logs: StepLogs) -> list[tf.Tensor]:
-    """What a trial computes: the noted numbers, and what the step returns, `(numbers, 2)` each."""
-    leaves = [tf.convert_to_tensor(each) for each in keras.tree.flatten(logs)]
-    numbers = [tf.reduce_mean(tf.cast(each, "float32")) if _is_number(each) else tf.zeros([]) for each in leaves]
-    returned = [tf.stack([each, 1.0]) for each in numbers]
-    return [tf.stack(each) if each else tf.zeros((0, 2)) for each in (list(noted), returned)]
+    """The results of a trial: the recorded numbers, and the step's returned values, `(numbers, 2)` each."""
+    leaves = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(logs)]
+    numbers = [tf.reduce_mean(tf.cast(leaf, "float32")) if _is_number(leaf) else tf.zeros([]) for leaf in leaves]
+    returned = [tf.stack([number, 1.0]) for number in numbers]
+    return [tf.stack(rows) if rows else tf.zeros((0, 2)) for rows in (list(noted), returned)]
 
 
 def _is_number(tensor: tf.Tensor) -> bool:
@@ -84,17 +84,17 @@ def _is_number(tensor: tf.Tensor) -> bool:
 
 
 def compare_scalars(whole: Sequence[Array], parts: Sequence[Sequence[Array]], *, half_precision: bool) -> NumberParts:
-    """What makes up the numbers of a trial; inconclusive, if the parts have other numbers."""
+    """Finds how parts make up the numbers of a trial; inconclusive if they have more or fewer numbers."""
     tolerance = NUMBER.of(half_precision)
     return NumberParts(
-        *(_compare(np.asarray(each[0]), each[1:], tolerance) for each in zip(whole, *parts, strict=True))
+        *(_compare(np.asarray(kind[0]), kind[1:], tolerance) for kind in zip(whole, *parts, strict=True))
     )
 
 
 def _compare(whole: np.ndarray, parts: Sequence[Array], tolerance: float) -> list[MadeUpBy | None]:
-    pieces = [np.asarray(each, "float64") for each in parts]
+    pieces = [np.asarray(part, "float64") for part in parts]
     if any(piece.shape != whole.shape for piece in pieces):
-        raise Inconclusive("the step counts other numbers on other rows")
+        raise Inconclusive("the step computes more or fewer numbers on other rows")
     (values, weights), (total, weight) = np.moveaxis(np.stack(pieces), -1, 0), np.asarray(whole, "float64").T
     shares = np.array([[(end - start) / ROWS] for start, end in BOUNDS])
 
@@ -111,25 +111,25 @@ def _compare(whole: np.ndarray, parts: Sequence[Array], tolerance: float) -> lis
     }
     finite: np.ndarray = np.all(np.isfinite(np.stack([whole, *pieces])), axis=(0, 2))
     return [
-        {what for what, each in adds.items() if each[index]} if finite[index] else None for index in range(len(whole))
+        {what for what, holds in adds.items() if holds[index]} if finite[index] else None for index in range(len(whole))
     ]
 
 
 def in_all_draws(draws: Sequence[NumberParts | None]) -> NumberParts | None:
-    """What makes up the numbers in all draws that tell; `None` if none does."""
-    told = [each for each in draws if each is not None]
-    if not told or len({tuple(map(len, each)) for each in told}) > 1:
+    """The relations that hold in all conclusive draws; `None` without any."""
+    known = [draw for draw in draws if draw is not None]
+    if not known or len({tuple(map(len, draw)) for draw in known}) > 1:
         return None
-    return NumberParts(*([_in_all(each) for each in zip(*kind, strict=True)] for kind in zip(*told, strict=True)))
+    return NumberParts(*([_in_all(number) for number in zip(*kind, strict=True)] for kind in zip(*known, strict=True)))
 
 
 def _in_all(draws: Sequence[MadeUpBy | None]) -> MadeUpBy | None:
-    told = [each for each in draws if each is not None]
-    return set.intersection(*told) if told else None
+    known = [draw for draw in draws if draw is not None]
+    return set.intersection(*known) if known else None
 
 
 def scalars_of_test_step(model: keras.Model, data: Batch) -> NumberParts | None:
-    """What makes up the numbers of a custom `test_step`; `None` if it can't be tried."""
+    """Finds how parts make up the numbers of a custom `test_step`; `None` if it can't be tried."""
 
     def compute(data: Batch) -> list[tf.Tensor]:
         with noting_scalars(model) as noted:

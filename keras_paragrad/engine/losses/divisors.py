@@ -6,18 +6,18 @@ import tensorflow as tf
 
 from keras_paragrad.engine.losses.terms import LossTerm
 
-# What a divisor is of: a word, and the identities of tensors.
+# Identifies a divisor: a word, and the identities of tensors.
 DivisorKey = tuple[Any, ...]
 SUM = ("sum",)
 SIZE = ("size",)
 
 
 class Normalizer(NamedTuple):
-    """The divisor of a loss, which is the weight of its gradient among others.
+    """The divisor of a loss, and so the weight of its gradient in a sum.
 
     Attributes:
-        value: The divisor, a float32 scalar. The gradient of two micro-batches together is the mean of their
-            gradients, weighted by it.
+        value: The divisor d, a float32 scalar. The gradient of two micro-batches together is
+            (d1 * g1 + d2 * g2) / (d1 + d2).
         summed: Whether the loss is a sum, so that gradients are summed.
         stated: The user's `weighting`, or `None` if it follows from the compiled losses.
         of_one_device: Whether the gradient is the whole batch's on the first replica, and zero on the others.
@@ -38,7 +38,7 @@ def divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
 
     Keys are equal for two terms if their divisors are proportional: `SUM` for a loss that is not divided, and `SIZE`
     for one that is divided by a fixed multiple of the rows. A loss that overrides `__call__` or returns a scalar has
-    none, which raises `UnknownDivisorError`.
+    no known divisor: `UnknownDivisorError`.
     """
     if term.reduces_itself:
         raise UnknownDivisorError(f"The loss {term.loss.name!r} overrides __call__, so its normalizer is unknown.")
@@ -64,7 +64,7 @@ def divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
 def gradient_divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
     """The divisor of one loss's gradient, as in `divisor_of`.
 
-    It differs from the loss's for a mean of the examples' masked means, which is divided by the number of examples.
+    It differs from the loss's divisor for a mean of the examples' masked means: it is the number of examples.
     """
     kind, divisor = divisor_of(term)
     if not term.by_example or kind == SUM:

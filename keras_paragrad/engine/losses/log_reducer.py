@@ -37,11 +37,11 @@ def run_custom_test_step(model: keras.Model, data: Batch, normalize: LossNormali
     """Runs a custom `test_step` on every replica, and returns the logs of the whole batch.
 
     The states of metrics are summed over the replicas. Scalars per replica, such as a returned loss or the argument of
-    a `Mean`, are averaged, weighted by what the compiled losses divide by, or by the `weighting` of `DistributedFit`;
-    by rows, if `normalize` is `None`. A trial tells which of them are to be summed.
+    a `Mean`, are averaged, weighted by the divisor of the compiled losses or the `weighting` of `DistributedFit`; by
+    rows, if `normalize` is `None`. A trial finds which scalars to sum instead.
     """
     replica_batch = ReplicaBatch.of(data)
-    # An empty replica batch is filled with a row, so that the step can run; what it adds is discarded.
+    # An empty replica batch is filled with a row, so that the step can run; its contribution is discarded.
     filled = replica_batch.filled(data)
     with recorded_terms(model) as terms:
         return LogReducer(model, filled, replica_batch, normalize, terms).run(lambda: model.test_step(filled))
@@ -54,9 +54,9 @@ class LogReducer(PartNumbers):
         data, batch: The replica batch, filled, and its rows.
         normalize: Computes the weight of the replica batch in a `test_step`, or `None` to weight it by its rows.
         terms: The terms of the compiled losses that the step computes.
-        summed: Whether to sum a number if no trial shows what makes it up.
-        scalars: What makes up the numbers of a `train_step`.
-        exact: Whether numbers of a `train_step` are refused that can't be had of parts.
+        summed: Whether to sum a number if no trial shows how parts make it up.
+        scalars: How parts make up the numbers of a `train_step`.
+        exact: Whether to refuse numbers of a `train_step` that parts don't make up.
     """
 
     def __init__(
@@ -75,7 +75,9 @@ class LogReducer(PartNumbers):
         self.data, self.batch, self.normalize, self.terms, self.summed = data, batch, normalize, terms, summed
         self.metrics = step_metrics(model)
         self.variables = [variable for metric in self.metrics for variable in metric.variables]
-        self._before = {} if batch.nonempty is None else {id(each): tf.identity(each.value) for each in self.variables}
+        self._before = (
+            {} if batch.nonempty is None else {id(variable): tf.identity(variable.value) for variable in self.variables}
+        )
         self._results: list[tf.Tensor] = []
         self._found: tuple[tf.Tensor, bool] | None = None
 
@@ -152,11 +154,11 @@ class LogReducer(PartNumbers):
         """Reduces the logs that are not results of metrics."""
 
         def reduce(index: int, path: tuple[str | int, ...], leaf: Scalar) -> Scalar:
-            if any(leaf is each for each in self._results):
+            if any(leaf is result for result in self._results):
                 return leaf
             return self.of_batch(leaf, f"{'.'.join(map(str, path))!r} in its logs", self.made_up_by(index))
 
-        leaves = [reduce(index, *each) for index, each in enumerate(keras.tree.flatten_with_path(logs))]
+        leaves = [reduce(index, *entry) for index, entry in enumerate(keras.tree.flatten_with_path(logs))]
         return keras.tree.pack_sequence_as(logs, leaves)
 
     def run(self, step: Callable[[], StepLogs], *, updates: bool = True) -> StepLogs:
@@ -167,14 +169,14 @@ class LogReducer(PartNumbers):
         return logs
 
     def _discard_filler(self) -> None:
-        """Takes the filler of an empty replica batch out of the metrics."""
+        """Removes the filler of an empty replica batch from the metrics."""
         if self.batch.nonempty is not None:
             for variable in self.variables:
                 variable.assign(self.state(variable))
 
 
 class _ReducedResults(MethodPatch):
-    """Has every metric's result reduced over the replicas."""
+    """Makes every metric return its result over all replicas."""
 
     def __init__(self, metrics: list[keras.metrics.Metric]):
         super().__init__()

@@ -34,7 +34,7 @@ def update_metrics(model: keras.Model, batch: LossArguments) -> None:
     if not set(computed) <= set(logged):
         raise ValueError(
             f"compute_metrics of {type(model).__name__} returns {sorted(computed)}, and get_metrics_result "
-            f"{sorted(logged)}. Batches are computed in parts, and the logs of all parts are those of "
+            f"{sorted(logged)}. Batches are computed in parts, so their logs come from "
             "get_metrics_result. Override that too, so that it returns the same logs, computed from the states of "
             "metrics."
         )
@@ -42,7 +42,7 @@ def update_metrics(model: keras.Model, batch: LossArguments) -> None:
 
 
 def metrics_result(model: keras.Model) -> StepLogs:
-    """The result of `get_metrics_result`, without what a custom `compute_metrics` has left out for the last part."""
+    """The result of `get_metrics_result`, without logs that a custom `compute_metrics` left out for the last part."""
     results, shown = model.get_metrics_result(), _SHOWN.of(model)
     return results if shown is None else {name: results[name] for name in shown}
 
@@ -60,7 +60,7 @@ class AllReducedResults:
         self.variables = [variable for variable in model.metrics_variables if variable.aggregation == "sum"]
         dtypes = dict.fromkeys(variable.dtype for variable in self.variables)
         self._groups = [[variable for variable in self.variables if variable.dtype == dtype] for dtype in dtypes]
-        self.parts = [tf.concat([tf.reshape(each.value, [-1]) for each in group], 0) for group in self._groups]
+        self.parts = [tf.concat([tf.reshape(variable.value, [-1]) for variable in group], 0) for group in self._groups]
         if losses is not None:
             self.parts.append(losses.part)
 
@@ -69,8 +69,10 @@ class AllReducedResults:
         state = {}
         for group, total in zip(self._groups, sums, strict=False):
             pieces = tf.split(total, [variable.shape.num_elements() for variable in group])
-            state |= {id(each): tf.reshape(piece, each.shape) for each, piece in zip(group, pieces, strict=True)}
+            state |= {
+                id(variable): tf.reshape(piece, variable.shape) for variable, piece in zip(group, pieces, strict=True)
+            }
         for variable, added in self.losses.add(sums[-1]) if self.losses else ():
             state[id(variable)] += added
-        with keras.StatelessScope(state_mapping=[(each, state[id(each)]) for each in self.variables]):
+        with keras.StatelessScope(state_mapping=[(variable, state[id(variable)]) for variable in self.variables]):
             return metrics_result(self.model)

@@ -27,7 +27,7 @@ class LossNormalization:
 
     Attributes:
         weighting: `"auto"`, `"examples"`, `"sample_weight"`, `"mask"`, `"sum"`, or a function.
-        divider: What divides batches.
+        divider: The divider of batches.
     """
 
     weighting: str | DivisorFunction
@@ -46,7 +46,7 @@ class LossNormalization:
 
     @property
     def refusals(self) -> Refusals:
-        """What is refused, in the words of the divider."""
+        """The errors, in the words of the divider."""
         return Refusals(self.divider)
 
     def __call__(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
@@ -57,7 +57,7 @@ class LossNormalization:
     def normalizer(
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, tried: bool
     ) -> Normalizer:
-        """The normalizer as it is stated (and held to a trial, if `tried`), or as the losses or a trial show it."""
+        """The normalizer as stated (and checked by a trial, if `tried`), or as the losses or a trial show it."""
         stated = self._stated(model, arguments, terms)
         if stated is not None:
             if tried and self.weighting != "auto":
@@ -88,9 +88,9 @@ class LossNormalization:
     def _check_rows(
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, training: bool
     ) -> bool:
-        """Raises if parts of a batch don't give the loss and the states of the whole; whether they may not.
+        """Raises if parts of a batch don't give the whole's loss and states; returns whether they may not.
 
-        With a stated weighting, the reasons are only warned of.
+        With a stated weighting, only warns.
         """
         refused = self.weighting == "auto"
         reasons = mixing_reasons(model, arguments, terms, self.divider, training=training, refused=refused)
@@ -99,7 +99,7 @@ class LossNormalization:
         return reasons is not None
 
     def describe(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> str:
-        """What a part of a batch weighs, and how that was found; a sentence for `explain`."""
+        """Describes the weight of a part of a batch, and its evidence; a sentence for `explain`."""
         if (stated := weighting_of(self.weighting)) is not None:
             return f"A part weighs what weighting={stated.argument} says, as stated."
         reason = _why_unknown(model, terms)
@@ -112,12 +112,12 @@ class LossNormalization:
         return f"A part weighs what weighting={argument} says, by a trial on made-up rows. {reason}"
 
     def _stated(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
-        """The normalizer as the user states it or as added losses determine it; `None` if another rule has to."""
+        """The normalizer that the user states or added losses determine; `None` if another rule applies."""
         stated = weighting_of(self.weighting)
         if stated is not None:
             self.refusals.check_by_example(terms, stated.name)
             if stated.name == "examples" and any(term.by_example for term in terms):
-                # Derived from the losses, it is the same, and the logged losses keep their own divisors.
+                # The losses give the same normalizer, and the logged losses keep their own divisors.
                 return None
             if stated.divisor is None:
                 return _normalizer_of_sum(model, terms)._replace(stated="sum")
@@ -135,7 +135,7 @@ class LossNormalization:
         return _normalizer_of_sum(model, terms)._replace(stated="sum") if summed else None
 
     def _find(self, model: keras.Model, arguments: LossArguments, reason: str) -> Weighting:
-        """What an unknown loss divides by, as a trial shows; raises with the `reason` that it is unknown."""
+        """Finds the divisor of an unknown loss by a trial, or raises with the `reason` that it is unknown."""
         if not self.divider.takes_weighting:
             raise IndivisibleError(f"{reason} {self.divider.for_any_loss}")
         trial = find_weightings(model, arguments)
@@ -151,15 +151,15 @@ class LossNormalization:
         return weighting
 
     def check_stated(self, model: keras.Model, arguments: LossArguments) -> None:
-        """Raises if a trial shows that the loss divides by something else than what is stated."""
+        """Raises if a trial shows that the loss has another divisor than the stated one."""
         stated = weighting_of(self.weighting)
         assert stated is not None, "auto states nothing"
         trial = find_weightings(model, arguments, stated)
-        fit = next((each for each in trial.fits if each.weighting.name == stated.name), None) if trial else None
+        fit = next((tried for tried in trial.fits if tried.weighting.name == stated.name), None) if trial else None
         if trial is None or fit is None or not fit.error:
             # Without a mask, "mask" is the number of examples.
             return
-        fitting = [each.argument for each in trial.fitting]
+        fitting = [weighting.argument for weighting in trial.fitting]
         advice = f"Write weighting={fitting[0]}, or leave it out." if fitting else self.refusals.advice(model, trial)
         raise IndivisibleError(
             f"weighting={stated.argument} is not what the loss of {type(model).__name__} is divided by. "
@@ -168,7 +168,7 @@ class LossNormalization:
 
 
 def _why_unknown(model: keras.Model, terms: list[LossTerm]) -> str | None:
-    """Why what the loss divides by doesn't follow from the compiled losses, or `None` if it does."""
+    """Why the compiled losses don't determine the loss's divisor, or `None` if they do."""
     if overrides_compute_loss(model):
         return f"{type(model).__name__} defines its own compute_loss, so the normalizer of its loss is unknown."
     if not all(summed_by_keras(model)):
@@ -194,13 +194,13 @@ def find_weightings(
 
 
 UNIFORM_NEEDS = (
-    "weighting='uniform' counts all micro-batches alike, which needs micro-batches of one size, a loss that is a mean, "
-    "and nothing that happens once an update."
+    "weighting='uniform' weights micro-batches equally. It requires micro-batches of one size, a loss that is a mean, "
+    "and nothing that happens once per update."
 )
 
 
 def warn_of_uniform(model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> None:
-    """Warns, once for each `compile`, of a loss that is no mean over the examples, though micro-batches count alike."""
+    """Warns, once for each `compile`, if micro-batches count equally but the loss isn't a mean over the examples."""
 
     def find() -> str | None:
         if _why_unknown(model, terms) is None:
@@ -223,11 +223,11 @@ def warn_of_uniform(model: keras.Model, arguments: LossArguments, terms: list[Lo
 def scale_by_replicas(
     model: keras.Model, loss: tf.Tensor, arguments: LossArguments, terms: list[LossTerm]
 ) -> tuple[tf.Tensor, Normalizer | None]:
-    """A replica's loss such that, for equal replica batches, the sum over the replicas is the batch's.
+    """Scales a replica's loss so that, for equal replica batches, the replicas' losses sum to the batch's loss.
 
-    Means and what layers add are divided by the number of replicas, as Keras divides them, and sums are not. Of a
-    model's own `compute_loss`, and of a loss that returns one number, a trial shows which it is. Also returns the
-    normalizer of such a sum, for the logs.
+    Divides means and added losses by the number of replicas, as Keras does, but not sums. For a custom
+    `compute_loss`, or a loss that returns one number, a trial shows which it is. Also returns the normalizer of
+    such a sum, for the logs.
     """
     share = 1 / replica_count()
     unknown = overrides_compute_loss(model) or any(term.reduces_itself or term.values.shape.rank == 0 for term in terms)

@@ -1,4 +1,4 @@
-"""Replaces the numbers for whole batches that a custom step gives to `Mean`s and `Sum`s."""
+"""Replaces the batch-level numbers that a custom step gives to `Mean`s and `Sum`s."""
 
 import contextlib
 import functools
@@ -15,22 +15,22 @@ from keras_paragrad.compat.types import Scalar
 
 
 class NumberCounter(Protocol):
-    """Counts the numbers of a part of a batch such that all parts together show those of the batch."""
+    """Replaces the numbers of a part of a batch so that all parts together show the batch's numbers."""
 
     def of_mean(self, value: tf.Tensor, weight: Any, what: str) -> tuple[tf.Tensor, Any]:
-        """The number and the weight for a `Mean` that was given these; errors name the number `what`."""
+        """Replaces the number and the weight that a `Mean` receives; errors call the number `what`."""
         ...
 
     def of_sum(self, value: tf.Tensor, what: str) -> tf.Tensor:
-        """The number for a `Sum` that was given this one, times its weight."""
+        """Replaces the number, times its weight, that a `Sum` receives."""
         ...
 
 
 @contextlib.contextmanager
 def counting_numbers(model: keras.Model, counter: NumberCounter) -> Generator[None]:
-    """Context in which a counter replaces the numbers that `Mean`s and `Sum`s of a model are given on this thread.
+    """Context in which a counter replaces the numbers that a model's `Mean`s and `Sum`s receive on this thread.
 
-    Values per example stay.
+    It keeps values per example.
     """
     with patched(model, lambda: _NumberUpdates(step_metrics(model))) as updates:
         # Each replica is traced on a thread of its own, and so is a trial.
@@ -43,7 +43,7 @@ def counting_numbers(model: keras.Model, counter: NumberCounter) -> Generator[No
 
 
 class _NumberUpdates(MethodPatch):
-    """Lets the counters of threads replace the numbers that metrics are given."""
+    """Makes each thread's counter replace the numbers that metrics receive."""
 
     def __init__(self, metrics: Sequence[keras.metrics.Metric]):
         super().__init__()
@@ -81,11 +81,11 @@ class _NumberUpdates(MethodPatch):
 
 
 def as_scalar(value: Scalar) -> tf.Tensor:
-    """A tensor. Keras's mean over no elements is an empty vector if its shape is static, and otherwise a scalar."""
+    """Converts a number to a tensor; Keras's mean over no elements, an empty vector if its shape is static, to 0."""
     value = tf.convert_to_tensor(value)
     return tf.zeros((), value.dtype) if value.shape == (0,) else value
 
 
 def as_mean(part: tf.Tensor, share: tf.Tensor) -> tf.Tensor:
-    """The number whose mean over the parts, weighted by their shares of the batch, is the sum of the parts' sums."""
+    """Returns part / share: its mean over the parts, weighted by their shares of the batch, is the sum of parts."""
     return tf.math.divide_no_nan(part, tf.cast(share, part.dtype))

@@ -24,11 +24,11 @@ from keras_paragrad.engine.losses.refusals import added_scalar_refusal, counted_
 
 
 class PartNumbers(abc.ABC):
-    """Counts what a part of a batch gives to metrics; one for each run of the step.
+    """Replaces the numbers that a part of a batch gives to metrics; one instance for each run of the step.
 
     Args:
-        find: Finds what makes up the step's numbers; `None` if they can't be tried.
-        exact: Whether numbers are refused that can't be had of parts.
+        find: Finds how parts make up the step's numbers; `None` if they can't be tried.
+        exact: Whether to refuse numbers that parts don't make up.
         in_window: Whether the part is a micro-batch of a window.
     """
 
@@ -40,38 +40,38 @@ class PartNumbers(abc.ABC):
         self._updates = 0
 
     def made_up_by(self, index: int) -> MadeUpBy | None:
-        """What makes up a returned value; `None` if that is unknown."""
+        """How parts make up a returned value; `None` if unknown."""
         numbers = self._find()
         return numbers.logs[index] if numbers and index < len(numbers.logs) else None
 
     def _next_update(self) -> MadeUpBy | None:
-        """What makes up the next number that a metric is given; `None` if that is unknown."""
+        """How parts make up the next number that a metric receives; `None` if unknown."""
         self._updates += 1
         numbers = self._find()
         return numbers.updates[self._updates - 1] if numbers and self._updates <= len(numbers.updates) else None
 
     @abc.abstractmethod
     def share(self, what: str) -> tf.Tensor:
-        """The part's share of the batch; errors name the number `what`."""
+        """The part's share of the batch; errors call the number `what`."""
 
     @abc.abstractmethod
     def of_batch(self, value: Any, what: str, made_up_by: MadeUpBy | None) -> tf.Tensor:
-        """The number whose mean over the parts, weighted by their shares, is the batch's."""
+        """The number whose mean over the parts, weighted by their shares, is the batch's number."""
 
     @abc.abstractmethod
     def weighted(self, value: tf.Tensor, what: str, made_up_by: MadeUpBy | None) -> tf.Tensor:
-        """The same for a `Mean` that is given a weight too; refused if parts don't give what the whole would."""
+        """The same for a weighted `Mean`; refuses numbers that parts don't make up."""
 
     def of_mean(self, value: tf.Tensor, weight: Any, what: str) -> tuple[tf.Tensor, Any]:
-        """A number that a `Mean` is given, and its weight."""
+        """Replaces the number that a `Mean` receives, and its weight."""
         made_up_by = self._next_update()
         if weight is not None:
             return self.weighted(value, what, made_up_by), weight
-        # For the whole batch, which counts once.
+        # Without a weight, the batch counts once.
         return self.of_batch(value, what, made_up_by), self.share(what)
 
     def of_sum(self, value: tf.Tensor, what: str) -> tf.Tensor:
-        """A number that a `Sum` is given; refused if parts of a batch don't give what the whole would."""
+        """Replaces the number that a `Sum` receives; refuses numbers that parts don't make up."""
         made_up_by = self._next_update() or set()
         if NUMBERS in made_up_by:
             return value
@@ -82,10 +82,10 @@ class PartNumbers(abc.ABC):
 
 
 class SliceNumbers(PartNumbers):
-    """Counts what a slice, or a micro-batch of a window, gives to metrics.
+    """Replaces the numbers that a slice, or a micro-batch of a window, gives to metrics.
 
     `share` is the slice's share of the batch, or the rows of the micro-batch. Numbers are summed, if `summed` and no
-    trial shows what makes them up.
+    trial shows how parts make them up.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class SliceNumbers(PartNumbers):
         return value
 
     def _sum(self, value: tf.Tensor) -> tf.Tensor:
-        """The whole sum, of the sums that parts have."""
-        # What a window adds up to isn't known before its end: a micro-batch's parts are the replicas'.
+        """The number whose weighted mean over the parts is the sum of their numbers."""
+        # A window's sum isn't known before its end: a micro-batch's parts are the replicas'.
         share = self._share / sum_over_replicas([self._share])[0] if self.in_window else self._share
         return as_mean(value, share)

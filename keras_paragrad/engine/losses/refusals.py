@@ -1,4 +1,4 @@
-"""What is refused of a model whose parts of a batch can't be combined into the whole, and what is advised instead."""
+"""Errors for models whose batches can't be divided, with advice."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from keras_paragrad.engine.probes.weighting_trial import FIRST, ROWS, WeightingT
 
 
 class IndivisibleError(ValueError):
-    """The gradients of parts of a batch can't be combined into that of the whole, as their weights are unknown."""
+    """The gradients of parts of a batch can't be combined into the batch's gradient, as their weights are unknown."""
 
 
 class Refusals(NamedTuple):
@@ -23,7 +23,7 @@ class Refusals(NamedTuple):
 
     @property
     def anyway(self) -> str:
-        """What to write to train nevertheless, if anything."""
+        """Advice for training anyway, if there is a way."""
         return f"To train anyway, {self.divider.to_train_anyway}." if self.divider.to_train_anyway else ""
 
     def of_train_step(self, model: keras.Model) -> str:
@@ -44,7 +44,7 @@ class Refusals(NamedTuple):
         )
 
     def check_by_example(self, terms: list[LossTerm], name: str) -> None:
-        """Refuses what contradicts the gradient of a mean of the examples' masked means."""
+        """Refuses a weighting that contradicts the gradient of a mean of the examples' masked means."""
         if any(term.by_example for term in terms) and name in ("sample_weight", "mask"):
             raise ValueError(
                 f"weighting={name!r}, but with PerExampleGradients(..., masked_mean='example') the gradient "
@@ -53,7 +53,7 @@ class Refusals(NamedTuple):
             )
 
     def advice(self, model: keras.Model, trial: WeightingTrial | None) -> str:
-        """What to write where a trial doesn't show what the loss divides by."""
+        """Advice where a trial doesn't find the loss's divisor."""
         if trial is None or trial.ambiguous or trial.random:
             name = self.divider.configured_by
             return (
@@ -69,11 +69,11 @@ class Refusals(NamedTuple):
         )
 
     def of_difference(self, difference: str, *, in_train_step: bool = False) -> str:
-        """The error for a loss whose parts, on rows of the first batch, don't give the gradient of the whole."""
+        """The error for a loss whose parts, on rows of the first batch, don't give the batch's gradient."""
         compiled = None if in_train_step else self.divider.for_compiled_losses
         return (
-            f"{difference}: its loss divides by what depends on the values of the rows, such as a count of labels that "
-            f"aren't missing, or compares examples. {self._to_state} {compiled or self.divider.for_any_loss}"
+            f"{difference}: its loss divides by a number that depends on the rows' values, such as a count of labels "
+            f"that aren't missing, or compares examples. {self._to_state} {compiled or self.divider.for_any_loss}"
         )
 
     @property
@@ -104,7 +104,7 @@ def weighted_scalar_refusal(model: keras.Model, what: str) -> ValueError:
 
 
 def added_scalar_refusal(model: keras.Model, what: str, *, in_window: bool = False) -> ValueError:
-    """The error for a number of a custom `train_step` that a `Sum` is given, and that can't be added up from parts."""
+    """The error for a number that a custom `train_step` gives to a `Sum`, and that parts don't add up to."""
     relation = "not the sum of" if in_window else "neither the sum nor the mean of"
     return ValueError(
         f"The train_step of {type(model).__name__} gives {what} a number for the whole batch that is {relation} its "
@@ -115,7 +115,7 @@ def added_scalar_refusal(model: keras.Model, what: str, *, in_window: bool = Fal
 
 
 def problem_of(trial: WeightingTrial | None) -> str | None:
-    """Why a trial doesn't show what a loss divides by."""
+    """Why a trial doesn't find a loss's divisor."""
     if trial is None:
         return "It could not be tried on made-up rows; the log says why."
     if trial.random:
@@ -123,15 +123,15 @@ def problem_of(trial: WeightingTrial | None) -> str | None:
     if not trial.fitting:
         return seen(trial)
     if trial.ambiguous:
-        return "On made-up rows the mask of the output hides nothing, so whether it divides by it is unknown."
+        return "On made-up rows the mask of the output hides nothing, so whether it divides by the mask is unknown."
     return None
 
 
 def seen(trial: WeightingTrial) -> str:
-    """What a trial has shown."""
+    """Describes the evidence of a trial."""
     return (
         f"On {ROWS} made-up rows, and on {FIRST} and {ROWS - FIRST} of them, the weighted gradients of the parts don't "
-        f"add up to that of the whole: {trial}."
+        f"add up to the gradient of the whole: {trial}."
     )
 
 
@@ -142,7 +142,7 @@ def layers_of_batch_statistics(model: keras.Model) -> list[keras.layers.BatchNor
 
 
 def count_layers(layers: Sequence[keras.layers.BatchNormalization], verb: str) -> str:
-    """These layers by their number, as the subject of a sentence: a model has dozens."""
+    """The number of layers, as the subject of a sentence: a model has dozens."""
     return f"{len(layers)} BatchNormalization layer{'s' * (len(layers) > 1)} {verb}{'s' * (len(layers) == 1)}"
 
 

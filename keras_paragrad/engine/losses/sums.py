@@ -35,8 +35,8 @@ class LossSums(NamedTuple):
     """The losses of a part of a batch, which can be summed over parts.
 
     Attributes:
-        vector: Numerators, divisors and rows. The first numerator is of the part of the total that is no output's loss;
-            the others are of the outputs' losses. The divisor of a sum is 0.
+        vector: Numerators, divisors and rows. The first numerator is for the part of the total that isn't an output's
+            loss, the others are for the outputs' losses. The divisor of a sum is 0.
         form: How to read the vector.
     """
 
@@ -50,11 +50,11 @@ class LossSums(NamedTuple):
         return self._replace(vector=tf.where(nonempty, self.vector, tf.zeros_like(self.vector)))
 
     def of_some_rows(self, rows: tf.Tensor) -> "LossSums":
-        """The sums if only `rows` rows have a weight; losses are divided by rows, or by nothing."""
+        """The sums if only `rows` rows have a weight; losses are means over rows, or sums."""
         entries = 1 + len(self.form.factors)
         first, others, divisors, total = tf.split(self.vector, [1, entries - 1, entries, 1])
         share = tf.math.divide_no_nan(tf.cast(rows, total.dtype), total)
-        # The first entry is of weight regularizers, which don't depend on the number of rows.
+        # The first entry has the weight regularizers, which don't depend on the number of rows.
         return self._replace(vector=tf.concat([first * share, others, divisors * share, total * share], 0))
 
 
@@ -74,7 +74,7 @@ def total_losses(vector: tf.Tensor, form: LossForm) -> tuple[tf.Tensor, tf.Tenso
     entries = 1 + len(form.factors)
     numerators, divisors, rows = tf.split(vector, [entries, entries, 1])
     values = tf.where(divisors == 0, numerators, tf.math.divide_no_nan(numerators, divisors))
-    factors = tf.convert_to_tensor([tf.cast(each, values.dtype) for each in form.factors], values.dtype)
+    factors = tf.convert_to_tensor([tf.cast(factor, values.dtype) for factor in form.factors], values.dtype)
     total = values[0] + tf.reduce_sum(values[1:] * tf.reshape(factors, (entries - 1,)))
     return tf.concat([[total], values[1:]], 0), rows[0]
 
@@ -169,7 +169,7 @@ class LossWindow(SavedVariables):
         super().__init__()
         self.outputs = outputs_of(model)
         entries = 1 + self.outputs
-        # The sums, and the totals and counts that the trackers have of the window so far.
+        # The sums, and the trackers' totals and counts for the window so far.
         shape = (2 * entries + 1 + 2 * entries,)
         self.state = self.add("losses", shape, model._loss_tracker.dtype, aggregation="sum", local=True)
 
@@ -195,7 +195,7 @@ class TrackedLosses:
         self.model: keras.Model = model
         self.form: LossForm = sums.form
         self.window, self.ends, self.on_first = window, ends, on_first
-        # Sums, and then the totals and counts that the trackers have of the window: see `LossWindow`.
+        # Sums, then the trackers' totals and counts for the window: see `LossWindow`.
         entries = 1 + len(sums.form.factors)
         self.part = tf.concat([sums.vector, tf.zeros([2 * entries], sums.vector.dtype)], 0)
         if window is not None:
@@ -212,7 +212,7 @@ class TrackedLosses:
             self.add(sum_over_replicas([self.part])[0])
 
     def add(self, total: tf.Tensor) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Adds the sum of all replicas' `part` to the trackers; returns each variable with what all replicas added."""
+        """Adds the sum of all replicas' `part` to the trackers; returns the variables with their increments."""
         return self._add(total, replica_count())
 
     @property
@@ -220,7 +220,7 @@ class TrackedLosses:
         return [self.model._loss_tracker, *(self.model._compile_loss.metrics if self.model._compile_loss else ())]
 
     def _add(self, total: tf.Tensor, replicas: int) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Adds what the sums change in the trackers; `replicas` replicas add the same."""
+        """Adds the sums' changes to the trackers; `replicas` replicas add the same."""
         entries = 1 + len(self.form.factors)
         sums, added_totals, added_counts = tf.split(total, [2 * entries + 1, entries, entries])
         values, rows = total_losses(sums, self.form)
@@ -240,7 +240,7 @@ class TrackedLosses:
         return added
 
     def _of_replica(self, total: tf.Tensor, replicas: int) -> tf.Tensor:
-        """What this replica holds of a sum over `replicas` replicas."""
+        """This replica's share of a sum over `replicas` replicas."""
         if not self.on_first:
             return total / replicas
         return total if replica_index() == 0 else tf.zeros_like(total)

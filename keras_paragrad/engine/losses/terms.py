@@ -34,7 +34,7 @@ class LossTerm:
         y_true, y_pred, sample_weight: Its arguments.
         result: Its result.
         computed: The loss of every element, if the call has computed it.
-        by_example: Whether its gradient is that of the mean of the examples' masked means.
+        by_example: Whether to take the gradient of the mean of the examples' masked means.
     """
 
     loss: keras.losses.Loss
@@ -64,7 +64,7 @@ class LossTerm:
         def convert(tensor: Array):
             return keras.ops.convert_to_tensor(tensor, dtype=self.loss.dtype)
 
-        arguments = (keras.tree.map_structure(convert, each) for each in (self.y_true, self.y_pred))
+        arguments = (keras.tree.map_structure(convert, tensors) for tensors in (self.y_true, self.y_pred))
         with untouched(self.loss, without_assignments()):
             return tf.convert_to_tensor(self.loss.call(*arguments))
 
@@ -95,7 +95,7 @@ class LossTerm:
         dtype = self.loss.dtype
         mask = tf.cast(self.mask, dtype)
         inner = list(range(1, mask.shape.rank))
-        # Keras scales the mask of a batch like this; here, that of each example.
+        # Keras scales a batch's mask like this; here, each example's.
         size = tf.cast(tf.reduce_prod(tf.shape(mask)[1:]), mask.dtype)
         weight = mask * tf.math.divide_no_nan(size, tf.reduce_sum(mask, inner, keepdims=True))
         if self.sample_weight is not None:
@@ -115,7 +115,7 @@ def is_summed(model: keras.Model) -> bool:
 def loss_weights_of(model: keras.Model) -> list[Any]:
     """The weight of each compiled loss, once they are built: a number, or a variable that training may change."""
     flat = model._compile_loss._flat_losses
-    return [1.0 if each.loss_weights is None else each.loss_weights for each in flat]
+    return [1.0 if loss.loss_weights is None else loss.loss_weights for loss in flat]
 
 
 class _Listener(NamedTuple):
@@ -126,7 +126,7 @@ class _Listener(NamedTuple):
 
 
 class _Recordings(MethodPatch):
-    """Has a compiled loss's losses and trackers inform those who listen on this replica.
+    """Makes a compiled loss's losses and trackers inform the listeners on this replica.
 
     The traces of replicas may be interleaved, and each records its own terms.
     """
@@ -150,14 +150,14 @@ class _Recordings(MethodPatch):
     def restore(self) -> None:
         super().restore()
         flat = self.compiled._flat_losses or []
-        self._set([each.loss.loss if isinstance(each.loss, _Recording) else each.loss for each in flat])
+        self._set([entry.loss.loss if isinstance(entry.loss, _Recording) else entry.loss for entry in flat])
 
     def _build(self, build: Callable[..., None], *arguments: Structure) -> None:
         build(*arguments)
         self._record()
 
     def _record(self) -> None:
-        self._set([_Recording(each.loss, self) for each in self.compiled._flat_losses])
+        self._set([_Recording(entry.loss, self) for entry in self.compiled._flat_losses])
         for tracker in self.compiled.metrics:
             self.replace(tracker, "update_state", functools.partial(self._track, tracker.update_state))
 
@@ -192,7 +192,7 @@ class _Recording:
 
 
 class _NotedCall:
-    """The `call` of a loss, which notes what it returns."""
+    """The `call` of a loss, which records its results."""
 
     def __init__(self, call: Callable[..., Any]):
         self.call, self.values = call, list[Any]()
@@ -204,9 +204,9 @@ class _NotedCall:
 
 @contextlib.contextmanager
 def _noted_values(loss: keras.losses.Loss) -> Generator[list[Any]]:
-    """Context in which a loss appends what its `call` returns to the yielded list."""
+    """Context in which a loss appends the results of its `call` to the yielded list."""
     call: Any = loss.call
-    # Another replica's, whose trace waits for this one.
+    # Another replica's call, whose trace waits for this one.
     noted = _NotedCall(call.call if isinstance(call, _NotedCall) else call)
     replaced = vars(loss).get("call")
     vars(loss)["call"] = noted

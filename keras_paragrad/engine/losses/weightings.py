@@ -1,4 +1,4 @@
-"""What a loss may be divided by: the values of `weighting`."""
+"""The divisors of losses: the values of `weighting`."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,14 +11,14 @@ from keras_paragrad.compat.types import LossArguments, Scalar, Structure
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.replicas.replica_batch import rows_of
 
-# The arguments of a function that is a `weighting`.
+# The arguments of a `weighting` function.
 PARAMETERS = ("x", "y", "y_pred", "sample_weight")
-# Maps them, of a part of a batch to what its loss is divided by.
+# Maps the arguments, for a part of a batch, to the divisor of its loss.
 DivisorFunction = Callable[[Structure, Structure, Structure, Structure], Scalar]
 
 
 class Weighting(NamedTuple):
-    """What a loss is divided by, which is the weight of a part's gradient in the batch's.
+    """The divisor of a loss, which is the weight of a part's gradient in the batch's gradient.
 
     Attributes:
         name: `"examples"`, `"sample_weight"`, `"mask"` or `"sum"`, or the name of a function.
@@ -35,7 +35,7 @@ class Weighting(NamedTuple):
         return Normalizer(self.divisor(arguments), stated=self.name)
 
     def value(self, arguments: LossArguments) -> Scalar:
-        """What the loss of a part of a batch is divided by: 0 for a sum."""
+        """The divisor of a part's loss; 0 for a sum."""
         return self.divisor(arguments) if self.divisor else 0.0
 
     @property
@@ -54,7 +54,7 @@ def weighting_of(stated: str | DivisorFunction) -> Weighting | None:
         if value.shape.rank != 0:
             raise ValueError(
                 f"The function {name!r} of `weighting` returned a tensor of shape {value.shape}, and must return one "
-                "number: what the loss of a part of a batch is divided by. Write keras.ops.sum(...) around it."
+                "number: the divisor of the loss of a part of a batch. Write keras.ops.sum(...) around it."
             )
         return tf.cast(value, "float32")
 
@@ -87,8 +87,8 @@ def _sum(tensor: tf.Tensor) -> tf.Tensor:
 
 
 WEIGHTINGS = {
-    each.name: each
-    for each in (
+    weighting.name: weighting
+    for weighting in (
         Weighting("examples", _examples),
         Weighting("sample_weight", _sample_weight),
         Weighting("mask", _mask),
