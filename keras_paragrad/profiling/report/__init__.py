@@ -23,9 +23,9 @@ from keras_paragrad.profiling.summary import PARTS, RunInfo
 
 __all__ = ["write_report"]
 
-# Where names and code are broken if they don't fit into a line: after a slash or a dot, and between words in CamelCase.
+# Where long names and code may break across lines: after a slash or a dot, and between words in CamelCase.
 _WORD_END = re.compile(r"(?<=\w)[./](?=\w)|(?<=[a-z])(?=[A-Z])")
-# In the head of each of our reports.
+# Marks our reports, in their head.
 _GENERATOR = b'<meta name="generator" content="keras_paragrad">'
 
 
@@ -45,14 +45,14 @@ def write_report(
         log_dir: The log directory of `Profiler`, `GradientTelemetry` or `Throughput`; traces of other tools work too.
         output: The file to write; by default `report.html` in `log_dir`, or `comparison.html` with `compare`. An
             existing report is replaced.
-        compare: The log directory of another run to compare with, or those of several.
+        compare: The log directory, or directories, of other runs to compare with.
 
     Returns:
         The path of the file.
 
     Raises:
         FileNotFoundError: A log directory does not exist, or holds nothing to report on.
-        FileExistsError: `output` is an existing file that is not such a report.
+        FileExistsError: `output` is an existing file that is not a report.
         ValueError: A path isn't one, or `compare` has no run or too many.
         MissingExtraError: Jinja2 is not installed, or pyarrow for Parquet tables.
 
@@ -113,7 +113,7 @@ def _refuse_to_replace(path: Path) -> None:
             )
 
 
-# Cached with the compiled templates, as compiling them takes longer than all else.
+# Cached, as compiling the templates takes longer than all else.
 @functools.cache
 def _environment() -> Any:
     """The Jinja environment of the templates."""
@@ -163,7 +163,7 @@ def _comparison(runs: list[Run]) -> dict[str, Any]:
     """The variables of the comparison's template."""
     windows = [compare_view.newest_window(run) for run in runs]
     figures = [figures_of(window.summary.steps) if window else None for window in windows]
-    longest = max((each.longest for each in figures if each), default=0.0)
+    longest = max((figure.longest for figure in figures if figure), default=0.0)
     return {
         "title": f"{', '.join(run.name for run in runs[:-1])} and {runs[-1].name} compared",
         "runs": list(zip(compare_view.LETTERS, runs, strict=False)),

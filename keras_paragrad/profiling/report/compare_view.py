@@ -18,7 +18,7 @@ from keras_paragrad.profiling.report.step_chart import PART_NAMES, figures_of
 from keras_paragrad.profiling.report.window_view import MOST_OPERATIONS, shorten
 from keras_paragrad.profiling.summary import PARTS, ProfileSummary
 
-# As many lines of one quantity as colours and dashes can tell apart.
+# The most lines of one quantity that colours and dashes distinguish.
 MOST_RUNS = 25
 LETTERS = string.ascii_uppercase[:MOST_RUNS]
 _CHARTS = (*THROUGHPUT_CHARTS, *GRADIENT_CHARTS)
@@ -26,7 +26,7 @@ _CHARTS = (*THROUGHPUT_CHARTS, *GRADIENT_CHARTS)
 
 @dataclass(frozen=True)
 class Row:
-    """A figure of every run, and its changes from the first run to each of the others."""
+    """A figure of every run, and its changes from the first run to each other run."""
 
     name: str
     values: tuple[str, ...]
@@ -41,31 +41,31 @@ def newest_window(run: Run) -> ProfiledWindow | None:
 
 
 def newest_summary(run: Run) -> ProfileSummary:
-    """The summary of that window, or an empty one."""
+    """The summary of the newest window, or an empty one."""
     window = newest_window(run)
     return window.summary if window else ProfileSummary()
 
 
 def main_rows(runs: Sequence[Run]) -> tuple[Row, ...]:
-    """Step times, shares, memory and speed."""
+    """Rows of step times, shares, memory and speed."""
     figures = [figures_of(newest_summary(run).steps) for run in runs]
     rows = [
-        _row("Step time, median", [each and each.median for each in figures], milliseconds),
-        _row("Step time, 95th percentile", [each and each.p95 for each in figures], milliseconds),
+        _row("Step time, median", [figure and figure.median for figure in figures], milliseconds),
+        _row("Step time, 95th percentile", [figure and figure.p95 for figure in figures], milliseconds),
         *(
-            _row(f"Share: {PART_NAMES[part]}", [each and each.shares[part] for each in figures], share)
+            _row(f"Share: {PART_NAMES[part]}", [figure and figure.shares[part] for figure in figures], share)
             for part in PARTS
         ),
     ]
     hidden = [newest_summary(run).communication for run in runs]
-    rows.append(_row("Collectives hidden behind computing", [each and each.share for each in hidden], share))
+    rows.append(_row("Collectives hidden behind computing", [time and time.share for time in hidden], share))
     peaks = [newest_summary(run).peak_memory for run in runs]
     devices = dict.fromkeys(device for peak in peaks for device in peak)
     rows += [_row(f"Peak memory: {device}", [peak.get(device) for peak in peaks], size) for device in devices]
     held = [{use.name: max(use.values) for use in newest_summary(run).memory if use.values} for run in runs]
-    # The process's is among the peaks.
-    allocators = [name for name in dict.fromkeys(name for each in held for name in each) if name != "host"]
-    rows += [_row(f"Most memory held: {name}", [each.get(name) for each in held], size) for name in allocators]
+    # The process's memory is among the peaks.
+    allocators = [name for name in dict.fromkeys(name for sizes in held for name in sizes) if name != "host"]
+    rows += [_row(f"Most memory held: {name}", [sizes.get(name) for sizes in held], size) for name in allocators]
     for spec in _CHARTS:
         rows += [
             _row(
@@ -75,14 +75,14 @@ def main_rows(runs: Sequence[Run]) -> tuple[Row, ...]:
             )
             for quantity, name in spec.quantities.items()
         ]
-    # Nor are shares worth a row that are 0 in all runs.
+    # Leaves out figures that are unknown, or shares of 0, in all runs.
     return tuple(row for row in rows if not set(row.values) <= {UNKNOWN, share(0.0)})
 
 
 def operation_rows(runs: Sequence[Run]) -> tuple[Row, ...]:
-    """The operations that take longest in any run, in milliseconds per batch."""
+    """Rows of the operations that take longest in any run, in milliseconds per batch."""
     summaries = [newest_summary(run) for run in runs]
-    times = [{each.name: summary.per_step(each) for each in summary.operations} for summary in summaries]
+    times = [{operation.name: summary.per_step(operation) for operation in summary.operations} for summary in summaries]
     names = _by_longest(times)
     return tuple(
         _row(shorten(name), [time.get(name) for time in times], milliseconds) for name in names[:MOST_OPERATIONS]
@@ -90,19 +90,19 @@ def operation_rows(runs: Sequence[Run]) -> tuple[Row, ...]:
 
 
 def layer_time_rows(runs: Sequence[Run]) -> tuple[Row, ...]:
-    """The layers that take longest in any run, in milliseconds per batch."""
+    """Rows of the layers that take longest in any run, in milliseconds per batch."""
     summaries = [newest_summary(run) for run in runs]
-    times = [{each.name: each.total / (len(summary.steps) or 1) for each in summary.layers} for summary in summaries]
+    times = [{layer.name: layer.total / (len(summary.steps) or 1) for layer in summary.layers} for summary in summaries]
     names = _by_longest(times)
     return tuple(_row(name, [time.get(name) for time in times], milliseconds) for name in names[:MOST_LAYERS])
 
 
 def layer_rows(runs: Sequence[Run]) -> tuple[tuple[str, tuple[Row, ...]], ...]:
-    """The median per layer of each quantity."""
+    """The title of each quantity, and rows of its medians by layer."""
     by_title = []
     for quantity, title in LAYER_QUANTITIES.items():
         layers = dict.fromkeys(
-            each.name for run in runs for each in run.telemetry if each.quantity == quantity and each.name
+            record.name for run in runs for record in run.telemetry if record.quantity == quantity and record.name
         )
         rows = tuple(
             _row(layer, [median_of(run.telemetry, quantity, layer) for run in runs], number)
@@ -114,15 +114,15 @@ def layer_rows(runs: Sequence[Run]) -> tuple[tuple[str, tuple[Row, ...]], ...]:
 
 
 def combined_charts(runs: Sequence[Run]) -> tuple[LineChart, ...]:
-    """The whole-model quantities of all runs in the same charts; of more than two runs, each quantity in its own."""
+    """Charts of whole-model quantities for all runs; for more than two runs, one chart for each quantity."""
     specs = _CHARTS if len(runs) == 2 else [single for spec in _CHARTS for single in spec.singles]
     charts = []
     for spec in specs:
         series = [
-            replace(each, name=f"{letter}: {spec.quantities[each.quantity]}")
+            replace(record, name=f"{letter}: {spec.quantities[record.quantity]}")
             for letter, run in zip(LETTERS, runs, strict=False)
-            for each in (*run.telemetry, *run.throughput)
-            if each.quantity in spec.quantities and not each.name
+            for record in (*run.telemetry, *run.throughput)
+            if record.quantity in spec.quantities and not record.name
         ]
         if chart := spec.draw(series):
             charts.append(chart)

@@ -21,12 +21,12 @@ class Lane:
     """One bar: its position in the chart, in percent.
 
     Attributes:
-        name: Written to its left, or above it.
-        top: Where its boxes begin.
+        name: The name, written to its left or above it.
+        top: The top of its boxes.
         height: Their height.
-        boxes: What it consists of.
-        name_top: Where the name is written above it, or `None` for its left.
-        is_apart: Whether it is something else than the others, whose name is in italics.
+        boxes: Its parts.
+        name_top: The position of a name above it, or `None` for a name to its left.
+        is_apart: Whether it differs in kind from the others, so that its name is in italics.
     """
 
     name: str
@@ -49,7 +49,7 @@ class LanesChart:
         heads: The heads of the table.
         rows: Its cells.
         description: A sentence for screen readers.
-        note: What a reader should know.
+        note: Remarks for readers.
     """
 
     title: str

@@ -15,7 +15,7 @@ _HEADS = ("layer", "total", *_PASS_NAMES.values(), "share")
 
 def layers_chart(summary: ProfileSummary) -> LanesChart | None:
     """Draws the layers that take longest, each as a bar of its passes; `None` if the trace names no layer."""
-    # Waiting for other replicas would dwarf what a layer takes.
+    # Waiting for other replicas would dwarf the layers' times.
     layers = [layer for layer in summary.layers if layer.is_layer or layer.name != COLLECTIVES]
     if not layers:
         return None
@@ -25,19 +25,19 @@ def layers_chart(summary: ProfileSummary) -> LanesChart | None:
     x_axis = axis_for([drawn[0].total / batches], milliseconds, may_be_logarithmic=False)
     height = 100 / len(drawn)
     lanes = tuple(_lane(layer, index * height, height, batches, x_axis) for index, layer in enumerate(drawn))
-    passes = [each for each in PASSES if any(getattr(layer, each) for layer in layers)]
+    passes = [pass_ for pass_ in PASSES if any(getattr(layer, pass_) for layer in layers)]
     notes = ["Times of threads and devices that compute at once add up."]
     if len(drawn) < len(layers):
         notes.append(f"{len(drawn)} of {count(len(layers))} are drawn, the table has {_table_size(layers)}.")
     if any(not layer.is_layer for layer in layers):
-        notes.append("In italics is what belongs to no layer, or doesn't name it, as gradients written by hand.")
+        notes.append("Entries in italics belong to no layer, or don't name it, as gradients written by hand.")
     per = "per batch" if summary.steps else "in the window"
     longest = "; ".join(f"{layer.name}: {milliseconds(layer.total / batches)}" for layer in drawn[:3])
     return LanesChart(
         title=f"Time {per} by layer",
         x_axis=x_axis,
         lanes=lanes,
-        legend=tuple((each, _PASS_NAMES[each]) for each in passes),
+        legend=tuple((pass_, _PASS_NAMES[pass_]) for pass_ in passes),
         heads=_HEADS,
         rows=tuple(_cells(layer, batches, total) for layer in layers[:MOST_LAYERS]),
         description=f"Time {per} of {count(len(layers))} layers, by pass. Longest: {longest}.",
@@ -46,19 +46,19 @@ def layers_chart(summary: ProfileSummary) -> LanesChart | None:
 
 
 def kind_rows(summary: ProfileSummary) -> tuple[tuple[tuple[str, ...], float], ...]:
-    """The cells of each kind of operation, and its share in percent; the last row has the sum of those left out."""
+    """The cells of each kind of operation, and its share in percent; the last row sums the kinds left out."""
     batches = len(summary.steps) or 1
     kinds: Sequence[KindTime] = summary.kinds
     if len(kinds) > MOST_KINDS:
         rest = kinds[MOST_KINDS - 1 :]
-        sums = [sum(getattr(each, name) for each in rest) for name in ("count", "milliseconds", "share")]
+        sums = [sum(getattr(kind, name) for kind in rest) for name in ("count", "milliseconds", "share")]
         kinds = [*kinds[: MOST_KINDS - 1], KindTime(f"{len(rest)} other kinds", *sums)]
     return tuple(
         (
-            (each.kind, milliseconds(each.milliseconds / batches), share(each.share), count(each.count)),
-            round(100 * each.share, 1),
+            (kind.kind, milliseconds(kind.milliseconds / batches), share(kind.share), count(kind.count)),
+            round(100 * kind.share, 1),
         )
-        for each in kinds
+        for kind in kinds
     )
 
 
@@ -69,12 +69,12 @@ def _table_size(layers: Sequence[LayerTime]) -> str:
 def _lane(layer: LayerTime, top: float, height: float, batches: int, x_axis: Axis) -> Lane:
     boxes: list[Box] = []
     start = 0.0
-    for each in PASSES:
-        time = getattr(layer, each) / batches
+    for pass_ in PASSES:
+        time = getattr(layer, pass_) / batches
         if time > 0:
             left, right = x_axis.position(start), x_axis.position(start + time)
-            tooltip = f"{layer.name}, {_PASS_NAMES[each]}: {milliseconds(time)}"
-            boxes.append(Box(each, left, round(right - left, 2), "", tooltip))
+            tooltip = f"{layer.name}, {_PASS_NAMES[pass_]}: {milliseconds(time)}"
+            boxes.append(Box(pass_, left, round(right - left, 2), "", tooltip))
             start += time
     # The upper half has the name.
     name_top, bar_top = round(top + 0.25 * height, 2), round(top + 0.45 * height, 2)
@@ -82,6 +82,6 @@ def _lane(layer: LayerTime, top: float, height: float, batches: int, x_axis: Axi
 
 
 def _cells(layer: LayerTime, batches: int, total: float) -> tuple[str, ...]:
-    passes = (getattr(layer, each) / batches for each in PASSES)
+    passes = (getattr(layer, pass_) / batches for pass_ in PASSES)
     times = (milliseconds(time) if time else "–" for time in passes)
     return (layer.name, milliseconds(layer.total / batches), *times, share(layer.total / total))

@@ -19,7 +19,7 @@ from keras_paragrad.profiling.report.formatting import (
 )
 from keras_paragrad.profiling.report.runs import Series
 
-# As many lines as a reader can tell apart by colour and dashes.
+# The most lines that a reader can distinguish by colour and dashes.
 MOST_LINES = 5
 _TABLE_ROWS = 12
 _NO_VALUE = "·"
@@ -62,7 +62,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """The position, in percent, at which time was excluded from the values, and the quantity that has it."""
+    """The quantity of time excluded from the values at a step, and the step's position in percent."""
 
     kind: str
     position: float
@@ -130,32 +130,34 @@ def line_chart(
         step_unit: What the steps are: updates of the optimizer, or batches.
         excluded: The seconds excluded from the values at each step, by description.
     """
-    series = [each for each in series if len(each.values)]
+    series = [record for record in series if len(record.values)]
     if not series:
         return None
-    finite = np.concatenate([each.finite for each in series])
+    finite = np.concatenate([record.finite for record in series])
     values = [float(value) for value in finite]
     y_axis = axis_for(values, formatter, may_be_logarithmic, binary=formatter is size)
     marked = (excluded or {}).items()
-    drawn = [*series, *(each for _, each in marked)]
-    first, last = (bound([each.steps[at] for each in drawn]) for bound, at in ((min, 0), (max, -1)))
+    drawn = [*series, *(record for _, record in marked)]
+    first, last = (bound([record.steps[at] for record in drawn]) for bound, at in ((min, 0), (max, -1)))
     x_axis = steps_axis(math.floor(first), math.ceil(last), count)
     return LineChart(
         title=f"{title}, logarithmic" if y_axis.logarithmic else title,
         step_unit=step_unit,
         x_axis=x_axis,
         y_axis=y_axis,
-        lines=tuple(_line(each, index, x_axis, y_axis, step_unit) for index, each in enumerate(series)),
-        heads=(step_unit, *(each.name or "value" for each in series)),
+        lines=tuple(_line(record, index, x_axis, y_axis, step_unit) for index, record in enumerate(series)),
+        heads=(step_unit, *(record.name or "value" for record in series)),
         rows=_table(series, formatter),
         notes=_notes(series, y_axis),
         marks=tuple(
-            Mark(each.quantity, position)
-            for _, each in marked
+            Mark(record.quantity, position)
+            for _, record in marked
             # Rounded, so that marks remain distinguishable.
-            for position in sorted({float(round(x_axis.position(float(step)))) for step in each.steps})
+            for position in sorted({float(round(x_axis.position(float(step)))) for step in record.steps})
         ),
-        mark_legend=tuple((each.quantity, f"{name}, left out: {number(each.finite.sum())} s") for name, each in marked),
+        mark_legend=tuple(
+            (record.quantity, f"{name}, left out: {number(record.finite.sum())} s") for name, record in marked
+        ),
     )
 
 
@@ -206,7 +208,7 @@ def _statistics(series: Series, formatter: Formatter, step_unit: str) -> dict[st
 
 
 def _passed(step: float) -> str:
-    """A step; for a part of a batch, with the tenths of it that have passed."""
+    """Formats a step; within a batch, with the tenths that have passed."""
     return count(step) if float(step).is_integer() else f"{math.floor(10 * step) / 10:,.1f}"
 
 
@@ -215,10 +217,10 @@ def _format(value: float, formatter: Formatter) -> str:
 
 
 def _table(series: Sequence[Series], formatter: Formatter) -> tuple[tuple[str, ...], ...]:
-    """Some evenly spaced steps, and their values."""
-    steps = np.unique(np.concatenate([each.steps for each in series]))
+    """Rows of some evenly spaced steps, and their values."""
+    steps = np.unique(np.concatenate([record.steps for record in series]))
     chosen = steps[np.unique(np.linspace(0, len(steps) - 1, _TABLE_ROWS).round().astype(int))]
-    columns = [dict(zip(each.steps, each.values, strict=True)) for each in series]
+    columns = [dict(zip(record.steps, record.values, strict=True)) for record in series]
     return tuple(
         (
             _passed(step),
@@ -229,16 +231,16 @@ def _table(series: Sequence[Series], formatter: Formatter) -> tuple[tuple[str, .
 
 
 def _notes(series: Sequence[Series], y_axis: Axis) -> tuple[str, ...]:
-    """What the chart leaves out, or draws at its edge."""
+    """Notes on values that the chart leaves out, or draws at its edge."""
     notes = []
-    longest = max(len(each.values) for each in series)
+    longest = max(len(record.values) for record in series)
     if longest > MOST_POINTS:
         notes.append(
             f"{count(longest)} values, drawn as at most {MOST_POINTS} points: each span's smallest and largest."
         )
-    nonfinite = sum(len(each.values) - len(each.finite) for each in series)
+    nonfinite = sum(len(record.values) - len(record.finite) for record in series)
     if nonfinite:
         notes.append(f"{count(nonfinite)} values are NaN or infinite: marked ✕ at the upper edge.")
-    if y_axis.logarithmic and any((each.finite == 0).any() for each in series):
+    if y_axis.logarithmic and any((record.finite == 0).any() for record in series):
         notes.append("Values of 0 lie on the lower edge.")
     return tuple(notes)

@@ -72,7 +72,7 @@ class WorkerBatches:
         worker: Its number.
         batches: The batches' numbers, ascending.
         milliseconds: How long each took.
-        waiting: What of that it waited for other workers.
+        waiting: How long it waited for other workers in each.
     """
 
     worker: int
@@ -82,7 +82,7 @@ class WorkerBatches:
 
     @property
     def own(self) -> np.ndarray:
-        """The rest: its own work."""
+        """How long its own work took in each batch."""
         return np.maximum(self.milliseconds - self.waiting, 0.0)
 
 
@@ -138,7 +138,7 @@ def _nothing_to_report(folder: Path, notes: list[str]) -> str:
 
 
 def _windows(folder: Path, notes: list[str]) -> tuple[ProfiledWindow, ...]:
-    """The newest windows, oldest first. The newest without a summary of ours are analysed."""
+    """The newest windows, oldest first; analyses the newest traces without a summary of ours."""
     traces = sorted({path.parent for pattern in (TRACES, SUMMARIES) for path in folder.rglob(pattern)})
     # A window still being traced, or whose run was killed, is in a hidden folder.
     traces = [trace for trace in traces if not any(part.startswith(".") for part in trace.relative_to(folder).parts)]
@@ -181,7 +181,7 @@ def _read_summaries(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
 
 
 def _analyse(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
-    """The summary of a trace that was not analysed yet; a note if that fails."""
+    """Analyses a trace without a summary; adds a note if that fails."""
     from keras_paragrad.profiling.analysis import summarize
 
     try:
@@ -193,7 +193,7 @@ def _analyse(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
 
 
 def _series(folder: Path, name: str, notes: list[str]) -> tuple[Series, ...]:
-    """The series of a file; a note if it can't be read."""
+    """The series of a file; adds a note if it can't be read."""
     try:
         return read_series(folder, name)
     # A Parquet file of a run that is still running, or was killed, has no footer.
@@ -205,7 +205,7 @@ def _series(folder: Path, name: str, notes: list[str]) -> tuple[Series, ...]:
 
 
 def _run_info(folder: Path, windows: tuple[ProfiledWindow, ...]) -> RunInfo:
-    """From `run.json`, or else from the newest window."""
+    """The run's description, from `run.json` or else from the newest window."""
     try:
         return RunInfo.from_dict(read_json((folder / "run.json").read_text("utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -234,7 +234,7 @@ def read_series(folder: Path, name: str) -> tuple[Series, ...]:
 
 
 def read_workers(folder: Path, count: int) -> tuple[WorkerBatches, ...]:
-    """The batches of a run's workers in the newest window that all of them timed, in order; none of a single worker."""
+    """The batches of a run's workers in the newest window that all of them timed, in order; empty for one worker."""
     by_worker = [_batches_by_window(folder / WORKER_FILES.replace("*", str(worker))) for worker in range(count)]
     known = {worker: windows for worker, windows in enumerate(by_worker) if windows}
     if count < 2 or not known:
@@ -252,7 +252,7 @@ def read_workers(folder: Path, count: int) -> tuple[WorkerBatches, ...]:
 
 
 def _batches_by_window(path: Path) -> dict[float, dict[float, tuple[float, float]]]:
-    """By window and batch, the time of the batch and what of it was waited; incomplete rows are skipped."""
+    """The time of a batch and the waiting time in it, by window and batch; skips incomplete rows."""
     windows: dict[float, dict[float, tuple[float, float]]] = defaultdict(dict)
     for row in _csv_rows(path) if path.is_file() else ():
         try:
@@ -265,14 +265,14 @@ def _batches_by_window(path: Path) -> dict[float, dict[float, tuple[float, float
 
 def without_idle(series: Sequence[Series]) -> tuple[Series, ...]:
     """Drops the norms after clipping where nothing was clipped, and a loss scale that is always 1."""
-    before = {each.name: each for each in series if each.quantity == "gradient_norm"}
+    before = {record.name: record for record in series if record.quantity == "gradient_norm"}
 
-    def is_idle(one: Series) -> bool:
-        if one.quantity == "clipped_gradient_norm" and one.name in before:
-            return np.array_equal(one.values, before[one.name].values, equal_nan=True)
-        return one.quantity == "loss_scale" and bool((one.values == 1).all())
+    def is_idle(record: Series) -> bool:
+        if record.quantity == "clipped_gradient_norm" and record.name in before:
+            return np.array_equal(record.values, before[record.name].values, equal_nan=True)
+        return record.quantity == "loss_scale" and bool((record.values == 1).all())
 
-    return tuple(each for each in series if not is_idle(each))
+    return tuple(record for record in series if not is_idle(record))
 
 
 def read_retraces(folder: Path) -> tuple[tuple[Retrace, ...], int]:

@@ -53,7 +53,7 @@ class ChartSpec:
 
     def draw(self, series: Sequence[Series], excluded: Mapping[str, Series] | None = None) -> LineChart | None:
         """Draws some series, with marks where time was excluded; `None` without values, or for shares of 0."""
-        if self.formatter in (count, share) and not any(each.values.any() for each in series):
+        if self.formatter in (count, share) and not any(record.values.any() for record in series):
             return None
         return line_chart(self.title, series, self.formatter, self.may_be_logarithmic, excluded=excluded)
 
@@ -94,7 +94,7 @@ THROUGHPUT_CHARTS = (
 )
 # Times in seconds that values exclude, with their names in the report.
 EXCLUDED = {"compile_s": "steps that compiled", "profiler_s": "pauses by Profiler"}
-# Quantities of which only the last value matters.
+# Quantities whose last value alone matters.
 _LAST_VALUES: dict[str, tuple[str, Formatter]] = {
     "time_to_first_step_s": ("Time to the first step", _seconds),
     "updates_per_second": ("Updates per second", number),
@@ -129,11 +129,11 @@ class LayerView:
 
 def charts(series: Sequence[Series], specs: Sequence[ChartSpec]) -> tuple[LineChart, ...]:
     """The charts of whole-model quantities for which there are records."""
-    of_model = {each.quantity: each for each in series if not each.name}
+    of_model = {record.quantity: record for record in series if not record.name}
     excluded = {name: of_model[quantity] for quantity, name in EXCLUDED.items() if quantity in of_model}
     drawn = (
         spec.draw(
-            [replace(of_model[each], name=name) for each, name in spec.quantities.items() if each in of_model],
+            [replace(of_model[key], name=name) for key, name in spec.quantities.items() if key in of_model],
             excluded if spec.has_exclusions else None,
         )
         for spec in specs
@@ -142,18 +142,18 @@ def charts(series: Sequence[Series], specs: Sequence[ChartSpec]) -> tuple[LineCh
 
 
 def last_values(series: Sequence[Series]) -> tuple[tuple[str, str], ...]:
-    """The quantities of which only the last value matters, with their titles."""
+    """The titles and values of quantities whose last value alone matters."""
     return tuple(
-        (_LAST_VALUES[each.quantity][0], _LAST_VALUES[each.quantity][1](float(each.values[-1])))
-        for each in series
-        if each.quantity in _LAST_VALUES and not each.name
+        (_LAST_VALUES[record.quantity][0], _LAST_VALUES[record.quantity][1](float(record.values[-1])))
+        for record in series
+        if record.quantity in _LAST_VALUES and not record.name
     )
 
 
 def layer_views(series: Sequence[Series]) -> tuple[LayerView, ...]:
     """A view for every quantity recorded per layer."""
     by_quantity = (
-        (quantity, [each for each in series if each.quantity == quantity and each.name])
+        (quantity, [record for record in series if record.quantity == quantity and record.name])
         for quantity in LAYER_QUANTITIES
     )
     return tuple(_layer_view(quantity, layers) for quantity, layers in by_quantity if layers)
@@ -161,7 +161,9 @@ def layer_views(series: Sequence[Series]) -> tuple[LayerView, ...]:
 
 def median_of(series: Sequence[Series], quantity: str, name: str = "") -> float | None:
     """The median of a quantity, or `None` if it has no finite value."""
-    finite = next((each.finite for each in series if (each.quantity, each.name) == (quantity, name)), np.array([]))
+    finite = next(
+        (record.finite for record in series if (record.quantity, record.name) == (quantity, name)), np.array([])
+    )
     return float(np.median(finite)) if len(finite) else None
 
 
@@ -189,7 +191,7 @@ def _layer_view(quantity: str, layers: Sequence[Series]) -> LayerView:
 
 
 def _select(layers: Sequence[Series]) -> list[Series]:
-    """The layers to draw: those with non-finite values, then the largest and the smallest; in the model's order."""
+    """Selects layers to draw: with non-finite values, then the largest and the smallest; in the model's order."""
     if len(layers) <= MOST_LINES:
         return list(layers)
     ranks = [_rank(layer) for layer in layers]

@@ -108,8 +108,8 @@ def _communication(summary: ProfileSummary) -> str:
         return ""
     per_batch = milliseconds(found.milliseconds / (len(summary.steps) or 1))
     return (
-        f"Collectives take {per_batch} per batch, of which {share(found.share)} are hidden: meanwhile the same device "
-        "computes. Above is what isn't hidden."
+        f"Collectives take {per_batch} per batch. {share(found.share)} of this time is hidden: meanwhile the same "
+        "device computes. The times above leave it out."
     )
 
 
@@ -136,7 +136,7 @@ def shorten(name: str) -> str:
 def stages_chart(times: PipelineTime) -> LanesChart:
     """Draws the stages of a pipeline, with a lane for each device."""
     x_axis = axis_for([times.duration], milliseconds, may_be_logarithmic=False)
-    keys = sorted({(each.stage, each.column) for each in times.work})
+    keys = sorted({(piece.stage, piece.column) for piece in times.work})
     height = 100 / max(1, len(keys))
     lanes = tuple(_lane(times, key, index * height, height, x_axis) for index, key in enumerate(keys))
     devices = f" and up to {times.columns} devices each, a, b and so on" if times.columns > 1 else ""
@@ -162,15 +162,15 @@ def _lane(times: PipelineTime, key: tuple[int, int], top: float, height: float, 
     """The lane of a stage's device, with a box for each piece of its work."""
     stage, column = key
     name = f"stage {stage}{_letters(column) if times.columns > 1 else ''}"
-    work = sorted((each for each in times.work if (each.stage, each.column) == key), key=lambda each: each.begins)
-    boxes = tuple(_box(each, work[index + 1 :], name, x_axis) for index, each in enumerate(work))
+    work = sorted((piece for piece in times.work if (piece.stage, piece.column) == key), key=lambda piece: piece.begins)
+    boxes = tuple(_box(piece, work[index + 1 :], name, x_axis) for index, piece in enumerate(work))
     return Lane(name, round(top + 0.1 * height, 2), round(0.8 * height, 2), boxes)
 
 
 def _sums(times: PipelineTime, key: tuple[int, int]) -> list[str]:
-    """How long a stage's device computes, forward and backward."""
-    work = [each for each in times.work if (each.stage, each.column) == key]
-    return [milliseconds(sum(each.duration for each in work if each.backward is back)) for back in (False, True)]
+    """The forward and backward times of a stage's device."""
+    work = [piece for piece in times.work if (piece.stage, piece.column) == key]
+    return [milliseconds(sum(piece.duration for piece in work if piece.backward is back)) for back in (False, True)]
 
 
 def _letters(column: int) -> str:
@@ -185,6 +185,6 @@ def _box(work: StageWork, later: Sequence[StageWork], name: str, x_axis: Axis) -
     width = round(right - left, 2)
     # A CPU may compute several micro-batches at once, whose boxes overlap.
     middle = work.begins + work.duration / 2
-    hidden = any(each.begins - work.duration / 4 <= middle <= each.begins + each.duration for each in later)
+    hidden = any(other.begins - work.duration / 4 <= middle <= other.begins + other.duration for other in later)
     number = "" if hidden or width < _LEAST_NUMBERED else str(work.micro_batch)
     return Box(kind, left, width, number, tooltip)

@@ -1,4 +1,4 @@
-"""The report's view of several workers: the batches of each, side by side, and which of them the others wait for."""
+"""The report's view of several workers: the batches of each, side by side, and the worker that the others wait for."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class WorkersView:
 
 
 def workers_view(workers: Sequence[WorkerBatches]) -> WorkersView | None:
-    """The view of the workers' batches, or `None` of fewer than two workers, or if nothing was measured."""
+    """The view of the workers' batches, or `None` for fewer than two workers, or if nothing was measured."""
     if len(workers) < 2 or not any(worker.waiting.any() for worker in workers):
         return None
     own = [float(np.median(worker.own)) for worker in workers]
@@ -60,7 +60,7 @@ def _chart(workers: Sequence[WorkerBatches], own: Sequence[float], evidence: str
     x_axis = axis_for([longest], milliseconds, may_be_logarithmic=False)
     height = 100 / len(drawn)
     batches = drawn[0].batches[:MOST_BATCHES]
-    notes = ["Each lane begins with the worker's first batch. What it waits in a batch is drawn at the batch's end."]
+    notes = ["Each lane begins with the worker's first batch. Its waiting in a batch is drawn at the batch's end."]
     if len(drawn) < len(workers):
         notes.append(f"The {len(drawn)} slowest of {count(len(workers))} workers are drawn.")
     return LanesChart(

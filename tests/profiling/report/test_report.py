@@ -83,7 +83,7 @@ def test_it_says_what_was_measured(tmp_path):
         "15 of 20 are drawn, the table has all.",
         "Kind0 1.5 ms 10% 40",
         "3 other kinds 2.7 ms 12% 120",
-        "Collectives take 2 ms per batch, of which 25% are hidden",
+        "Collectives take 2 ms per batch. 25% of this time is hidden",
         "allocator GPU_0_bfc 1 MiB (batch 100) 4.5 MiB 8 MiB (batch 100.8)",
         "host 3 GiB",
         "Layer names are those of the graph.",
