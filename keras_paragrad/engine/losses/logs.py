@@ -9,7 +9,7 @@ from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import LossArguments, StepLogs
 from keras_paragrad.engine.losses.sums import TrackedLosses
 
-# What a custom `compute_metrics` returned for the part of a batch that was traced last.
+# The names of the logs that a custom `compute_metrics` returned for the part of a batch that was traced last.
 _SHOWN = Slot[tuple[str, ...] | None]("shown_metrics", None)
 
 

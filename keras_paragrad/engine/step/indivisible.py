@@ -23,7 +23,7 @@ from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of, s
 from keras_paragrad.engine.tracing.untouched import trace_rows
 
 _log = logging.getLogger("keras_paragrad")
-# The `compile` of a model that a `DeferredRefusal` was looked for in, by its words.
+# The `compile` of a model for which a `DeferredRefusal` was last checked, by its words.
 _LOOKED = Slot[Mapping[str, Any]]("deferred_refusals", {})
 # Matches shape-mismatch errors from TensorFlow and Keras, never our own.
 _OF_SHAPES = re.compile(

@@ -55,12 +55,12 @@ class Block:
 
     @property
     def size(self) -> int:
-        """The number of operations, with those of the functions that they call."""
+        """The number of operations, including operations of called functions."""
         return sum(1 + sum(block.size for block in operation.blocks) for operation in self.operations)
 
     @property
     def has_convolution(self) -> bool:
-        """Whether one of its operations, or of the functions that they call, is a convolution."""
+        """Whether an operation, of the block or of a called function, is a convolution."""
         return any(
             operation.kind.startswith(("Conv", "DepthwiseConv"))
             or any(block.has_convolution for block in operation.blocks)
