@@ -8,10 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-import forked_scripts
-import own_process
 import pytest
-import tiers
+from runner import forked_scripts, own_process, tiers
 
 pytestmark = pytest.mark.fast
 

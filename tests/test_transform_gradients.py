@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from transforms import BATCH, EPOCHS, MICRO_BATCH, columns, gradients_of_whole_batches, inner, made, scaled
+from oracles.transforms import BATCH, EPOCHS, MICRO_BATCH, columns, gradients_of_whole_batches, inner, made, scaled
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch, transform_gradients
 from keras_paragrad.privacy import make_private

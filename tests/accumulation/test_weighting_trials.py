@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from covering import examples
 from foreign.keras_io.losses import Switch
 from hypothesis import given
 from keras import layers, ops
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
+from runner.covering import examples
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
 from keras_paragrad.engine.probes.weighting_trial import try_weightings

@@ -6,10 +6,10 @@ import functools
 import keras
 import numpy as np
 import pytest
-import step_models as models
 import tensorflow as tf
 from keras import ops
-from step_models import compiled, data_of
+from sample_models import step_models as models
+from sample_models.step_models import compiled, data_of
 
 from keras_paragrad import AccumulatingOptimizer, Backup, DistributedFit, ExactAccumulation, microbatch, recompute
 from keras_paragrad.storage.sharded import sharded_value

@@ -3,9 +3,9 @@
 import keras
 import numpy as np
 import pytest
-from comparing_losses import LOSSES, softmax_of_pairs
 from keras import layers, ops
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
+from sample_models.comparing_losses import LOSSES, softmax_of_pairs
 
 from keras_paragrad import DistributedFit, microbatch
 

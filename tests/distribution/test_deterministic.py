@@ -5,10 +5,10 @@ import hashlib
 
 import keras
 import numpy as np
-import own_process
 import pytest
 import tensorflow as tf
-from deterministic_training import build_model, compile_model, make_data, train, train_in_world
+from runner import own_process
+from trainings.deterministic_training import build_model, compile_model, make_data, train, train_in_world
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, microbatch, transform_gradients
 from keras_paragrad.cli.main import main

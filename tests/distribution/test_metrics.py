@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from every_metric import all_metrics, assert_same, data, model_with
+from sample_models.every_metric import all_metrics, assert_same, data, model_with
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.compat.workers import NamedDevicesStrategy

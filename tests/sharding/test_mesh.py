@@ -4,10 +4,10 @@ import os
 import re
 
 import keras
-import meshed_training
-import own_process
 import pytest
-from meshed_training import MeshCase
+from runner import own_process
+from trainings import meshed_training
+from trainings.meshed_training import MeshCase
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.distribution import Options, describe

@@ -4,10 +4,10 @@ import functools
 
 import keras
 import numpy as np
-import own_process
-import pipelined_training
 import pytest
-from pipelined_training import PipelineCase
+from runner import own_process
+from trainings import pipelined_training
+from trainings.pipelined_training import PipelineCase
 
 from keras_paragrad import DistributedFit, microbatch, recompute
 from keras_paragrad.compat.state import attached

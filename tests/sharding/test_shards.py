@@ -3,14 +3,12 @@
 import itertools
 import sys
 
-import covering
 import keras
 import numpy as np
-import own_process
 import pytest
-import scaled_training
-import sharded_training
-from sharded_training import MODELS, OPTIMIZERS, Case
+from runner import covering, own_process
+from trainings import scaled_training, sharded_training
+from trainings.sharded_training import MODELS, OPTIMIZERS, Case
 
 from keras_paragrad import DistributedFit, recompute
 

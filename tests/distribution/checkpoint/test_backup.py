@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from backed_up import BATCH_SIZE, EPOCHS, STEPS, build, data, limited_files
-from histories import CASES, MICRO_BATCHES, MicroBatches, assert_same
+from oracles.histories import CASES, MICRO_BATCHES, MicroBatches, assert_same
+from trainings.backed_up import BATCH_SIZE, EPOCHS, STEPS, build, data, limited_files
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
 from keras_paragrad.distribution.checkpoint import backup as backup_module

@@ -2,14 +2,13 @@
 
 import re
 
-import every_component
-import grain_worker
 import keras
-import left_out
 import numpy as np
-import own_process
 import pytest
-from grain_worker import KINDS, rows
+from runner import left_out, own_process
+from trainings import every_component
+from workers import grain_worker
+from workers.grain_worker import KINDS, rows
 
 import keras_paragrad as paragrad
 from keras_paragrad.distribution.data import adapt_normalization

@@ -6,9 +6,9 @@ import functools
 import keras
 import numpy as np
 import pytest
-import step_models
 import tensorflow as tf
-from telemetry_loops import X, Y, assert_reports, expected, inner
+from oracles.telemetry_loops import X, Y, assert_reports, expected, inner
+from sample_models import step_models
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientNoiseScale, microbatch
 from keras_paragrad.profiling.telemetry import GradientTelemetry
