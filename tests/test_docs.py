@@ -106,7 +106,7 @@ def with_others(name, *packages):
 
 
 MARKS = {
-    # It starts three processes that train, as distribution/test_launch_training.py does.
+    # It starts three processes that train, as distribution/test_workers.py does.
     DOCS / "start.md": [pytest.mark.long],
     **with_others("keras_hub", "keras_hub"),
     **with_others("keras_tuner", "keras_tuner"),

@@ -113,6 +113,7 @@ def test_several_run_in_their_order():
     assert "make_train_function" not in vars(model) and "apply" not in vars(model.optimizer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["weights.h5", "checkpoint"])
 def test_the_state_is_saved_in_the_middle_of_a_window(form, tmp_path):
     def prepared():

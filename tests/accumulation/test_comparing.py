@@ -52,6 +52,7 @@ def check(make, size, x, y=None, weights=None, batch_size=12, mode=None, epochs=
 
 
 @pytest.mark.slow(20)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", [{}, {"jit_compile": True}, {"run_eagerly": True}], ids=["graph", "xla", "eager"])
 def test_equals_the_whole_batch(mode):
     @examples(1 if mode.get("jit_compile") else 2)

@@ -204,7 +204,8 @@ def test_windows(name):
     compare(fitted(ours, 4, callbacks=[ExactAccumulation()]), expected, {"loss", "noise"} & expected[1].keys())
 
 
-@pytest.mark.few(1)
+# In `make test`, slices are trained on replicas, in shards too.
+@pytest.mark.long
 @pytest.mark.own_process
 @pytest.mark.parametrize("shard", ["parameters", None, "optimizer"])
 @pytest.mark.parametrize("name", ["diffusion"])

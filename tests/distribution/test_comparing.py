@@ -106,8 +106,9 @@ def test_together(case):
     check(**{"make": lambda: encoder(loss="pairs"), **ways[case]})
 
 
+# In `make test`, test_fit.py normalizes by all replicas.
+@pytest.mark.long
 @pytest.mark.own_process
-@pytest.mark.slow(20)
 def test_synchronized_batch_normalization():
     check(lambda: encoder(layers.BatchNormalization(synchronized=True), loss="pairs"), rows=24)
 

@@ -22,7 +22,7 @@ from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.part_function import PartFunction
 
 layers = keras.layers
-KINDS = ("convolutions", *(pytest.param(kind, marks=pytest.mark.slow(60)) for kind in ("recurrent", "attention")))
+KINDS = ("convolutions", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("recurrent", "attention")))
 
 
 def world(replicas: int, **options: object) -> DistributedFit:

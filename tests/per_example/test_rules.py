@@ -58,7 +58,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 @examples(1)
 @hypothesis.given(data=hypothesis.strategies.data())

@@ -127,6 +127,7 @@ def test_more_of_them_end_where_one_device_ends():
     check(MORE)
 
 
+@pytest.mark.long
 def test_a_device_holds_its_part():
     (found,) = own_process.call(pipelined_training.held, 4, [{}], 120)
     assert len(found) == 4

@@ -205,8 +205,9 @@ class _Centered(keras.layers.Layer):
         return inputs - keras.ops.mean(inputs, axis=0, keepdims=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.own_process
-@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+@pytest.mark.parametrize("shard", ["parameters", "optimizer"])
 def test_a_layer_that_mixes_examples_is_refused(shard):
     """A trial runs without the other replicas, which have the other shards of the weights."""
     dist = DistributedFit("mirrored", ["CPU:0", "CPU:1"], shard=shard, min_shard_bytes=64)

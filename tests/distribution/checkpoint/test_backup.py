@@ -285,6 +285,7 @@ def test_training_goes_on_with_a_full_disk(tmp_path, caplog):
     assert [path.name for path in tmp_path.iterdir()] == ["epoch-000001-batch-0000000000.backup"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("background", [True, False])
 def test_sigterm_with_a_full_disk_says_so(background, tmp_path, monkeypatch, caplog):
     def full(self, position, content, shards=""):
@@ -300,6 +301,7 @@ def test_sigterm_with_a_full_disk_says_so(background, tmp_path, monkeypatch, cap
     assert "no backup could be written. Run the same command" in caplog.text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [OSError, UnstorableError])
 def test_a_failure_keeps_no_copy_of_the_state(error, tmp_path, monkeypatch):
     copies = []
