@@ -100,7 +100,7 @@ MINUTES ?= 30
 SEED ?=
 
 soak: .venv/.wheel
-	PYTHONPATH=tests $(BIN)/python -P tests/soak.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(RECORD),--record $(RECORD))
+	PYTHONPATH=tests $(BIN)/python -P tests/soak/run.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(RECORD),--record $(RECORD))
 
 # Random trainings under random components, beside plain Keras on one device: `make fuzz MINUTES=60 SEED=4`. One case again:
 # `make fuzz CASE=17`, or the settings that a finding ends with.

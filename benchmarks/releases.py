@@ -2,7 +2,8 @@
 
 `python benchmarks/releases.py 3.10-2.19` makes an environment for the pair in `.venv-releases/`, or takes the one that
 is there, installs the wheel in `dist/` into it, and saves in `results/releases.json` how far the cases of
-`tests/every_component.py` and two workers end from one device, or the sentence that refuses. Without a pair, all.
+`tests/trainings/every_component.py` and two workers end from one device, or the sentence that refuses. Without a pair,
+it takes all.
 """
 
 import argparse
@@ -25,7 +26,7 @@ PAIRS = {
     # Pip takes pre-releases of what is bounded by one.
     "pre": ["keras", "tensorflow>=2.19.0.dev0"],
 }
-CASES = ROOT / "tests" / "every_component.py"
+CASES = ROOT / "tests" / "trainings" / "every_component.py"
 VERSIONS = """
 import json, keras, platform, tensorflow
 versions = keras.__version__, tensorflow.__version__, platform.python_version()

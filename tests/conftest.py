@@ -12,13 +12,9 @@ os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "1")
 # XLA's own passes run as ever; LLVM's, where most of the time of compiling went, don't. `make test-all` runs them.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
-import covering
-import graphs
 import hypothesis
-import left_out
-import own_process
 import pytest
-import tiers
+from runner import covering, graphs, left_out, own_process, tiers
 
 # A case compiles training steps, which takes seconds: the same few are drawn in every run, and a failure is not shrunk.
 # To draw more: CASES=50 make test.

@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import left_out
 import pytest
+from runner import left_out
 
 from keras_paragrad.cli.main import main
 from keras_paragrad.per_example import rule as rule_module
@@ -60,8 +60,11 @@ PAGES = sorted(DOCS.rglob("*.md"))
 GUIDES = (
     "accumulation",
     "clipping",
+    "custom_train_step",
     "distribution",
     "example_norms",
+    "fine_tune_cnn",
+    "input_gradients",
     "mesh",
     "noise_scale",
     "parameter_servers",
@@ -74,7 +77,12 @@ GUIDES = (
     "sharding",
     "telemetry",
 )
-LONG = {TASKS, *(DOCS / "guides" / f"{name}.md" for name in GUIDES)}
+MIGRATIONS = ("accelerate_lightning", "opacus")
+LONG = {
+    TASKS,
+    *(DOCS / "guides" / f"{name}.md" for name in GUIDES),
+    *(DOCS / "migration" / f"{name}.md" for name in MIGRATIONS),
+}
 
 
 def marks_of(page):
@@ -98,8 +106,8 @@ def with_others(name, *packages):
 
 
 MARKS = {
-    # It starts three processes that train.
-    DOCS / "start.md": [pytest.mark.slow(60)],
+    # It starts three processes that train, as distribution/test_workers.py does.
+    DOCS / "start.md": [pytest.mark.long],
     **with_others("keras_hub", "keras_hub"),
     **with_others("keras_tuner", "keras_tuner"),
     **with_others("tracking", "mlflow", "wandb"),

@@ -8,10 +8,8 @@ import threading
 import time
 from pathlib import Path
 
-import forked_scripts
-import own_process
 import pytest
-import tiers
+from runner import forked_scripts, own_process, tiers
 
 pytestmark = pytest.mark.fast
 
@@ -87,6 +85,12 @@ def check(printed, folder, takes):
 
 # Some train in processes of their own, which import TensorFlow anew.
 SLOW = {"digits": 400, "gpt_hybrid": 40, "larger_than_a_device": 40}
+# In `make test`: the one that starts workers, and one with a step of its own.
+QUICK = ("digits_on_workers", "gan_on_replicas")
+
+
+def marks_of(name):
+    return [pytest.mark.slow(SLOW.get(name, 15)), *([] if name in QUICK else [pytest.mark.long])]
 
 
 # What the tests set, and what changes how convolutions round on some processors: by more than this example allows.
@@ -95,7 +99,7 @@ AS_USERS_HAVE_IT = ("digits",)
 
 
 @pytest.mark.not_fast
-@pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.mark.slow(SLOW.get(each, 15))) for each in NAMES])
+@pytest.mark.parametrize("name", [pytest.param(each, marks=marks_of(each)) for each in NAMES])
 def test_the_short_form_runs(name, tmp_path):
     printed = tmp_path / "printed.txt"
     if name in AS_USERS_HAVE_IT:

@@ -22,7 +22,7 @@ def gpu(monkeypatch):
 
 
 def of_broken_cases(gpu, *modules):
-    return {"broken": gpu.Part("what goes wrong", modules or ("gpu_cases",), 1.0)}
+    return {"broken": gpu.Part("what goes wrong", modules or ("trainings.gpu_cases",), 1.0)}
 
 
 def lines_of(path):
@@ -75,7 +75,7 @@ def test_a_case_that_goes_wrong_is_a_failed_line_and_the_rest_goes_on(gpu, tmp_p
 
 def test_a_module_that_fails_is_a_line_too(gpu, tmp_path):
     path = tmp_path / "gpu.json"
-    parts = of_broken_cases(gpu, "gpu_cases_that_are_not_there", "gpu_cases")
+    parts = of_broken_cases(gpu, "gpu_cases_that_are_not_there", "trainings.gpu_cases")
     assert gpu.main(["--cpu", "--seconds", "60", "--output", str(path)], parts) == 1
     lines = lines_of(path)
     assert lines["gpu_cases_that_are_not_there"]["outcome"] == "raised"

@@ -1,6 +1,7 @@
 """Imports run downward, and a class name means one thing."""
 
 import ast
+import functools
 import graphlib
 from collections import Counter
 from pathlib import Path
@@ -32,12 +33,17 @@ SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
 }
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
+
+
+# Each process that runs tests imports this module, and one of them needs what it parses.
+@functools.cache
+def trees():
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in SOURCES.items()}
 
 
 def imported(name):
     """The modules of ours that a module names in an import, at its top or later."""
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(trees()[name]):
         if isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
@@ -58,7 +64,7 @@ def test_imports_run_downward(component):
 @pytest.mark.parametrize("component", sorted(BELOW.keys() - {"accumulation"}))
 def test_imports_within_a_component_run_one_way(component):
     graph = {}
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         if name.split(".")[1:2] == [component]:
             nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
             pairs = [(node.module, f"{node.module}.{alias.name}") for node in nodes for alias in node.names]
@@ -69,14 +75,14 @@ def test_imports_within_a_component_run_one_way(component):
 def _is_command(module):
     """Whether a module is a command, whose functions `add_arguments` and `run`, or `main`, the caller finds by name."""
     return module.split(".")[1:2] == ["cli"] or any(
-        isinstance(node, ast.If) and "__main__" in ast.dump(node.test) for node in TREES[module].body
+        isinstance(node, ast.If) and "__main__" in ast.dump(node.test) for node in trees()[module].body
     )
 
 
 def test_no_name_means_two_things():
     names = Counter(
         node.name
-        for module, tree in TREES.items()
+        for module, tree in trees().items()
         for node in tree.body
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
         if not (_is_command(module) and node.name in {"add_arguments", "run", "main"})
@@ -98,14 +104,14 @@ def _sets_apply(node):
 
 
 def test_apply_of_optimizers_is_replaced_in_one_place():
-    sites = {name for name, tree in TREES.items() for node in ast.walk(tree) if _sets_apply(node)}
+    sites = {name for name, tree in trees().items() for node in ast.walk(tree) if _sets_apply(node)}
     assert sites == {"keras_paragrad.engine.step.interception"}
 
 
 def test_the_engine_asks_no_component_for_its_name():
     """What divides batches is a `Divider`, which the component hands over."""
     components = set(keras_paragrad.__all__)
-    for name, tree in TREES.items():
+    for name, tree in trees().items():
         if name.split(".")[1:2] == ["engine"]:
             nodes = list(ast.walk(tree))
             strings = {each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)}

@@ -8,8 +8,8 @@ import re
 from pathlib import Path
 
 import keras
-import own_process
 import pytest
+from runner import own_process
 
 import keras_paragrad
 

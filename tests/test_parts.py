@@ -2,12 +2,12 @@
 
 import functools
 
-import own_process
-import parts_on_clusters
 import pytest
-import taken_away
 import tensorflow as tf
-from every_component import CASES
+from runner import own_process
+from seam import taken_away
+from trainings import parts_on_clusters
+from trainings.every_component import CASES
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.compat import check

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import tiers
+from runner import tiers
 
 import keras_paragrad
 from keras_paragrad.compat.check import KNOWN_TO_WORK
@@ -112,12 +112,11 @@ def test_make_gets_a_browser_where_it_may(tmp_path, user, sudo, fetched):
 
 def test_tests_that_need_a_browser_are_left_out_and_counted(tmp_path):
     """With the fixtures of such tests, and without those of all tests, which import TensorFlow."""
-    shutil.copy(ROOT / "tests" / "left_out.py", tmp_path)
+    (tmp_path / "runner").mkdir()
+    shutil.copy(ROOT / "tests" / "runner" / "left_out.py", tmp_path / "runner")
     shutil.copy(ROOT / "tests" / "profiling" / "browser" / "conftest.py", tmp_path / "conftest.py")
-    summary = (
-        "import left_out\n\ndef pytest_terminal_summary(terminalreporter):\n    left_out.report(terminalreporter)\n"
-    )
-    (tmp_path / "summary.py").write_text(summary)
+    reporting = "def pytest_terminal_summary(terminalreporter):\n    left_out.report(terminalreporter)\n"
+    (tmp_path / "summary.py").write_text(f"from runner import left_out\n\n{reporting}")
     tests = (f"def test_{name}({fixture}): pass\n" for name, fixture in (("a", "browser"), ("b", "browser"), ("c", "")))
     (tmp_path / "test_page.py").write_text("".join(tests))
     counted = tmp_path / "left_out.txt"

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
 
 from keras_paragrad import (
     AccumulatingOptimizer,
@@ -361,7 +361,7 @@ IN_CALLBACKS = {
 
 @pytest.mark.own_process(seconds=240)
 @pytest.mark.slow(20)
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", IN_CALLBACKS)
 def test_evaluation_in_a_callback_is_traced_no_more_often_than_by_keras(way):
     stock = Traces(tf.distribute.MirroredStrategy(TWO["devices"]).scope())

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.compile_utils import CompileLoss
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
-from seam_uses import PACKAGE, SEAM, imports_of_ours, private_attributes, private_imports
+from seam.seam_uses import PACKAGE, SEAM, imports_of_ours, private_attributes, private_imports
 from tensorflow.python.eager import context
 
 import keras_paragrad

@@ -5,8 +5,8 @@ import functools
 import keras
 import numpy as np
 import pytest
-import transforms
-from transforms import BATCH, MICRO_BATCH, inner, made, shifted
+from oracles import transforms
+from oracles.transforms import BATCH, MICRO_BATCH, inner, made, shifted
 
 from keras_paragrad import (
     AccumulatingOptimizer,

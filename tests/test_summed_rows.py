@@ -88,6 +88,7 @@ def check(way, name, caplog):
     assert name != "sgd" or not differs
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_that_differs_is_said_once(way, name, caplog):

@@ -4,10 +4,10 @@ import functools
 
 import keras
 import numpy as np
-import own_process
 import pytest
-import transforms
-from transforms import BATCH, MICRO_BATCH, accumulated, fitted, inner, made, negated, plain, scaled, shifted
+from oracles import transforms
+from oracles.transforms import BATCH, MICRO_BATCH, accumulated, fitted, inner, made, negated, plain, scaled, shifted
+from runner import own_process
 
 from keras_paragrad import (
     AccumulatingOptimizer,

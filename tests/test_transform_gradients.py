@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from transforms import BATCH, EPOCHS, MICRO_BATCH, columns, gradients_of_whole_batches, inner, made, scaled
+from oracles.transforms import BATCH, EPOCHS, MICRO_BATCH, columns, gradients_of_whole_batches, inner, made, scaled
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch, transform_gradients
 from keras_paragrad.privacy import make_private
@@ -113,6 +113,7 @@ def test_several_run_in_their_order():
     assert "make_train_function" not in vars(model) and "apply" not in vars(model.optimizer)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", ["weights.h5", "checkpoint"])
 def test_the_state_is_saved_in_the_middle_of_a_window(form, tmp_path):
     def prepared():

@@ -1,11 +1,11 @@
 """No check, probe, trial or estimate leaves a trace in a model that counts whatever is done with it."""
 
-import counting
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from counting import CALLED, CountingLoss, counting_model
+from sample_models import counting
+from sample_models.counting import CALLED, CountingLoss, counting_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, find_batch_size, microbatch, recompute
 from keras_paragrad.accumulation.slices import DIVIDER

@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import DataCase, build_model
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
+from sample_models.cases import DataCase, build_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
 

@@ -7,11 +7,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from comparing_losses import LOSSES, NtXent, SupCon, softmax_of_pairs
-from covering import examples
 from hypothesis import given
 from keras import layers, ops
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
+from runner.covering import examples
+from sample_models.comparing_losses import LOSSES, NtXent, SupCon, softmax_of_pairs
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
 from keras_paragrad.engine.probes import comparing
@@ -52,6 +52,7 @@ def check(make, size, x, y=None, weights=None, batch_size=12, mode=None, epochs=
 
 
 @pytest.mark.slow(20)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", [{}, {"jit_compile": True}, {"run_eagerly": True}], ids=["graph", "xla", "eager"])
 def test_equals_the_whole_batch(mode):
     @examples(1 if mode.get("jit_compile") else 2)

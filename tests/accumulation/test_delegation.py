@@ -4,8 +4,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import DataCase, build_model
-from oracles import largest_difference, train_on_whole_windows, windows
+from oracles.whole_batches import largest_difference, train_on_whole_windows, windows
+from sample_models.cases import DataCase, build_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
 

@@ -2,10 +2,10 @@
 
 import hypothesis.strategies as st
 import pytest
-from cases import REDUCTIONS, build_model, data_cases, optimizer_cases
-from covering import examples
 from hypothesis import given
-from oracles import largest_difference, train_on_whole_windows, windows
+from oracles.whole_batches import largest_difference, train_on_whole_windows, windows
+from runner.covering import examples
+from sample_models.cases import REDUCTIONS, build_model, data_cases, optimizer_cases
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
 

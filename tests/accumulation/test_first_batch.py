@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
 from keras_paragrad.engine.division import first_batch, proof, step_proof
@@ -115,6 +115,7 @@ def on_replicas(loss, *more, prove=True, x=X, y=Y, **arguments):
 
 
 @pytest.mark.slow(12)
+@pytest.mark.covering
 @pytest.mark.parametrize("fit", [in_slices, on_replicas])
 @pytest.mark.parametrize(("loss", "y"), [(hardest, Y), (of_labels, np.where(HOLES, MARKER, Y).astype("float32"))])
 def test_a_loss_of_more_rows_than_a_part_has_is_computed_on_whole_batches(fit, loss, y):
@@ -226,6 +227,7 @@ def test_a_large_train_step_is_proved_on_one_part(monkeypatch):
     in_slices(None, kind=ByRow)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("fit", [in_windows, in_slices])
 def test_without_a_proof_it_is_trained(fit):
     assert largest_difference(fit(hardest, prove=False), trained(model_of(hardest))) > 1e-3
@@ -242,15 +244,16 @@ def test_a_layer_that_mixes_large_rows_is_named():
 
 
 @pytest.mark.slow(10)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("more", "arguments"),
     [
         ([layers.Dropout(0.5), layers.GaussianNoise(0.2)], {}),
-        ([layers.Dense(8, activation="relu", dtype="mixed_bfloat16")], {}),
         ([layers.Lambda(lambda x: 1e4 * x - 1e4 * x + x)], {}),
+        ([layers.Dense(8, activation="relu", dtype="mixed_bfloat16")], {}),
         ([layers.Dense(8, kernel_regularizer="l2")], {"loss_weights": [0.3]}),
     ],
-    ids=["random", "half precision", "rounding", "regularized"],
+    ids=["random", "rounding", "half precision", "regularized"],
 )
 def test_what_divides_is_not_refused(more, arguments):
     in_windows(by_row, *more, **arguments)
@@ -301,8 +304,9 @@ def said_of(caught):
     return [str(each.message) for each in caught if issubclass(each.category, UserWarning)]
 
 
+@pytest.mark.few(2)
 @pytest.mark.filterwarnings("always")
-@pytest.mark.parametrize("fit", [in_windows, in_slices, on_replicas])
+@pytest.mark.parametrize("fit", [in_windows, on_replicas, in_slices])
 def test_batch_statistics_are_warned_of_by_how_much_they_differ(fit):
     parts = 2 if fit is on_replicas else ROWS // SIZE
     model = model_of("mse", layers.BatchNormalization(), layers.BatchNormalization())

@@ -5,10 +5,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import REDUCTIONS, DataCase, OptimizerCase, build_model
-from covering import examples
 from hypothesis import given
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
+from runner.covering import examples
+from sample_models.cases import REDUCTIONS, DataCase, OptimizerCase, build_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
 from keras_paragrad.engine.step.builder import StepBuilder

@@ -7,12 +7,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from accumulating_worker import trained_by_worker
-from cases import REDUCTIONS, DataCase, OptimizerCase, build_model, optimizer_cases
-from covering import examples
 from hypothesis import given
-from oracles import largest_difference, train_on_whole_windows, windows
-from own_process import on_workers
+from oracles.whole_batches import largest_difference, train_on_whole_windows, windows
+from runner.covering import examples
+from runner.own_process import on_workers
+from sample_models.cases import REDUCTIONS, DataCase, OptimizerCase, build_model, optimizer_cases
+from workers.accumulating_worker import trained_by_worker
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
 

@@ -6,9 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import DataCase, build_model
-from oracles import largest_difference, train_on_whole_windows, windows
-from saving import FORMATS, check_config, saved_and_loaded
+from oracles.saving import FORMATS, check_config, saved_and_loaded
+from oracles.whole_batches import largest_difference, train_on_whole_windows, windows
+from sample_models.cases import DataCase, build_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
 

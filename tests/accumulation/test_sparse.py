@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
 

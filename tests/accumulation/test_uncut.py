@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientTelemetry, microbatch
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
@@ -70,6 +70,7 @@ class Lookup(keras.layers.Layer):
         return keras.ops.matmul(inputs, self.kernel)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("size", [3, 7])
 def test_slices_of_sparse_inputs(size):
     rows = X[:7] * (X[:7] > 0)
@@ -202,7 +203,7 @@ def test_one_replica_says_what_two_would_refuse(name, caplog):
     assert len(said_in(caplog)) == 1
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "mode"), [*((name, "eager") for name in INDIVISIBLE), ("one number", "xla")])
 def test_windows_of_one_batch_are_trained_whole(name, mode, caplog):
     plain, ours = indivisible(name, **MODES[mode]), indivisible(name, **MODES[mode])

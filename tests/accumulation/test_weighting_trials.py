@@ -9,11 +9,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from covering import examples
 from foreign.keras_io.losses import Switch
 from hypothesis import given
 from keras import layers, ops
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
+from runner.covering import examples
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
 from keras_paragrad.engine.probes.weighting_trial import try_weightings
@@ -173,9 +173,13 @@ def whole(loss, data, first=None):
     return fit(model_of(loss, first, run_eagerly=True), data)
 
 
+# What each is divided by, another one of LOSSES is, too.
+ALIKE = ("sum over elements", "unused weights")
+
+
 @pytest.mark.covering
 @pytest.mark.parametrize("train", [in_slices, in_windows])
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.long] * (name in ALIKE)) for name in LOSSES])
 def test_it_is_found(name, train, caplog):
     loss, data, first, found = LOSSES[name]
     with caplog.at_level(logging.INFO, "keras_paragrad"):
@@ -188,7 +192,7 @@ def test_it_is_found(name, train, caplog):
 @pytest.mark.slow(30)
 @pytest.mark.own_process
 def test_it_is_found_on_replicas():
-    for name, size in (("mask", None), ("sum", 2), ("sample weights", None)):
+    for name, size in (("mask", None), ("sum", 2)):
         loss, data, first, _ = LOSSES[name]
         assert largest_difference(on_replicas(loss, data, first, size=size), whole(loss, data, first)) < TOLERANCE, name
 
@@ -209,6 +213,7 @@ def test_a_loss_with_random_numbers_is_tried_with_the_same_ones(caplog):
     assert "weighted by weighting='examples'" in caplog.text
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("train", [in_slices, in_windows])
 @pytest.mark.parametrize(
     ("name", "stated", "says"),
@@ -226,6 +231,7 @@ def test_what_is_stated_and_wrong_is_refused(name, stated, says, train):
         train(loss, data, first, stated, run_eagerly=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("train", [in_slices, in_windows])
 def test_a_function_states_what_no_name_does(train):
     """Keras's crossentropy rejects the label -100, so the loss is tried without and with it."""
@@ -242,6 +248,7 @@ def test_a_function_on_replicas():
     assert largest_difference(ours, whole(by_labels, (TOKENS, LABELS), embedding)) < TOLERANCE
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("loss", [two_divisors, by_labels])
 def test_what_no_name_states(loss):
     """Micro-batches are refused, and slices compute the loss on all outputs."""

@@ -6,10 +6,10 @@ import functools
 import keras
 import numpy as np
 import pytest
-import step_models as models
 import tensorflow as tf
 from keras import ops
-from step_models import compiled, data_of
+from sample_models import step_models as models
+from sample_models.step_models import compiled, data_of
 
 from keras_paragrad import AccumulatingOptimizer, Backup, DistributedFit, ExactAccumulation, microbatch, recompute
 from keras_paragrad.storage.sharded import sharded_value
@@ -91,7 +91,7 @@ def on_replicas(name, size=None, rows=11, shard=None, **options):
 
 
 @pytest.mark.slow(60)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.own_process
 @pytest.mark.parametrize("name", ["gan", "autoencoder", "captions", "wgan", "sum", "diffusion", "cycle"])
 def test_replicas(name):
@@ -140,7 +140,7 @@ def test_the_average_of_the_optimizer_is_of_the_weights_that_it_updates():
 
 @pytest.mark.few(1)
 @pytest.mark.own_process
-@pytest.mark.parametrize("name", ["captions", "autoencoder", "gan", "wgan", "sum", "diffusion", "cycle"])
+@pytest.mark.parametrize("name", ["autoencoder", "captions", "gan", "wgan", "sum", "diffusion", "cycle"])
 def test_slices_on_replicas(name):
     """Also with a last batch of one row, of which a replica gets none."""
     expected = fitted(compiled(*KINDS[name], jit_compile=False), 31)
@@ -148,14 +148,18 @@ def test_slices_on_replicas(name):
 
 
 @pytest.mark.slow(30)
+@pytest.mark.few(1)
 @pytest.mark.own_process
-def test_sums_that_a_mean_counts_by_rows():
-    expected = fitted(compiled(models.CountedSum, jit_compile=False))
-    ours = compiled(models.CountedSum, jit_compile=False)
-    with microbatch(ours, 4):
-        compare(fitted(ours), expected)
-    compare(on_replicas("counted sum"), expected)
-    compare(on_replicas("counted sum", 3), expected)
+@pytest.mark.parametrize("size", [3, None])
+def test_sums_that_a_mean_counts_by_rows(size):
+    compare(on_replicas("counted sum", size), fitted(compiled(models.CountedSum, jit_compile=False)))
+
+
+@pytest.mark.long
+def test_sums_that_a_mean_counts_by_rows_in_slices():
+    model = compiled(models.CountedSum, jit_compile=False)
+    with microbatch(model, 4):
+        compare(fitted(model), fitted(compiled(models.CountedSum, jit_compile=False)))
 
 
 def clipping(**clip):
@@ -165,6 +169,7 @@ def clipping(**clip):
 # What a step does with weights after an update: averages, clips, reads them in the next phase. Each shard of a row.
 IN_SHARDS = [
     ("diffusion", "parameters", 4, 31, clipping(clipnorm=0.1)),
+    ("diffusion", "optimizer", None, 11, functools.partial(keras.optimizers.Lamb, 0.01)),
     ("captions", "optimizer", None, 11, clipping(global_clipnorm=0.1)),
     ("wgan", "parameters", 3, 11, models.sgd),
     ("wgan", "optimizer", None, 11, models.sgd),
@@ -172,7 +177,6 @@ IN_SHARDS = [
     ("gan", "optimizer", 3, 31, clipping(clipnorm=0.1)),
     ("cycle", "parameters", None, 11, clipping(use_ema=True, ema_overwrite_frequency=2)),
     ("autoencoder", "parameters", 4, 11, functools.partial(keras.optimizers.Lamb, 0.01)),
-    ("diffusion", "optimizer", None, 11, functools.partial(keras.optimizers.Lamb, 0.01)),
     ("sum", "parameters", None, 31, models.sgd),
 ]
 
@@ -192,14 +196,16 @@ def accumulating():
 
 # The last batch of an epoch is logged as it is, and a window's last one is a part of it.
 @pytest.mark.slow(30)
-@pytest.mark.parametrize("name", ["autoencoder", "diffusion"])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("name", ["diffusion", "autoencoder"])
 def test_windows(name):
     expected = fitted(compiled(*KINDS[name], jit_compile=False), 16)
     ours = compiled(*KINDS[name], optimizer=accumulating, jit_compile=False)
     compare(fitted(ours, 4, callbacks=[ExactAccumulation()]), expected, {"loss", "noise"} & expected[1].keys())
 
 
-@pytest.mark.few(1)
+# In `make test`, slices are trained on replicas, in shards too.
+@pytest.mark.long
 @pytest.mark.own_process
 @pytest.mark.parametrize("shard", ["parameters", None, "optimizer"])
 @pytest.mark.parametrize("name", ["diffusion"])
@@ -322,6 +328,7 @@ class Unbuilt(models.Captions):
         self.head = keras.Sequential([keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(3)])
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_layers_that_the_step_alone_builds_on_replicas(caplog):
     dist = replicas()
@@ -352,9 +359,9 @@ class Weighted(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.parametrize("kind", [Clipped, Decorated, Unbuilt])
+@pytest.mark.parametrize("kind", [Clipped, Unbuilt, Decorated])
 @pytest.mark.slow(30)
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 def test_steps_in_other_forms(kind):
     expected = fitted(compiled(kind, jit_compile=False))
     ours = compiled(kind, jit_compile=False)

@@ -2,13 +2,13 @@
 
 import keras
 import numpy as np
-import own_process
 import pytest
-import step_models as models
 import tensorflow as tf
-import whole_steps
 from keras import ops
-from step_models import compiled, data_of
+from runner import own_process
+from sample_models import step_models as models
+from sample_models import whole_steps
+from sample_models.step_models import compiled, data_of
 
 from keras_paragrad import DistributedFit
 

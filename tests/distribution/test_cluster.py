@@ -8,8 +8,8 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
-from covering import examples
 from hypothesis import given
+from runner.covering import examples
 
 from keras_paragrad.distribution import clusters
 from keras_paragrad.distribution.cluster import Cluster, cluster_kinds, find_cluster, sources_in_words

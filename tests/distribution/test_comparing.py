@@ -3,9 +3,9 @@
 import keras
 import numpy as np
 import pytest
-from comparing_losses import LOSSES, softmax_of_pairs
 from keras import layers, ops
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
+from sample_models.comparing_losses import LOSSES, softmax_of_pairs
 
 from keras_paragrad import DistributedFit, microbatch
 
@@ -106,8 +106,9 @@ def test_together(case):
     check(**{"make": lambda: encoder(loss="pairs"), **ways[case]})
 
 
+# In `make test`, test_fit.py normalizes by all replicas.
+@pytest.mark.long
 @pytest.mark.own_process
-@pytest.mark.slow(20)
 def test_synchronized_batch_normalization():
     check(lambda: encoder(layers.BatchNormalization(synchronized=True), loss="pairs"), rows=24)
 

@@ -5,11 +5,11 @@ import functools
 import json
 import re
 
-import consistency_worker
 import keras
 import numpy as np
-import own_process
 import pytest
+from runner import own_process
+from workers import consistency_worker
 
 from keras_paragrad import AccumulatingOptimizer, GradientTelemetry, Throughput
 from keras_paragrad.distribution.consistency import compare, describe_training

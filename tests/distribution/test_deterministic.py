@@ -5,10 +5,10 @@ import hashlib
 
 import keras
 import numpy as np
-import own_process
 import pytest
 import tensorflow as tf
-from deterministic_training import build_model, compile_model, make_data, train, train_in_world
+from runner import own_process
+from trainings.deterministic_training import build_model, compile_model, make_data, train, train_in_world
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, microbatch, transform_gradients
 from keras_paragrad.cli.main import main
@@ -22,7 +22,7 @@ from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.part_function import PartFunction
 
 layers = keras.layers
-KINDS = ("convolutions", *(pytest.param(kind, marks=pytest.mark.slow(60)) for kind in ("recurrent", "attention")))
+KINDS = ("convolutions", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("recurrent", "attention")))
 
 
 def world(replicas: int, **options: object) -> DistributedFit:
@@ -33,6 +33,12 @@ def world(replicas: int, **options: object) -> DistributedFit:
 
 def of(digest: Digest) -> tuple[str | None, ...]:
     return digest[:3]
+
+
+@functools.cache
+def on_one_device(kind: str):
+    """The digest and the history that training in other worlds is compared with."""
+    return train(world(1), kind)
 
 
 @pytest.mark.grappler
@@ -49,10 +55,10 @@ def test_the_same_bits_in_any_world(kind):
 
 
 @pytest.mark.slow(60)
-@pytest.mark.parametrize("replicas", [3, 4])
+@pytest.mark.parametrize("replicas", [3, pytest.param(4, marks=pytest.mark.long)])
 def test_more_replicas(replicas):
     """With three, the last one computes no part."""
-    one = train(world(1), "convolutions")
+    one = on_one_device("convolutions")
     task = {"replicas": replicas, "kind": "convolutions"}
     (other,) = own_process.call(train_in_world, task, [{}], seconds=200)
     assert (list(of(one[0])), one[1]) == (other["digest"], other["history"])
@@ -61,7 +67,7 @@ def test_more_replicas(replicas):
 @pytest.mark.slow(60)
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_workers(workers):
-    one = train(world(1), "convolutions")
+    one = on_one_device("convolutions")
     environments = own_process.environments_of_workers(workers)
     for other in own_process.call(train_in_world, {"kind": "convolutions"}, environments, seconds=300):
         assert (list(of(one[0])), one[1]) == (other["digest"], other["history"])
@@ -95,14 +101,14 @@ def test_accumulation_and_clipping():
 @pytest.mark.slow(60)
 @pytest.mark.parametrize("shard", ["optimizer", "parameters"])
 def test_shards(shard):
-    one, history = train(world(1), "dense")
+    one, history = on_one_device("dense")
     sharded, history_of_shards = train(world(2, shard=shard, min_shard_bytes=1), "dense")
     assert (of(one), history) == (of(sharded), history_of_shards)
 
 
 @pytest.mark.slow(30)
 def test_prepared_models_are_trained_alike():
-    assert of(train(world(1), "dense", prepared=True)[0]) == of(train(world(2), "dense")[0])
+    assert of(train(world(2), "dense", prepared=True)[0]) == of(on_one_device("dense")[0])
 
 
 def test_rows_of_embeddings_are_summed_with_a_word(caplog):
@@ -195,7 +201,7 @@ def test_the_digest_shows_another_order_of_additions(monkeypatch):
     def add_in_turn(part: PartFunction, sums: list[BatchPart]) -> BatchPart:
         return functools.reduce(lambda total, each: part._add([total, each]), sums)
 
-    expected, _ = train(world(1), "dense")
+    expected, _ = on_one_device("dense")
     monkeypatch.setattr(PartFunction, "add_in_order", add_in_turn)
     added, _ = train(world(1), "dense")
     assert added.weights != expected.weights
@@ -203,7 +209,7 @@ def test_the_digest_shows_another_order_of_additions(monkeypatch):
 
 
 def test_the_digest_shows_another_order_of_rows():
-    expected, _ = train(world(1), "dense")
+    expected, _ = on_one_device("dense")
     reordered, _ = train(world(1), "dense", seed=5)
     assert reordered.data_order != expected.data_order
 

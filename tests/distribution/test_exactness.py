@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from exactness_cell import AXES, PIPELINES, TIME_LIMIT, completed, environments, holds, train, worst
 from exactness_matrix import cells_covering
-from own_process import call
+from runner.own_process import call
 
 CELLS = cells_covering(2)
 # In `make test`, few cells that have every setting: in float32, whose bound is tight, and one in float16. What a cell

@@ -5,9 +5,9 @@ import os
 import socket
 import textwrap
 
-import own_process
 import pytest
 import tensorflow as tf
+from runner import own_process
 
 from keras_paragrad.distribution.hardware import Device, Hardware, describe, detect, memory_by_name
 

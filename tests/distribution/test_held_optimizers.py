@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
 from keras_paragrad.compat.optimizer import held_optimizers
@@ -93,10 +93,10 @@ def sgd(**options):
 
 
 MADE = {
+    "a closure": lambda: Hidden(sgd(), sgd()),
     "attributes": lambda: Split(sgd(clipnorm=0.5), sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=1)),
     "none, averaged": lambda: Shrinking(0.1, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=1),
     "another object": lambda: Apart(sgd(), sgd(global_clipnorm=0.5)),
-    "a closure": lambda: Hidden(sgd(), sgd()),
     "deep, scaled": lambda: keras.optimizers.LossScaleOptimizer(Slow(Split(sgd(), Slow(sgd()))), 8.0),
 }
 
@@ -115,6 +115,7 @@ def trained(case, dist=None, *, steps=1, callbacks=()):
     return model
 
 
+@pytest.mark.few(2)
 @pytest.mark.own_process
 @pytest.mark.parametrize("case", MADE)
 def test_the_outermost_reduces_once(case):

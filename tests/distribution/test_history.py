@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from histories import BATCHES, CASES, MICRO_BATCHES, MicroBatches, assert_same, shown_by
+from oracles.histories import BATCHES, CASES, MICRO_BATCHES, MicroBatches, assert_same, shown_by
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
 from keras_paragrad.distribution.data import distributed_dataset

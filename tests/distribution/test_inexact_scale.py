@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
 
 from keras_paragrad import DistributedFit
 

@@ -10,11 +10,10 @@ import sys
 import time
 from pathlib import Path
 
-import forked_scripts
 import h5py
 import numpy as np
-import own_process
 import pytest
+from runner import forked_scripts, own_process
 
 from keras_paragrad.cli.main import main
 from keras_paragrad.distribution.cluster import find_cluster

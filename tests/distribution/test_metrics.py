@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from every_metric import all_metrics, assert_same, data, model_with
+from sample_models.every_metric import all_metrics, assert_same, data, model_with
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.compat.workers import NamedDevicesStrategy
@@ -58,6 +58,7 @@ def test_batches_that_come_whole_are_counted_once(mirrored):
         assert_same(found, expected)
 
 
+@pytest.mark.few(1)
 @pytest.mark.own_process
 @pytest.mark.parametrize("method", ["predict", "predict_on_batch"])
 def test_xla_predicts_with_a_model_that_is_not_built(mirrored, method):

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
 
 from keras_paragrad import DistributedFit
 

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import every_component
 import pytest
 import tensorflow as tf
-from auto_strategies import auto_strategy
+from trainings import every_component
+from trainings.auto_strategies import auto_strategy
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.distribution.options import Options, kind_of_strategy
@@ -123,7 +123,7 @@ def test_strategies_that_are_handed_over():
 
 @pytest.mark.own_process(seconds=120)
 def test_what_tensorflow_chooses_is_taken():
-    """On several workers, `tests/grain_worker.py` trains with it."""
+    """On several workers, `tests/workers/grain_worker.py` trains with it."""
     every = tf.distribute.MirroredStrategy([each.name for each in tf.config.list_logical_devices("CPU")])
     for strategy, kind in ((auto_strategy(), "one_device"), (every, "mirrored")):
         dist = DistributedFit(strategy=strategy, jit=False)

@@ -1,10 +1,10 @@
 """`DistributedFit.fit` on models that do something with the data themselves."""
 
-import consistency_worker
-import hub_task
 import keras
 import numpy as np
 import pytest
+from sample_models import hub_task
+from workers import consistency_worker
 
 from keras_paragrad import DistributedFit
 

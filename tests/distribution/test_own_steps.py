@@ -4,11 +4,11 @@ import contextlib
 
 import keras
 import numpy as np
-import own_steps
 import pytest
 import tensorflow as tf
-from histories import MicroBatches
-from oracles import largest_difference
+from oracles.histories import MicroBatches
+from oracles.whole_batches import largest_difference
+from sample_models import own_steps
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
 

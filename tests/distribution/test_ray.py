@@ -14,8 +14,8 @@ import pytest
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster" / "ray_train.py"
 sys.path.insert(0, str(EXAMPLE.parent))
 
-import own_process
 import ray_train
+from runner import own_process
 
 SECONDS, EPOCHS = 240, 1
 

@@ -1,13 +1,13 @@
 """What `fit`, `evaluate` and `*_on_batch` show on two workers, each a process of its own, is what one device shows."""
 
-import hub_task
 import numpy as np
-import own_process
 import pytest
-import shown_worker
-from comparing_losses import LOSSES
-from histories import CASES
-from own_steps import CASES as OWN_STEPS
+from oracles.histories import CASES
+from runner import own_process
+from sample_models import hub_task
+from sample_models.comparing_losses import LOSSES
+from sample_models.own_steps import CASES as OWN_STEPS
+from workers import shown_worker
 
 SHORT = [
     # In `make test`, test_history.py has other losses on replicas, test_own_steps.py other steps.

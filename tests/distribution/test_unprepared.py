@@ -6,8 +6,8 @@ import warnings
 import keras
 import numpy as np
 import pytest
-import step_models
-from oracles import largest_difference
+from oracles.whole_batches import largest_difference
+from sample_models import step_models
 
 from keras_paragrad import DistributedFit, microbatch
 

@@ -5,11 +5,10 @@ import os
 import subprocess
 import sys
 
-import consistency_worker
-import forked_scripts
-import own_process
 import pytest
 import tensorflow as tf
+from runner import forked_scripts, own_process
+from workers import consistency_worker
 
 from keras_paragrad.compat import collectives
 from keras_paragrad.compat.workers import ReplicaPlacement

@@ -3,10 +3,10 @@
 import functools
 import random
 
-import own_process
 import pytest
-import soak
-import soak_worlds
+from runner import own_process
+from soak import run as soak
+from soak.worlds import Machines
 
 
 # In `make test`, launchers without TensorFlow come and go in test_launch_nodes.py; test_shards.py goes on elsewhere.
@@ -14,7 +14,7 @@ import soak_worlds
 @pytest.mark.parametrize("kind", ["whole", "windows, same bits"])
 def test_machines_that_come_and_go(kind, tmp_path):
     (undisturbed,) = own_process.call(soak.undisturbed, kind, [{}], seconds=200)
-    machines = soak_worlds.Machines(
+    machines = Machines(
         kind, tmp_path / "machines", random.Random(3), 3, functools.partial(soak.largest_difference, kind)
     )
     machines.run(soak.comparable(undisturbed))

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from foreign_models import APPLICATIONS, EXAMPLES, FOREIGN, TASKS
-from foreign_ways import (
+from sample_models.foreign_models import APPLICATIONS, EXAMPLES, FOREIGN, TASKS
+from trainings.foreign_ways import (
     accumulating,
     error,
     in_slices,

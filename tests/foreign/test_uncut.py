@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from foreign_models import EXAMPLES, Recommender, Variational, segmentation
+from sample_models.foreign_models import EXAMPLES, Recommender, Variational, segmentation
 
 from keras_paragrad import (
     AccumulatingOptimizer,

@@ -152,7 +152,7 @@ class _Kept(logging.Handler):
 
 def outside(text: str, seconds: float) -> dict[str, Any]:
     """The outcome of a case that is run in a process of its own, for so many seconds at most."""
-    import own_process
+    from runner import own_process
 
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "TF_ENABLE_ONEDNN_OPTS": "1"}
     environment |= {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")}

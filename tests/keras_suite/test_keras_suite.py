@@ -5,7 +5,7 @@ from pathlib import Path
 import keras
 import pytest
 from keras_suite.expected import COMPONENTS, REASONS, SAMPLE
-from own_process import run_pytest
+from runner.own_process import run_pytest
 
 SITE = Path(keras.__file__).parent.parent
 SUITES = {

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import counting
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from sample_models import counting
 
 from keras_paragrad import find_batch_size, microbatch, recompute
 from keras_paragrad.accumulation import slices
@@ -263,7 +263,7 @@ def test_reading_sizes_leaves_the_order_of_rows():
 
 @pytest.mark.long
 def test_what_is_found_fits_in_training():
-    script = Path(__file__).parents[1] / "memory_found.py"
+    script = Path(__file__).parents[1] / "trainings" / "memory_found.py"
     environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "TF_ENABLE_ONEDNN_OPTS": "0"}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=True)
     told = json.loads(done.stdout.splitlines()[-1])

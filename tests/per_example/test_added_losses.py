@@ -3,9 +3,9 @@
 import keras
 import numpy as np
 import pytest
-from drawn_layers import some_inputs
 from keras import layers, ops
-from oracles import example_gradients, norms_of
+from oracles.whole_batches import example_gradients, norms_of
+from sample_models.drawn_layers import some_inputs
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch, wrap
 

@@ -7,9 +7,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawn_layers import some_inputs
 from keras import layers
-from oracles import example_gradients, norms_of
+from oracles.whole_batches import example_gradients, norms_of
+from sample_models.drawn_layers import some_inputs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from keras_paragrad import (

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from oracles import gradient_error
+from oracles.whole_batches import gradient_error
 
 from keras_paragrad import per_example_gradients, wrap
 

@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawn_layers import randomize, some_inputs
-from every_example import check
 from keras import layers, ops
-from oracles import example_gradients, norms_of
+from oracles.every_example import check
+from oracles.whole_batches import example_gradients, norms_of
+from sample_models.drawn_layers import randomize, some_inputs
 
 from keras_paragrad import PerExampleGradients, wrap
 from keras_paragrad.per_example.capture import units_for

@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawn_layers import randomize, some_inputs
-from every_example import check, quantities
 from keras import layers, ops
-from oracles import gradient_error
+from oracles.every_example import check, quantities
+from oracles.whole_batches import gradient_error
+from sample_models.drawn_layers import randomize, some_inputs
 
 from keras_paragrad.per_example import Generic, Rule, register_rule
 from keras_paragrad.per_example import rule as rule_module

@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawn_layers import randomize, some_inputs
-from every_example import check
 from keras import layers
+from oracles.every_example import check
+from sample_models.drawn_layers import randomize, some_inputs
 
 from keras_paragrad import wrap
 from keras_paragrad.per_example import Generic

@@ -7,10 +7,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from covering import examples
 from hypothesis import strategies as st
 from keras import layers
-from saving import check_config
+from oracles.saving import check_config
+from runner.covering import examples
 
 from keras_paragrad import (
     AccumulatingOptimizer,

@@ -3,9 +3,9 @@
 import keras
 import numpy as np
 import pytest
-from drawn_layers import randomize
 from keras import layers
-from oracles import example_gradients, gradient_error, norms_of
+from oracles.whole_batches import example_gradients, gradient_error, norms_of
+from sample_models.drawn_layers import randomize
 
 from keras_paragrad import per_example_gradients, per_example_norms
 

@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawn_layers import randomize, some_inputs
-from every_example import check
 from keras import layers, ops
-from own_layers import TokenAndPosition
+from oracles.every_example import check
+from sample_models.drawn_layers import randomize, some_inputs
+from sample_models.own_layers import TokenAndPosition
 
 # The rules are compiled in tests of their own, and so is a language model here.
 JIT = [False, pytest.param(True, marks=pytest.mark.long)]

@@ -4,11 +4,11 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawn_layers import randomize, some_inputs
-from every_example import computing
 from keras import layers, ops
-from one_of_each import RULES
-from oracles import example_gradients, norms_of
+from oracles.every_example import computing
+from oracles.whole_batches import example_gradients, norms_of
+from sample_models.drawn_layers import randomize, some_inputs
+from sample_models.one_of_each import RULES
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, ExampleGradients, microbatch, wrap
 from keras_paragrad import per_example_norms as norms_of_data

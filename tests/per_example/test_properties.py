@@ -6,9 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawn_layers import randomize, some_inputs
 from keras import layers
-from oracles import gradient_error, norms_of
+from oracles.whole_batches import gradient_error, norms_of
+from sample_models.drawn_layers import randomize, some_inputs
 
 from keras_paragrad import per_example_gradients, per_example_norms
 from keras_paragrad.per_example.rules.linear import Product

@@ -4,10 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawn_layers import some_inputs
 from keras import layers, ops
-from oracles import example_gradients, norms_of
-from own_layers import TokenAndPosition
+from oracles.whole_batches import example_gradients, norms_of
+from sample_models.drawn_layers import some_inputs
+from sample_models.own_layers import TokenAndPosition
 
 from keras_paragrad import PerExampleGradients, per_example_gradients, wrap
 

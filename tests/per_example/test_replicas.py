@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from oracles import example_gradients, gradient_error, norms_of
+from oracles.whole_batches import example_gradients, gradient_error, norms_of
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, wrap
 

@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import drawn_layers
 import hypothesis
 import keras
 import pytest
 import tensorflow as tf
-from covering import examples
-from drawn_layers import DRAWN, RULES, LayerCase, randomize, some_inputs
-from every_example import check
 from keras import layers
+from oracles.every_example import check
+from runner.covering import examples
+from sample_models import drawn_layers
+from sample_models.drawn_layers import DRAWN, RULES, LayerCase, randomize, some_inputs
 
 from keras_paragrad.exports import modules_of
 from keras_paragrad.per_example import Generic, Rule, rules
@@ -58,7 +58,7 @@ CASES = [
 ]
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("kind", "dtype"), CASES)
 @examples(1)
 @hypothesis.given(data=hypothesis.strategies.data())

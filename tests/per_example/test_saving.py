@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawn_layers import some_inputs
 from keras import layers
-from saving import FORMATS, check_config, saved_and_loaded
+from oracles.saving import FORMATS, check_config, saved_and_loaded
+from sample_models.drawn_layers import some_inputs
 
 from keras_paragrad import PerExampleGradients, wrap
 

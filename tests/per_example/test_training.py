@@ -9,10 +9,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from cases import OPTIMIZERS
-from covering import examples
 from keras import layers
-from oracles import example_gradients, gradient_error, norms_of
+from oracles.whole_batches import example_gradients, gradient_error, norms_of
+from runner.covering import examples
+from sample_models.cases import OPTIMIZERS
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, PerExampleGradients, microbatch, wrap
 

@@ -6,9 +6,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from drawn_layers import some_inputs
 from keras import layers, ops
-from oracles import example_gradients, norms_of
+from oracles.whole_batches import example_gradients, norms_of
+from sample_models.drawn_layers import some_inputs
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, PerExampleGradients, microbatch, wrap
 from keras_paragrad import per_example_norms as norms_of_data

@@ -3,8 +3,8 @@
 import keras
 import numpy as np
 import pytest
-from drawn_layers import randomize
 from keras import layers, ops
+from sample_models.drawn_layers import randomize
 
 from keras_paragrad import per_example_norms
 from keras_paragrad.per_example.units import layer_and_sublayers

@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from privacy_oracle import cross_entropy, perceptron, some_data
+from oracles.private_updates import cross_entropy, perceptron, some_data
 
 from keras_paragrad import privacy
 from keras_paragrad.privacy import AdaptiveClip, make_private

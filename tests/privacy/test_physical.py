@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import tensorflow as tf
-from privacy_oracle import CLASSES, FEATURES, by_hand, cross_entropy, draws_of, flat, some_data
+from oracles.private_updates import CLASSES, FEATURES, by_hand, cross_entropy, draws_of, flat, some_data
 
 from keras_paragrad.privacy import make_private
 from keras_paragrad.privacy.sampling import PoissonSampling

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from privacy_oracle import CLASSES, FEATURES, cross_entropy, perceptron, some_data
+from oracles.private_updates import CLASSES, FEATURES, cross_entropy, perceptron, some_data
 
 from keras_paragrad import AccumulatingOptimizer, microbatch
 from keras_paragrad.extras import MissingExtraError

@@ -4,10 +4,10 @@ import itertools
 
 import keras
 import numpy as np
-import own_process
-import private_worker
 import pytest
-from privacy_oracle import cross_entropy, draws_of, perceptron, some_data
+from oracles.private_updates import cross_entropy, draws_of, perceptron, some_data
+from runner import own_process
+from workers import private_worker
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.distribution import Pipeline

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import tensorflow as tf
-from privacy_oracle import cross_entropy, draws_of, perceptron, some_data
+from oracles.private_updates import cross_entropy, draws_of, perceptron, some_data
 
 from keras_paragrad.privacy import make_private
 from keras_paragrad.privacy.random_access import examples_of

@@ -2,13 +2,13 @@
 
 import zipfile
 
-import graphs
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from privacy_oracle import cross_entropy, perceptron, some_data
-from saving import FORMATS, saved_and_loaded
+from oracles.private_updates import cross_entropy, perceptron, some_data
+from oracles.saving import FORMATS, saved_and_loaded
+from runner import graphs
 
 from keras_paragrad.distribution import Backup
 from keras_paragrad.privacy import AdaptiveClip, make_private

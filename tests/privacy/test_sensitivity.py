@@ -3,8 +3,8 @@
 import keras
 import numpy as np
 import pytest
-from drawn_layers import randomize, some_inputs
-from one_of_each import RULES
+from sample_models.drawn_layers import randomize, some_inputs
+from sample_models.one_of_each import RULES
 
 from keras_paragrad.privacy import make_private
 

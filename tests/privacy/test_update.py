@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from privacy_oracle import by_hand, cross_entropy, draws_of, flat, norm_of, perceptron, some_data
+from oracles.private_updates import by_hand, cross_entropy, draws_of, flat, norm_of, perceptron, some_data
 
 from keras_paragrad.privacy import make_private
 

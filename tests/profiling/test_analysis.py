@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 import numpy as np
-import profiled
 import pytest
 import tensorflow as tf
 from hypothesis import given
+from trainings import profiled
 
 from keras_paragrad.distribution.hardware import describe
 from keras_paragrad.distribution.options import Options

@@ -2,11 +2,11 @@
 
 from collections import Counter
 
-import profiled
 import pytest
 import tensorflow as tf
 from hypothesis import example, given
 from hypothesis import strategies as st
+from trainings import profiled
 
 from keras_paragrad import recompute
 from keras_paragrad.profiling.analysis import summarize

@@ -3,9 +3,9 @@
 import dataclasses
 import json
 
-import profiled
 import pytest
 import tensorflow as tf
+from trainings import profiled
 
 from keras_paragrad.profiling import log_files as module
 from keras_paragrad.profiling.log_files import run_info

@@ -10,10 +10,10 @@ import timeit
 
 import keras
 import numpy as np
-import own_process
-import profiled
 import pytest
 import tensorflow as tf
+from runner import own_process
+from trainings import profiled
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientTelemetry
 from keras_paragrad.profiling.log_files import write_run_info

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import keras
-import own_process
-import profiled
 import pytest
 import tensorflow as tf
+from runner import own_process
+from trainings import profiled
 
 from keras_paragrad.profiling.schedule import ProfileSchedule
 from keras_paragrad.profiling.tracer import Profiler

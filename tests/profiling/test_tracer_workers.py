@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from own_process import on_workers
-from profiled import profiled_by_worker
+from runner.own_process import on_workers
+from trainings.profiled import profiled_by_worker
 
 from keras_paragrad.profiling.report.runs import read_workers
 from keras_paragrad.profiling.report.workers_view import workers_view

@@ -2,13 +2,13 @@
 
 import logging
 
-import auto_shards
 import keras
 import numpy as np
-import own_process
 import pytest
 import tensorflow as tf
-from auto_shards import X, in_shards, made
+from runner import own_process
+from trainings import auto_shards
+from trainings.auto_shards import X, in_shards, made
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.storage.sharded import sharded_value

@@ -5,7 +5,7 @@ import contextlib
 import keras
 import numpy as np
 import pytest
-from recomputed_models import MODELS, check_equal, data_for, sgd
+from sample_models.recomputed_models import MODELS, check_equal, data_for, sgd
 
 from keras_paragrad import DistributedFit, recompute
 from keras_paragrad.engine.replicas import evaluation

@@ -383,7 +383,7 @@ def test_the_command_refuses_words_that_are_wrong(words, capsys):
     assert "keras-paragrad estimate: error: argument" in capsys.readouterr().err
 
 
-TRAINS = Path(__file__).parent.parent / "memory_worker.py"
+TRAINS = Path(__file__).parents[1] / "trainings" / "memory_worker.py"
 
 
 @pytest.mark.slow(60)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import keras
 import pytest
-from own_process import run_pytest
+from runner.own_process import run_pytest
 
 SOURCES = Path(keras.__file__).parent / "src"
 TESTS = SOURCES / "distribution" / "distribution_lib_test.py"
@@ -17,11 +17,11 @@ OPTIONS = ["-q", "--tb=short", "-W", "ignore", "-c", "/dev/null", "--rootdir", s
     "suite", ["DataParallelDistributionTest", "ModelParallelDistributionTest", "DataShardingIntegrationTest"]
 )
 def test_of_keras(suite):
-    run_pytest([*OPTIONS, "-p", "keras_on_meshes", "-p", "no:cacheprovider", f"{TESTS}::{suite}"], 120)
+    run_pytest([*OPTIONS, "-p", "keras_suite.keras_on_meshes", "-p", "no:cacheprovider", f"{TESTS}::{suite}"], 120)
 
 
 @pytest.mark.long
 def test_models_from_end_to_end():
     tests = [f"{OF_JAX}::test_e2e_{name}" for name in ("data_parallel_model", "model_parallel_model")]
     tests.append(f"{OF_JAX}::test_e2e_model_parallel_with_output_sharding")
-    run_pytest([*OPTIONS, "-p", "keras_e2e_on_meshes", "-p", "no:cacheprovider", *tests], 120)
+    run_pytest([*OPTIONS, "-p", "keras_suite.keras_e2e_on_meshes", "-p", "no:cacheprovider", *tests], 120)

@@ -4,10 +4,10 @@ import os
 import re
 
 import keras
-import meshed_training
-import own_process
 import pytest
-from meshed_training import MeshCase
+from runner import own_process
+from trainings import meshed_training
+from trainings.meshed_training import MeshCase
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.distribution import Options, describe
@@ -109,7 +109,8 @@ def test_files_and_backups_hold_what_those_of_one_device_do(tmp_path):
     assert max(found.values()) <= CLOSE
 
 
-@pytest.mark.slow(10)
+# In `make test`, test_pipeline.py has such a layer.
+@pytest.mark.long
 def test_a_layer_that_was_frozen_when_it_was_prepared_trains():
     (found,) = own_process.call(meshed_training.unfrozen, "adam", [{}], 90)
     assert found <= CLOSE
@@ -134,8 +135,8 @@ def test_training_goes_on_elsewhere_in_the_middle_of_a_window(tmp_path, pairs):
     assert max(found) <= CLOSE, dict(zip(pairs, found, strict=True))
 
 
-@pytest.mark.slow(20)
-@pytest.mark.parametrize("options", [["accumulate"], pytest.param([], marks=pytest.mark.long)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("options", [["accumulate"], []], ids=str)
 def test_undone_between_two_fits_ends_where_one_device_ends(options):
     (found,) = own_process.call(meshed_training.undone, options, [{}], 90)
     assert found <= CLOSE

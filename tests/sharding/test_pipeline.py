@@ -4,10 +4,10 @@ import functools
 
 import keras
 import numpy as np
-import own_process
-import pipelined_training
 import pytest
-from pipelined_training import PipelineCase
+from runner import own_process
+from trainings import pipelined_training
+from trainings.pipelined_training import PipelineCase
 
 from keras_paragrad import DistributedFit, microbatch, recompute
 from keras_paragrad.compat.state import attached
@@ -127,6 +127,7 @@ def test_more_of_them_end_where_one_device_ends():
     check(MORE)
 
 
+@pytest.mark.long
 def test_a_device_holds_its_part():
     (found,) = own_process.call(pipelined_training.held, 4, [{}], 120)
     assert len(found) == 4

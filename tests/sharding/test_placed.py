@@ -1,8 +1,8 @@
 """A model that was placed is still what Keras takes it for: it can be changed, looked at and written to."""
 
-import own_process
-import placed_training
 import pytest
+from runner import own_process
+from trainings import placed_training
 
 # Of float32, over some steps.
 CLOSE = 1e-6

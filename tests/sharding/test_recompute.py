@@ -7,7 +7,18 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from recomputed_models import MODELS, L, check_equal, data_for, dropped, normalized, on_numbers, sgd, trained, without
+from sample_models.recomputed_models import (
+    MODELS,
+    L,
+    check_equal,
+    data_for,
+    dropped,
+    normalized,
+    on_numbers,
+    sgd,
+    trained,
+    without,
+)
 
 from keras_paragrad import (
     AccumulatingOptimizer,

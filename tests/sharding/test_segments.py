@@ -5,9 +5,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from covering import examples
 from hypothesis import given
-from recomputed_models import L, attention, check_equal, trained, without
+from runner.covering import examples
+from sample_models.recomputed_models import L, attention, check_equal, trained, without
 
 from keras_paragrad import PerExampleGradients, recompute
 from keras_paragrad.distribution.consistency import describe_training

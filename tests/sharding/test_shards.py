@@ -3,14 +3,12 @@
 import itertools
 import sys
 
-import covering
 import keras
 import numpy as np
-import own_process
 import pytest
-import scaled_training
-import sharded_training
-from sharded_training import MODELS, OPTIMIZERS, Case
+from runner import covering, own_process
+from trainings import scaled_training, sharded_training
+from trainings.sharded_training import MODELS, OPTIMIZERS, Case
 
 from keras_paragrad import DistributedFit, recompute
 
@@ -207,8 +205,9 @@ class _Centered(keras.layers.Layer):
         return inputs - keras.ops.mean(inputs, axis=0, keepdims=True)
 
 
+@pytest.mark.few(1)
 @pytest.mark.own_process
-@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+@pytest.mark.parametrize("shard", ["parameters", "optimizer"])
 def test_a_layer_that_mixes_examples_is_refused(shard):
     """A trial runs without the other replicas, which have the other shards of the weights."""
     dist = DistributedFit("mirrored", ["CPU:0", "CPU:1"], shard=shard, min_shard_bytes=64)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from hypothesis import given
 from hypothesis import strategies as st
 from keras.src.utils import tracking
-from transforms import shifted
+from oracles.transforms import shifted
 
 from keras_paragrad import DistributedFit, GradientNoiseScale, GradientTelemetry, microbatch
 from keras_paragrad.engine.step import gradient

@@ -7,9 +7,9 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
-import backed_up_worker
-import own_process
 import pytest
+from runner import own_process
+from workers import backed_up_worker
 
 SECONDS = 150
 

@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from backed_up import BATCH_SIZE, EPOCHS, STEPS, build, data, limited_files
-from histories import CASES, MICRO_BATCHES, MicroBatches, assert_same
+from oracles.histories import CASES, MICRO_BATCHES, MicroBatches, assert_same
+from trainings.backed_up import BATCH_SIZE, EPOCHS, STEPS, build, data, limited_files
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
 from keras_paragrad.distribution.checkpoint import backup as backup_module
@@ -285,6 +285,7 @@ def test_training_goes_on_with_a_full_disk(tmp_path, caplog):
     assert [path.name for path in tmp_path.iterdir()] == ["epoch-000001-batch-0000000000.backup"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("background", [True, False])
 def test_sigterm_with_a_full_disk_says_so(background, tmp_path, monkeypatch, caplog):
     def full(self, position, content, shards=""):
@@ -300,6 +301,7 @@ def test_sigterm_with_a_full_disk_says_so(background, tmp_path, monkeypatch, cap
     assert "no backup could be written. Run the same command" in caplog.text
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("error", [OSError, UnstorableError])
 def test_a_failure_keeps_no_copy_of_the_state(error, tmp_path, monkeypatch):
     copies = []

@@ -5,9 +5,9 @@ import tempfile
 
 import hypothesis.strategies as st
 import pytest
-from backed_up import NOT_OURS, limited_files
-from covering import examples
 from hypothesis import given
+from runner.covering import examples
+from trainings.backed_up import NOT_OURS, limited_files
 
 from keras_paragrad.distribution.checkpoint import file_format
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 import pytest
-from backed_up import BATCH_SIZE, EPOCHS, STEPS, build, data
+from trainings.backed_up import BATCH_SIZE, EPOCHS, STEPS, build, data
 
 from keras_paragrad import ExactAccumulation
 from keras_paragrad.distribution.checkpoint.backup import Backup

@@ -4,12 +4,12 @@ import functools
 import itertools
 import shutil
 
-import backed_up_shards
 import numpy as np
-import own_process
 import pytest
-from backed_up import NOT_OURS
-from backed_up_shards import STEPS
+from runner import own_process
+from trainings import backed_up_shards
+from trainings.backed_up import NOT_OURS
+from trainings.backed_up_shards import STEPS
 
 from keras_paragrad.distribution.checkpoint.file_format import Position, remove_shards, shard_file_name, write_shards
 

@@ -10,9 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
-from covering import examples
 from hypothesis import example, given
 from hypothesis.extra import numpy as stn
+from runner.covering import examples
 
 from keras_paragrad.distribution.checkpoint.content import Content, UnstorableError, encode
 

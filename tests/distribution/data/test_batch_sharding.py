@@ -4,8 +4,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tensorflow as tf
-from covering import examples
 from hypothesis import given
+from runner.covering import examples
 
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.data.batch_sharding import check_batches, shard_batches, split_batches

@@ -2,14 +2,13 @@
 
 import re
 
-import every_component
-import grain_worker
 import keras
-import left_out
 import numpy as np
-import own_process
 import pytest
-from grain_worker import KINDS, rows
+from runner import left_out, own_process
+from trainings import every_component
+from workers import grain_worker
+from workers.grain_worker import KINDS, rows
 
 import keras_paragrad as paragrad
 from keras_paragrad.distribution.data import adapt_normalization
@@ -98,12 +97,15 @@ WAYS = {
     "mesh": distributed(mesh={"batch": 1, "model": 2}, layout="auto", devices=every_component.TWO),
 }
 
+# Of the others, what reads batches is the same.
+QUICK = ("accumulation", "replicas", "parameters in shards", "mesh")
+
 
 @pytest.mark.own_process(seconds=240)
 @pytest.mark.covering
 @pytest.mark.slow(20)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way not in QUICK)) for way in WAYS])
 def test_each_way_trains_as_on_arrays(way, kind, expected):
     assert_as_expected(*WAYS[way](KINDS[kind]), expected)
 

@@ -2,11 +2,11 @@
 
 import re
 
-import data_worker
 import numpy as np
-import own_process
 import pytest
 import tensorflow as tf
+from runner import own_process
+from workers import data_worker
 
 from keras_paragrad.distribution.workers import agree, all_or_none, gather
 

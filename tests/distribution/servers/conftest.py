@@ -1,8 +1,8 @@
 """A cluster within the process of a test."""
 
-import own_process
 import pytest
 import tensorflow as tf
+from runner import own_process
 
 from keras_paragrad.distribution import servers
 

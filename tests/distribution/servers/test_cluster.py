@@ -9,9 +9,9 @@ import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import own_process
 import pytest
-import served_member
+from runner import own_process
+from workers import served_member
 
 from keras_paragrad.distribution.launch.tasks import Layout
 

@@ -5,9 +5,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from covering import examples
-from histories import BATCHES, CASES, MicroBatches, assert_same, shown_by
 from hypothesis import given
+from oracles.histories import BATCHES, CASES, MicroBatches, assert_same, shown_by
+from runner.covering import examples
 
 from keras_paragrad.distribution import servers
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer

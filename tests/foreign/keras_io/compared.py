@@ -1,11 +1,11 @@
 """Miniatures of examples whose loss or step compares the rows of a batch."""
 
 import keras
-import step_models
 import tensorflow as tf
 from foreign.keras_io.miniature import compiled, dense, integers, miniature, normal
 from foreign.keras_io.stepped import FROM_LOGITS, LABELS, ROWS, Reported, networks
 from keras import layers, ops
+from sample_models import step_models
 
 GROUP = "losses that compare rows"
 VIEWS = ROWS + 0.1 * normal(5, seed=6)

@@ -1,6 +1,5 @@
 """Miniatures of examples with layers that normalize, mix rows, keep a state or read a graph, LoRA, and data."""
 
-import foreign_models
 import keras
 import numpy as np
 import tensorflow as tf
@@ -9,6 +8,7 @@ from foreign.keras_io.miniature import ROWS, compiled, dense, integers, miniatur
 from foreign.keras_io.stepped import LABELS, Reported
 from foreign.keras_io.stepped import ROWS as NUMBERS
 from keras import layers, ops
+from sample_models import foreign_models
 
 MIXING, STATES, GRAPHS = "layers that normalize or mix rows", "layers with a state", "graphs"
 RATED = np.stack([integers(7), integers(9, seed=3)], axis=1)

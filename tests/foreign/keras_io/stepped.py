@@ -1,10 +1,10 @@
 """Miniatures of examples with a `train_step` of their own, of one optimizer or several."""
 
 import keras
-import step_models
 import tensorflow as tf
 from foreign.keras_io.miniature import compiled, dense, integers, miniature, normal
 from keras import layers, ops
+from sample_models import step_models
 
 IMAGES, NOISE, ROWS = ops.convert_to_numpy(ops.sigmoid(normal(4, 4, 1))), normal(3, seed=2), normal(5, seed=3)
 LABELS = integers(3)

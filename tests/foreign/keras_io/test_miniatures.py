@@ -17,17 +17,13 @@ from keras_paragrad import AccumulatingOptimizer, recompute
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 # What `make test` takes of all pairs.
 QUICK = {
-    "multi_task": ("slices",),
     "guide": ("slices",),
     "vector_quantized": ("slices",),
     "retrieval": ("slices",),
     "masked_tokens": ("accumulation",),
-    "metric_learning": ("slices",),
-    "molecules": ("slices",),
     "spectral_normalization": ("shards",),
     "two_heads": ("telemetry",),
     "graph_attention": ("recomputation",),
-    "keypoints": ("accumulation",),
     "endpoint": ("replicas",),
     "switch_transformer": ("slices",),
 }

@@ -7,8 +7,8 @@ import subprocess
 import sys
 import time
 
-import left_out
 import pytest
+from runner import left_out
 
 SECONDS = 90
 # No name but that of this machine can be looked up: what a page wants of the internet fails at once, and everywhere.

@@ -4,7 +4,7 @@ import base64
 import json
 
 import pytest
-from made_runs import TELEMETRY, make_run, write_rows
+from sample_models.log_directories import TELEMETRY, make_run, write_rows
 from selenium.webdriver import ActionChains, Keys
 from selenium.webdriver.common.by import By
 

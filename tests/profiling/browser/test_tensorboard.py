@@ -71,6 +71,7 @@ def address(tensorboard, tmp_path_factory):
     return tensorboard(logs)
 
 
+@pytest.mark.long
 def test_every_window_is_listed_and_the_overview_has_step_times(browser, address):
     assert_windows(browser, address)
 

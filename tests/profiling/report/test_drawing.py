@@ -6,9 +6,9 @@ import math
 import hypothesis
 import numpy as np
 import pytest
-from covering import examples
 from hypothesis import strategies as st
-from made_runs import PIPELINE, step
+from runner.covering import examples
+from sample_models.log_directories import PIPELINE, step
 
 from keras_paragrad.profiling.report import formatting
 from keras_paragrad.profiling.report.formatting import axis_for, select_points, steps_axis

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from made_runs import RETRACES, TELEMETRY, telemetry_rows, write_rows
+from sample_models.log_directories import RETRACES, TELEMETRY, telemetry_rows, write_rows
 
 from keras_paragrad.profiling.report.runs import MOST_RETRACES, read_retraces, read_series
 

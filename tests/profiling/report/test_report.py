@@ -9,7 +9,7 @@ import re
 import sys
 
 import pytest
-from made_runs import (
+from sample_models.log_directories import (
     TELEMETRY,
     THROUGHPUT,
     WORKER,

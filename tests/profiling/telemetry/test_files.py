@@ -8,8 +8,8 @@ import math
 import keras
 import numpy as np
 import pytest
+from oracles.telemetry_loops import X, Y, expected, inner
 from pyarrow import parquet
-from telemetry_loops import X, Y, expected, inner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from keras_paragrad.profiling.log_files import Table

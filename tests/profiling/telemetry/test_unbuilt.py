@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from telemetry_loops import X, Y, assert_reports, expected, inner
+from oracles.telemetry_loops import X, Y, assert_reports, expected, inner
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, GradientNoiseScale, microbatch
 from keras_paragrad.profiling.telemetry import GradientTelemetry

@@ -6,9 +6,9 @@ import functools
 import keras
 import numpy as np
 import pytest
-import step_models
 import tensorflow as tf
-from telemetry_loops import X, Y, assert_reports, expected, inner
+from oracles.telemetry_loops import X, Y, assert_reports, expected, inner
+from sample_models import step_models
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientNoiseScale, microbatch
 from keras_paragrad.profiling.telemetry import GradientTelemetry
@@ -40,7 +40,7 @@ def fitted(optimizer, every=1, batch_size=16, callbacks=(), epochs=1, model=None
     return telemetry.last, history.history, model
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer(name):
     last, _, _ = fitted(OPTIMIZERS[name](), run_eagerly=True)
@@ -68,7 +68,7 @@ class Weights(keras.callbacks.Callback):
     ("size", "mode"),
     [
         (None, {}),
-        (3, {}),
+        pytest.param(3, {}, marks=pytest.mark.long),
         pytest.param(None, {"jit_compile": True}, marks=pytest.mark.long),
         pytest.param(None, {"run_eagerly": True}, marks=pytest.mark.long),
     ],

@@ -3,9 +3,9 @@
 import keras
 import numpy as np
 import pytest
-from own_process import on_workers
-from telemetry_loops import expected
-from telemetry_worker import reported_by_worker
+from oracles.telemetry_loops import expected
+from runner.own_process import on_workers
+from workers.telemetry_worker import reported_by_worker
 
 
 @pytest.mark.slow(15)

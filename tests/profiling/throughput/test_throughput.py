@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
-from telemetry_loops import X, Y, inner
+from oracles.telemetry_loops import X, Y, inner
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from keras_paragrad import (

@@ -1,7 +1,7 @@
 """Private training of one worker among several."""
 
 import keras
-from privacy_oracle import cross_entropy, perceptron, some_data
+from oracles.private_updates import cross_entropy, perceptron, some_data
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.privacy import AdaptiveClip, make_private

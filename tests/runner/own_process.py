@@ -15,7 +15,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import graphs
+from runner import graphs
 
 _MARK = "KERAS_PARAGRAD_TEST_IN_OWN_PROCESS"
 # Of the processes that have returned something to this one.

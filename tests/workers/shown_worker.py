@@ -6,13 +6,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import every_metric
-import hub_task
 import keras
 import numpy as np
-import own_steps
-from comparing_losses import LOSSES
-from histories import BATCHES, CASES, MicroBatches, shown_by
+from oracles.histories import BATCHES, CASES, MicroBatches, shown_by
+from sample_models import every_metric, hub_task, own_steps
+from sample_models.comparing_losses import LOSSES
 
 # Of the examples on one worker alone.
 NORMS = "norms"

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from histories import defined
 from keras import layers, optimizers
-from sharded_training import OPTIMIZERS, SETTINGS
+from oracles.histories import defined
+from trainings.sharded_training import OPTIMIZERS, SETTINGS
 
 from keras_paragrad import (
     AccumulatingOptimizer,

@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import graphs
 import keras
 import numpy as np
 import tensorflow as tf
-from backed_up import BATCH_SIZE, EPOCHS, build, data
+from runner import graphs
+from trainings.backed_up import BATCH_SIZE, EPOCHS, build, data
 
 from keras_paragrad import ExactAccumulation
 from keras_paragrad.distribution import with_one_writer

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-import pipelined_training
-import sharded_training
 import tensorflow as tf
 from keras import layers
-from pipelined_training import DEVICES, LENGTH, VOCABULARY, apart, configure
+from trainings import pipelined_training, sharded_training
+from trainings.pipelined_training import DEVICES, LENGTH, VOCABULARY, apart, configure
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, recompute
 from keras_paragrad.distribution import Backup

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from backed_up import limited_files
+from trainings.backed_up import limited_files
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit
 from keras_paragrad.distribution import Backup

@@ -8,7 +8,7 @@ import types
 from collections.abc import Collection, Generator, Iterator
 from pathlib import Path
 
-from seam_uses import SEAM, private_attributes
+from seam.seam_uses import SEAM, private_attributes
 
 from keras_paragrad.compat.names import NAMES, Hook
 from keras_paragrad.compat.private import StandIn, stand_in_for

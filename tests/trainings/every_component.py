@@ -1,6 +1,7 @@
 """A tiny training with each component in each form, beside one device on whole batches: made first, then run.
 
-`python tests/every_component.py` prints a line of JSON: the largest difference of each, or the sentence that refuses.
+`python tests/trainings/every_component.py` prints a line of JSON: the largest difference of each, or the sentence that
+refuses.
 """
 
 import functools

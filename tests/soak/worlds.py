@@ -83,7 +83,7 @@ class Machines:
         words = [*OPTIONS, f"--node-rank={rank}", f"--node-address=127.0.0.{2 + rank}"]
         words += [
             f"--rendezvous={self._rendezvous}",
-            str(Path(__file__).with_name("soak.py")),
+            str(Path(__file__).with_name("run.py")),
             "--work",
             json.dumps(task),
         ]

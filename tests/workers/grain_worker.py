@@ -1,9 +1,9 @@
 """One of two workers that read Grain's datasets: its rows, what it has read of the source, and what it trains."""
 
-import every_component
 import numpy as np
 import tensorflow as tf
-from auto_strategies import auto_strategy
+from trainings import every_component
+from trainings.auto_strategies import auto_strategy
 
 import keras_paragrad as paragrad
 from keras_paragrad.compat.workers import replica_placement

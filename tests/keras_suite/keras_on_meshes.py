@@ -5,7 +5,7 @@ What Keras's TensorFlow backend lacks, the numbers of processes and devices, is 
 
 import tensorflow as tf
 from keras.src.backend import distribution_lib
-from keras_unskipped import pytest_collection_modifyitems, pytest_configure, pytest_runtest_logreport  # noqa: F401
+from keras_suite.keras_unskipped import pytest_collection_modifyitems, pytest_configure, pytest_runtest_logreport  # noqa: F401
 
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 8

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras import layers, ops
-from step_models import Contrastive, Diffusion, compiled, data_of
+from sample_models.step_models import Contrastive, Diffusion, compiled, data_of
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.storage.sharded import sharded_value

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from sharded_training import LEAST_BYTES, Case, Updated, made_optimizer, make_devices, variables_to_update
+from trainings.sharded_training import LEAST_BYTES, Case, Updated, made_optimizer, make_devices, variables_to_update
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.engine.step.apply import apply_gradient

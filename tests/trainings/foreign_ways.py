@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from foreign_models import FOREIGN, ROWS, Foreign, settled
-from oracles import gradient_error, norms_of
+from oracles.whole_batches import gradient_error, norms_of
+from sample_models.foreign_models import FOREIGN, ROWS, Foreign, settled
 
 from keras_paragrad import (
     AccumulatingOptimizer,

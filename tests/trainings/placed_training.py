@@ -9,9 +9,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from counting import counting_model
 from keras import layers
-from pipelined_training import DEVICES, apart, configure
+from sample_models.counting import counting_model
+from trainings.pipelined_training import DEVICES, apart, configure
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.distribution import Pipeline

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
 
-import own_process
+from runner import own_process
 
 _ADDRESS = "KERAS_PARAGRAD_TEST_FORKED_SCRIPTS"
 # It imports next to nothing, and takes what is printed, and the exit status, from the process that runs the script.
 _STARTED = f"""
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from forked_scripts import run_elsewhere
+sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+from runner.forked_scripts import run_elsewhere
 sys.exit(run_elsewhere({{script!r}}))
 """
 

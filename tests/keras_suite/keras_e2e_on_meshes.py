@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from keras.src import models
 from keras.src.backend import distribution_lib
-from keras_unskipped import pytest_collection_modifyitems, pytest_configure, pytest_runtest_logreport  # noqa: F401
+from keras_suite.keras_unskipped import pytest_collection_modifyitems, pytest_configure, pytest_runtest_logreport  # noqa: F401
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.storage.dtensor import computing_on_mesh

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-import every_component
-import taken_away
+from seam import taken_away
+from trainings import every_component
 
 import keras_paragrad as paragrad
 from keras_paragrad.compat import check

@@ -6,7 +6,7 @@ import os
 import time
 import warnings
 
-import graphs
+from runner import graphs
 
 CASES = {}
 

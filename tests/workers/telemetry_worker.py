@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import keras
-from telemetry_loops import X, Y, inner
+from oracles.telemetry_loops import X, Y, inner
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.profiling.telemetry import GradientTelemetry

@@ -30,8 +30,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import numpy as np
-import own_process
-import soak_worlds
+from runner import own_process
+from soak.worlds import Machines
 
 ROWS, FEATURES, CLASSES, BATCH_SIZE, EPOCHS, EVERY = 397, 16, 4, 10, 3, 7
 # A share of the largest weight.
@@ -68,7 +68,7 @@ DISTURBANCES = 6
 def trained(kind: str, folder: str | None, pace: float = 0.02) -> dict[str, Any]:
     """Trains, with backups in the folder if there is one, and returns what is compared."""
     import keras
-    import step_models
+    from sample_models import step_models
 
     from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, make_private
 
@@ -282,7 +282,7 @@ def train_round(number: int, folder: Path, draw: random.Random, seen: collection
         kind = WORLDS[number // 2 % len(WORLDS)]
         where = folder / f"{number:03}-{kind.replace(', ', '-').replace(' ', '-')}"
         compare = functools.partial(largest_difference, kind)
-        return f"{kind}, machines", soak_worlds.Machines(kind, where, draw, DISTURBANCES, compare)
+        return f"{kind}, machines", Machines(kind, where, draw, DISTURBANCES, compare)
     turn = number // 2
     name = "four" if turn == len(ways) else ways[(turn - (turn > len(ways))) % len(ways)]
     way = FOUR if name == "four" else WAYS[name]

@@ -8,10 +8,10 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import own_process
 import pytest
+from runner import own_process
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 # The seconds of each module, written by `make durations`.
 RECORDED = TESTS / "durations.json"
 # The processor time of a test that states no other.

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from cases import DataCase, build_model
+from sample_models.cases import DataCase, build_model
 
 from keras_paragrad import AccumulatingOptimizer
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from histories import MicroBatches
+from oracles.histories import MicroBatches
 
 ROWS = 15
 

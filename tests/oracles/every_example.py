@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from oracles import example_gradients, gradient_error, norms_of
+from oracles.whole_batches import example_gradients, gradient_error, norms_of
 
 from keras_paragrad.per_example.capture import Capture, units_for
 from keras_paragrad.per_example.quantities import Quantities
