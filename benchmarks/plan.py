@@ -3,7 +3,7 @@
 `python benchmarks/plan.py` trains models in every way that is a candidate, each in a process of its own. Then the plan
 chooses in four budgets of memory, where a trial reads what was measured. It prints the table and saves it in
 `results/plan.json`. `python benchmarks/plan.py one` does one device alone, `two` two logical ones. With `KEEP=FOLDER`
-what was measured of every way is kept there.
+what was measured is kept there, and not measured again.
 """
 
 import dataclasses
@@ -100,10 +100,12 @@ def measure(name, devices):
     (plan,) = every
     spec = next(iter(plan_batches(model, name)))
     trial = replicas._trial(model, run, BATCHES[name], spec, 2**40)
-    measured = {}
+    measured = kept(name, devices)
     for candidate in plan.candidates:
-        measured[candidate.choice] = trial(candidate)
-        print(candidate.choice, candidate.estimated, measured[candidate.choice], file=sys.stderr, flush=True)
+        if candidate.choice not in measured:
+            measured[candidate.choice] = trial(candidate)
+            keep(name, devices, measured)
+            print(candidate.choice, candidate.estimated, measured[candidate.choice], file=sys.stderr, flush=True)
     whole = measured[plans.Choice()].bytes
     rows = []
     for share in BUDGETS:
@@ -125,11 +127,23 @@ def measure(name, devices):
         seconds = measured[chosen.chosen.choice].seconds
         row |= {"chosen": chosen.in_words(), "chosen, s": seconds, "over the fastest": f"{seconds / best - 1:+.0%}"}
         rows.append({**row, "trials": chosen.trials})
-    every = [
-        dataclasses.asdict(dataclasses.replace(candidate, measured=measured[candidate.choice]))
-        for candidate in plan.candidates
-    ]
-    print(json.dumps({"rows": rows, "every": every}))
+    print(json.dumps(rows))
+
+
+def kept(name, devices):
+    """What was measured before, by choice."""
+    from keras_paragrad.memory.plan import Choice
+    from keras_paragrad.memory.trial import Measured
+
+    file = Path(os.environ.get("KEEP", "/nowhere"), f"{name}-{devices}.json")
+    found = json.loads(file.read_text()) if file.exists() else []
+    return {Choice(**choice): Measured(**measured) for choice, measured in found}
+
+
+def keep(name, devices, measured):
+    if folder := os.environ.get("KEEP"):
+        found = [[dataclasses.asdict(choice), dataclasses.asdict(value)] for choice, value in measured.items()]
+        Path(folder, f"{name}-{devices}.json").write_text(json.dumps(found))
 
 
 def plan_batches(model, name):
@@ -150,10 +164,7 @@ def main(which):
     for word in which:
         rows = []
         for name in BATCHES:
-            found = in_own_process(name, DEVICES[word])
-            if folder := os.environ.get("KEEP"):
-                Path(folder, f"{name}-{word}.json").write_text(json.dumps(found["every"]))
-            rows += found["rows"]
+            rows += in_own_process(name, DEVICES[word])
         columns = list(rows[0])
         title = f"What fit_memory chooses on {word} device{'s' if word == 'two' else ''} of a CPU"
         report("plan", title, columns, [[row.get(column, "") for column in columns] for row in rows])
