@@ -322,6 +322,68 @@ def test_the_chosen_slices_are_applied(ways, monkeypatch):
     assert StepBuilder.of(model).stages.split is None and not RECOMPUTATIONS.of(model)
 
 
+@pytest.fixture
+def halved(ways, monkeypatch):
+    """Plans in 40% of the memory of a step of `deep`, with trials that take what was estimated."""
+    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._trial", lambda *_: exactly)
+    monkeypatch.setattr(plans, "_RUNTIME", 0)
+    monkeypatch.setattr(plans, "_OF_OPERATION", 0)
+    return lambda share=0.4, **options: DistributedFit(
+        fit_memory=True, device_bytes=int(share * whole(ways)), **options
+    )
+
+
+def as_it_is(model):
+    return StepBuilder.of(model).stages.split is None and not RECOMPUTATIONS.of(model)
+
+
+@pytest.mark.slow(30)
+def test_what_was_undone_is_applied_again(halved):
+    dist, model = halved(), deep()
+    dist.prepare(model, batch_size=ROWS).undo()
+    assert as_it_is(model)
+    handle = dist.prepare(model, batch_size=ROWS)
+    assert not as_it_is(model)
+    # What isn't planned has no effect on what was.
+    with pytest.raises(ValueError, match="doesn't fit"):
+        dist.prepare(model, batch_size=2**14)
+    dist.prepare(model, batch_size=ROWS)
+    assert not as_it_is(model)
+    with dist.scope():
+        model.compile("sgd", "mse")
+    dist.prepare(model, batch_size=ROWS)
+    assert not as_it_is(model) and not any("was called" in line for line in dist.explain().estimate.left_out)
+    handle.undo()
+    assert as_it_is(model)
+
+
+@pytest.mark.slow(30)
+def test_the_plan_of_one_takes_the_place_of_the_others(halved):
+    model = deep()
+    halved().prepare(model, batch_size=ROWS)
+    less = halved(0.3, exact=False)
+    less.prepare(model, batch_size=ROWS)
+    assert not as_it_is(model) and less.explain().estimate.left_out == []
+    handle = DistributedFit().prepare(model, batch_size=ROWS)
+    assert as_it_is(model)
+    handle.undo()
+    dist, other = halved(), deep()
+    dist.prepare(model, batch_size=ROWS)
+    dist.prepare(other, batch_size=ROWS)
+    assert not as_it_is(model) and not as_it_is(other)
+
+
+def test_a_plan_that_cannot_be_applied_leaves_nothing_behind(halved, monkeypatch):
+    def refuses(*_):
+        raise ValueError("can't be trained")
+
+    model = deep()
+    monkeypatch.setattr("keras_paragrad.distribution.replicas.parallelism.ReplicaPreparation.of", refuses)
+    with pytest.raises(ValueError, match="can't be trained"):
+        halved().prepare(model, batch_size=ROWS)
+    assert as_it_is(model)
+
+
 def test_what_is_no_choice_is_left_out(monkeypatch):
     dist = DistributedFit(fit_memory=True, device_bytes=2**40)
     normalized = keras.Sequential(
