@@ -86,7 +86,7 @@ def measure(name, devices):
     dist, model = prepared(name, devices)
     run, replicas._STEPS = dist._run, STEPS
     shards, _ = replicas._shards(model, run.plan.shard.value)
-    options = {"replicas": devices, "shards": shards, "no_slices": replicas._no_slices(model, False)}
+    options = {"replicas": devices, "shards": shards, "no_slices": replicas._no_slices(model)}
     # Nothing fits in a byte, so all candidates are estimated, and none is tried.
     every = []
 

@@ -178,6 +178,11 @@ class Options:
                 "fit_memory=True chooses among recomputation, slices and shards on replicas of the model, not on a "
                 'mesh, in a pipeline or with parameter servers. Leave it out, or write strategy="auto".'
             )
+        if self.fit_memory and self.deterministic:
+            raise ValueError(
+                f"fit_memory=True chooses how batches are cut, and deterministic={self.deterministic} cuts them in as "
+                "many parts. Leave one of the two out: dist.estimate(model, batch_size) says what a step takes."
+            )
         if self.deterministic:
             self._check_deterministic()
         fixed = ("collective_timeout", "communication", "devices", "pack_bytes")

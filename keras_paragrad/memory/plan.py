@@ -391,8 +391,11 @@ def _refuse(plan: MemoryPlan, *, tried: bool) -> None:
         )
         return
     others = " ".join(plan.left_out)
+    instead = "Use more devices, or a smaller batch"
+    if not any(line.startswith("No slices") for line in plan.left_out):
+        instead += " with AccumulatingOptimizer, which makes the same update of several"
     raise ValueError(
         f"A batch of {plan.batch_size} of {plan.model!r} doesn't fit in {bytes_in_words(plan.device_bytes)} on each of "
         f"{counted(plan.replicas, 'device')}. The least is estimated to take {takes}, {words}.{others and ' '}{others} "
-        "Use more devices, or a smaller batch with AccumulatingOptimizer, which makes the same update of several."
+        f"{instead}."
     )

@@ -41,6 +41,7 @@ def on_one_device(kind: str):
     return train(world(1), kind)
 
 
+@pytest.mark.slow(25)
 @pytest.mark.grappler
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits_in_any_world(kind):

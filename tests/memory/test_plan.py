@@ -205,6 +205,9 @@ def test_what_never_fits_is_refused(ways):
         choosing(ways, least // 2)
     with pytest.raises(ValueError, match="Use more devices, or a smaller batch with AccumulatingOptimizer"):
         choosing(ways, int(1.1 * least), lambda candidate: None)
+    # What can't be cut can't be accumulated either.
+    with pytest.raises(ValueError, match=r"Use more devices, or a smaller batch\.$"):
+        plan_memory(deep(), ROWS, least // 2, None, no_slices="its rows belong together")
 
 
 def test_what_takes_less_than_estimated_is_tried_before_it_is_refused(ways):
@@ -407,6 +410,8 @@ def test_what_is_no_choice_is_left_out(monkeypatch):
 def test_refuses_where_there_is_no_choice():
     with pytest.raises(ValueError, match="on a mesh, in a pipeline or with parameter servers. Leave it out"):
         DistributedFit(mesh={"batch": 2}, fit_memory=True)
+    with pytest.raises(ValueError, match="fit_memory=True chooses how batches are cut, and deterministic=8 cuts them"):
+        DistributedFit(fit_memory=True, deterministic=8)
     dist = DistributedFit(fit_memory=True)
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     unbuilt.compile("sgd", "mse")

@@ -1567,8 +1567,8 @@ _MEMORY = [
     _fault(
         "a chosen number of slices isn't applied",
         "distribution/replicas/memory.py",
-        "if candidate.choice.slices > 1:\n        applied",
-        "if candidate.choice.slices > 10**6:\n        applied",
+        "if candidate.choice.slices > 1:\n            sliced",
+        "if candidate.choice.slices > 10**6:\n            sliced",
         "memory/test_plan.py::test_the_chosen_slices_are_applied",
     ),
 ]

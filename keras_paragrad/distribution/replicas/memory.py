@@ -69,7 +69,7 @@ def fit_memory(
         shards=shards,
         min_shard_bytes=options.min_shard_bytes,
         batch_spec=batch_spec,
-        no_slices=_no_slices(model, options.deterministic),
+        no_slices=_no_slices(model),
         log=log,
     )
     plan.left_out += [f"No shards: {no_shards}."] if no_shards else []
@@ -88,12 +88,10 @@ def _agreed(plan: MemoryPlan, run: PlannedRun) -> Candidate:
     return ways[int(gather(run.strategies.workers, np.array([mine], np.int64))[0, 0])]
 
 
-def _no_slices(model: keras.Model, deterministic: int | bool) -> str:
+def _no_slices(model: keras.Model) -> str:
     """Why batches can't be cut into slices; empty if they can."""
     if StepBuilder.of(model).stages.split is not None:
         return "microbatch(model, ...) was called"
-    if deterministic:
-        return f"deterministic={deterministic} cuts batches already"
     layers = layers_of_batch_statistics(model)
     names = ", ".join(layer.name for layer in layers[:3]) + (", ..." if len(layers) > 3 else "")
     return f"{names} would normalize slices with the statistics of a slice" if layers else ""
@@ -117,7 +115,7 @@ def _trial(model: keras.Model, run: PlannedRun, rows: int, spec: Specs, device_b
     replicas = run.strategies.models.num_replicas_in_sync
 
     def trial(candidate: Candidate) -> Measured | None:
-        runner = _runner(run, candidate, replicas) if replicas > 1 else None
+        runner = _runner(run, candidate, replicas) if replicas > 1 or run.options.jit != "auto" else None
         return trials.measure(rows, _preparations(model, run, candidate), runner)
 
     return trial
@@ -137,13 +135,16 @@ def _zeros(spec: Specs) -> list[Any]:
 
 
 def _runner(run: PlannedRun, candidate: Candidate, replicas: int) -> Runner:
-    """Makes the replicas of this process again in another."""
+    """Makes the replicas of this process in another."""
     kind, options = "GPU" if run.hardware.of_kind("GPU") else "CPU", run.options
-    arguments = {
-        **{"strategy": "mirrored", "devices": [f"{kind}:{index}" for index in range(replicas)]},
+    arguments: dict[str, Any] = {
         **{"shard": candidate.choice.shard, "min_shard_bytes": options.min_shard_bytes, "jit": options.jit},
         **{"exact": options.exact, "weighting": options.weighting, "prove": False},
     }
+    if replicas == 1:
+        arguments["strategy"] = "none"
+    else:
+        arguments |= {"strategy": "mirrored", "devices": [f"{kind}:{index}" for index in range(replicas)]}
     return Runner("keras_paragrad.distribution.fit", "DistributedFit", arguments, replicas)
 
 
@@ -182,12 +183,17 @@ def _apply(model: keras.Model, run: PlannedRun, candidate: Candidate) -> Callabl
     """Applies a choice to the model; returns what undoes all of it but shards."""
     form = candidate.choice.recompute
     applied = _Applied([])
-    if form:
-        applied.handles.append(recompute(model, recomputation_of(model, form).layers))
-    if candidate.choice.slices > 1:
-        applied.handles.append(microbatch(model, candidate.rows, weighting=_weighting(run), prove=run.options.prove))
-    if run.plan.shard.value == "auto":
-        reshard(model, run.strategies.models, candidate.choice.shard, run.options.min_shard_bytes)
+    try:
+        if form:
+            applied.handles.append(recompute(model, recomputation_of(model, form).layers))
+        if candidate.choice.slices > 1:
+            sliced = microbatch(model, candidate.rows, weighting=_weighting(run), prove=run.options.prove)
+            applied.handles.append(sliced)
+        if run.plan.shard.value == "auto":
+            reshard(model, run.strategies.models, candidate.choice.shard, run.options.min_shard_bytes)
+    except BaseException:
+        applied.undo()
+        raise
     return applied.undo
 
 
