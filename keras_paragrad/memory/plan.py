@@ -33,6 +33,8 @@ UNTRIED = 0.8
 _CERTAIN = 0.5
 # Bytes that TensorFlow takes for its first step, besides tensors, and for each operation of its graph, as seen on CPUs.
 _RUNTIME, _OF_OPERATION = 64 * 2**20, 32 * 2**10
+# Ways that are tried, though a trial says that they take too much, before all are refused.
+_LAST_RESORTS = 3
 # Rows of the table after the chosen one.
 _SHOWN_AFTER = 4
 
@@ -303,8 +305,8 @@ class _Search:
             for index, candidate in enumerate(self._plan.candidates):
                 if self._settle(index, self._why_not(candidate)):
                     return
-            if self._begin and (least := self._least()) is not None and self._settle(least, ""):
-                # Its estimate was too large.
+            # Estimates may be too large.
+            if self._begin and any(self._settle(index, "") for index in self._last_resorts()):
                 return
         except CannotTryError as error:
             _log.warning(
@@ -365,16 +367,21 @@ class _Search:
         self._failed.append(candidate)
         return "too much"
 
-    def _least(self) -> int | None:
-        """The index of the candidate with the least estimated bytes, unless it was tried."""
-        open_ones = [
+    def _last_resorts(self) -> list[int]:
+        """The candidates to try before all are refused: the fastest that may fit, and the one with the least bytes."""
+        tried = {candidate.choice for candidate in self._failed}
+        untried = [
             index
             for index, candidate in enumerate(self._plan.candidates)
-            if self._sliced or candidate.choice.slices == 1
+            if candidate.choice not in tried and (self._sliced or candidate.choice.slices == 1)
         ]
-        least = min(open_ones, key=lambda index: self._plan.candidates[index].estimated.bytes)
-        tried = {failed.choice for failed in self._failed}
-        return None if self._plan.candidates[least].choice in tried else least
+        if not untried:
+            return []
+        taken = [candidate.estimated.bytes for candidate in self._plan.candidates]
+        failed = min((candidate.estimated.bytes for candidate in self._failed), default=self._plan.device_bytes)
+        fastest = [index for index in untried if taken[index] < min(failed, self._plan.device_bytes)]
+        least = min(untried, key=lambda index: taken[index])
+        return list(dict.fromkeys([*fastest[:_LAST_RESORTS], least]))
 
 
 def _refuse(plan: MemoryPlan, *, tried: bool) -> None:

@@ -217,6 +217,17 @@ def test_what_takes_less_than_estimated_is_tried_before_it_is_refused(ways):
     assert plan.chosen.choice == least.choice and plan.trials == 1
 
 
+def test_what_one_trial_takes_besides_does_not_refuse_all_others(ways):
+    limit, tried = whole(ways) + 1, []
+
+    def off_at_first(candidate):
+        tried.append(candidate)
+        return Measured(2 * limit if len(tried) == 1 else candidate.estimated.bytes, 1.0)
+
+    plan = choosing(ways, limit, off_at_first)
+    assert plan.trials == 2 and plan.chosen.choice == tried[1].choice != tried[0].choice
+
+
 def test_chosen_by_the_estimate_alone_it_may_run_out(ways, caplog):
     least = min(each.estimated.bytes for each in ways.candidates)
     assert choosing(ways, int(1.1 * least)).chosen is not None

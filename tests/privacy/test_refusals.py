@@ -246,7 +246,10 @@ def test_a_loss_of_the_whole_batch_is_refused_with_a_way_out():
     ("data", "message"),
     [
         (lambda x, y: (tf.data.Dataset.from_tensor_slices((x, y)).batch(8), y), "targets and sample weights in its"),
-        (lambda x, y: (tf.data.Dataset.from_tensor_slices((x, y)),), r"shapes \(5,\), \(\), which aren't those of a"),
+        (
+            lambda x, y: (tf.data.Dataset.from_tensor_slices((x, y)),),
+            r"shapes \(5,\), \(\), which don't belong to a batch",
+        ),
     ],
 )
 def test_data(data, message):
