@@ -113,10 +113,11 @@ def test_help_shows_the_parameters_of_what_is_public(package):
 
 def test_docs_and_examples_import_what_is_public():
     for path in (*DOCS, *EXAMPLES):
-        for package, names in re.findall(r"^(?:>>> )?from (keras_paragrad[\w.]*) import (.+)$", path.read_text(), re.M):
+        imports = r"^(?:>>> )?from (keras_paragrad[\w.]*) import (?:\(([^)]+)\)|(.+))$"
+        for package, several, names in re.findall(imports, path.read_text(), re.M):
             module = importlib.import_module(package)
-            for name in names.split(","):
-                assert name.strip() in module.__all__, f"{path.name}: from {package} import {name}"
+            for name in filter(None, map(str.strip, (several or names).split(","))):
+                assert name in module.__all__, f"{path.name}: from {package} import {name}"
 
 
 def test_classes_that_saved_models_name_are_imported_at_once_and_no_others():

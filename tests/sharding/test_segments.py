@@ -175,7 +175,7 @@ def dense(count):
         (lambda: dense(1), {}, "can't be cut"),
         (per_example, {"every": 1}, "PerExampleGradients layer"),
         (attention, {"every": 1, "layers": "all"}, "`every` and `layers` both"),
-        (attention, {"layers": "all"}, "`layers` is 'all'"),
+        (attention, {"layers": "most"}, "`layers` is 'most'"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(make, arguments, says):
