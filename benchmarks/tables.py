@@ -55,6 +55,19 @@ def as_saved(name: str, title: str) -> str:
     return table(list(rows[0]), [list(row.values()) for row in rows])
 
 
+def plans() -> str:
+    """What `fit_memory` chose in each budget, beside the fastest way that fits."""
+    (rows,) = saved("plan").values()
+    cells = []
+    for row in rows:
+        chosen = row["chosen"].partition(":")[0]
+        budget = f"{row['model']}, {row['budget, MB']} MB"
+        cells.append(
+            [budget, f"{row['ways that fit']} of {row['ways']}", chosen, row["over the fastest"], row["trials"]]
+        )
+    return table(["model, memory", "ways that fit", "chosen", "seconds over the fastest", "trials"], cells)
+
+
 def stock_errors() -> str:
     """What goes wrong in Keras alone: six rows of both tables of exactness."""
     windows = rows_of("exactness", "Largest difference from")
@@ -352,6 +365,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/benchmarks/releases.md": {"releases": releases, "installation": installation},
     "docs/guides/elastic.md": {"soak": soak},
+    "docs/guides/estimate.md": {"plans": plans},
     "docs/guides/deterministic.md": {
         "worlds": worlds,
         "cost": functools.partial(as_saved, "deterministic", "Milliseconds a step"),
