@@ -25,6 +25,7 @@ STEPS = 7
 
 def model_of(name):
     import keras
+    from estimate import block
 
     layers = keras.layers
     if name == "CNN":
@@ -50,17 +51,6 @@ def model_of(name):
     return model
 
 
-def block(tokens, width, name):
-    import keras
-
-    layers = keras.layers
-    inputs = keras.Input((tokens, width))
-    normed = layers.LayerNormalization()(inputs)
-    hidden = inputs + layers.MultiHeadAttention(4, width // 4)(normed, normed)
-    inner = layers.Dense(4 * width, activation="gelu")(layers.LayerNormalization()(hidden))
-    return keras.Model(inputs, hidden + layers.Dropout(0.1)(layers.Dense(width)(inner)), name=name)
-
-
 def prepared(name, devices):
     """A `DistributedFit` on some logical devices, and its model."""
     import tensorflow as tf
@@ -82,22 +72,16 @@ def measure(name, devices):
     """Prints the bytes and seconds of every candidate, and what plans for the budgets choose by them, as JSON."""
     from keras_paragrad.distribution.replicas import memory as replicas
     from keras_paragrad.memory import plan as plans
+    from keras_paragrad.memory.plan_search import PlanSearch
+    from keras_paragrad.memory.plan_table import MemoryPlan
 
     dist, model = prepared(name, devices)
     run, replicas._STEPS = dist._run, STEPS
     shards, _ = replicas._shards(model, run.plan.shard.value)
     options = {"replicas": devices, "shards": shards, "no_slices": replicas._no_slices(model)}
-    # Nothing fits in a byte, so all candidates are estimated, and none is tried.
-    every = []
-
-    def refuse(plan, **_):
-        every.append(plan)
-        plan.chosen = plan.candidates[0]
-
-    original, plans._refuse = plans._refuse, refuse
-    plans.plan_memory(model, BATCHES[name], 1, None, **options)
-    plans._refuse = original
-    (plan,) = every
+    # A model that fits by far has no other candidates, unless it is asked for them.
+    plans._CERTAIN = 0.0
+    plan = plans.plan_memory(model, BATCHES[name], 2**40, None, **options)
     spec = next(iter(plan_batches(model, name)))
     trial = replicas._trial(model, run, BATCHES[name], spec, 2**40)
     measured = kept(name, devices)
@@ -106,7 +90,7 @@ def measure(name, devices):
             measured[candidate.choice] = trial(candidate)
             keep(name, devices, measured)
             print(candidate.choice, candidate.estimated, measured[candidate.choice], file=sys.stderr, flush=True)
-    whole = measured[plans.Choice()].bytes
+    whole = measured[plan.candidates[0].choice].bytes
     rows = []
     for share in BUDGETS:
         budget = int(share * whole)
@@ -119,8 +103,10 @@ def measure(name, devices):
         best = min((found.seconds for found in fitting), default=None)
         row = {"model": name, "devices": devices, "budget, MB": round(budget / 1e6), "ways": len(measured)}
         row |= {"ways that fit": len(fitting), "fastest that fits, s": best}
+        chosen = MemoryPlan(name, BATCHES[name], devices, budget)
+        chosen.recomputed, chosen.candidates = plan.recomputed, list(plan.candidates)
         try:
-            chosen = plans.plan_memory(model, BATCHES[name], budget, lambda spec: lookup, **options)
+            PlanSearch(chosen, lambda lookup=lookup: lookup, lambda line: None).run()
         except ValueError:
             rows.append({**row, "chosen": "refused"})
             continue
@@ -132,7 +118,7 @@ def measure(name, devices):
 
 def kept(name, devices):
     """What was measured before, by choice."""
-    from keras_paragrad.memory.plan import Choice
+    from keras_paragrad.memory.plan_table import Choice
     from keras_paragrad.memory.trial import Measured
 
     file = Path(os.environ.get("KEEP", "/nowhere"), f"{name}-{devices}.json")

@@ -17,7 +17,7 @@ from keras_paragrad.distribution.pipeline.preparation import Stage, StageTable
 from keras_paragrad.memory import Estimate
 from keras_paragrad.memory.batch_size import SizesTried, SizeTried
 from keras_paragrad.memory.breakdown import MemoryBreakdown
-from keras_paragrad.memory.plan import MemoryPlan
+from keras_paragrad.memory.plan_table import MemoryPlan
 from keras_paragrad.plain_text import InNotebooks, Printable
 from keras_paragrad.privacy.budget import Privacy
 from keras_paragrad.profiling.summary import OperationTime, ProfileSummary, StepTime

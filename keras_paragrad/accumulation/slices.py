@@ -24,13 +24,13 @@ from keras_paragrad.engine.step.fixed_parts import FixedParts, enable_determinis
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.stages import BatchSlices
+from keras_paragrad.memory.available import memory_of_device
 from keras_paragrad.memory.batch_size import (
     ROWS,
     TrialLog,
     check_can_find,
     estimated_bytes,
     find_size,
-    memory_of_device,
     spec_of,
 )
 from keras_paragrad.memory.trial import Trials, preparations_of

@@ -12,7 +12,6 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.model import overrides_fit
-from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.checkpoint.backup import Backup
@@ -24,11 +23,11 @@ from keras_paragrad.distribution.data import (
     normalize_inputs,
 )
 from keras_paragrad.distribution.decisions.shard import choose_shard
+from keras_paragrad.distribution.fitted_memory import FITTED, FittedMemory, undo_fitted_memory
 from keras_paragrad.distribution.hardware import Hardware, detect
 from keras_paragrad.distribution.kernels import describe_kernels
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.parallelism import (
-    FittedMemory,
     PlannedRun,
     Preparation,
     build_scope,
@@ -46,9 +45,6 @@ from keras_paragrad.memory.batch_size import TrialLog
 from keras_paragrad.memory.estimate import Estimate
 from keras_paragrad.plain_text import InNotebooks
 from keras_paragrad.storage.creation import create_in_shards, create_whole
-
-# What `fit_memory` has applied to a model, and what it was planned for.
-_MEMORY = Slot[tuple[object, FittedMemory] | None]("fitted memory", None)
 
 
 class DistributedFit(InNotebooks):
@@ -236,33 +232,32 @@ class DistributedFit(InNotebooks):
         if self.options.fit_memory:
             self._fit_memory(model, batch_size, batch_spec, verbose)
         else:
-            _undo_memory(model)
+            undo_fitted_memory(model)
             if self.plan.shard.value == "auto":
                 decision, self._estimate = choose_shard(model, batch_size, batch_spec, self._run)
                 self.plan = self.plan.with_decision(decision)
         try:
             preparation = self._parallelism.prepare(model, self._run)
         except BaseException:
-            _undo_memory(model)
+            undo_fitted_memory(model)
             raise
-        preparation.undo_with(lambda: _undo_memory(model))
+        preparation.undo_with(lambda: undo_fitted_memory(model))
         self._table, self._model = preparation.table, weakref.ref(model)
         return preparation
 
     def _fit_memory(self, model: keras.Model, batch_size: int, batch_spec: Specs, verbose: str | int) -> None:
         """Has the model train in the devices' memory; again for another batch size or optimizer."""
         planned_for = batch_size, model.optimizer and weakref.ref(model.optimizer)
-        before = _MEMORY.of(model)
-        if before is not None and before is self._memory and before[0] == planned_for:
+        if self._memory == (planned_for, FITTED.of(model)):
             return
-        # Another `DistributedFit` may have applied it.
-        _undo_memory(model)
+        # Another `DistributedFit` may have applied what there is.
+        undo_fitted_memory(model)
         log = TrialLog("fit_memory", int(self.is_chief and verbose != 0))
         fitted = self._parallelism.fit_memory(model, self._run, batch_size, batch_spec, log)
         if fitted.shard is not None:
             self.plan = self.plan.with_decision(fitted.shard)
         self._memory = planned_for, fitted
-        _MEMORY.attach(model, self._memory)
+        FITTED.attach(model, fitted)
 
     def _check_consistent(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
         """Raises on every worker if their training differs, before mismatched collectives can hang."""
@@ -370,10 +365,3 @@ class DistributedFit(InNotebooks):
     def _distribute(self, data: tuple[FitData, FitData, FitData], options: dict[str, Any]) -> DistributedData:
         """The data divided among the replicas, unless it is a `DistributedData` already."""
         return data[0] if isinstance(data[0], DistributedData) else self.dataset(*data, **options)
-
-
-def _undo_memory(model: keras.Model) -> None:
-    """Ends the recomputation and slices that `fit_memory` has applied to a model."""
-    if (applied := _MEMORY.of(model)) is not None:
-        _MEMORY.attach(model, None)
-        applied[1].undo()

@@ -14,12 +14,12 @@ from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.distribution.consistency import SAME_SCRIPT
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.decisions.decision import Decision
+from keras_paragrad.distribution.fitted_memory import FittedMemory
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Decisions, Options, Planner, planner_of
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.engine.step.building import check_compiled_in_scope
 from keras_paragrad.memory.estimate import Estimate, estimate_memory
-from keras_paragrad.memory.plan import MemoryPlan
 
 # The names that a user's parallelism needs.
 __all__ = ["Decision", "Decisions", "Parallelism", "PlannedRun", "Preparation", "Strategies", "parallelism_of"]
@@ -158,20 +158,6 @@ class PlannedRun(NamedTuple):
         return self.options.device_bytes or self.hardware.device_bytes(self.plan.devices.value)
 
 
-class FittedMemory(NamedTuple):
-    """How a model is trained in the memory of its devices.
-
-    Attributes:
-        plan: The ways to train it, as `explain` shows them, and which was chosen.
-        undo: Undoes the recomputation and the slices.
-        shard: The decision on shards, if it was open.
-    """
-
-    plan: MemoryPlan
-    undo: Callable[[], None]
-    shard: Decision | None
-
-
 class Parallelism(Planner):
     """How a model is trained: its plan, its strategies, its data, and how it is made exact.
 
@@ -251,7 +237,7 @@ class Parallelism(Planner):
         Raises:
             ValueError: It doesn't fit, or its step can't be traced. The message says what to write.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must implement fit_memory, as its fits_memory is True.")
 
     def data(self, run: PlannedRun, x: FitData, y: FitData, sample_weight: FitData, **options: Any) -> DistributedData:
         """Data for `fit`, `evaluate` or `predict` of a prepared model; see `distributed_dataset`."""

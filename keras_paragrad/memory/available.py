@@ -5,8 +5,16 @@ import platform
 import resource
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
+import tensorflow as tf
+
+# The share of a device's memory that a step may take by its estimate alone; the rest covers the estimate's error,
+# TensorFlow and the data.
+STEP_SHARE = 0.8
+# The share of the available memory that training may take: other processes use the machine, and TensorFlow the GPU.
+_OF_MACHINE, _OF_CARD = 0.8, 0.9
 _SMI_SECONDS = 10
 _UNLIMITED = 2**60
 
@@ -98,3 +106,40 @@ def free_on_gpus() -> int | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return min((int(line) * 2**20 for line in answer.split() if line.isdecimal()), default=None)
+
+
+def memory_of_device(device_bytes: int | None, steps: int) -> int:
+    """The number of bytes that training may take.
+
+    Raises:
+        ValueError: It is unknown, or the GPU can't run a trial. The message says what to write.
+    """
+    gpus = tf.config.get_visible_devices("GPU")
+    if steps and (problem := cannot_try_on_gpus()):
+        raise ValueError(problem)
+    if device_bytes is not None:
+        return device_bytes
+    left, share = (free_on_gpus(), _OF_CARD) if gpus else (available_bytes(), _OF_MACHINE)
+    if left is None:
+        raise ValueError(
+            "How much memory the device has left is unknown here. Write device_bytes=16 * 2**30, for instance."
+        )
+    return max(1, int(share * left))
+
+
+def cannot_try_on_gpus() -> str:
+    """Why no other process can train on the GPUs of this one, and what to write; empty if one can."""
+    gpus = tf.config.get_visible_devices("GPU")
+    if not gpus or _grows(gpus):
+        return ""
+    return (
+        f"This process has reserved the memory of {gpus[0].name.rpartition('device:')[2]}, as TensorFlow does by "
+        "default, so no other process can try a batch there. Write\n    for gpu in "
+        "tf.config.list_physical_devices('GPU'): tf.config.experimental.set_memory_growth(gpu, True)\nbefore the "
+        "first tensor, or set TF_FORCE_GPU_ALLOW_GROWTH=true."
+    )
+
+
+def _grows(gpus: Sequence[tf.config.PhysicalDevice]) -> bool:
+    by_environment = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH", "").lower() == "true"
+    return by_environment or all(tf.config.experimental.get_memory_growth(gpu) for gpu in gpus)

@@ -3,7 +3,6 @@
 import bisect
 import functools
 import logging
-import os
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Self
 
@@ -18,18 +17,14 @@ from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs, Structure
 from keras_paragrad.engine.step.tracing import traced_step
-from keras_paragrad.memory.available import available_bytes, free_on_gpus
+from keras_paragrad.memory.available import STEP_SHARE, memory_of_device
 from keras_paragrad.memory.breakdown import breakdowns_of
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.memory.size_search import largest, nice_sizes
-from keras_paragrad.memory.trial import CannotTryError, Trials, first_rows
+from keras_paragrad.memory.trial import CannotTryError, Trials, first_rows, warn_untried
 from keras_paragrad.plain_text import Printable, counted
 
 _log = logging.getLogger("keras_paragrad")
-# The share of the available memory that training may take: other processes use the machine, and TensorFlow the GPU.
-_OF_MACHINE, _OF_CARD = 0.8, 0.9
-# The share of the limit that an untried batch may take; the rest covers the estimate's error.
-_UNTRIED = 0.8
 # Rows of the data that are repeated to make trial batches.
 ROWS = 64
 # Rows of the first trial without an estimate: the default of Keras's `fit`.
@@ -182,43 +177,6 @@ def check_can_find(model: keras.Model, asked_by: str, instead: str) -> None:
         )
 
 
-def memory_of_device(device_bytes: int | None, steps: int) -> int:
-    """The number of bytes that training may take.
-
-    Raises:
-        ValueError: It is unknown, or the GPU can't run a trial. The message says what to write.
-    """
-    gpus = tf.config.get_visible_devices("GPU")
-    if steps and (problem := cannot_try_on_gpus()):
-        raise ValueError(problem)
-    if device_bytes is not None:
-        return device_bytes
-    left, share = (free_on_gpus(), _OF_CARD) if gpus else (available_bytes(), _OF_MACHINE)
-    if left is None:
-        raise ValueError(
-            "How much memory the device has left is unknown here. Write device_bytes=16 * 2**30, for instance."
-        )
-    return max(1, int(share * left))
-
-
-def cannot_try_on_gpus() -> str:
-    """Why no other process can train on the GPUs of this one, and what to write; empty if one can."""
-    gpus = tf.config.get_visible_devices("GPU")
-    if not gpus or _grows(gpus):
-        return ""
-    return (
-        f"This process has reserved the memory of {gpus[0].name.rpartition('device:')[2]}, as TensorFlow does by "
-        "default, so no other process can try a batch there. Write\n    for gpu in "
-        "tf.config.list_physical_devices('GPU'): tf.config.experimental.set_memory_growth(gpu, True)\nbefore the "
-        "first tensor, or set TF_FORCE_GPU_ALLOW_GROWTH=true."
-    )
-
-
-def _grows(gpus: Sequence[tf.config.PhysicalDevice]) -> bool:
-    by_environment = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH", "").lower() == "true"
-    return by_environment or all(tf.config.experimental.get_memory_growth(gpu) for gpu in gpus)
-
-
 def estimated_bytes(model: keras.Model, spec: Specs, rows: int) -> int:
     """The estimated peak of a step, in bytes.
 
@@ -287,15 +245,12 @@ def find_size(
             found = _by_trials(sizes, device_bytes, begin(), guess, tried, log)
         except CannotTryError as error:
             problem = str(error).rstrip(".")
-            _log.warning(
-                "%s goes by the estimate of %r alone, in %d%% of the memory: %s.",
-                *(log.asked_by, model.name, round(100 * _UNTRIED), problem),
-            )
+            warn_untried(log.asked_by, model.name, error)
     if not begin or problem:
         if guess.problem:
             untried = f" It can't be tried either: {problem}." if problem else ""
             raise ValueError(f"{log.asked_by} can't estimate what {model.name!r} takes. {guess.problem}{untried}")
-        found = _by_estimate(sizes, int(_UNTRIED * device_bytes), guess, tried, log)
+        found = _by_estimate(sizes, int(STEP_SHARE * device_bytes), guess, tried, log)
     if found is None:
         raise ValueError(
             f"Not even {counted(sizes[0], 'row')} of {model.name!r} can be trained in "

@@ -54,8 +54,8 @@ class MemoryBreakdown:
     @property
     def held(self) -> int:
         """What batches of any size take: the variables, and gradients with their sums over slices."""
-        kept = self.parameters + self.non_trainable + self.slots + self.accumulators + self.ema
-        return kept + 2 * self.parameters + self.gathered
+        variables = self.parameters + self.non_trainable + self.slots + self.accumulators + self.ema
+        return variables + 2 * self.parameters + self.gathered
 
 
 def breakdowns_of(

@@ -15,7 +15,7 @@ from keras_paragrad.memory.liveness import ALIASES, known_value
 # Iterations of a loop that are followed to find how often it runs.
 _MOST_ITERATIONS = 10_000
 _NOT_COMPUTED = ALIASES | {"Const", "IdentityN", "NoOp", "Placeholder", "ReadVariableOp"}
-# Timings of an operation, the median of which counts.
+# Timings of an operation; their median counts.
 _TIMINGS = 5
 # Of the loop in which small operations are timed.
 _ITERATIONS, _OPERATIONS = 50, 12

@@ -19,6 +19,7 @@ from keras_paragrad.compat.types import Specs
 from keras_paragrad.engine.step.recompute import recompute_layer
 from keras_paragrad.engine.step.segments import recompute_parts
 from keras_paragrad.engine.step.tracing import traced_step
+from keras_paragrad.memory.available import STEP_SHARE
 from keras_paragrad.memory.breakdown import MemoryBreakdown, breakdowns_of
 from keras_paragrad.memory.recomputation import check_layer
 from keras_paragrad.memory.recomputed_segments import cut_for_least_memory
@@ -38,8 +39,6 @@ _ROWS = {
     "total": "Peak",
 }
 _ALWAYS = ("parameters", "gradients", "slots", "activations", "total")
-# The share of a device's memory that a step may take. The rest covers the estimate's error, TensorFlow and the data.
-STEP_SHARE = 0.8
 _WORKSPACE = (
     "Not counted: on a GPU, cuDNN's workspace for a convolution, up to 4 GiB, or what TF_CUDNN_WORKSPACE_LIMIT_IN_MB "
     "says."

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import logging
 import os
 import pickle
 import signal
@@ -28,10 +29,11 @@ from keras_paragrad.compat.data import is_grain
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
-from keras_paragrad.memory.available import available_bytes, resident_bytes
+from keras_paragrad.memory.available import STEP_SHARE, available_bytes, resident_bytes
 from keras_paragrad.memory.recomputation import RECOMPUTATIONS
 from keras_paragrad.storage.model_variables import STEP_BUILDER
 
+_log = logging.getLogger("keras_paragrad")
 # Seconds between two looks at a trial's memory; meanwhile it can allocate some 50 MB more.
 _INTERVAL = 0.005
 # The share of the available memory that a trial's process may take in all.
@@ -41,6 +43,12 @@ _LIBRARIES = {"builtins", "keras", "keras_paragrad", "numpy", "tensorflow"}
 
 class CannotTryError(Exception):
     """A model can't be tried in another process. The message says why, as the end of a sentence."""
+
+
+def warn_untried(asked_by: str, model: str, problem: CannotTryError) -> None:
+    """Warns that the estimate alone decides, as a model can't be tried."""
+    percent, words = round(100 * STEP_SHARE), str(problem).rstrip(".")
+    _log.warning("%s goes by the estimate of %r alone, in %d%% of the memory: %s.", asked_by, model, percent, words)
 
 
 @dataclass(frozen=True)

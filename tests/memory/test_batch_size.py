@@ -197,11 +197,11 @@ def test_refuses_a_gpu_that_is_reserved(monkeypatch):
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [gpu])
     monkeypatch.setattr(tf.config.experimental, "get_memory_growth", lambda gpu: False)
     with pytest.raises(ValueError, match="has reserved the memory of GPU:0"):
-        batch_size.memory_of_device(10**9, 2)
-    assert batch_size.memory_of_device(10**9, 0) == 10**9
+        available.memory_of_device(10**9, 2)
+    assert available.memory_of_device(10**9, 0) == 10**9
     monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-    monkeypatch.setattr(batch_size, "free_on_gpus", lambda: 10**10)
-    assert batch_size.memory_of_device(None, 2) == 9 * 10**9
+    monkeypatch.setattr(available, "free_on_gpus", lambda: 10**10)
+    assert available.memory_of_device(None, 2) == 9 * 10**9
 
 
 def test_memory_is_what_control_groups_leave(tmp_path):

@@ -13,10 +13,12 @@ from keras_paragrad.engine.step.tracing import traced_step, traced_steps
 from keras_paragrad.flops import flops_of_operation
 from keras_paragrad.memory import estimate_memory
 from keras_paragrad.memory import plan as plans
-from keras_paragrad.memory.breakdown import breakdowns_of
+from keras_paragrad.memory.breakdown import SHARDS, breakdowns_of
 from keras_paragrad.memory.cost import Cost, Speed, cost_of
 from keras_paragrad.memory.estimate import recomputation_of
-from keras_paragrad.memory.plan import Choice, MemoryPlan, plan_memory
+from keras_paragrad.memory.plan import plan_memory
+from keras_paragrad.memory.plan_search import PlanSearch
+from keras_paragrad.memory.plan_table import Choice, MemoryPlan
 from keras_paragrad.memory.recomputation import RECOMPUTATIONS
 from keras_paragrad.memory.trial import CannotTryError, Measured
 
@@ -123,7 +125,7 @@ def choosing(ways, device_bytes, trial=None, *, sliced=True):
     )
     if not sliced:
         plan.candidates = [each for each in plan.candidates if each.choice.slices == 1]
-    plans._Search(plan, trial and (lambda: trial), lambda line: None).run()
+    PlanSearch(plan, trial and (lambda: trial), lambda line: None).run()
     return plan
 
 
@@ -142,8 +144,18 @@ def test_a_model_that_fits_is_not_tried():
         raise AssertionError("it fits by far")
 
     plan = plan_memory(deep(), ROWS, 2**34, begin)
-    assert plan.chosen is plan.candidates[0] and plan.chosen.choice == Choice()
+    assert plan.chosen in plan.candidates and plan.chosen.choice == Choice()
     assert plan.in_words() == "as it is" and plan.trials == 0
+
+
+def test_on_several_devices_too(monkeypatch):
+    # Updates in shards take less time.
+    plan = plan_memory(deep(), ROWS, 2**34, None, replicas=2, shards=SHARDS)
+    assert plan.chosen.choice == Choice()
+    assert min(plan.candidates, key=lambda each: each.estimated.seconds).choice.shard is not None
+    monkeypatch.setattr(plans, "_CERTAIN", 0.0)
+    plan = plan_memory(deep(), ROWS, 2**34, lambda spec: exactly, replicas=2, shards=SHARDS)
+    assert plan.chosen is plan.candidates[0] and plan.chosen.choice == Choice() and plan.trials == 1
 
 
 def test_the_fastest_that_fits_is_chosen(ways):

@@ -1545,7 +1545,7 @@ _CUSTOM_STEPS = [
 _MEMORY = [
     _fault(
         "a way to train that took too much is chosen",
-        "memory/plan.py",
+        "memory/plan_search.py",
         "fits = measured is not None and measured.bytes <= plan.device_bytes",
         "fits = measured is not None",
         "memory/test_plan.py::test_what_takes_too_much_is_followed_by_what_takes_less",

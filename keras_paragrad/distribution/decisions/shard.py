@@ -13,7 +13,8 @@ from keras_paragrad.distribution.options import Options, StrategyKind
 from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.workers import gather
-from keras_paragrad.memory.estimate import STEP_SHARE, Estimate, bytes_in_words, estimate_memory
+from keras_paragrad.memory.available import STEP_SHARE
+from keras_paragrad.memory.estimate import Estimate, bytes_in_words, estimate_memory
 from keras_paragrad.storage.creation import add_copies, create_in_shards, create_whole, unshard
 
 _log = logging.getLogger("keras_paragrad")
@@ -87,7 +88,7 @@ def choose_shard(model: keras.Model, batch_size: int, batch_spec: Specs, run: Pl
     shard = next((choice for choice, total in totals.items() if total <= STEP_SHARE * device_bytes), "parameters")
     words = {choice: f'"{choice}"' if choice else "whole" for choice in totals}
     reason = ", ".join(f"{words[choice]} {bytes_in_words(total)}" for choice, total in totals.items())
-    evidence = f"{bytes_in_words(device_bytes)} per device, {STEP_SHARE:.0%} of which is available to a step"
+    evidence = f"{bytes_in_words(device_bytes)} per device; a step may take {STEP_SHARE:.0%}"
     overrides = [f"shard={choice!r}" for choice in totals if choice != shard]
     if totals[shard] > STEP_SHARE * device_bytes:
         mesh = _mesh_arguments(run.plan, run.hardware)

@@ -1,26 +1,29 @@
 """`fit_memory` on replicas: plans what is recomputed, sliced and sharded, tries it, and applies it to the model."""
 
+import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS
 from keras_paragrad.accumulation.slices import microbatch
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.decisions.shard import reshard
-from keras_paragrad.distribution.parallelism import FittedMemory, PlannedRun
+from keras_paragrad.distribution.fitted_memory import FittedMemory
+from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.distribution.workers import gather
 from keras_paragrad.engine.losses.refusals import layers_of_batch_statistics
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.memory.batch_size import cannot_try_on_gpus, memory_of_device
+from keras_paragrad.memory.available import cannot_try_on_gpus, memory_of_device
 from keras_paragrad.memory.breakdown import SHARDS
 from keras_paragrad.memory.estimate import bytes_in_words, recomputation_of
-from keras_paragrad.memory.plan import Candidate, MemoryPlan, Try, plan_memory, way_in_words
+from keras_paragrad.memory.plan import plan_memory
+from keras_paragrad.memory.plan_search import Try
+from keras_paragrad.memory.plan_table import Candidate, MemoryPlan, way_in_words
 from keras_paragrad.memory.recomputation import recompute
 from keras_paragrad.memory.trial import CannotTryError, Measured, Runner, Trials
 from keras_paragrad.storage.updating import check_optimizer_of_shards
@@ -158,43 +161,23 @@ def _preparations(model: keras.Model, run: PlannedRun, candidate: Candidate) -> 
         calls.append((recompute.__module__, recompute.__name__, {"layers": names}))
     if candidate.choice.slices > 1:
         # Zeros prove nothing; the first batch of `fit` does.
-        arguments = {"size": candidate.rows, "weighting": _weighting(run), "prove": False}
+        arguments = {"size": candidate.rows, "weighting": run.options.weighting, "prove": False}
         calls.append((microbatch.__module__, microbatch.__name__, arguments))
     return calls
-
-
-def _weighting(run: PlannedRun) -> Any:
-    weighting = run.options.weighting
-    return weighting if callable(weighting) or weighting in SLICE_WEIGHTINGS else "auto"
-
-
-class _Applied(NamedTuple):
-    """What a plan has changed in a model."""
-
-    handles: list[Any]
-
-    def undo(self) -> None:
-        """Trains the model as it is again; what is in shards stays so."""
-        while self.handles:
-            self.handles.pop().undo()
 
 
 def _apply(model: keras.Model, run: PlannedRun, candidate: Candidate) -> Callable[[], None]:
     """Applies a choice to the model; returns what undoes all of it but shards."""
     form = candidate.choice.recompute
-    applied = _Applied([])
-    try:
+    with contextlib.ExitStack() as applied:
         if form:
-            applied.handles.append(recompute(model, recomputation_of(model, form).layers))
+            applied.callback(recompute(model, recomputation_of(model, form).layers).undo)
         if candidate.choice.slices > 1:
-            sliced = microbatch(model, candidate.rows, weighting=_weighting(run), prove=run.options.prove)
-            applied.handles.append(sliced)
+            sliced = microbatch(model, candidate.rows, weighting=run.options.weighting, prove=run.options.prove)
+            applied.callback(sliced.undo)
         if run.plan.shard.value == "auto":
             reshard(model, run.strategies.models, candidate.choice.shard, run.options.min_shard_bytes)
-    except BaseException:
-        applied.undo()
-        raise
-    return applied.undo
+        return applied.pop_all().close
 
 
 def _decision(run: PlannedRun, candidate: Candidate, shards: Sequence[str | None]) -> Decision | None:

@@ -26,8 +26,8 @@ def announcing(phase: str, verbose: str | int | None = None) -> Generator[None]:
 
     Args:
         phase: What it does, as a participle: `"tracing the step"`. Within another phase, replaces that for a while.
-        verbose: The `verbose` of `fit`; by default that of the model's `fit` that is running. 0 is silent, as is a
-            call outside of `fit`.
+        verbose: The `verbose` of `fit`; by default, the running `fit`'s. 0 is silent, and so is a call outside of
+            `fit`.
     """
     line: _Line | None = getattr(_thread, "line", None)
     if line is not None:

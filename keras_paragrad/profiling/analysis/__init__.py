@@ -5,9 +5,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from keras_paragrad.compat.trace_files import write_events_within
-from keras_paragrad.profiling.analysis.advice import Evidence, advise
+from keras_paragrad.profiling.analysis.advice import advise
 from keras_paragrad.profiling.analysis.communication import communication
 from keras_paragrad.profiling.analysis.events import Trace
+from keras_paragrad.profiling.analysis.evidence import Evidence
 from keras_paragrad.profiling.analysis.layers import kind_times, layer_times
 from keras_paragrad.profiling.analysis.memory import memory_use
 from keras_paragrad.profiling.analysis.operations import (
