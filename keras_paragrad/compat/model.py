@@ -60,8 +60,10 @@ def other_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
         for name, value in vars(layer).items()
         if not name.startswith("_") and isinstance(value, (keras.optimizers.Optimizer, list, tuple, dict))
     ]
-    found = {id(value): value for value in keras.tree.flatten(values) if isinstance(value, keras.optimizers.Optimizer)}
-    return [inner for key, inner in found.items() if key not in known]
+    optimizers = {
+        id(value): value for value in keras.tree.flatten(values) if isinstance(value, keras.optimizers.Optimizer)
+    }
+    return [inner for key, inner in optimizers.items() if key not in known]
 
 
 def optimizers_of(model: keras.Model) -> list[keras.optimizers.Optimizer]:

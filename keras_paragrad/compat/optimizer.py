@@ -57,7 +57,7 @@ _LIBRARIES = {"builtins", "keras", "keras_paragrad", "numpy", "tensorflow"}
 
 def held_optimizers(optimizer: keras.optimizers.Optimizer | None) -> list[keras.optimizers.Optimizer]:
     """An optimizer and all optimizers that it holds, in attributes, containers or objects of the user's classes."""
-    found: dict[int, keras.optimizers.Optimizer] = {}
+    optimizers: dict[int, keras.optimizers.Optimizer] = {}
     seen: dict[int, object] = {}
 
     def visit(value: object) -> None:
@@ -65,7 +65,7 @@ def held_optimizers(optimizer: keras.optimizers.Optimizer | None) -> list[keras.
             return
         seen[id(value)] = value
         if isinstance(value, keras.optimizers.Optimizer):
-            found[id(value)] = value
+            optimizers[id(value)] = value
             for attribute in (*vars(value).values(), *getattr(value, "optimizers", ())):
                 visit(attribute)
         elif isinstance(value, dict):
@@ -78,7 +78,7 @@ def held_optimizers(optimizer: keras.optimizers.Optimizer | None) -> list[keras.
             visit(getattr(value, "__dict__", None))
 
     visit(optimizer)
-    return list(found.values())
+    return list(optimizers.values())
 
 
 def updating_optimizers(optimizer: keras.optimizers.Optimizer) -> list[keras.optimizers.Optimizer]:

@@ -68,14 +68,14 @@ class Selection(NamedTuple):
             nesting = keras.tree.pack_sequence_as(nesting, list(range(len(flat))))
         except TypeError:  # a dict with unsortable keys
             raise refusal("wrt", wrt, f"one of the inputs {names}, or several, each once") from None
-        found = flat if wrt is None else [_find(model, known, names, item) for item in flat]
-        keys = [source if isinstance(source, int) else (id(source.layer), source.call) for source in found]
-        if not found or len(set(keys)) < len(keys):
+        selected = flat if wrt is None else [_find(model, known, names, item) for item in flat]
+        keys = [source if isinstance(source, int) else (id(source.layer), source.call) for source in selected]
+        if not selected or len(set(keys)) < len(keys):
             raise ValueError(f"`wrt` is {quote(wrt)}. Name one or more of the inputs {names} or layers, each once.")
         pairs = [_dtypes(*pair) for pair in zip(declared, leaves[: len(names)], strict=True)]
         real = [name for name, pair in zip(names, pairs, strict=True) if all("float" in dtype for dtype in pair)]
         sources: list[InputLeaf | LayerOutput] = []
-        for source in found:
+        for source in selected:
             if isinstance(source, LayerOutput):
                 sources.append(source)
                 continue

@@ -78,8 +78,8 @@ def require_whole_losses(model: Any) -> None:
 
 
 def _is_required(model: Any) -> bool:
-    found = RESULTS.of(model)
-    return found is not None and found[0] is model._compile_config and ("whole losses", False) in found[1]
+    results = RESULTS.of(model)
+    return results is not None and results[0] is model._compile_config and ("whole losses", False) in results[1]
 
 
 def _compare(model: Any, arguments: LossArguments) -> bool | str:

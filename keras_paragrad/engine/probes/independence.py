@@ -91,11 +91,11 @@ def once_per_compile(
     """
     key = (*key, by_replicas and replica_count() > 1, *map(_signature, keras.tree.flatten(arguments)))
     configuration = model._compile_config
-    found = RESULTS.of(model)
-    if found is None or found[0] is not configuration:
-        found = (configuration, {})
-        RESULTS.attach(model, found)
-    cache = found[1]
+    results = RESULTS.of(model)
+    if results is None or results[0] is not configuration:
+        results = (configuration, {})
+        RESULTS.attach(model, results)
+    cache = results[1]
     if key not in cache:
         cache[key] = find()
     return cache[key]

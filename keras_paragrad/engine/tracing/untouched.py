@@ -78,10 +78,10 @@ def untouched(
     finally:
         random.setstate(generators[0])
         np.random.set_state(generators[1])
-        found = [(slot, slot.of(model)) for slot in KEPT]
+        values = [(slot, slot.of(model)) for slot in KEPT]
         for restore in restorers:
             restore()
-        for slot, value in found:
+        for slot, value in values:
             if slot.of(model) is not value:
                 slot.attach(model, value)
 

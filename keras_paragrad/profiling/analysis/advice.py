@@ -196,14 +196,14 @@ def _recurring(evidence: Evidence) -> Finding:
 
 @recommendation("normalization", worth=0.25)
 def _normalizing(evidence: Evidence) -> Finding:
-    found = [layer for layer in evidence.layers if "Normalization" in layer.kind]
-    kinds = " or ".join(sorted({layer.kind for layer in found}))
+    layers = [layer for layer in evidence.layers if "Normalization" in layer.kind]
+    kinds = " or ".join(sorted({layer.kind for layer in layers}))
     text = (
         f"{_compile_first(evidence)}Normalize after fewer layers, or smaller outputs: each {kinds} reads and writes "
         "all activations several times."
     )
-    detail = f"; the longest is {found[0].name}, {evidence.part_of(found[:1]):.0%}" if found else ""
-    return Finding(evidence.share_of(evidence.part_of(found)), "normalizes activations", text, detail)
+    detail = f"; the longest is {layers[0].name}, {evidence.part_of(layers[:1]):.0%}" if layers else ""
+    return Finding(evidence.share_of(evidence.part_of(layers)), "normalizes activations", text, detail)
 
 
 def _update_less_often(evidence: Evidence) -> str:
