@@ -11,6 +11,7 @@ from oracles.whole_batches import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientTelemetry, microbatch
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.step.builder import StepBuilder
 
 X = np.random.default_rng(0).normal(size=(14, 5)).astype("float32")
 Y = X[:, :2] - 1
@@ -302,3 +303,14 @@ def test_what_is_not_cut_is_not_weighed():
         return model
 
     assert largest_difference(train(True), train(False)) == 0
+
+
+def test_other_batches_are_divided_anew():
+    model = keras.Sequential([keras.Input((5,)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    divisions = []
+    with microbatch(model, 7):
+        for batch_size in (7, 14):
+            model.fit(X, Y, batch_size=batch_size, verbose=0)
+            divisions.append(StepBuilder.of(model).describe_division())
+    assert divisions[0].startswith("Nothing is divided") and divisions[1].startswith("A part weighs"), divisions
