@@ -1454,7 +1454,7 @@ _CUSTOM_STEPS = [
         "engine/probes/states.py",
         "RANGES = ((0.1, 0.9), (-1e3, 1e3))",
         "RANGES = ((0.1, 0.9),)",
-        "accumulation/test_independence.py::test_states_of_layers[maximum, read]",
+        "accumulation/test_independence.py::test_states_of_layers[maximum]",
     ),
     _fault(
         "a state that one part reads from another is taken for the batch's",

@@ -76,7 +76,13 @@ APPLIED = [
     for case in itertools.product(
         OPTIMIZERS,
         ("optimizer", "parameters"),
-        ((), ("clipnorm",), ("global_clipnorm", "schedule"), ("clipvalue", "ema"), ("ema_overwrite", "weight_decay")),
+        (
+            (),
+            ("clipnorm", "scale_factor"),
+            ("global_clipnorm", "schedule"),
+            ("clipvalue", "ema"),
+            ("ema_overwrite", "weight_decay"),
+        ),
     )
 ]
 
