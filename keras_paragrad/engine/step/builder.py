@@ -20,7 +20,7 @@ from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.data import EpochIterator
 from keras_paragrad.compat.model import Trainable, fit_frame, overrides_train_step, traced_as
 from keras_paragrad.compat.optimizer import build_optimizer, innermost_optimizer
-from keras_paragrad.compat.types import Batch, Step, StepLogs, TrainFunction
+from keras_paragrad.compat.types import Batch, Specs, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.division.division import Divisions
 from keras_paragrad.engine.division.first_batch import FirstBatchProof
 from keras_paragrad.engine.losses.sums import LossWindow
@@ -38,6 +38,7 @@ from keras_paragrad.engine.step.data_order import follow_data_order
 from keras_paragrad.engine.step.execution import WatchedSteps, compile_steps
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.interception import install_transform, noticing_applies
+from keras_paragrad.engine.step.seen_batches import SeenBatches
 from keras_paragrad.engine.step.stages import Stages, save_states
 from keras_paragrad.engine.step.train_step import TrainStep
 from keras_paragrad.engine.telemetry.train_functions import LATEST, compiled_functions
@@ -71,8 +72,7 @@ class StepBuilder:
         self.model = model
         self.stages = Stages()
         self.loss_window: LossWindow | None = None
-        self._to_skip = 0
-        self._resume: Callable[[], None] | None = None
+        self._seen = SeenBatches()
         self._built: dict[Stages, TrainFunction] = {}
         self._built_for: object = None
         # The optimizer whose `apply` runs the last stages, and others whose updates are watched.
@@ -128,7 +128,7 @@ class StepBuilder:
 
     def _install(self) -> None:
         """Replaces the model's `make_train_function` while it is needed."""
-        if self.stages.filled or self._to_skip:
+        if self.stages.filled or self._seen.left:
             self.model.__dict__["make_train_function"] = self.make_train_function
         else:
             self.model.__dict__.pop("make_train_function", None)
@@ -181,7 +181,7 @@ class StepBuilder:
         """Cleans up after a `fit` that failed: its callbacks' stages, an open window, batches to skip."""
         if self._of_callbacks and self.stages.apply:
             self.stages.apply.abandoned(self.model.name)
-        if self._to_skip:
+        if self._seen.left:
             self.skip_batches(0)
         for fillers in list(self._of_callbacks):
             self.end_fit(fillers)
@@ -254,23 +254,26 @@ class StepBuilder:
         if telemetry:
             watched = WatchedSteps(self._steps(telemetry), telemetry, updates_each_batch(self.model.optimizer))
         replicas = self.model.distribute_strategy.num_replicas_in_sync
-        whole = not self.stages.by_xla_alone(self.model, replicas)
         return compile_steps(
             self.model,
             self._steps(None),
-            stages.apply,
-            stages.take,
-            self._skipped,
-            guard,
-            self._on_resumed,
-            self._build_variables,
-            functools.partial(divisions.find, stages),
-            FirstBatchProof(self.model, stages, divisions),
-            stages.running,
-            watched,
-            by_xla=whole,
+            schedule=stages.apply,
+            take=stages.take,
+            seen=self._seen,
+            guard=guard,
+            prepare=functools.partial(self._prepare, stages, divisions),
+            proof=FirstBatchProof(self.model, stages, divisions),
+            running=stages.running,
+            watched=watched,
+            by_xla=not stages.by_xla_alone(self.model, replicas),
             on_mesh=stages.mesh.wrap if stages.mesh else None,
         )
+
+    def _prepare(self, stages: Stages, divisions: Divisions, iterator: Any, specs: Specs) -> None:
+        """Creates variables, and finds how batches of these specs are divided, before a step is traced."""
+        if self.model.distribute_strategy.num_replicas_in_sync == 1 and not stages.mesh:
+            self._build_variables(iterator)
+        divisions.find(stages, iterator, specs)
 
     def make_loss_window(self) -> None:
         """Makes the `loss_window`, if a stage needs it and the model's losses are built."""
@@ -308,27 +311,19 @@ class StepBuilder:
         if batches and not self.stages.filled:
             # Keras's own train function can't skip batches.
             self.build()
-        self._to_skip, self._resume = batches, then
+        self._seen.expect(batches, then and functools.partial(self._resume, then))
         self._install()
 
     @property
     def batches_to_skip(self) -> int:
         """Number of batches still to skip."""
-        return self._to_skip
+        return self._seen.left
 
-    def _on_resumed(self, batch: Batch) -> None:
-        if self._to_skip or self._resume is None:
-            return
-        then, self._resume = self._resume, None
+    def _resume(self, then: Callable[[], None], batch: Batch) -> None:
         if not overrides_train_step(self.model):
             build_losses(self.model, batch, metrics=True)
         self.make_loss_window()
         then()
-
-    def _skipped(self, batches: int) -> int:
-        skipped = min(self._to_skip, batches)
-        self._to_skip -= skipped
-        return skipped
 
     def one_step(self, data: Batch) -> StepLogs:
         """Runs a step that ends with an update, and returns its logs; for tracing."""

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import inspect
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
 from keras_paragrad.engine.division.first_batch import Conclusion, FirstBatchProof
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
+from keras_paragrad.engine.step.seen_batches import SeenBatches
 from keras_paragrad.engine.step.stages import Apply, Take
 from keras_paragrad.engine.telemetry.train_functions import LATEST, batch_spec
 from keras_paragrad.engine.telemetry.watch import Telemetry
@@ -143,17 +143,15 @@ class WatchedSteps(NamedTuple):
 def compile_steps(
     model: keras.Model,
     steps: Sequence[Step],
+    *,
     schedule: Apply | None = None,
     take: Take | None = None,
-    skipped: Callable[[int], int] = lambda batches: 0,
+    seen: SeenBatches | None = None,
     guard: IndivisibleBatchGuard | None = None,
-    on_resumed: Callable[[Batch], None] = lambda batch: None,
-    build: Callable[[BatchIterator], None] = lambda iterator: None,
-    divide: Callable[[Any, Specs], None] = lambda iterator, specs: None,
+    prepare: Callable[[Any, Specs], None] | None = None,
     proof: FirstBatchProof | None = None,
     running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     watched: WatchedSteps | None = None,
-    *,
     by_xla: bool = True,
     on_mesh: OnMesh | None = None,
 ) -> TrainFunction:
@@ -165,10 +163,8 @@ def compile_steps(
         model: The model. Its `jit_compile`, `run_eagerly` and `steps_per_execution` apply.
         steps: One step; or two, without and with an update: `schedule` chooses.
         take, guard, by_xla, on_mesh: As in `CompiledStep`.
-        skipped: Maps a number of batches to how many of them to skip.
-        on_resumed: Called with the last skipped batch, before the first step.
-        build: Called with the iterator before each call; makes the variables that the steps need.
-        divide: Called with the iterator and the specs of a replica's batches; determines how batches are divided.
+        seen: The batches to skip.
+        prepare: Called before each call that traces a step, with the iterator and the specs of a replica's batches.
         proof: Gets the batches of the first update before their steps.
         running: Makes the context in which steps are traced and run.
         watched: Replaces the steps in calls that telemetry watches.
@@ -197,34 +193,20 @@ def compile_steps(
 
     def run_call(iterator: BatchIterator) -> StepLogs:
         batches = model.steps_per_execution
-        try:
-            batch = None
-            for _ in range(to_skip := skipped(batches)):
-                batch = _next_batch(iterator)
-        except (StopIteration, tf.errors.OutOfRangeError):
-            # Otherwise the model's next `fit` would skip the rest.
-            skipped(sys.maxsize)
-            raise ValueError(
-                "The data ended before the batch at which training was to resume. Give fit the data, batch_size and "
-                "steps_per_epoch that it had, or give Backup another directory to begin anew."
-            ) from None
-        if schedule and to_skip:
-            schedule.skipped(to_skip)
-        if to_skip:
-            on_resumed(batch)
-        if to_skip == batches:
+        skipped = seen.skip(iterator, batches) if seen else 0
+        if schedule and skipped:
+            schedule.skipped(skipped)
+        if skipped == batches:
             return {}
-        batches -= to_skip
+        batches -= skipped
         updates = schedule.plan(batches) if schedule else [False] * batches
-        watches = watched is not None and not to_skip and watched.wants(updates if schedule else None, batches)
+        watches = watched is not None and not skipped and watched.wants(updates if schedule else None, batches)
         run, by_host = watching if watches else plain
-        of_tensors = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not to_skip
+        of_tensors = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not skipped
         execute = run if of_tensors else by_host
-        if of_tensors and in_graph and not model.run_eagerly:
-            build(iterator)
-        if of_tensors and not model.run_eagerly:
+        if prepare and of_tensors and not model.run_eagerly:
             with announcing_part("finding how batches are divided"):
-                divide(iterator, keras.tree.map_structure(_without_optional, batch_spec(iterator)))
+                prepare(iterator, keras.tree.map_structure(_without_optional, batch_spec(iterator)))
         try:
             with running():
                 logs = (by_host if proof and proof.pending else execute)(iterator, updates)
@@ -236,10 +218,10 @@ def compile_steps(
         if schedule:
             schedule.ended(batches, exhausted=logs is None)
         if logs is None:
-            if not to_skip:
+            if not skipped:
                 check_not_dry(model)
             raise StopIteration
-        if watched and not to_skip:
+        if watched and not skipped:
             latest: Any = logs.pop(LATEST, None)
             watched.telemetry.ran(watches, batches, latest)
         return logs
@@ -260,10 +242,6 @@ def without_batches(model: keras.Model) -> ValueError:
         "0.0. A generator that ends can be read once: pass a tf.data.Dataset or a keras.utils.PyDataset, or a "
         "generator that begins again (`while True:`) with steps_per_epoch=... or validation_steps=...."
     )
-
-
-def _next_batch(iterator: Any) -> Batch:
-    return iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)
 
 
 def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
