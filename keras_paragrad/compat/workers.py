@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.operations import REPLICAS_IN_SYNC
@@ -129,6 +130,39 @@ def barrier() -> None:
     # On an error other workers are lost; the next collective, if any, reports it.
     with contextlib.suppress(tf.errors.OpError):
         context().wait_at_barrier("keras_paragrad", _PATIENCE_MS)
+
+
+def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Gathers every worker's numbers on all workers, by one all-reduce.
+
+    Args:
+        strategy: The strategy; all its workers call this, with equally many numbers of the same type.
+        values: This worker's numbers: integers or float64.
+
+    Returns:
+        An array of shape `(workers, len(values))`, the same on every worker.
+    """
+    placement = replica_placement(strategy)
+    row = np.asarray(values)
+    if placement.workers == 1:
+        return row[np.newaxis]
+    rows = np.zeros((placement.workers, *row.shape), row.dtype)
+    if not row.size:
+        # TensorFlow's all-reduce of an empty tensor ends in a segmentation fault.
+        return rows
+    rows[placement.worker] = row
+    gathered = sum_over_workers(strategy, placement, rows)
+    barrier()
+    return gathered
+
+
+def sum_over_workers(strategy: tf.distribute.Strategy, placement: ReplicaPlacement, values: np.ndarray) -> np.ndarray:
+    """All-reduces the workers' arrays, each contributed by the worker's first replica."""
+
+    def value_of(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
+        return tf.constant(values if context.replica_id_in_sync_group == placement.first else np.zeros_like(values))
+
+    return strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(value_of), axis=None).numpy()
 
 
 def post(name: str, text: str) -> None:

@@ -1,50 +1,17 @@
 """Exchanges numbers and bytes between workers, and checks that they are equal."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.workers import ReplicaPlacement, barrier, replica_placement
+from keras_paragrad.compat.workers import barrier, gather, replica_placement, sum_over_workers
 
 Result = TypeVar("Result")
 
 # Bytes are summed in chunks of this size, which take no more memory than a large gradient.
 _CHUNK = 1 << 24
-
-
-def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Gathers every worker's numbers on all workers, by one all-reduce.
-
-    Args:
-        strategy: The strategy; all its workers call this, with equally many numbers of the same type.
-        values: This worker's numbers: integers or float64.
-
-    Returns:
-        An array of shape `(workers, len(values))`, the same on every worker.
-    """
-    placement = replica_placement(strategy)
-    row = np.asarray(values)
-    if placement.workers == 1:
-        return row[np.newaxis]
-    rows = np.zeros((placement.workers, *row.shape), row.dtype)
-    if not row.size:
-        # TensorFlow's all-reduce of an empty tensor ends in a segmentation fault.
-        return rows
-    rows[placement.worker] = row
-    gathered = _sum(strategy, placement, rows)
-    barrier()
-    return gathered
-
-
-def _sum(strategy: tf.distribute.Strategy, placement: ReplicaPlacement, values: np.ndarray) -> np.ndarray:
-    """All-reduces the workers' arrays, each contributed by the worker's first replica."""
-
-    def value_of(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
-        return tf.constant(values if context.replica_id_in_sync_group == placement.first else np.zeros_like(values))
-
-    return strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(value_of), axis=None).numpy()
 
 
 def from_chief(strategy: tf.distribute.Strategy, content: bytes | None) -> bytes:
@@ -79,7 +46,7 @@ def sum_bytes(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray
     for start in range(0, len(array), _CHUNK):
         chunk = array[start : start + _CHUNK]
         padded = np.pad(chunk, (0, -len(chunk) % 4)).view(np.int32)
-        sums.append(_sum(strategy, placement, padded).view(np.uint8)[: len(chunk)])
+        sums.append(sum_over_workers(strategy, placement, padded).view(np.uint8)[: len(chunk)])
     barrier()
     return np.concatenate(sums) if sums else array
 

@@ -1,11 +1,15 @@
 """What made-up rows don't show is proved on the rows of the first update, before it."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
 from oracles.whole_batches import largest_difference
+from runner import own_process
+from trainings import proved_on_workers
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
 from keras_paragrad.engine.division import first_batch, proof, step_proof
@@ -120,6 +124,25 @@ def on_replicas(loss, *more, prove=True, x=X, y=Y, **arguments):
 @pytest.mark.parametrize(("loss", "y"), [(hardest, Y), (of_labels, np.where(HOLES, MARKER, Y).astype("float32"))])
 def test_a_loss_of_more_rows_than_a_part_has_is_computed_on_whole_batches(fit, loss, y):
     assert largest_difference(fit(loss, y=y), trained(model_of(loss), y=y)) < TOLERANCE
+
+
+@pytest.mark.parametrize("weighting", ["auto", "examples"])
+def test_the_loss_of_the_first_batch_evaluated_on_replicas_is_proved(weighting):
+    """Training has seen no missing label, or there was none."""
+    y = np.where(HOLES, MARKER, Y).astype("float32")
+    expected = model_of(of_labels).evaluate(X, y, batch_size=ROWS, verbose=0)
+    dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], weighting=weighting)
+    with dist.scope():
+        model = model_of(of_labels)
+    dist.prepare(model)
+    with contextlib.nullcontext() if weighting == "auto" else pytest.warns(UserWarning, match="'examples' as stated"):
+        shown = model.evaluate(X, y, batch_size=ROWS, verbose=0)
+    assert (weighting == "auto") == bool(np.isclose(shown, expected, rtol=TOLERANCE))
+
+
+def test_what_one_worker_finds_on_its_rows_all_compute():
+    for shown, expected in own_process.on_workers(proved_on_workers.trained_and_evaluated, None, seconds=120):
+        np.testing.assert_allclose(shown, expected, rtol=2e-6)
 
 
 def test_in_windows_it_is_refused_before_anything_changes():

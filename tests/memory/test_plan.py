@@ -172,14 +172,15 @@ def test_the_fastest_that_fits_is_chosen(ways):
         assert chosen["choice"]["slices"] == plan.chosen.choice.slices and chosen["measured"]["bytes"] <= limit
 
 
-def test_what_takes_too_much_is_followed_by_what_takes_less(ways):
+@pytest.mark.parametrize("ended", [True, False])
+def test_what_takes_too_much_is_followed_by_what_takes_less(ways, ended):
     tried = []
 
     def trial(candidate):
         tried.append(candidate)
-        # Takes a tenth more than estimated, and was ended at the limit if that is too much.
+        # Takes a tenth more than estimated. If that is too much, it was ended at the limit, or showed it in the end.
         taken = 1.1 * candidate.estimated.bytes
-        return Measured(int(taken), 1.0) if taken <= limit else None
+        return None if ended and taken > limit else Measured(int(taken), 1.0)
 
     # The estimate of the fastest fits by a hair.
     limit = ways.candidates[0].estimated.bytes + 1

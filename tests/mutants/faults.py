@@ -190,7 +190,7 @@ _STEP = [
     ),
     _fault(
         "a worker does not wait for those that still read from it",
-        "distribution/workers.py",
+        "compat/workers.py",
         "    barrier()\n    return gathered",
         "    return gathered",
         "distribution/test_consistency.py::test_no_worker_ends_before_others_have_read",
@@ -1254,6 +1254,27 @@ _PROOF = [
         "[*self._window, rows][:MOST_PARTS]",
         "[rows]",
         f"{_FIRST_BATCH}::test_every_batch_of_the_first_window_is_seen",
+    ),
+    _fault(
+        "the first batch evaluated proves nothing",
+        "engine/division/first_batch.py",
+        "self.whole_losses = _worst_on_workers(model, int(difference is not None)) > 0",
+        "self.whole_losses = False",
+        f"{_FIRST_BATCH}::test_the_loss_of_the_first_batch_evaluated_on_replicas_is_proved",
+    ),
+    _fault(
+        "a worker goes by its own rows alone",
+        "engine/division/first_batch.py",
+        "return int(gather(worker_strategy(model), [found]).max())",
+        "return found",
+        f"{_FIRST_BATCH}::test_what_one_worker_finds_on_its_rows_all_compute",
+    ),
+    _fault(
+        "the first batch of a pipeline proves nothing",
+        "distribution/pipeline/preparation.py",
+        "MicroBatches(pipeline.microbatches, normalize, columns, width, prove)",
+        "MicroBatches(pipeline.microbatches, normalize, columns, width, False)",
+        "sharding/test_pipeline.py::test_a_loss_that_the_first_batch_shows_to_count_labels_is_refused",
     ),
     _fault(
         "a part is proved, and not the whole batch",

@@ -480,7 +480,7 @@ def nothing_to_compare(dist, worker):
     """As of a model that is all in shards, with a schedule for its rate."""
     import numpy as np
 
-    from keras_paragrad.distribution.workers import gather
+    from keras_paragrad.compat.workers import gather
 
     return gather(dist.strategy, np.zeros((0, 2))).shape
 
@@ -493,7 +493,8 @@ def no_end_before_others_have_read(dist, worker):
     from tensorflow.python.eager.context import Context
 
     from keras_paragrad import DistributedFit
-    from keras_paragrad.distribution.workers import from_chief, gather
+    from keras_paragrad.compat.workers import gather
+    from keras_paragrad.distribution.workers import from_chief
 
     class Restarts(keras.callbacks.Callback):
         def on_train_end(self, logs=None):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.workers import post, remove_post, replica_placement, wait_for_post
+from keras_paragrad.compat.workers import gather, post, remove_post, replica_placement, wait_for_post
 from keras_paragrad.distribution.checkpoint.content import Content
 from keras_paragrad.distribution.checkpoint.file_format import (
     Position,
@@ -21,7 +21,6 @@ from keras_paragrad.distribution.checkpoint.file_format import (
     write_shards,
 )
 from keras_paragrad.distribution.checkpoint.files import BackupFiles
-from keras_paragrad.distribution.workers import gather
 
 # Seconds between two looks at whether training has ended, while a worker waits for another one's shards.
 _LOOK = 1.0

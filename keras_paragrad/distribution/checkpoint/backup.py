@@ -12,7 +12,7 @@ from keras_paragrad.arguments import check_flag, check_integer
 from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.types import Logs
-from keras_paragrad.compat.workers import replica_placement, worker_strategy
+from keras_paragrad.compat.workers import gather, replica_placement, worker_strategy
 from keras_paragrad.distribution.checkpoint.background import BackupWriter, Snapshot, agree_on_key
 from keras_paragrad.distribution.checkpoint.content import (
     Content,
@@ -34,7 +34,7 @@ from keras_paragrad.distribution.checkpoint.writers import (
     check_callbacks,
 )
 from keras_paragrad.distribution.kernels import THREADS, describe_kernels
-from keras_paragrad.distribution.workers import agree, gather
+from keras_paragrad.distribution.workers import agree
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.storage import model_variables as seam
 

@@ -13,9 +13,9 @@ from types import FrameType
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.compat.workers import gather
 from keras_paragrad.distribution.checkpoint.files import Position
 from keras_paragrad.distribution.cluster import Cluster
-from keras_paragrad.distribution.workers import gather
 
 _log = logging.getLogger("keras_paragrad")
 # Time between two checks.

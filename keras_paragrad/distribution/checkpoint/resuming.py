@@ -9,14 +9,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.workers import replica_placement
+from keras_paragrad.compat.workers import gather, replica_placement
 from keras_paragrad.distribution.checkpoint.content import Content, VariableInShards, shard_files_of
 from keras_paragrad.distribution.checkpoint.file_format import digest_words
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position, StoredBackup
 from keras_paragrad.distribution.checkpoint.shards import locate_shards
 from keras_paragrad.distribution.checkpoint.writers import restore_callback_states
 from keras_paragrad.distribution.kernels import describe_kernels, kernel_differences
-from keras_paragrad.distribution.workers import from_chief, gather
+from keras_paragrad.distribution.workers import from_chief
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.plain_text import counted
 from keras_paragrad.storage import model_variables as seam

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
+from keras_paragrad.compat.workers import ReplicaPlacement, gather, replica_placement
 from keras_paragrad.distribution.checkpoint.content import Values, VariableInShards
 from keras_paragrad.distribution.checkpoint.file_format import (
     ShardFile,
@@ -16,7 +16,7 @@ from keras_paragrad.distribution.checkpoint.file_format import (
     is_intact,
     read_shards,
 )
-from keras_paragrad.distribution.workers import gather, sum_bytes
+from keras_paragrad.distribution.workers import sum_bytes
 from keras_paragrad.storage.storage import host_value, storage_of
 
 

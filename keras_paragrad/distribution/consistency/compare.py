@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import local_values
-from keras_paragrad.compat.workers import replica_placement
-from keras_paragrad.distribution.workers import from_chief, gather
+from keras_paragrad.compat.workers import gather, replica_placement
+from keras_paragrad.distribution.workers import from_chief
 from keras_paragrad.storage.storage import storage_of
 
 SAME_SCRIPT = (

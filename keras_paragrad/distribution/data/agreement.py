@@ -8,8 +8,9 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.types import Batch, Dataset
+from keras_paragrad.compat.workers import gather
 from keras_paragrad.distribution.data.sources import Source
-from keras_paragrad.distribution.workers import agree, gather
+from keras_paragrad.distribution.workers import agree
 
 SEED_IT = (
     " If the data is random, call keras.utils.set_random_seed(0) on every worker before creating it, or seed it: "

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.data import Adapter, ArrayRows, first_batch, is_grain, random_seed, read_once
 from keras_paragrad.compat.types import Batch, Dataset
-from keras_paragrad.distribution.workers import gather
+from keras_paragrad.compat.workers import gather
 from keras_paragrad.engine.replicas.prepared import use_enqueuer_per_iterator
 
 

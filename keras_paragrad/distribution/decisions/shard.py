@@ -7,12 +7,12 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.types import Specs
+from keras_paragrad.compat.workers import gather
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options, StrategyKind
 from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.distribution.plan import Plan
-from keras_paragrad.distribution.workers import gather
 from keras_paragrad.memory.available import STEP_SHARE
 from keras_paragrad.memory.estimate import Estimate, bytes_in_words, estimate_memory
 from keras_paragrad.storage.creation import add_copies, create_in_shards, create_whole, unshard

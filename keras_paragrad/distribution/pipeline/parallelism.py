@@ -83,7 +83,7 @@ class PipelineParallel(Parallelism):
         options = run.options
         by_xla = options.jit is True or (options.jit == "auto" and compile_arguments(model).get("jit_compile") is True)
         devices = _stages(options.devices or run.plan.devices.value)
-        return PipelinePreparation.of(model, self.pipeline, devices, options.weighting, by_xla)
+        return PipelinePreparation.of(model, self.pipeline, devices, options.weighting, by_xla, options.prove)
 
     def estimate(self, model: keras.Model, run: PlannedRun, batch_size: int, length: int | None) -> NoReturn:
         raise ValueError(

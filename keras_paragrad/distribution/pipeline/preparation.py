@@ -100,6 +100,7 @@ class PipelinePreparation(Preparation):
         devices: The devices of each stage; the first holds its variables.
         weighting: The weight of a micro-batch, as in `DistributedFit`.
         jit: Whether XLA compiles each stage.
+        prove: As in `DistributedFit`.
 
     Raises:
         ValueError: The model can't be cut like this, or the weights of micro-batches are unknown. The message says what
@@ -109,9 +110,9 @@ class PipelinePreparation(Preparation):
     def start(self) -> None:
         """Cuts the model into stages, which run on their devices, and batches into micro-batches."""
         model = self.model
-        pipeline, devices, weighting, jit = self.settings
+        pipeline, devices, weighting, jit, prove = self.settings
         columns = Columns()
-        split = self._micro_batches(pipeline, weighting, columns, max(map(len, devices)))
+        split = self._micro_batches(pipeline, weighting, columns, max(map(len, devices)), prove)
         parts = cut(model, pipeline, devices[0][0])
         if StepBuilder.of(model).stages.split is not None:
             raise ValueError(
@@ -169,7 +170,9 @@ class PipelinePreparation(Preparation):
             stages.append(Stage(devices, layers, elements, size, slots.get(devices[0], 0)))
         return StageTable(self.model.name, stages)
 
-    def _micro_batches(self, pipeline: Pipeline, weighting: str, columns: Columns, width: int) -> "MicroBatches":
+    def _micro_batches(
+        self, pipeline: Pipeline, weighting: str, columns: Columns, width: int, prove: bool
+    ) -> "MicroBatches":
         """The filler of *split*, which cuts a batch into micro-batches."""
         accumulator = find_accumulator(self.model.optimizer)
         stated = accumulator.weighting if accumulator else "auto"
@@ -178,7 +181,7 @@ class PipelinePreparation(Preparation):
         if pipeline.microbatches > 1:
             normalize.check(self.model)
             warn_of_batch_statistics(self.model)
-        return MicroBatches(pipeline.microbatches, normalize, columns, width)
+        return MicroBatches(pipeline.microbatches, normalize, columns, width, prove)
 
     def _retrace(self) -> None:
         StepBuilder.of(self.model).retrace()
@@ -210,17 +213,14 @@ class MicroBatches(NamedTuple):
         normalize: Measures the weight of a micro-batch.
         columns: Is set to the micro-batch that is computed: they take turns on a stage's devices.
         width: The most devices that a stage has.
+        prove: Whether the first batch must prove that its micro-batches give the same results as the whole.
     """
 
     parts: int
     normalize: LossNormalization
     columns: Columns
     width: int
-
-    @property
-    def prove(self) -> bool:
-        """Nothing is computed whole: the model may not fit on one device."""
-        return False
+    prove: bool = True
 
     def part_rows(self, rows: int) -> int:
         """The rows of a micro-batch."""

@@ -10,12 +10,11 @@ import tensorflow as tf
 
 from keras_paragrad.accumulation.slices import microbatch
 from keras_paragrad.compat.types import Specs
-from keras_paragrad.compat.workers import replica_placement
+from keras_paragrad.compat.workers import gather, replica_placement
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.decisions.shard import reshard
 from keras_paragrad.distribution.fitted_memory import FittedMemory
 from keras_paragrad.distribution.parallelism import PlannedRun
-from keras_paragrad.distribution.workers import gather
 from keras_paragrad.engine.losses.refusals import layers_of_batch_statistics
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.memory.available import cannot_try_on_gpus, memory_of_device

@@ -5,10 +5,12 @@ from collections.abc import Callable
 
 import keras
 
-from keras_paragrad.compat.model import overrides_train_step
+from keras_paragrad.compat.model import overrides_test_step, overrides_train_step
 from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import Batch
+from keras_paragrad.compat.workers import gather, worker_strategy
 from keras_paragrad.engine.custom_step.step import CustomStep
+from keras_paragrad.engine.division.comparison import Difference
 from keras_paragrad.engine.division.cut import MOST_PARTS, join_rows, local_rows, part_size
 from keras_paragrad.engine.division.division import Divisions
 from keras_paragrad.engine.division.metrics_proof import find_metric_differences, metrics_are_known
@@ -26,12 +28,54 @@ from keras_paragrad.engine.losses.weightings import WEIGHTINGS
 from keras_paragrad.engine.probes.comparing import require_whole_losses
 from keras_paragrad.engine.probes.independence import USE_SUMS, find_layers_dependent_on, states_refusal
 from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
-from keras_paragrad.engine.step.stages import Stages
+from keras_paragrad.engine.step.stages import Stages, Take
 
 # Rows whose memory is negligible.
 _FEW_ROWS = 16
 # Refuses or warns; called after the step is traced, since errors of the trace say more.
 Conclusion = Callable[[], None]
+
+
+# What the first batch shows, in order of severity.
+_DIVIDES, _WHOLE_LOSSES, _REFUSED = range(3)
+_ELSEWHERE = (
+    "On the rows of the first batch that another worker has, the weighted gradients of the parts are off the gradient "
+    "of the whole"
+)
+
+
+class EvaluationProof:
+    """Proves that the parts of the first batch evaluated on replicas give the loss of the whole.
+
+    Attributes:
+        whole_losses: Whether they don't, so that the loss is computed on the outputs of whole batches.
+        pending: Whether no batch has been seen.
+    """
+
+    def __init__(self, model: keras.Model, take: Take):
+        self.model, self._stages, self.whole_losses = model, Stages(take=take), False
+        self.pending = (
+            self._stages.prove
+            and self._stages.normalization(of_slices=False) is not None
+            and model.distribute_strategy.num_replicas_in_sync > 1
+            and not overrides_test_step(model)
+        )
+
+    def __call__(self, batch: Batch, update: bool) -> None:
+        """Takes the first batch before its step is traced."""
+        self.pending = False
+        model, normalize = self.model, self._stages.normalization(of_slices=False)
+        size, parts = part_size(model, self._stages, batch)
+        rows = local_rows(batch)
+        if rows is None or normalize is None or _built_to_divide(model, rows):
+            return
+        difference = find_difference(model, rows, size, parts, normalize, loss_alone=True)
+        if normalize.weighting == "auto":
+            self.whole_losses = _worst_on_workers(model, int(difference is not None)) > 0
+        if self.whole_losses:
+            log_once(model, _loss_of_whole_batches(model, difference or _ELSEWHERE))
+        elif difference:
+            warn_once(model, _as_stated(difference, normalize))
 
 
 class FirstBatchProof:
@@ -108,13 +152,16 @@ class FirstBatchProof:
         if step is None or difference is None:
             return
         if normalize.weighting != "auto":
-            warn_once(self.model, f"{difference}, with weighting={normalize.weighting!r} as stated.")
+            warn_once(self.model, _as_stated(difference, normalize))
             return
         where = (
             f"{difference}, in update {difference.call + 1} of {len(step.calls)} in the train_step of "
             f"{type(self.model).__name__}, by {step.calls[difference.call].optimizer.name!r}"
         )
         raise IndivisibleError(normalize.refusals.of_difference(where, in_train_step=True))
+
+
+Proof = EvaluationProof | FirstBatchProof
 
 
 def _prove(
@@ -124,30 +171,72 @@ def _prove(
 
     If `whole_losses`, the loss may be computed on the outputs of whole batches instead.
     """
+    if _built_to_divide(model, data):
+        return None
+    difference = find_difference(model, data, size, parts, normalize)
+    if normalize.weighting != "auto":
+        return difference and _warn_of_stated(model, data, difference, normalize)
+    found, reason = _judge(model, data, size, normalize, difference, whole_losses=whole_losses)
+    worst = _worst_on_workers(model, found)
+    if worst == _REFUSED:
+        return functools.partial(_refuse, reason if found == worst else normalize.refusals.of_difference(_ELSEWHERE))
+    if worst == _WHOLE_LOSSES:
+        log_once(model, _loss_of_whole_batches(model, difference or _ELSEWHERE))
+        require_whole_losses(model)
+    return None
+
+
+def _built_to_divide(model: keras.Model, data: Batch) -> bool:
+    """Builds a model's layers and losses; returns whether they are known to divide."""
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
     build_by_calling(model, x)
     build_losses(model, data)
-    if is_known_to_divide(model):
-        return None
-    difference = find_difference(model, data, size, parts, normalize)
+    return is_known_to_divide(model)
+
+
+def _judge(
+    model: keras.Model,
+    data: Batch,
+    size: int,
+    normalize: LossNormalization,
+    difference: Difference | None,
+    *,
+    whole_losses: bool,
+) -> tuple[int, str]:
+    """What a difference on this worker's rows means for the step, and why it is refused, if it is."""
     if difference is None:
-        return None
-    if normalize.weighting != "auto":
-        try:
-            normalize.check_stated(model, arguments_of(data))
-        except IndivisibleError:
-            # The trace that follows refuses the step, with a reason found on synthetic rows.
-            return None
-        stated = f"{difference}, with weighting={normalize.weighting!r} as stated."
-        return functools.partial(warn_once, model, stated)
+        return _DIVIDES, ""
     if layer := find_layer_that_mixes(model, data, size):
         mixes = f"The output of {layer!r} for one example depends on the others. {difference}."
-        return functools.partial(_refuse, f"{mixes} {normalize.refusals.anyway}")
+        return _REFUSED, f"{mixes} {normalize.refusals.anyway}"
     if not whole_losses or normalize.divider.on_whole_batches is None:
-        return functools.partial(_refuse, normalize.refusals.of_difference(str(difference)))
-    log_once(model, f"{difference}, so the loss of {model.name!r} is computed on the outputs of whole batches.")
-    require_whole_losses(model)
-    return None
+        return _REFUSED, normalize.refusals.of_difference(str(difference))
+    return _WHOLE_LOSSES, ""
+
+
+def _worst_on_workers(model: keras.Model, found: int) -> int:
+    """The largest of the workers' numbers: all workers must trace the same step."""
+    return int(gather(worker_strategy(model), [found]).max())
+
+
+def _warn_of_stated(
+    model: keras.Model, data: Batch, difference: Difference, normalize: LossNormalization
+) -> Conclusion | None:
+    """Returns the warning of a stated weighting that doesn't fit, unless the trace that follows refuses it."""
+    try:
+        normalize.check_stated(model, arguments_of(data))
+    except IndivisibleError:
+        # With a reason found on synthetic rows.
+        return None
+    return functools.partial(warn_once, model, _as_stated(difference, normalize))
+
+
+def _as_stated(difference: Difference, normalize: LossNormalization) -> str:
+    return f"{difference}, with weighting={normalize.weighting!r} as stated."
+
+
+def _loss_of_whole_batches(model: keras.Model, difference: Difference | str) -> str:
+    return f"{difference}, so the loss of {model.name!r} is computed on the outputs of whole batches."
 
 
 def _prove_states(model: keras.Model, data: Batch, size: int, normalize: LossNormalization) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.division.comparison import reverse_rows
 from keras_paragrad.engine.division.cut import RowCut
-from keras_paragrad.engine.division.proof import MOST_BYTES, mark_outputs, outputs_of_parts
+from keras_paragrad.engine.division.proof import mark_outputs, outputs_of_parts
 from keras_paragrad.engine.losses.logs import has_metrics
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.probes.pure_function import PureFunction
@@ -60,7 +60,7 @@ def find_metric_differences(
 
     def find(cut: RowCut) -> list[MetricDifference]:
         rows = cut.take(data)
-        outputs = outputs_of_parts(model, rows, cut, MOST_BYTES)
+        outputs = outputs_of_parts(model, rows, cut)
         if outputs is None:
             return []
         batch = rows, outputs

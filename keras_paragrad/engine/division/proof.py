@@ -30,7 +30,7 @@ from keras_paragrad.engine.probes.tolerances import GRADIENT
 from keras_paragrad.engine.probes.trial import Inconclusive, relative_error, row_count, run_trial, take_rows
 
 # The most bytes that the tensors of a whole batch may take together, beside a step. A larger batch is proved on its
-# outputs, if they take no more than this limit or than the tensors of one part.
+# outputs, if they take no more than this limit or than the tensors of one part's forward pass.
 MOST_BYTES = 2**24
 
 
@@ -47,7 +47,13 @@ def is_known_to_divide(model: keras.Model) -> bool:
 
 
 def find_difference(
-    model: keras.Model, data: Batch, size: int, parts: int, normalize: LossNormalization | None
+    model: keras.Model,
+    data: Batch,
+    size: int,
+    parts: int,
+    normalize: LossNormalization | None,
+    *,
+    loss_alone: bool = False,
 ) -> Difference | None:
     """Computes rows of the first batch whole and in parts; `None` if they differ only by rounding or randomness.
 
@@ -55,24 +61,24 @@ def find_difference(
         size: The rows that one part holds.
         parts: The number of parts of an update.
         normalize: Computes the weight of a part; all weigh alike, if `None`.
+        loss_alone: Whether to differentiate only the loss, with respect to the outputs.
     """
 
     def find(cut: RowCut) -> Difference | None:
         try:
+            if loss_alone:
+                return _DividedLoss(model, normalize, len(cut.rows)).compare(data, cut)
             division = _DividedPass(model, normalize, len(cut.rows))
-            part = bytes_of(division.function.graph(take_rows(data, 0, size)))
-            if part * len(cut.bounds) <= MOST_BYTES:
+            if bytes_of(division.function.graph(take_rows(data, 0, size))) * len(cut.bounds) <= MOST_BYTES:
                 return division.compare(data, cut)
             difference = None
             if size > 1:
                 half = RowCut.of_part(size)
                 difference = _DividedPass(model, normalize, len(half.rows)).compare(data, half)
-            if difference is None:
-                difference = _DividedLoss(model, normalize, len(cut.rows), max(part, MOST_BYTES)).compare(data, cut)
+            return difference or _DividedLoss(model, normalize, len(cut.rows)).compare(data, cut)
         except IndivisibleError:
             # The trace that follows refuses the step, or computes whole losses.
             return None
-        return difference
 
     cut = RowCut.of_parts(row_count(data), size, parts)
     return run_trial(find, cut, otherwise=None, question="whether parts of the first batch give its gradient")
@@ -159,13 +165,9 @@ class _DividedPass(PartComparison):
 class _DividedLoss(_DividedPass):
     """Computes only the gradient of the outputs: a whole batch's outputs may fit where its activations don't."""
 
-    def __init__(self, model: keras.Model, normalize: LossNormalization | None, total: int, most_bytes: int):
-        super().__init__(model, normalize, total)
-        self.most_bytes = most_bytes
-
     def prepare(self, rows: Batch, cut: RowCut) -> Batch | None:
         """The rows with their outputs; `None` if these are too large."""
-        outputs = outputs_of_parts(self.model, rows, cut, self.most_bytes)
+        outputs = outputs_of_parts(self.model, rows, cut)
         return None if outputs is None else (rows, outputs)
 
     def compute(self, data: Any) -> tuple[list[tf.Tensor], tf.Tensor]:
@@ -194,8 +196,11 @@ class _DividedLoss(_DividedPass):
         return [[array[::-1] for array in gradient] for gradient in super().reordered(rows)]
 
 
-def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut, most_bytes: int) -> Structure | None:
-    """The outputs for all rows, computed part by part, and their masks; `None` if they exceed `most_bytes`."""
+def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut) -> Structure | None:
+    """The outputs for all rows, computed part by part, and their masks; `None` if they take too many bytes.
+
+    They may take as many as the tensors of one part's forward pass.
+    """
 
     def forward(data: Any) -> tuple[Structure, list[tf.Tensor | None]]:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
@@ -206,6 +211,7 @@ def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut, most_bytes: i
         return y_pred, [mask_of(leaf) for leaf in leaves]
 
     compute, outputs = PureFunction(model, forward), []
+    most_bytes = max(MOST_BYTES, bytes_of(compute.graph(take_rows(rows, *cut.bounds[0]))))
     for bounds in cut.bounds:
         outputs.append(compute(take_rows(rows, *bounds))[0])
         if sum(map(_bytes, outputs)) > most_bytes:

@@ -14,6 +14,7 @@ from keras_paragrad.compat.data import without_optionals
 from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
+from keras_paragrad.engine.division.first_batch import EvaluationProof
 from keras_paragrad.engine.losses.log_reducer import run_custom_test_step
 from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result, update_metrics
 from keras_paragrad.engine.losses.refusals import IndivisibleError
@@ -33,6 +34,7 @@ from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_
 
 def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
     """Builds `model.test_function`."""
+    proof = EvaluationProof(model, take)
 
     def step(data: Batch) -> StepLogs:
         if overrides_test_step(model):
@@ -41,7 +43,7 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
         filled = replica_batch.filled(data)
         if take.ordered:
             normalize = take.ordered.normalize
-            if compares_examples(model, filled, normalize, training=False):
+            if proof.whole_losses or compares_examples(model, filled, normalize, training=False):
                 raise IndivisibleError(
                     "The loss compares examples of different parts of a batch. Evaluate without deterministic: call "
                     "undo() of what dist.prepare(model) returned."
@@ -52,7 +54,9 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
                 sums = take.ordered.evaluate(model, replica_batch, filled, compute)
             return _results(model, TrackedLosses(model, sums, on_first=True))
         normalize = take.normalize
-        if normalize and replica_count() > 1 and compares_examples(model, filled, normalize, training=False):
+        if (normalize and replica_count() > 1) and (
+            proof.whole_losses or compares_examples(model, filled, normalize, training=False)
+        ):
             # Every replica has the loss of the whole batch, also an empty one.
             y_pred, sums = evaluate_whole(model, filled, replica_batch)
         else:
@@ -66,7 +70,7 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
         return _results(model, TrackedLosses(model, sums))
 
     running = take.ordered.running if take.ordered else contextlib.nullcontext
-    return compile_steps(model, [step], take=take, running=running)
+    return compile_steps(model, [step], take=take, proof=proof, running=running)
 
 
 def _results(model: keras.Model, losses: TrackedLosses) -> StepLogs:

@@ -16,7 +16,7 @@ from keras_paragrad.compat.model import begins_epoch
 from keras_paragrad.compat.private import NO_INLINE, reduce_per_replica
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
 from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
-from keras_paragrad.engine.division.first_batch import Conclusion, FirstBatchProof
+from keras_paragrad.engine.division.first_batch import Conclusion, Proof
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.seen_batches import SeenBatches
@@ -149,7 +149,7 @@ def compile_steps(
     seen: SeenBatches | None = None,
     guard: IndivisibleBatchGuard | None = None,
     prepare: Callable[[Any, Specs], None] | None = None,
-    proof: FirstBatchProof | None = None,
+    proof: Proof | None = None,
     running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     watched: WatchedSteps | None = None,
     by_xla: bool = True,
@@ -165,7 +165,7 @@ def compile_steps(
         take, guard, by_xla, on_mesh: As in `CompiledStep`.
         seen: The batches to skip.
         prepare: Called before each call that traces a step, with the iterator and the specs of a replica's batches.
-        proof: Gets the batches of the first update before their steps.
+        proof: Gets the first batch, or the batches of the first update, before their steps.
         running: Makes the context in which steps are traced and run.
         watched: Replaces the steps in calls that telemetry watches.
     """
@@ -283,7 +283,10 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
 
 
 def _by_host(
-    model: keras.Model, steps: Sequence[CompiledStep], proof: FirstBatchProof | None, take: Take | None
+    model: keras.Model,
+    steps: Sequence[CompiledStep],
+    proof: Proof | None,
+    take: Take | None,
 ) -> Execute:
     """Runs batches one by one: TensorFlow can't run collectives inside `tf.cond`."""
     strategy = model.distribute_strategy

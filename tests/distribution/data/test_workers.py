@@ -8,7 +8,8 @@ import tensorflow as tf
 from runner import own_process
 from workers import data_worker
 
-from keras_paragrad.distribution.workers import agree, all_or_none, gather
+from keras_paragrad.compat.workers import gather
+from keras_paragrad.distribution.workers import agree, all_or_none
 
 ROWS = np.arange(20)
 
