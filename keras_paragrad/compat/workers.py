@@ -1,8 +1,8 @@
 """Strategies of several workers, and the replicas and values that this process holds."""
 
 import contextlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
@@ -12,6 +12,8 @@ from keras_paragrad.compat.operations import REPLICAS_IN_SYNC
 from keras_paragrad.compat.private import CollectiveAllReduceExtended, context
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import TensorVariable
+
+Result = TypeVar("Result")
 
 # The strategy of the workers that train a model on a mesh.
 _WORKERS = Slot[tf.distribute.Strategy | None]("workers", None)
@@ -163,6 +165,26 @@ def sum_over_workers(strategy: tf.distribute.Strategy, placement: ReplicaPlaceme
         return tf.constant(values if context.replica_id_in_sync_group == placement.first else np.zeros_like(values))
 
     return strategy.reduce("SUM", strategy.experimental_distribute_values_from_function(value_of), axis=None).numpy()
+
+
+def all_or_none(strategy: tf.distribute.Strategy, prepare: Callable[[], Result]) -> Result:
+    """Calls `prepare` on every worker; if it fails on one, all raise, so that none waits for it.
+
+    Raises:
+        ValueError: `prepare` failed on another worker.
+        Exception: The error that `prepare` raised on this worker.
+    """
+    failure, result = None, None
+    try:
+        result = prepare()
+    except Exception as error:
+        failure = error
+    failed = np.flatnonzero(gather(strategy, np.array([failure is not None], np.int64)))
+    if failure is not None:
+        raise failure
+    if len(failed):
+        raise ValueError(f"Worker {failed[0]} has failed here; the error that it raised says why.")
+    return result  # pyright: ignore
 
 
 def post(name: str, text: str) -> None:

@@ -13,7 +13,7 @@ from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.check import look_for
 from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs
-from keras_paragrad.compat.workers import replica_placement
+from keras_paragrad.compat.workers import all_or_none, replica_placement
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.interruptions import explained_failures
 from keras_paragrad.distribution.consistency import check_same_training, check_same_weights, describe_training
@@ -35,7 +35,6 @@ from keras_paragrad.distribution.parallelism import (
 )
 from keras_paragrad.distribution.plan import Explanation, Plan, make_plan, summary_lines
 from keras_paragrad.distribution.training import ABOUT_DATA, ABOUT_EPOCHS, FitArguments, check_overridden_fit, train
-from keras_paragrad.distribution.workers import all_or_none
 from keras_paragrad.engine.replicas.prepared import warn_if_unprepared
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.fixed_parts import enable_determinism

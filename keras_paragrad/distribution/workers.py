@@ -1,6 +1,6 @@
 """Exchanges numbers and bytes between workers, and checks that they are equal."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar
 
 import numpy as np
@@ -75,23 +75,3 @@ def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str
             known = ["unknown" if number < 0 else str(number) for number in numbers]
             listed = ", ".join(f"{number} on worker {worker}" for worker, number in enumerate(known))
             raise ValueError(f"The workers have different {what}: {name}: {listed}. Give all workers the same.{hint}")
-
-
-def all_or_none(strategy: tf.distribute.Strategy, prepare: Callable[[], Result]) -> Result:
-    """Calls `prepare` on every worker; if it fails on one, all raise, so that none waits for it.
-
-    Raises:
-        ValueError: `prepare` failed on another worker.
-        Exception: The error that `prepare` raised on this worker.
-    """
-    failure, result = None, None
-    try:
-        result = prepare()
-    except Exception as error:
-        failure = error
-    failed = np.flatnonzero(gather(strategy, np.array([failure is not None], np.int64)))
-    if failure is not None:
-        raise failure
-    if len(failed):
-        raise ValueError(f"Worker {failed[0]} has failed here; the error that it raised says why.")
-    return result  # pyright: ignore

@@ -141,8 +141,11 @@ def test_the_loss_of_the_first_batch_evaluated_on_replicas_is_proved(weighting):
 
 
 def test_what_one_worker_finds_on_its_rows_all_compute():
-    for shown, expected in own_process.on_workers(proved_on_workers.trained_and_evaluated, None, seconds=120):
+    refusals = []
+    for shown, expected, refusal in own_process.on_workers(proved_on_workers.trained_and_evaluated, None, seconds=120):
         np.testing.assert_allclose(shown, expected, rtol=2e-6)
+        refusals.append(refusal)
+    assert "Worker 1 has failed here" in refusals[0] and "off the gradient of the whole" in refusals[1], refusals
 
 
 def test_in_windows_it_is_refused_before_anything_changes():

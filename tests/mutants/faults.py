@@ -1258,14 +1258,14 @@ _PROOF = [
     _fault(
         "the first batch evaluated proves nothing",
         "engine/division/first_batch.py",
-        "self.whole_losses = _worst_on_workers(model, int(difference is not None)) > 0",
+        "self.whole_losses = _any_worker(model, difference is not None)",
         "self.whole_losses = False",
         f"{_FIRST_BATCH}::test_the_loss_of_the_first_batch_evaluated_on_replicas_is_proved",
     ),
     _fault(
         "a worker goes by its own rows alone",
         "engine/division/first_batch.py",
-        "return int(gather(worker_strategy(model), [found]).max())",
+        "return bool(gather(worker_strategy(model), [int(found)]).any())",
         "return found",
         f"{_FIRST_BATCH}::test_what_one_worker_finds_on_its_rows_all_compute",
     ),

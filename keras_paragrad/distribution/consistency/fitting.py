@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.data import Adapter, reread
 from keras_paragrad.compat.types import Logs
-from keras_paragrad.compat.workers import barrier, gather
+from keras_paragrad.compat.workers import all_or_none, barrier, gather
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.consistency.compare import (
     check_same_training,
@@ -24,7 +24,6 @@ from keras_paragrad.distribution.consistency.compare import (
 )
 from keras_paragrad.distribution.consistency.describe import bind_arguments, describe_training, is_of_a_library
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
-from keras_paragrad.distribution.workers import all_or_none
 
 _HALF = 1 << 32
 _BATCH_HOOKS = {

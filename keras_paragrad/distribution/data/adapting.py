@@ -13,10 +13,9 @@ import tensorflow as tf
 
 from keras_paragrad.compat.data import is_grain, shard_files_of_worker
 from keras_paragrad.compat.types import FitData, Structure
-from keras_paragrad.compat.workers import ReplicaPlacement, gather, replica_placement
+from keras_paragrad.compat.workers import ReplicaPlacement, all_or_none, gather, replica_placement
 from keras_paragrad.distribution.data.batch_sharding import choose_policy
 from keras_paragrad.distribution.data.sources import is_endless
-from keras_paragrad.distribution.workers import all_or_none
 
 CHUNK_BYTES = 32 * 2**20
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_instance, check_integer
 from keras_paragrad.compat.data import adapter_of, reads_arrays
 from keras_paragrad.compat.types import Dataset, FitData
-from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
+from keras_paragrad.compat.workers import ReplicaPlacement, all_or_none, replica_placement
 from keras_paragrad.distribution.data.agreement import Tally, common_steps
 from keras_paragrad.distribution.data.arguments import DataOptions
 from keras_paragrad.distribution.data.batch_sharding import check_batches, choose_policy
@@ -23,7 +23,6 @@ from keras_paragrad.distribution.data.sources import (
     common_seed,
     static_rows,
 )
-from keras_paragrad.distribution.workers import all_or_none
 
 KERAS_BATCH_SIZE = 32
 

@@ -8,7 +8,7 @@ import keras
 from keras_paragrad.compat.model import overrides_test_step, overrides_train_step
 from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import Batch
-from keras_paragrad.compat.workers import gather, worker_strategy
+from keras_paragrad.compat.workers import all_or_none, gather, worker_strategy
 from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.division.comparison import Difference
 from keras_paragrad.engine.division.cut import MOST_PARTS, join_rows, local_rows, part_size
@@ -36,8 +36,6 @@ _FEW_ROWS = 16
 Conclusion = Callable[[], None]
 
 
-# What the first batch shows, in order of severity.
-_DIVIDES, _WHOLE_LOSSES, _REFUSED = range(3)
 _ELSEWHERE = (
     "On the rows of the first batch that another worker has, the weighted gradients of the parts are off the gradient "
     "of the whole"
@@ -71,7 +69,7 @@ class EvaluationProof:
             return
         difference = find_difference(model, rows, size, parts, normalize, loss_alone=True)
         if normalize.weighting == "auto":
-            self.whole_losses = _worst_on_workers(model, int(difference is not None)) > 0
+            self.whole_losses = _any_worker(model, difference is not None)
         if self.whole_losses:
             log_once(model, _loss_of_whole_batches(model, difference or _ELSEWHERE))
         elif difference:
@@ -119,12 +117,17 @@ class FirstBatchProof:
         if self.stages.apply and not update:
             return None
         window, self._window = join_rows(self._window), None
+        conclusion = self._conclude(window, size, parts, normalize)
+        # What one worker refuses, none goes on with.
+        return conclusion and functools.partial(all_or_none, worker_strategy(self.model), conclusion)
+
+    def _conclude(self, data: Batch, size: int, parts: int, normalize: LossNormalization | None) -> Conclusion | None:
         if overrides_train_step(self.model):
-            return functools.partial(self._prove_step, window, size, parts, normalize) if normalize else None
+            return functools.partial(self._prove_step, data, size, parts, normalize) if normalize else None
         if normalize is None:
-            return functools.partial(self._measure_equal_weights, window, size, parts)
-        conclusion = _prove(self.model, window, size, parts, normalize, whole_losses=not self.stages.combine)
-        return conclusion or functools.partial(self._prove_rest, window, size, parts, normalize)
+            return functools.partial(self._measure_equal_weights, data, size, parts)
+        conclusion = _prove(self.model, data, size, parts, normalize, whole_losses=not self.stages.combine)
+        return conclusion or functools.partial(self._prove_rest, data, size, parts, normalize)
 
     def _prove_rest(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
         """Proves states and metrics after they are built, and measures the effect of batch statistics."""
@@ -176,14 +179,18 @@ def _prove(
     difference = find_difference(model, data, size, parts, normalize)
     if normalize.weighting != "auto":
         return difference and _warn_of_stated(model, data, difference, normalize)
-    found, reason = _judge(model, data, size, normalize, difference, whole_losses=whole_losses)
-    worst = _worst_on_workers(model, found)
-    if worst == _REFUSED:
-        return functools.partial(_refuse, reason if found == worst else normalize.refusals.of_difference(_ELSEWHERE))
-    if worst == _WHOLE_LOSSES:
+    conclusion, needs_whole = None, False
+    if difference and (layer := find_layer_that_mixes(model, data, size)):
+        mixes = f"The output of {layer!r} for one example depends on the others. {difference}."
+        conclusion = functools.partial(_refuse, f"{mixes} {normalize.refusals.anyway}")
+    elif difference and (not whole_losses or normalize.divider.on_whole_batches is None):
+        conclusion = functools.partial(_refuse, normalize.refusals.of_difference(str(difference)))
+    elif difference:
+        needs_whole = True
+    if _any_worker(model, needs_whole):
         log_once(model, _loss_of_whole_batches(model, difference or _ELSEWHERE))
         require_whole_losses(model)
-    return None
+    return conclusion
 
 
 def _built_to_divide(model: keras.Model, data: Batch) -> bool:
@@ -194,29 +201,9 @@ def _built_to_divide(model: keras.Model, data: Batch) -> bool:
     return is_known_to_divide(model)
 
 
-def _judge(
-    model: keras.Model,
-    data: Batch,
-    size: int,
-    normalize: LossNormalization,
-    difference: Difference | None,
-    *,
-    whole_losses: bool,
-) -> tuple[int, str]:
-    """What a difference on this worker's rows means for the step, and why it is refused, if it is."""
-    if difference is None:
-        return _DIVIDES, ""
-    if layer := find_layer_that_mixes(model, data, size):
-        mixes = f"The output of {layer!r} for one example depends on the others. {difference}."
-        return _REFUSED, f"{mixes} {normalize.refusals.anyway}"
-    if not whole_losses or normalize.divider.on_whole_batches is None:
-        return _REFUSED, normalize.refusals.of_difference(str(difference))
-    return _WHOLE_LOSSES, ""
-
-
-def _worst_on_workers(model: keras.Model, found: int) -> int:
-    """The largest of the workers' numbers: all workers must trace the same step."""
-    return int(gather(worker_strategy(model), [found]).max())
+def _any_worker(model: keras.Model, found: bool) -> bool:
+    """Whether any worker has found something: all must trace the same step."""
+    return bool(gather(worker_strategy(model), [int(found)]).any())
 
 
 def _warn_of_stated(

@@ -8,8 +8,8 @@ import tensorflow as tf
 from runner import own_process
 from workers import data_worker
 
-from keras_paragrad.compat.workers import gather
-from keras_paragrad.distribution.workers import agree, all_or_none
+from keras_paragrad.compat.workers import all_or_none, gather
+from keras_paragrad.distribution.workers import agree
 
 ROWS = np.arange(20)
 
