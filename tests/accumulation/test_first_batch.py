@@ -140,6 +140,18 @@ def test_the_loss_of_the_first_batch_evaluated_on_replicas_is_proved(weighting):
     assert (weighting == "auto") == bool(np.isclose(shown, expected, rtol=TOLERANCE))
 
 
+@pytest.mark.filterwarnings("ignore:The results of the metrics")
+def test_metrics_of_the_first_batch_evaluated_on_replicas_are_proved():
+    y = np.where(HOLES, MARKER, Y).astype("float32")
+    dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"])
+    with dist.scope():
+        model = model_of("mse", metrics=[error_of_labels])
+    dist.prepare(model)
+    with pytest.raises(ValueError, match=r"error_of_labels is [\d.]+ on 2 parts of the first batch, and [\d.]+ on it"):
+        model.evaluate(X, y, batch_size=ROWS, verbose=0)
+    model.evaluate(X, Y, batch_size=ROWS, verbose=0)
+
+
 def test_what_one_worker_finds_on_its_rows_all_compute():
     refusals = []
     for shown, expected, refusal in own_process.on_workers(proved_on_workers.trained_and_evaluated, None, seconds=120):

@@ -1258,7 +1258,7 @@ _PROOF = [
     _fault(
         "the first batch evaluated proves nothing",
         "engine/division/first_batch.py",
-        "self.whole_losses = _any_worker(model, difference is not None)",
+        "self.whole_losses = _any_worker(self.model, difference is not None)",
         "self.whole_losses = False",
         f"{_FIRST_BATCH}::test_the_loss_of_the_first_batch_evaluated_on_replicas_is_proved",
     ),

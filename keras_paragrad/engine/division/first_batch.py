@@ -43,37 +43,44 @@ _ELSEWHERE = (
 
 
 class EvaluationProof:
-    """Proves that the parts of the first batch evaluated on replicas give the loss of the whole.
+    """Proves that the parts of the first batch evaluated on replicas give the loss and the metrics of the whole.
 
     Attributes:
-        whole_losses: Whether they don't, so that the loss is computed on the outputs of whole batches.
-        pending: Whether no batch has been seen.
+        whole_losses: Whether the loss differs, so that it is computed on the outputs of whole batches.
     """
 
     def __init__(self, model: keras.Model, take: Take):
         self.model, self._stages, self.whole_losses = model, Stages(take=take), False
-        self.pending = (
-            self._stages.prove
-            and self._stages.normalization(of_slices=False) is not None
-            and model.distribute_strategy.num_replicas_in_sync > 1
-            and not overrides_test_step(model)
-        )
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        self._proves = take.prove and take.normalize is not None and replicas > 1 and not overrides_test_step(model)
 
-    def __call__(self, batch: Batch, update: bool) -> None:
-        """Takes the first batch before its step is traced."""
-        self.pending = False
-        model, normalize = self.model, self._stages.normalization(of_slices=False)
+    @property
+    def pending(self) -> bool:
+        """Whether the first batch is still to come."""
+        if self._proves and losses_built(self.model) and is_known_to_divide(self.model):
+            self._proves = not metrics_are_known(self.model)
+        return self._proves
+
+    def __call__(self, batch: Batch, update: bool) -> Conclusion | None:
+        """Takes the first batch before its step is traced; returns the action on metrics that differ."""
+        self._proves = False
+        model, normalize, rows = self.model, self._stages.normalization(of_slices=False), local_rows(batch)
+        if rows is None or normalize is None:
+            return None
         size, parts = part_size(model, self._stages, batch)
-        rows = local_rows(batch)
-        if rows is None or normalize is None or _built_to_divide(model, rows):
-            return
-        difference = find_difference(model, rows, size, parts, normalize, loss_alone=True)
+        if not _built_to_divide(model, rows):
+            self._prove_loss(rows, size, parts, normalize)
+        prove = functools.partial(_prove_metrics, model, rows, size, parts, normalize.refusals.anyway, summed=True)
+        return functools.partial(all_or_none, worker_strategy(model), prove)
+
+    def _prove_loss(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
+        difference = find_difference(self.model, data, size, parts, normalize, loss_alone=True)
         if normalize.weighting == "auto":
-            self.whole_losses = _any_worker(model, difference is not None)
+            self.whole_losses = _any_worker(self.model, difference is not None)
         if self.whole_losses:
-            log_once(model, _loss_of_whole_batches(model, difference or _ELSEWHERE))
+            log_once(self.model, _loss_of_whole_batches(self.model, difference or _ELSEWHERE))
         elif difference:
-            warn_once(model, _as_stated(difference, normalize))
+            warn_once(self.model, _as_stated(difference, normalize))
 
 
 class FirstBatchProof:
