@@ -6,7 +6,7 @@ from keras_paragrad.accumulation.advice import missing_accumulation_message
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 from keras_paragrad.arguments import check_flag
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS, Divider
@@ -65,7 +65,7 @@ class ExactAccumulation(keras.callbacks.Callback):
     def __init__(self, prove: bool = True):
         super().__init__()
         check_flag("prove", prove)
-        look_for("models", "steps")
+        check_internals("models", "steps")
         self.prove = prove
         self._schedule: HostSchedule | None = None
 

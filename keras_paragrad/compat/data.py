@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.global_state import get_global_attribute
 from keras_paragrad.compat.private import (
     ArrayDataAdapter,
@@ -61,7 +61,7 @@ class CustomAdapter(DataAdapter):
 
 def adapter_of(x: FitData, y: FitData, sample_weight: FitData, **options: Any) -> DataAdapter:
     """The `DataAdapter` that Keras reads the data with."""
-    look_for("data")
+    check_internals("data")
     return get_data_adapter(x, y, sample_weight, **options)
 
 
@@ -130,7 +130,7 @@ def _take_rows_with(element: tuple[tf.Tensor, Structure], arrays: Structure) -> 
     return _take_rows(numbers, arrays), other
 
 
-def reread(adapter: DataAdapter) -> tuple[Any, dict[str, Any]] | None:
+def source_with_options(adapter: DataAdapter) -> tuple[Any, dict[str, Any]] | None:
     """An adapter's data as `x` and options for `distributed_dataset`; `None` if it is distributed already."""
     if isinstance(adapter, CustomAdapter):
         return None

@@ -1,6 +1,6 @@
 """Every private name of Keras and TensorFlow that the package uses, by the part of the package that needs it.
 
-A component looks for the names of its parts when it is made: `check.look_for("models", "steps")`.
+A component looks for the names of its parts when it is made: `check.check_internals("models", "steps")`.
 """
 
 from typing import NamedTuple

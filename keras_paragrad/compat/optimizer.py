@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.collectives import strategy_name
 from keras_paragrad.compat.private import DotNotTrackScope
 from keras_paragrad.compat.state import log_once
@@ -204,7 +204,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
     """
 
     def __init__(self, inner_optimizer: keras.optimizers.Optimizer, name: str | None = None):
-        look_for("models", "steps", "accumulation")
+        check_internals("models", "steps", "accumulation")
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
         self.loss_is_scaled_outside = False

@@ -56,7 +56,7 @@ LOGGED = Slot[frozenset[str]]("logged", frozenset(), kept=True)
 _PATCHES = Slot[Mapping[type, Any]]("patches", {})
 
 
-def is_first(owner: object, message: str) -> bool:
+def record_first(owner: object, message: str) -> bool:
     """Whether this is the first time that a message is said for this owner."""
     logged = LOGGED.of(owner)
     if message in logged:
@@ -67,13 +67,13 @@ def is_first(owner: object, message: str) -> bool:
 
 def log_once(owner: object, message: str, level: int = logging.INFO) -> None:
     """Logs a message once per owner."""
-    if is_first(owner, message):
+    if record_first(owner, message):
         logging.getLogger("keras_paragrad").log(level, "%s", message)
 
 
 def warn_once(owner: object, message: str, *, stacklevel: int = 2) -> None:
     """Warns once per owner, rather than in each `fit`, replica or trace."""
-    if is_first(owner, message):
+    if record_first(owner, message):
         warnings.warn(message, stacklevel=stacklevel + 1)
 
 

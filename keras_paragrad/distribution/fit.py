@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.compat.workers import all_or_none, replica_placement
@@ -126,11 +126,11 @@ class DistributedFit(InNotebooks):
         self.plan: Plan = make_plan(self.hardware, self.options)
         self._parallelism = parallelism_of(self.options, self.hardware)
         launched = self._parallelism.parts_if_launched if self.plan.launched else ()
-        look_for("models", "steps", "data", *self._parallelism.parts, *launched)
+        check_internals("models", "steps", "data", *self._parallelism.parts, *launched)
         if self.options.deterministic:
             enable_determinism()
         if self.plan.shard.value != "none":
-            look_for("shards", "memory")
+            check_internals("shards", "memory")
         self._strategies = self._parallelism.strategy(self.plan, self.hardware, self.options)
         # Shown by `explain` below the plan.
         self._estimate: Estimate | None = None

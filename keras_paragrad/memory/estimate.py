@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_paragrad.arguments import check_flag, check_instance, check_integer
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.layers import children
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.engine.step.recompute import recompute_layer
@@ -271,7 +271,7 @@ def estimate_memory(
     >>> column.parameters, column.slots < 2 * column.parameters / 3
     (1056772, True)
     """
-    look_for("models", "steps", "segments", "memory")
+    check_internals("models", "steps", "segments", "memory")
     check_instance("model", model, keras.Model, "a compiled keras.Model")
     batch_size = check_integer("batch_size", batch_size, example=64)
     replicas = check_integer("replicas", replicas, example=8)

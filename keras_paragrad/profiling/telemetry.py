@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_choice, check_integer, check_number, check_path
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import optimizers_of, overrides_train_step
 from keras_paragrad.compat.optimizer import clips_gradients
 from keras_paragrad.compat.types import Logs
@@ -94,7 +94,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         patience: int = 3,
         show: str | Sequence[str] = "auto",
     ):
-        look_for("models", "steps")
+        check_internals("models", "steps")
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir, directory=True, example="logs", optional=True)
         self.every = check_integer("every", every, example=10)

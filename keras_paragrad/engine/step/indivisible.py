@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.private import FuncGraph
-from keras_paragrad.compat.state import LOGGED, Slot, is_first
+from keras_paragrad.compat.state import LOGGED, Slot, record_first
 from keras_paragrad.compat.types import Batch, LossArguments, Step, StepLogs
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
@@ -77,7 +77,7 @@ class DeferredRefusal:
 
     def say(self, model: keras.Model, refusal: str) -> None:
         """Logs the refusal, unless it was logged for this model before."""
-        if is_first(model, self.where):
+        if record_first(model, self.where):
             _log.warning("%s %s would be refused: %s", type(model).__name__, self.where, refusal)
 
 
