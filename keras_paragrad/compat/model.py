@@ -86,7 +86,7 @@ def count_after(tensors: Sequence[tf.Tensor]) -> None:
     with tf.control_dependencies([tensor for tensor in tensors if tf.is_tensor(tensor)]):
         for outer in optimizers_of(model):
             for optimizer in updating_optimizers(outer):
-                # Under Keras's own accumulation, the property reads the counter, and is no variable.
+                # Under Keras's own accumulation, the property reads the counter, and isn't a variable.
                 tf.convert_to_tensor(optimizer.iterations)
 
 

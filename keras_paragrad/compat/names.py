@@ -226,7 +226,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("tensorflow.python.ops.resource_variable_ops", "BaseResourceVariable._strided_slice_assign"),
         _assigned("keras.distribution", "ModelParallel._layout_map"),
     ),
-    # Stages on devices of their own.
+    # Stages on separate devices.
     "pipelines": (
         Hook(
             "tensorflow.python.eager.record",

@@ -57,7 +57,7 @@ _PATCHES = Slot[Mapping[type, Any]]("patches", {})
 
 
 def record_first(owner: object, message: str) -> bool:
-    """Whether this is the first time that a message is said for this owner."""
+    """Records a message for this owner; returns whether it is new."""
     logged = LOGGED.of(owner)
     if message in logged:
         return False
@@ -130,7 +130,7 @@ def patch_of(owner: object, kind: type[Patch]) -> Patch | None:
 
 @contextlib.contextmanager
 def patched(owner: object, make: Callable[[], Patch]) -> Generator[Patch]:
-    """Replaces methods while a step is traced in it; entered on every replica.
+    """Replaces methods while a step is traced in this context; entered on every replica.
 
     Args:
         owner: The object that the patch is attached to, so that the other replicas share it.
