@@ -219,7 +219,7 @@ class Throughput(keras.callbacks.Callback):
 
     def _after_compiling(self, iterator: BatchIterator, end: float, steps: int) -> None:
         """Logs retraces; after the first call, records its time and the FLOPs of a step, and restarts the clock."""
-        if retraced := self._retraces.update():
+        if retraced := self._retraces.take_retraced():
             for trace in retraced:
                 _log.warning("%s was retraced, which takes time, for %s.", *trace)
             if self._files:
