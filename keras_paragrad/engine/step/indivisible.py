@@ -18,7 +18,7 @@ from keras_paragrad.compat.types import Batch, LossArguments, Step, StepLogs
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.comparing import compare_examples
+from keras_paragrad.engine.probes.comparing import find_row_comparison
 from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of, static_row_count
 from keras_paragrad.engine.tracing.untouched import trace_rows
 
@@ -58,13 +58,13 @@ class DeferredRefusal:
         if self.where in LOGGED.of(model) or looked.get(self.where) is model._compile_config:
             return
         _LOOKED.attach(model, {**looked, self.where: model._compile_config})
-        # A graph of its own, which never runs.
+        # A separate graph, which never runs.
         with FuncGraph("deferred_refusal").as_default(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 self.normalize.check(model)
                 data = tuple(arguments[name] for name in ("x", "y", "sample_weight"))
-                compares = compare_examples(model, data, self.normalize)
+                compares = find_row_comparison(model, data, self.normalize)
                 if isinstance(compares, str):
                     self.say(model, compares)
                 elif not compares:
