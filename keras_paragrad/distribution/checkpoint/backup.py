@@ -179,7 +179,7 @@ class Backup(keras.callbacks.Callback):
         if self.model.stop_training:
             # Resuming from here would train one epoch too many.
             return
-        if self.on_sigterm and self._checks.ask(self._request.received):
+        if self.on_sigterm and self._checks.any_worker_received(self._request.received):
             self._stop()
         if self.every == "epoch" or done - self._backed_up_at >= int(self.every):
             self._begin()
@@ -198,7 +198,7 @@ class Backup(keras.callbacks.Callback):
 
     def leave(self) -> None:
         """Restores the previous SIGTERM handler, and waits for this worker's files, after `fit` failed."""
-        self._request.leave()
+        self._request.restore()
         if self._writer:
             self._writer.abandon()
             self._writer = None

@@ -1,4 +1,4 @@
-"""`fit` on several workers: compared before the first step, and once an epoch; all stop after the same step."""
+"""`fit` on several workers: compared before the first step, and once per epoch; all stop after the same step."""
 
 import functools
 import inspect
