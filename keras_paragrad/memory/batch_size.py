@@ -98,7 +98,7 @@ def find_batch_size(
 ) -> BatchSize:
     """Finds the largest batch that a device takes, within an eighth: by the estimate, then by training some steps.
 
-    Each trial is a process of its own, in which the model is made again from its config and trained on rows of the
+    Each trial is a separate process, in which the model is made again from its config and trained on rows of the
     data; one that takes too much is killed. The model is unchanged, and so is the data.
 
     Args:

@@ -249,7 +249,7 @@ def estimate_memory(
         batch_size: Examples in a batch.
         replicas: Number of devices.
         per_replica: Whether `batch_size` is the size of each replica's batch.
-        length: The size of axes that the model's inputs leave open, such as the number of tokens.
+        length: The size of the inputs' axes of unknown size, such as the number of tokens.
         optimizer: The optimizer, if not the model's.
         min_shard_bytes: The size of a trainable variable, in bytes, from which it is sharded.
         batch_spec: The nested `tf.TypeSpec` of batches of data; by default it is derived from the model and its loss.

@@ -170,7 +170,7 @@ def check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
         )
     if layer.quantization_mode is not None:
         raise ValueError(
-            f"{layer.name!r} is quantized, and a quantized layer can't be recomputed by itself. Name a block that "
+            f"{layer.name!r} is quantized, and a quantized layer can't be recomputed alone. Name a block that "
             "contains it."
         )
 
