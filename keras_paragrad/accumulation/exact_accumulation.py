@@ -37,12 +37,12 @@ class ExactAccumulation(keras.callbacks.Callback):
 
     Args:
         prove: Whether the first batch proves, before the first update, that its parts give the gradient of the whole.
-            What Keras itself defines, and is known to divide, isn't computed again.
+            Built-in losses and layers known to be divisible aren't checked.
 
     Raises:
         ValueError: When `fit` begins: the model was not compiled with an `AccumulatingOptimizer`. In the first step:
-            the weight of its micro-batches is unknown, as its loss compares examples or divides by something else than
-            it was tried with. The message says what to write. With `steps=1` on one replica such a model is trained
+            the weight of its micro-batches is unknown, as its loss compares examples or uses a divisor other than those
+            tested. The message says what to write. With `steps=1` on one replica such a model is trained
             anyway, and this is logged once.
 
     Example:

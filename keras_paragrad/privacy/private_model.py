@@ -221,9 +221,9 @@ class PrivateModel(PerExampleModel):
         self._releases.sync()
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises a `ValueError`: a batch of the caller's choice is no random sample."""
+        """Raises a `ValueError`: a batch of the caller's choice isn't a random sample."""
         raise ValueError(
-            "train_on_batch takes a batch of your own, and epsilon holds for random samples only. Call "
+            "train_on_batch takes a batch that you choose, and epsilon holds for random samples only. Call "
             "private.fit(x, y, epochs=...)."
         )
 
