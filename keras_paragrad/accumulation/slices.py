@@ -73,8 +73,8 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
 
     Raises:
         ValueError: `size` is neither an integer of at least 1 nor `"auto"`, or the model runs in a pipeline. `fit`
-            raises it for a batch of more than `size` examples if the weight of a slice is unknown, as the loss divides
-            by something else than it was tried with, and can't be computed on whole batches; and with `"auto"` as
+            raises it for a batch of more than `size` examples if the weight of a slice is unknown, as the loss uses
+            a divisor other than those tested, and can't be computed on whole batches; and with `"auto"` as
             `find_batch_size` does. The message says what to write. Smaller batches are trained on whole, and this is
             logged once.
 

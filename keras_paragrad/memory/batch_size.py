@@ -187,7 +187,7 @@ def estimated_bytes(model: keras.Model, spec: Specs, rows: int) -> int:
 
 
 def spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:
-    """The spec of the step's batches, or `None` if the step gets something else than the data."""
+    """The spec of the step's batches, or `None` if the step gets something other than the data."""
 
     def spec(leaf: np.ndarray) -> tf.TensorSpec:
         # Keras casts the data like this.
