@@ -139,7 +139,7 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarra
     """Gathers every worker's numbers on all workers, by one all-reduce.
 
     Args:
-        strategy: The strategy; all its workers call this, with equally many numbers of the same type.
+        strategy: The strategy; all its workers call this, with the same number of values of one type.
         values: This worker's numbers: integers or float64.
 
     Returns:
