@@ -83,7 +83,7 @@ def measure(name, devices):
     plans._CERTAIN = 0.0
     plan = plans.plan_memory(model, BATCHES[name], 2**40, None, **options)
     spec = next(iter(plan_batches(model, name)))
-    trial = replicas._trial(model, run, BATCHES[name], spec, 2**40)
+    trial = replicas._make_trial(model, run, BATCHES[name], spec, 2**40)
     measured = kept(name, devices)
     for candidate in plan.candidates:
         if candidate.choice not in measured:

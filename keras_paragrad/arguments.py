@@ -277,7 +277,7 @@ def check_instance(
 def check_each(
     name: str, values: Any, check: Callable[..., Any], what: str, *, example: str | None = None
 ) -> tuple[Any, ...]:
-    """A sequence or set whose items a check accepts, as a tuple of what the check returns; text is no sequence.
+    """A sequence or set whose items a check accepts, as a tuple of what the check returns; text isn't a sequence.
 
     Args:
         check: Called with a name and one item, as the checks of this module are.

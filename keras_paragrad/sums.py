@@ -9,9 +9,9 @@ import tensorflow as tf
 # Powers of two that measured best: a block's columns fill the processor's registers, and several blocks its cores.
 _COLUMNS, _DEPTH = 64, 32
 # Number of blocks from which using several cores pays off.
-_WORTH_IT = 64
+_MIN_BLOCKS = 64
 # Tensors with at most this many columns are added elementwise before reducing over rows.
-_FEW = 1024
+_MAX_SMALL_COLUMNS = 1024
 
 
 def row_sums(values: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
@@ -35,7 +35,7 @@ def row_sums(values: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
         return tf.reduce_sum(values, axis=list(range(1, values.shape.rank)))
     rows = tf.reshape(values, [-1, size])
     block = _DEPTH * _COLUMNS
-    in_blocks = size // block * block if size >= _WORTH_IT * block else 0
+    in_blocks = size // block * block if size >= _MIN_BLOCKS * block else 0
     in_columns = size // _COLUMNS * _COLUMNS
     parts = []
     if in_blocks:
@@ -56,8 +56,8 @@ def row_sums_of_all(tensors: Iterable[tf.Tensor], by_xla: bool = False) -> tf.Te
 
     Args:
         tensors: The tensors. Tensors with the same small number of columns are added elementwise before one
-            reduction, since every reduction is a pass of its own. Larger ones are reduced one at a time, to save
-            memory.
+            reduction, since each reduction is a separate pass over memory. Larger ones are reduced one at a time, to
+            save memory.
         by_xla: As in `row_sums`.
 
     Example:
@@ -71,7 +71,7 @@ def row_sums_of_all(tensors: Iterable[tf.Tensor], by_xla: bool = False) -> tf.Te
     sums: list[tf.Tensor] = []
     for tensor in tensors:
         size = tensor.shape[1:].num_elements()
-        if size is None or size > _FEW:
+        if size is None or size > _MAX_SMALL_COLUMNS:
             sums.append(row_sums(tensor, by_xla))
         else:
             few.setdefault((size, tensor.dtype), []).append(tf.reshape(tensor, [-1, size]))
@@ -80,6 +80,6 @@ def row_sums_of_all(tensors: Iterable[tf.Tensor], by_xla: bool = False) -> tf.Te
 
 
 def _prevent_fusion(sums: tf.Tensor) -> tf.Tensor:
-    # The maximum is a no-op that keeps XLA from fusing this sum with the next. In this order: of TensorFlow 2.22 it
-    # returns the second where one of them is NaN.
+    # The maximum is a no-op that keeps XLA from fusing this sum with the next. Argument order matters: TensorFlow
+    # 2.22's maximum returns its second argument where either is NaN.
     return tf.maximum(float("-inf"), sums)

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.probes.comparing import compares_examples
+from keras_paragrad.engine.probes.comparing import needs_whole_outputs
 from keras_paragrad.engine.replicas.replica_batch import rows_at
 from keras_paragrad.engine.step.batch_part import compute_part
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -196,7 +196,7 @@ def test_a_loss_on_the_outputs_of_the_whole_batch(caplog):
     def asked(divider, layer=None):
         model = built(loss=compares, layer=layer)
         build_losses(model, (X, Y))
-        return compares_examples(model, data, LossNormalization("auto", divider))
+        return needs_whole_outputs(model, data, LossNormalization("auto", divider))
 
     assert not asked(IN_TWO) and not caplog.records
     assert asked(whole)

@@ -11,7 +11,7 @@ from trainings.every_component import CASES
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.compat import check
-from keras_paragrad.compat.check import forget, look_for
+from keras_paragrad.compat.check import check_internals, forget
 from keras_paragrad.compat.names import HOOKS, NAMES
 from keras_paragrad.distribution import describe
 from keras_paragrad.distribution.mesh.parallelism import MeshParallel
@@ -76,10 +76,10 @@ def test_its_part_looks_for_each_name(monkeypatch, hook):
     for part, hooks in NAMES.items():
         forget()
         if hook not in hooks or hook.optional:
-            look_for(part)
+            check_internals(part)
             continue
         with pytest.raises(ImportError, match=f"{hook.module}:{hook.path} is missing"):
-            look_for(part)
+            check_internals(part)
 
 
 EVERY_FIT = {"models", "steps", "data"}

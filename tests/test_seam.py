@@ -26,7 +26,7 @@ from keras_paragrad import (
     microbatch,
 )
 from keras_paragrad.compat import private
-from keras_paragrad.compat.check import check_backend, forget, look_for, raise_missing, users
+from keras_paragrad.compat.check import check_backend, check_internals, forget, raise_missing, users
 from keras_paragrad.compat.layers import call_model, dtype_within
 from keras_paragrad.compat.names import HOOKS, NAMES, Hook
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -143,7 +143,7 @@ def test_the_scan_tells_attributes_of_a_base_from_our_own(monkeypatch):
 
 def test_every_attribute_of_instances_is_found():
     forget()
-    look_for(*NAMES)
+    check_internals(*NAMES)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def test_a_method_that_was_renamed_is_found(monkeypatch):
     monkeypatch.delattr(keras.layers.Layer, "_get_own_losses")
     with pytest.raises(ImportError, match=r"_get_own_losses is missing \(used by keras_paragrad.compat.model\)"):
         forget()
-        look_for(*NAMES)
+        check_internals(*NAMES)
 
 
 def test_an_attribute_that_code_no_longer_assigns_is_found(monkeypatch):
@@ -197,7 +197,7 @@ def test_an_attribute_that_code_no_longer_assigns_is_found(monkeypatch):
         ImportError, match=r"_distributed_dataset is missing \(used by keras_paragrad.engine.replicas.prepared"
     ):
         forget()
-        look_for(*NAMES)
+        check_internals(*NAMES)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_an_attribute_of_instances_that_was_renamed_is_found(monkeypatch, owner,
     _renamed(monkeypatch, owner, method, attribute)
     forget()
     with pytest.raises(ImportError, match="keras_paragrad cannot work with the installed keras") as caught:
-        look_for(*NAMES)
+        check_internals(*NAMES)
     # Keras may need the attribute too, and then fails to make the sample.
     assert attribute in str(caught.value)
 
@@ -237,7 +237,7 @@ def test_looking_leaves_names_seeds_and_scopes_alone():
     keras.utils.set_random_seed(3)
     with keras.name_scope("scope"), tf.device("CPU:1"), keras.StatelessScope():
         forget()
-        look_for(*NAMES)
+        check_internals(*NAMES)
     assert state() == expected
 
 
@@ -251,7 +251,7 @@ def test_looking_where_compile_is_patched_to_look(monkeypatch):
 
     monkeypatch.setattr(keras.Model, "compile", compile_and_look)
     forget()
-    look_for(*NAMES)
+    check_internals(*NAMES)
     assert compiled == ["keras_paragrad_sample"]
 
 
@@ -261,7 +261,7 @@ def test_looking_runs_nothing(monkeypatch):
 
     forget()
     monkeypatch.setattr(context.Context, "ensure_initialized", start)
-    look_for(*NAMES)
+    check_internals(*NAMES)
 
 
 def _model(optimizer="sgd"):

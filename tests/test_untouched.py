@@ -16,7 +16,7 @@ from keras_paragrad.engine.custom_step.weighting import find_step_weightings
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.losses.weightings import weighting_of
-from keras_paragrad.engine.probes.comparing import compares_examples
+from keras_paragrad.engine.probes.comparing import needs_whole_outputs
 from keras_paragrad.engine.probes.independence import check_metrics, mixing_reasons
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
@@ -75,7 +75,7 @@ def divided_calls(model):
 
 def comparison(model):
     """`compute_loss` of the model's own is tried as well."""
-    assert not compares_examples(model, (SPEC, SPEC), LossNormalization("auto", DIVIDER))
+    assert not needs_whole_outputs(model, (SPEC, SPEC), LossNormalization("auto", DIVIDER))
 
 
 def bytes_per_row(model):
@@ -97,7 +97,7 @@ PROBES = {
     "mixing_layer": (lambda model: find_mixing_layer(model, SPEC), {"layer"}),
     "mixing_reasons": (refusal, {"layer", "model", "loss"}),
     "try_weightings": (weightings, {"layer", "model", "loss"}),
-    "compares_examples": (comparison, {"layer", "model", "loss"}),
+    "needs_whole_outputs": (comparison, {"layer", "model", "loss"}),
     "check_metrics": (
         lambda model: check_metrics(model, {"y": SPEC, "y_pred": SPEC, "sample_weight": None}),
         {"metric"},

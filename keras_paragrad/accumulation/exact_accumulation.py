@@ -6,7 +6,7 @@ from keras_paragrad.accumulation.advice import missing_accumulation_message
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 from keras_paragrad.arguments import check_flag
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS, Divider
@@ -37,12 +37,12 @@ class ExactAccumulation(keras.callbacks.Callback):
 
     Args:
         prove: Whether the first batch proves, before the first update, that its parts give the gradient of the whole.
-            What Keras itself defines, and is known to divide, isn't computed again.
+            Built-in losses and layers known to be divisible aren't checked.
 
     Raises:
         ValueError: When `fit` begins: the model was not compiled with an `AccumulatingOptimizer`. In the first step:
-            the weight of its micro-batches is unknown, as its loss compares examples or divides by something else than
-            it was tried with. The message says what to write. With `steps=1` on one replica such a model is trained
+            the weight of its micro-batches is unknown, as its loss compares examples or uses a divisor other than those
+            tested. The message says what to write. With `steps=1` on one replica such a model is trained
             anyway, and this is logged once.
 
     Example:
@@ -65,7 +65,7 @@ class ExactAccumulation(keras.callbacks.Callback):
     def __init__(self, prove: bool = True):
         super().__init__()
         check_flag("prove", prove)
-        look_for("models", "steps")
+        check_internals("models", "steps")
         self.prove = prove
         self._schedule: HostSchedule | None = None
 

@@ -49,7 +49,7 @@ class GradientCache:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
         static = static_row_count(x)
         rows = rows_of(x) if static is None else static
-        # The number of slices in the loop. The last slice has a graph of its own, unless it is known to be as large.
+        # The number of slices in the loop. The last slice has a separate graph, unless it is known to be as large.
         in_loop = -(-rows // self.size) - 1 if static is None else rows // self.size
         has_rest = static is None or static % self.size
         last = rows_at(x, in_loop * self.size, rows - in_loop * self.size) if has_rest else None
@@ -126,7 +126,7 @@ class GradientCache:
         return BatchPart(self.model, weigh(self.model, gradients), weight, losses)
 
     def _call(self, run: Callable[[_Inputs], _Outputs], inputs: _Inputs, *, in_loop: bool) -> _Outputs:
-        """Runs a slice, in a function of its own if XLA compiles it or if that is faster in a loop."""
+        """Runs a slice, in a separate function if XLA compiles it or if that is faster in a loop."""
         if self.context.by_xla or (in_loop and is_slower_in_loop(self.model)):
             return call_in_function(run, inputs, by_xla=self.context.by_xla)
         return run(inputs)

@@ -53,11 +53,12 @@ class AccumulatingOptimizer(WrappingOptimizer):
         steps: How many micro-batches an update takes: an integer; pairs `(first_update, steps)`; or a callable that
             takes the number of updates made, a scalar int64 tensor, and returns an integer.
         weighting: The weight of a micro-batch. `"auto"` is its loss normalizer (the number of examples or elements,
-            the sum of the sample weights or of the mask), which for a custom loss is found by gradients on made-up
-            rows. `"examples"`, `"sample_weight"` and `"mask"` name it, `"sum"` says that the loss has none, and a
-            function maps `(x, y, y_pred, sample_weight)` of a micro-batch to it; what is stated and doesn't fit is
-            refused. `"uniform"` weights all alike: it needs micro-batches of one size, a mean, and nothing that
-            happens once an update. All but `"uniform"` need `ExactAccumulation()`, and are uniform without it.
+            the sum of the sample weights or of the mask), which for a custom loss is inferred from gradients on
+            synthetic rows. `"examples"`, `"sample_weight"` and `"mask"` name it, `"sum"` says that the loss has none,
+            and a function maps `(x, y, y_pred, sample_weight)` of a micro-batch to it; a stated weighting that doesn't
+            match the loss raises. `"uniform"` weights all equally: it needs micro-batches of one size, a mean, and
+            nothing that happens once per update. All but `"uniform"` need `ExactAccumulation()`, and are uniform
+            without it.
         tail: What to do with a partial window at the end of an epoch: `"flush"` updates with it, `"carry"` continues
             it in the next epoch, `"drop"` discards it. Without `ExactAccumulation()`, windows continue across epochs
             and this applies at the end of `fit`.
@@ -214,7 +215,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
     def _update(self, per_replica: OnReplicas) -> None:
         """Updates the variables with the mean of the window, and clears it."""
         window, all_variables = self.window, self.trainable_variables
-        # A variable that was frozen since gets no update, not even by its momentum.
+        # A variable frozen since then gets no update, not even by its momentum.
         frozen = {index for index, was in self._with_gradient.items() if was and not all_variables[index].trainable}
         updated = [index for index in range(len(all_variables)) if index not in frozen]
         variables = [all_variables[index] for index in updated]
@@ -255,7 +256,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         return True
 
     def discard(self) -> None:
-        """Empties the window without an update."""
+        """Discards the accumulated gradients without updating."""
         if self.built:
             with computing_with(self.trainable_variables):
                 self._compiled("clear", lambda: self._strategy.run(self.window.clear))()

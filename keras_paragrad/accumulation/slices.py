@@ -58,7 +58,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         model: A model, compiled or not yet.
         size: The maximum number of examples in a slice, per replica. The last slice of a batch holds the rest. `"auto"`
             chooses at the first `fit`, on one device: the largest slices of equal size that fit, by the estimate, and
-            by training on them in processes of their own; see `find_batch_size`. What it tries is printed.
+            by training on them in separate processes; see `find_batch_size`. What it tries is printed.
         weighting: What the loss of a slice is divided by: `"auto"` finds it, `"examples"`, `"sample_weight"`, `"mask"`,
             `"sum"` or a function of `(x, y, y_pred, sample_weight)` states it. See `AccumulatingOptimizer`.
         prove: Whether the first batch proves, before the first update, that its slices give the gradient of the whole.
@@ -73,8 +73,8 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
 
     Raises:
         ValueError: `size` is neither an integer of at least 1 nor `"auto"`, or the model runs in a pipeline. `fit`
-            raises it for a batch of more than `size` examples if the weight of a slice is unknown, as the loss divides
-            by something else than it was tried with, and can't be computed on whole batches; and with `"auto"` as
+            raises it for a batch of more than `size` examples if the weight of a slice is unknown, as the loss uses
+            a divisor other than those tested, and can't be computed on whole batches; and with `"auto"` as
             `find_batch_size` does. The message says what to write. Smaller batches are trained on whole, and this is
             logged once.
 
@@ -190,7 +190,7 @@ class Slices(NamedTuple):
         return None if rows is None else rows > self.size
 
     def slices(self, data: Batch) -> BatchSlices:
-        """Cuts a batch, for a model's own `train_step`: the last slice has at least one row."""
+        """Cuts a batch, for a custom `train_step`: the last slice has at least one row."""
         rows = cut_rows_of(data)
         full = (rows - 1) // self.size
         last = rows_at(data, full * self.size, rows - full * self.size)

@@ -101,7 +101,7 @@ def _add_options(group: Any) -> None:
     option("--lr-scaling", choices=LR_SCALINGS[1:], help="with --batch per_replica, how the learning rate grows")
     option("--warmup-steps", type=integer(0, LARGEST), metavar="N", help="updates until it has grown")
     option("--inexact", dest="exact", action="store_false", help="exact=False: need not be the step of one device")
-    option("--weighting", choices=WEIGHTINGS, help="what a compute_loss of your own divides by")
+    option("--weighting", choices=WEIGHTINGS, help="what a custom compute_loss divides by")
     option("--unproved", dest="prove", action="store_false", help="prove=False: the first batch proves nothing")
     parts = integer(2, MOST_PARTS)
     option("--deterministic", type=parts, metavar="PARTS", help="the same bits on any number of devices")

@@ -12,14 +12,14 @@ from keras_paragrad.cli.parser import add_examples, complete_paths, finite_numbe
 
 if TYPE_CHECKING:
     from keras_paragrad.distribution.cluster import Cluster
-    from keras_paragrad.distribution.launch.meeting import Meeting
+    from keras_paragrad.distribution.launch.rendezvous_settings import RendezvousSettings
 
 # Limit of processes on one machine, and of GPUs for each.
 _MOST = 1024
 # A day, in seconds.
 _LONGEST_GRACE = 24 * 3600
 _TOKEN, _SHORTEST_TOKEN = "KERAS_PARAGRAD_TOKEN", 16
-# Seconds to wait for machines that haven't come.
+# Seconds to wait for machines that haven't joined.
 _STARTUP = _WAIT = 600.0
 # Seconds before lost workers are started again; doubled each time.
 _REGROW = 60.0
@@ -87,11 +87,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         command = _command(arguments.script, arguments.module)
         cluster = find_cluster(os.environ)
-        meeting = _meeting(arguments)
-        if meeting is None and arguments.workers is None:
+        rendezvous = _rendezvous(arguments)
+        if rendezvous is None and arguments.workers is None:
             return _exec_task(command, _given_cluster(arguments, cluster), arguments.max_restarts or 0)
-        _check_alone(f"--workers {arguments.workers}" if meeting is None else f"--nodes {arguments.nodes}", cluster)
-        numbers = arguments.workers if meeting is None else arguments.nodes
+        _check_alone(f"--workers {arguments.workers}" if rendezvous is None else f"--nodes {arguments.nodes}", cluster)
+        numbers = arguments.workers if rendezvous is None else arguments.nodes
         if arguments.ps and numbers.least < numbers.most:
             raise ValueError(
                 f"--workers {numbers} goes without parameter servers. Leave --ps out, or write one number."
@@ -106,10 +106,10 @@ def run(arguments: argparse.Namespace) -> int:
             _REGROW if arguments.regrow_seconds is None else arguments.regrow_seconds,
             arguments.all_epochs,
         )
-        workers = numbers.most if meeting is None else arguments.workers_per_node or 1
+        workers = numbers.most if rendezvous is None else arguments.workers_per_node or 1
         world = str(numbers) if numbers.least < numbers.most else None
         layout = Layout(workers, arguments.ps, arguments.devices_per_worker, arguments.port_base, world=world)
-        return launch(layout, command, supervision, meeting)
+        return launch(layout, command, supervision, rendezvous)
     except ValueError as error:
         return print_error("launch", error)
     except ConnectionError as error:
@@ -149,8 +149,8 @@ def _add_nodes(several: Any) -> None:
     )
 
 
-def _meeting(arguments: argparse.Namespace) -> "Meeting | None":
-    """The meeting point of the machines; `None` without `--nodes`."""
+def _rendezvous(arguments: argparse.Namespace) -> "RendezvousSettings | None":
+    """The rendezvous point of the machines; `None` without `--nodes`."""
     several = ("node_rank", "rendezvous", "workers_per_node", "token_file", "node_address", "startup_timeout", "wait")
     given = [f"--{name.replace('_', '-')}" for name in several if getattr(arguments, name) is not None]
     if arguments.nodes is None:
@@ -169,9 +169,9 @@ def _meeting(arguments: argparse.Namespace) -> "Meeting | None":
     for option, value in alone.items():
         if value:
             raise ValueError(f"{option} is for one machine. {instead.get(option, 'Leave it out, or --nodes.')}")
-    from keras_paragrad.distribution.launch.meeting import Meeting
+    from keras_paragrad.distribution.launch.rendezvous_settings import RendezvousSettings
 
-    return Meeting(
+    return RendezvousSettings(
         arguments.nodes.least,
         arguments.nodes.most,
         arguments.node_rank,
@@ -247,7 +247,7 @@ def _given_cluster(arguments: argparse.Namespace, cluster: "Cluster | None") -> 
 
 
 def _check_alone(option: str, cluster: "Cluster | None") -> None:
-    """Checks that this isn't one of several tasks: each task would start a cluster of its own."""
+    """Checks that this isn't one of several tasks: each task would start a separate cluster."""
     if cluster is not None and sum(map(len, cluster.jobs.values())) > 1:
         raise ValueError(
             f"This process is {cluster.job} {cluster.index} of a cluster described by {cluster.source}, and {option} "

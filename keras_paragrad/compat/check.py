@@ -37,7 +37,7 @@ def check_backend() -> None:
         )
 
 
-def look_for(*parts: str) -> None:
+def check_internals(*parts: str) -> None:
     """Looks for the private names of some parts of the package, once per process; call it where a component is made.
 
     Args:
@@ -66,7 +66,7 @@ def problem(hook: Hook) -> str | None:
 
 
 def forget() -> None:
-    """Clears the cache of `look_for`."""
+    """Clears the cache of `check_internals`."""
     _FOUND.clear()
     samples.cache_clear()
 
@@ -83,7 +83,7 @@ def samples() -> list[object]:
 
 
 def _make_samples() -> list[object]:
-    # At import, a missing name would raise before `look_for` can explain it.
+    # At import, a missing name would raise before `check_internals` can explain it.
     from keras.src.trainers.compile_utils import CompileLoss
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
     from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.global_state import get_global_attribute
 from keras_paragrad.compat.private import (
     ArrayDataAdapter,
@@ -61,7 +61,7 @@ class CustomAdapter(DataAdapter):
 
 def adapter_of(x: FitData, y: FitData, sample_weight: FitData, **options: Any) -> DataAdapter:
     """The `DataAdapter` that Keras reads the data with."""
-    look_for("data")
+    check_internals("data")
     return get_data_adapter(x, y, sample_weight, **options)
 
 
@@ -77,9 +77,9 @@ class ArrayRows:
         arrays = convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
         self._arrays = tf.data.Dataset.from_tensors(keras.tree.lists_to_tuples(arrays)).repeat()
 
-    def batches(self, numbers: Dataset) -> Dataset:
+    def batches(self, indices: Dataset) -> Dataset:
         """A batch of rows for each vector of indices."""
-        return self._mapped(numbers, _take_rows)
+        return self._mapped(indices, _take_rows)
 
     def batches_with(self, elements: Dataset) -> Dataset:
         """Maps elements `(indices, other)` to `(rows, other)`."""
@@ -102,7 +102,8 @@ def _rows_of(adapter: DataAdapter) -> int:
 def without_autotuning(dataset: Dataset) -> Dataset:
     """The dataset without TensorFlow's autotuner.
 
-    Its thread sleeps for ever longer intervals, and the end of an iterator may wait for it as long as the epoch took.
+    The autotuner's thread sleeps for increasingly long intervals, so destroying an iterator can block for as long
+    as the epoch took.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
@@ -111,27 +112,27 @@ def without_autotuning(dataset: Dataset) -> Dataset:
 
 # AutoGraph takes longer to convert this than tracing takes.
 @tf.autograph.experimental.do_not_convert
-def _take_rows(numbers: tf.Tensor, arrays: Structure) -> Structure:
+def _take_rows(indices: tf.Tensor, arrays: Structure) -> Structure:
     """Gathers rows by index from nested arrays and sparse tensors."""
 
     def take(leaf: Any) -> Any:
         if isinstance(leaf, TensorflowSparseWrapper):
-            return slice_tensorflow_sparse_wrapper(leaf, numbers)
+            return slice_tensorflow_sparse_wrapper(leaf, indices)
         if isinstance(leaf, (list, tuple, dict)):
             return None  # Descend.
-        return tf.gather(leaf, numbers, axis=0) if tf.is_tensor(leaf) else leaf
+        return tf.gather(leaf, indices, axis=0) if tf.is_tensor(leaf) else leaf
 
     return keras.tree.traverse(take, arrays)
 
 
 @tf.autograph.experimental.do_not_convert
 def _take_rows_with(element: tuple[tf.Tensor, Structure], arrays: Structure) -> tuple[Structure, Structure]:
-    numbers, other = element
-    return _take_rows(numbers, arrays), other
+    indices, other = element
+    return _take_rows(indices, arrays), other
 
 
-def reread(adapter: DataAdapter) -> tuple[Any, dict[str, Any]] | None:
-    """An adapter's data as `x` and options for `distributed_dataset`; `None` if it is distributed already."""
+def source_with_options(adapter: DataAdapter) -> tuple[Any, dict[str, Any]] | None:
+    """An adapter's underlying data, and options for `distributed_dataset`; `None` if already distributed."""
     if isinstance(adapter, CustomAdapter):
         return None
     if isinstance(adapter, ArrayDataAdapter):
@@ -172,7 +173,8 @@ def first_batch(adapter: DataAdapter) -> Batch:
 def sample_rows(adapter: DataAdapter, most: int) -> tuple[Batch, int]:
     """The first rows of the data as nested arrays, and the batch size; iterators still yield every element.
 
-    A dataset that says what it yields isn't read, as its next iterator may shuffle otherwise; its rows are zeros.
+    A dataset with a fully defined `element_spec` isn't read, because its next iterator might shuffle differently; zeros
+    are returned instead.
     """
     if isinstance(adapter, ArrayDataAdapter):
         return _first_rows(adapter._inputs, most), min(adapter.batch_size or 1, _rows_of(adapter))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.private import CompileLoss
 from keras_paragrad.compat.types import Array, Structure
 
@@ -37,7 +37,7 @@ class LossMatching(CompileLoss):
     """
 
     def __init__(self, loss: Any, output_names: list[str] | None):
-        look_for("models")
+        check_internals("models")
         super().__init__(loss, output_names=output_names)
         self._stated, self._matched = loss, list[Any]()
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.layers import outermost_layer
 from keras_paragrad.compat.optimizer import held_optimizers, innermost_optimizer, updating_optimizers
 from keras_paragrad.compat.state import MethodPatch, patch_of, patched
@@ -86,7 +86,7 @@ def count_after(tensors: Sequence[tf.Tensor]) -> None:
     with tf.control_dependencies([tensor for tensor in tensors if tf.is_tensor(tensor)]):
         for outer in optimizers_of(model):
             for optimizer in updating_optimizers(outer):
-                # Under Keras's own accumulation, the property reads the counter, and is no variable.
+                # Under Keras's own accumulation, the property reads the counter, and isn't a variable.
                 tf.convert_to_tensor(optimizer.iterations)
 
 
@@ -145,7 +145,7 @@ def overrides_compute_loss(model: keras.Model) -> bool:
 
 def may_choose_xla(model: keras.Model) -> bool:
     """Whether a model was compiled with `jit_compile="auto"`, and XLA can compile its layers."""
-    look_for("models")
+    check_internals("models")
     jit_compile = model._compile_config.config.get("jit_compile", "auto")
     return jit_compile == "auto" and layer_without_xla(model) is None
 
@@ -207,13 +207,13 @@ def words_of(error: BaseException) -> str:
 
 def compile_config(model: keras.Model) -> object:
     """An object that each `compile` replaces, to recognize a new one."""
-    look_for("models")
+    check_internals("models")
     return model._compile_config
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:
     """The arguments of `compile`, by name."""
-    look_for("models")
+    check_internals("models")
     return dict(model._compile_config.config)
 
 

@@ -1,6 +1,6 @@
 """Every private name of Keras and TensorFlow that the package uses, by the part of the package that needs it.
 
-A component looks for the names of its parts when it is made: `check.look_for("models", "steps")`.
+A component looks for the names of its parts when it is made: `check.check_internals("models", "steps")`.
 """
 
 from typing import NamedTuple
@@ -226,7 +226,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("tensorflow.python.ops.resource_variable_ops", "BaseResourceVariable._strided_slice_assign"),
         _assigned("keras.distribution", "ModelParallel._layout_map"),
     ),
-    # Stages on devices of their own.
+    # Stages on separate devices.
     "pipelines": (
         Hook(
             "tensorflow.python.eager.record",

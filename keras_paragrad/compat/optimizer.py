@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.collectives import strategy_name
 from keras_paragrad.compat.private import DotNotTrackScope
 from keras_paragrad.compat.state import log_once
@@ -110,7 +110,7 @@ def clips_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
 def say_rows_are_summed(
     optimizer: keras.optimizers.Optimizer, gradients: Iterable[Any], variables: Iterable[keras.Variable]
 ) -> None:
-    """Says once that row gradients, as of embeddings, are summed, where Keras squares or clips each lookup by itself.
+    """Says once that row gradients, as of embeddings, are summed, where Keras squares or clips each lookup separately.
 
     Call it for gradients that are made dense. With SGD that doesn't clip, there is no difference.
     """
@@ -122,7 +122,7 @@ def say_rows_are_summed(
         log_once(
             updating[0],
             f"{', '.join(names)}: the gradients of all lookups of a row are summed before {updating[0].name} squares "
-            "or clips them. Keras on one device squares and clips each lookup of a row by itself, so where a batch "
+            "or clips them. Keras on one device squares and clips each lookup of a row separately, so where a batch "
             "looks a row up more than once, it takes another step. With dense gradients the steps are the same.",
         )
 
@@ -204,7 +204,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
     """
 
     def __init__(self, inner_optimizer: keras.optimizers.Optimizer, name: str | None = None):
-        look_for("models", "steps", "accumulation")
+        check_internals("models", "steps", "accumulation")
         super().__init__(learning_rate=0.0, name=name)
         self.inner_optimizer = inner_optimizer
         self.loss_is_scaled_outside = False

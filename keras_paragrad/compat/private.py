@@ -1,7 +1,7 @@
 """The private modules, classes and functions of Keras and TensorFlow: the one place that says where they are.
 
 `from keras_paragrad.compat.private import CompileLoss` finds it where `names.py` says. A name that the installed
-releases lack becomes a stand-in, so that only what needs it fails, with the error of `check.look_for`.
+releases lack becomes a stand-in, so that only what needs it fails, with the error of `check.check_internals`.
 """
 
 import importlib

@@ -28,7 +28,7 @@ class ProcessPatch(Generic[Value]):
     """Functions replaced from when the first context opens, on any thread, until the last one closes.
 
     The replacement is seen by the whole process, and calls the original on threads without an open context. Each
-    replica is traced in a thread of its own, so contexts of several threads close in any order.
+    replica is traced in a separate thread, so contexts of several threads close in any order.
 
     Args:
         find: Returns the replacements. Called when the first context opens.

@@ -56,8 +56,8 @@ LOGGED = Slot[frozenset[str]]("logged", frozenset(), kept=True)
 _PATCHES = Slot[Mapping[type, Any]]("patches", {})
 
 
-def is_first(owner: object, message: str) -> bool:
-    """Whether this is the first time that a message is said for this owner."""
+def record_first(owner: object, message: str) -> bool:
+    """Records a message for this owner; returns whether it is new."""
     logged = LOGGED.of(owner)
     if message in logged:
         return False
@@ -67,13 +67,13 @@ def is_first(owner: object, message: str) -> bool:
 
 def log_once(owner: object, message: str, level: int = logging.INFO) -> None:
     """Logs a message once per owner."""
-    if is_first(owner, message):
+    if record_first(owner, message):
         logging.getLogger("keras_paragrad").log(level, "%s", message)
 
 
 def warn_once(owner: object, message: str, *, stacklevel: int = 2) -> None:
     """Warns once per owner, rather than in each `fit`, replica or trace."""
-    if is_first(owner, message):
+    if record_first(owner, message):
         warnings.warn(message, stacklevel=stacklevel + 1)
 
 
@@ -130,7 +130,7 @@ def patch_of(owner: object, kind: type[Patch]) -> Patch | None:
 
 @contextlib.contextmanager
 def patched(owner: object, make: Callable[[], Patch]) -> Generator[Patch]:
-    """Replaces methods while a step is traced in it; entered on every replica.
+    """Replaces methods while a step is traced in this context; entered on every replica.
 
     Args:
         owner: The object that the patch is attached to, so that the other replicas share it.

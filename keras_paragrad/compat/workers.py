@@ -41,7 +41,8 @@ class ReplicaPlacement(NamedTuple):
         replicas: Number of replicas of all workers.
         local: Number of replicas on this worker.
         first: Index of this worker's first replica.
-        parts: The number of parts of a batch that replicas get whole; they divide its rows, if `None`.
+        parts: If set, the batch is cut into this many fixed parts, and replicas get consecutive whole parts; if `None`,
+            rows are split evenly.
     """
 
     replicas: int
@@ -50,7 +51,7 @@ class ReplicaPlacement(NamedTuple):
     parts: int | None = None
 
     def first_row(self, rows: tf.Tensor | int, replica: tf.Tensor | int) -> Any:
-        """The first row of a batch that a replica gets; of the replica after the last one, the number of rows."""
+        """Index of the first row that `replica` gets; for `replica == replicas`, the number of rows."""
         if self.parts is None:
             return first_row(rows, replica, self.replicas)
         part = replica * parts_per_replica(self.parts, self.replicas)
@@ -59,7 +60,7 @@ class ReplicaPlacement(NamedTuple):
 
     @property
     def workers(self) -> int:
-        """Number of workers; all have equally many replicas."""
+        """Number of workers; all have the same number of replicas."""
         return self.replicas // self.local
 
     @property
@@ -98,7 +99,7 @@ def replica_variable(shape: Sequence[int | None], dtype: tf.DType = tf.float32) 
 
     Args:
         shape: Its shape; a size of `None` is 0 at first and may change.
-        dtype: Its dtype. TensorFlow keeps int32 in host memory, which XLA can't reach from a GPU; int64 will do.
+        dtype: Its dtype. TensorFlow keeps int32 in host memory, which XLA can't reach from a GPU; use int64 instead.
     """
     return tf.Variable(
         tf.zeros([size or 0 for size in shape], dtype),
@@ -114,7 +115,7 @@ def local_replica_values(value: TensorVariable | tf.Tensor) -> Sequence[TensorVa
     return value.values if isinstance(value, tf.distribute.DistributedValues) else (value,)
 
 
-# Workers leave a collective within the time that the last message takes.
+# Workers leave a collective within one message latency of each other.
 _PATIENCE_MS = 10_000
 
 
@@ -138,7 +139,7 @@ def gather(strategy: tf.distribute.Strategy, values: Sequence[float] | np.ndarra
     """Gathers every worker's numbers on all workers, by one all-reduce.
 
     Args:
-        strategy: The strategy; all its workers call this, with equally many numbers of the same type.
+        strategy: The strategy; all its workers call this, with the same number of values of one type.
         values: This worker's numbers: integers or float64.
 
     Returns:
@@ -188,12 +189,12 @@ def all_or_none(strategy: tf.distribute.Strategy, prepare: Callable[[], Result])
 
 
 def post(name: str, text: str) -> None:
-    """Posts a text under a name, once, for all workers to read. It is no collective, so any thread may call it."""
+    """Posts a text under a name, once, for all workers to read. It isn't a collective, so any thread may call it."""
     context().set_config_key_value(name, text)
 
 
 def wait_for_post(name: str, seconds: float) -> str | None:
-    """The text that a worker has posted under a name; `None` if there is none within some seconds."""
+    """The text that a worker has posted under a name; `None` if there is none within `seconds`."""
     with contextlib.suppress(tf.errors.DeadlineExceededError):
         return context().get_config_key_value(name, round(1000 * seconds))
     return None
@@ -210,7 +211,7 @@ class NamedDevicesStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     TensorFlow's own strategy takes all GPUs, or one CPU device.
 
     Args:
-        devices: Names such as `CPU:0`; every worker needs equally many, of the same kind.
+        devices: Names such as `CPU:0`; every worker needs the same number, of the same kind.
         communication_options: As in TensorFlow's.
     """
 

@@ -10,7 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.compat.workers import all_or_none, replica_placement
@@ -57,8 +57,8 @@ class DistributedFit(InNotebooks):
     Args:
         strategy: `"auto"`; or `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`,
             a `tf.distribute.Strategy`, a `keras_paragrad.distribution.Pipeline`, Keras's own
-            `keras.distribution.DataParallel` or `ModelParallel`, or a
-            `keras_paragrad.distribution.parallelism.Parallelism` of your own.
+            `keras.distribution.DataParallel` or `ModelParallel`, or a custom
+            `keras_paragrad.distribution.parallelism.Parallelism`.
         devices: Names of this process's devices, such as `["GPU:0", "GPU:1"]`; by default, all available ones. For a
             pipeline, the devices of its stages, in order; with data parallelism a list of devices for each stage.
         communication: The all-reduce of gradients: `"auto"`, `"nccl"`, `"ring"`, `"hierarchical_copy"` or
@@ -91,7 +91,7 @@ class DistributedFit(InNotebooks):
         min_shard_bytes: Trainable variables of at least this size, in bytes, are cut into shards.
         fit_memory: Whether `fit` and `prepare` find out how to train in the memory of the devices: what is recomputed,
             the slices of each batch, and on several devices what is in shards, if `shard` is `None`. The fastest way
-            by the estimate is tried for two steps in a process of its own; if it takes too much, so is the next. A
+            by the estimate is tried for two steps in a separate process; if it takes too much, so is the next. A
             model that fits as it is stays so; `explain()` shows the ways and what they take.
         device_bytes: The memory of a device, in bytes, for `shard="auto"`; by default the detected one. For
             `fit_memory`, what training may take of it; by default 80% of what the machine has left, or 90% of a GPU.
@@ -126,11 +126,11 @@ class DistributedFit(InNotebooks):
         self.plan: Plan = make_plan(self.hardware, self.options)
         self._parallelism = parallelism_of(self.options, self.hardware)
         launched = self._parallelism.parts_if_launched if self.plan.launched else ()
-        look_for("models", "steps", "data", *self._parallelism.parts, *launched)
+        check_internals("models", "steps", "data", *self._parallelism.parts, *launched)
         if self.options.deterministic:
             enable_determinism()
         if self.plan.shard.value != "none":
-            look_for("shards", "memory")
+            check_internals("shards", "memory")
         self._strategies = self._parallelism.strategy(self.plan, self.hardware, self.options)
         # Shown by `explain` below the plan.
         self._estimate: Estimate | None = None
@@ -195,7 +195,7 @@ class DistributedFit(InNotebooks):
         Args:
             model: A compiled and built model. It isn't changed, and nothing is run.
             batch_size: As in `fit`.
-            length: The size of axes that the model's inputs leave open, such as the number of tokens.
+            length: The size of the inputs' axes of unknown size, such as the number of tokens.
 
         Returns:
             Bytes of parameters, gradients, optimizer state and activations, for each way to shard the model.
@@ -343,7 +343,7 @@ class DistributedFit(InNotebooks):
                 if validation is not rows[0]:
                     validation.for_validation(request.validation_steps)
             self._prepare_checked(model, data.batch_size or request.batch_size or 32, data.batch_spec, request.verbose)
-        return train(self._run, request, data, {**request.given(ABOUT_EPOCHS), "validation_data": validation})
+        return train(self._run, request, data, {**request.non_default(ABOUT_EPOCHS), "validation_data": validation})
 
     def _fit_overridden(self, request: FitArguments) -> keras.callbacks.History:
         """Trains a model whose class overrides `fit`, and passes it the data unchanged."""
@@ -354,7 +354,7 @@ class DistributedFit(InNotebooks):
             shard_policy = self.options.shard_policy
             normalize_inputs(request.model, request.x, self._strategies.readers, shard_policy=shard_policy)
         # Such a `fit` need not accept all arguments of Keras's.
-        return train(self._run, request, request.x, request.given((*ABOUT_DATA, *ABOUT_EPOCHS)))
+        return train(self._run, request, request.x, request.non_default((*ABOUT_DATA, *ABOUT_EPOCHS)))
 
     @property
     def is_chief(self) -> bool:

@@ -1,4 +1,4 @@
-"""Describes the hardware and kernels on which the last bits of a computation depend."""
+"""Describes the hardware and kernels that determine results bit for bit."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ THREADS = "TF_NUM_INTRAOP_THREADS"
 
 
 def describe_kernels() -> dict[str, str]:
-    """Describes the processor, the threads of an operation, the GPUs and the libraries."""
+    """Describes the processor, the intra-op threads, the GPUs and the libraries."""
     gpus = tf.config.list_physical_devices("GPU")
     names = [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus]
     return {

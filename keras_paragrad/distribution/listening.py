@@ -32,7 +32,7 @@ def listen_at(address: str, others: Sequence[str], until: float, who: str, where
         address: `host:port`.
         others: The addresses of the workers that will connect.
         until: The deadline, by `time.monotonic()`.
-        who: Who listens, in messages.
+        who: The name of the listener, in messages.
         where: Where the address is written, in messages.
 
     Returns:

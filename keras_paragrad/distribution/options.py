@@ -78,7 +78,7 @@ STRATEGY_KINDS = {
 
 @dataclass(frozen=True)
 class Options:
-    """The arguments of `DistributedFit`, which says what they mean; `"auto"` leaves a decision to the plan.
+    """The arguments of `DistributedFit`, which documents them; `"auto"` leaves a decision to the plan.
 
     Raises:
         ValueError: An argument is invalid, or two arguments contradict each other.

@@ -130,7 +130,7 @@ class Strategies(NamedTuple):
 
     Attributes:
         models: Models are built under it.
-        workers: The workers' collectives run under it; a strategy of one worker, if each works by itself.
+        workers: The workers' collectives run under it; a strategy of one worker, if each works independently.
         readers: Data is divided among its replicas.
     """
 

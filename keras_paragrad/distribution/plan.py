@@ -96,7 +96,7 @@ def make_plan(hardware: Hardware, options: Options) -> Plan:
         if decision.name == "strategy":
             known["kind"] = planner.kind(decision.value)
         decisions.append(decision)
-        if decider.alike:
+        if decider.same_on_all_workers:
             alike.append(decision.name)
     return Plan(tuple(decisions), tuple(alike), planned.counted, planned.launched)
 

@@ -33,7 +33,7 @@ ABOUT_EPOCHS = ("epochs", "initial_epoch", "steps_per_epoch", "validation_steps"
 
 @dataclass(frozen=True)
 class FitArguments:
-    """The checked arguments of `DistributedFit.fit`, which says what they mean.
+    """The checked arguments of `DistributedFit.fit`, which documents them.
 
     Raises:
         ValueError: An argument other than data is invalid. It is raised before any worker waits for another.
@@ -103,14 +103,14 @@ class FitArguments:
         sizes = {"batch_size": self.validation_batch_size or default, "steps_per_epoch": self.validation_steps}
         return {**sizes, "cache": cache, "prefetch": self.prefetch, "seed": self.seed}
 
-    def given(self, names: Iterable[str]) -> dict[str, Any]:
+    def non_default(self, names: Iterable[str]) -> dict[str, Any]:
         """The named arguments that differ from their defaults."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not getattr(FitArguments, name)}
 
 
 def check_overridden_fit(request: FitArguments, plan: Plan) -> None:
-    """Refuses arguments without effect on a model whose class overrides `fit`, and so reads its data itself."""
+    """Refuses arguments that have no effect because the model's class overrides `fit` and reads its data itself."""
     prepared = f"{type(request.model).__name__} overrides `fit`. Write dist.prepare(model) and then"
     if isinstance(request.x, DistributedData):
         raise ValueError(
@@ -122,7 +122,7 @@ def check_overridden_fit(request: FitArguments, plan: Plan) -> None:
             f'{prepared} model.fit(...) with the batch of all replicas: batch="per_replica" has no effect on data that '
             "the model reads itself. Leave it out."
         )
-    if options := request.given(("cache", "prefetch", "seed")):
+    if options := request.non_default(("cache", "prefetch", "seed")):
         listed = ", ".join(f"{option}=" for option in options)
         raise ValueError(
             f"{prepared} model.fit(...) without {listed}, which has no effect on data that the model reads itself. "
@@ -145,7 +145,7 @@ def train(run: PlannedRun, request: FitArguments, data: FitData, arguments: dict
     if find_accumulator(model.optimizer) and not any(isinstance(callback, ExactAccumulation) for callback in others):
         added.append(ExactAccumulation())
     if arguments.get("validation_data") is not None and "make_test_function" not in vars(model):
-        added.append(_RefuseDryValidation())
+        added.append(_RefuseEmptyValidation())
     if factor != 1:
         added.append(ScaledLearningRate(factor, plan.warmup_steps.value))
     others = [*added, *others]
@@ -166,8 +166,8 @@ def train(run: PlannedRun, request: FitArguments, data: FitData, arguments: dict
                 callback.leave()
 
 
-class _RefuseDryValidation(keras.callbacks.Callback):
-    """Refuses a validation without a batch, where Keras's own test function runs."""
+class _RefuseEmptyValidation(keras.callbacks.Callback):
+    """Raises if validation by Keras's own test function ran without a single batch."""
 
     def on_test_end(self, logs: Logs | None = None) -> None:
         if not has_evaluated(self.model):

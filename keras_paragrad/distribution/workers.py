@@ -36,7 +36,7 @@ def sum_bytes(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray
     """The sum of the workers' bytes, the same on every worker; each byte is nonzero on one worker at most.
 
     Args:
-        strategy: The workers' strategy; all its workers call this, with equally many bytes.
+        strategy: The workers' strategy; all its workers call this, with the same number of bytes.
         array: This worker's bytes, with zeros in place of other workers' bytes.
     """
     placement = replica_placement(strategy)

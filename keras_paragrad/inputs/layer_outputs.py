@@ -76,18 +76,18 @@ def outputs_exchanged(
 
 
 def _check_calls(source: LayerOutput, calls: int) -> None:
-    """Refuses a layer that isn't called as often as the source says."""
+    """Refuses a layer that isn't called as often as the source states."""
     if source.call is None and calls > 1:
         raise ValueError(
             f"The layer {source.name!r} is called {calls} times when the model is called. Write "
             f"wrt={f'{source.name}:0'!r} for its first call, and so on to {f'{source.name}:{calls - 1}'!r}."
         )
     if calls <= (source.call or 0):
-        asked = source.name if source.call is None else f"{source.name}:{source.call}"
+        requested = source.name if source.call is None else f"{source.name}:{source.call}"
         times = f"called {calls} time{'s' * (calls > 1)}" if calls else "not called"
         write = f"Write wrt={f'{source.name}:0'!r} for its first call." if calls else "Name a layer that is."
         raise ValueError(
-            f"`wrt` is {asked!r}, and that layer is {times} when the model is called with training=False. {write}"
+            f"`wrt` is {requested!r}, and that layer is {times} when the model is called with training=False. {write}"
         )
 
 

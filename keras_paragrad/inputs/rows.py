@@ -50,7 +50,7 @@ class InputRows:
         if first is None:
             raise ValueError("`x` has no rows. Pass at least one; a generator can be read only once.")
         self.structure = keras.tree.pack_sequence_as(first, list(range(len(keras.tree.flatten(first)))))
-        self._batches = (arrays for arrays in self._arrays(itertools.chain([first], batches)) if len(arrays[0]))
+        self._batches = (arrays for arrays in self._checked_arrays(itertools.chain([first], batches)) if len(arrays[0]))
         nonempty = next(self._batches, None)
         if nonempty is None:
             raise ValueError("`x` has no rows. Pass at least one.")
@@ -63,8 +63,8 @@ class InputRows:
             size = size or -(-len(batch[0]) // multiple) * multiple
             yield _pad(batch, size)
 
-    def _arrays(self, batches: Iterator[Structure]) -> Iterator[list[np.ndarray]]:
-        """The batches as lists of arrays, whose rows have one shape."""
+    def _checked_arrays(self, batches: Iterator[Structure]) -> Iterator[list[np.ndarray]]:
+        """Yields each batch as a list of arrays; rejects a batch whose nesting or row shape differs from the first."""
         expected = None
         for batch in batches:
             keras.tree.assert_same_structure(batch, self.structure)
@@ -177,7 +177,7 @@ class NpyFile:
         self._rows = 0
 
     def append(self, part: np.ndarray) -> None:
-        """Writes rows to the end of the file; the first ones create it, by a file that is renamed once complete."""
+        """Writes rows to the end of the file; the first call creates the file atomically, through a temporary file."""
         if self._rows:
             with self._path.open("r+b") as file:
                 self._write(file, part)

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_choice, check_flag, check_instance, check_integer
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.data import is_batched
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.inputs.chunks import EstimateBytes, Execution, bytes_of_gradient, rows_within_budget
@@ -66,7 +66,7 @@ def differentiate(
     Returns:
         The results of all rows, nested as the inputs are, or an iterator over the results of each chunk.
     """
-    look_for("models")
+    check_internals("models")
     check_instance("model", model, keras.Model, "a Keras model")
     options = options.checked()
     extras = [] if extra is None else [extra]

@@ -135,7 +135,7 @@ def _find(model: keras.Model, known: list[Spelling], names: list[str], wanted: o
         options += [f"{path!r} for the layer" for path, _ in matching]
         raise ValueError(
             f"`wrt` is {quote(wanted)}, and {len(options)} inputs or layers of {model.name!r} have that name. Write "
-            f"wrt={', or '.join(options)}. Give layers of one path names of their own."
+            f"wrt={', or '.join(options)}. Give layers with the same path distinct names."
         )
     paths = [path for path, _ in layers]
     meant = did_you_mean(wanted, [*names, *paths, *(layer.name for _, layer in layers)])

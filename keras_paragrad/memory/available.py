@@ -1,4 +1,4 @@
-"""Measures the memory available for training: on a GPU, or on the machine and in the process's control group."""
+"""Measures the memory available for training: on a GPU, or on the machine and in the process's cgroup."""
 
 import os
 import platform
@@ -14,7 +14,7 @@ import tensorflow as tf
 # TensorFlow and the data.
 STEP_SHARE = 0.8
 # The share of the available memory that training may take: other processes use the machine, and TensorFlow the GPU.
-_OF_MACHINE, _OF_CARD = 0.8, 0.9
+_HOST_FRACTION, _GPU_FRACTION = 0.8, 0.9
 _SMI_SECONDS = 10
 _UNLIMITED = 2**60
 
@@ -41,8 +41,8 @@ def _peak() -> int:
 
 
 def available_bytes() -> int | None:
-    """The bytes that another process could allocate, on the machine and in control groups; `None` if unknown."""
-    sizes = [size for size in (_of_machine(), *_of_groups()) if size is not None]
+    """The bytes that another process could allocate, on the machine and in its cgroups; `None` if unknown."""
+    sizes = [size for size in (_of_machine(), *_of_cgroups()) if size is not None]
     return min(sizes, default=None)
 
 
@@ -58,8 +58,8 @@ def _of_machine() -> int | None:
         return None
 
 
-def _of_groups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """The bytes left below the limit of each control group around this process, in either version of the interface."""
+def _of_cgroups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> list[int]:
+    """The bytes left below the limit of each cgroup around this process, in either version of the interface."""
     try:
         lines = [line.split(":", 2) for line in groups.read_text().splitlines()]
     except OSError:
@@ -69,7 +69,7 @@ def _of_groups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/s
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
             continue
         base = root if controllers == "" else root / "memory"
-        names = ("memory.max", "memory.current") if controllers == "" else _NAMES_OF_FIRST_VERSION
+        names = ("memory.max", "memory.current") if controllers == "" else _CGROUP_V1_FILES
         inside = base / path.lstrip("/")
         # In a container, the group is the visible root.
         for folder in dict.fromkeys((base, inside, *inside.parents)):
@@ -78,11 +78,11 @@ def _of_groups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/s
     return found
 
 
-_NAMES_OF_FIRST_VERSION = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+_CGROUP_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
 def _left_in(folder: Path, limit: str, usage: str) -> int | None:
-    """The bytes left below a control group's limit; the cache of files it has only read counts as free."""
+    """The bytes left below a cgroup's limit; the cache of files it has only read counts as free."""
     try:
         most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
         pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
@@ -95,8 +95,8 @@ def _left_in(folder: Path, limit: str, usage: str) -> int | None:
     return max(0, int(most) - used + dropped)
 
 
-def free_on_gpus() -> int | None:
-    """The free memory of each of the machine's GPUs, from `nvidia-smi`; `None` if it can't be run."""
+def least_free_gpu_bytes() -> int | None:
+    """The free memory, in bytes, of the GPU that has the least, by `nvidia-smi`; `None` if it fails or lists none."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -119,7 +119,7 @@ def memory_of_device(device_bytes: int | None, steps: int) -> int:
         raise ValueError(problem)
     if device_bytes is not None:
         return device_bytes
-    left, share = (free_on_gpus(), _OF_CARD) if gpus else (available_bytes(), _OF_MACHINE)
+    left, share = (least_free_gpu_bytes(), _GPU_FRACTION) if gpus else (available_bytes(), _HOST_FRACTION)
     if left is None:
         raise ValueError(
             "How much memory the device has left is unknown here. Write device_bytes=16 * 2**30, for instance."

@@ -13,7 +13,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 
 from keras_paragrad.arguments import check_instance, check_integer
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs, Structure
 from keras_paragrad.engine.step.tracing import traced_step
@@ -98,7 +98,7 @@ def find_batch_size(
 ) -> BatchSize:
     """Finds the largest batch that a device takes, within an eighth: by the estimate, then by training some steps.
 
-    Each trial is a process of its own, in which the model is made again from its config and trained on rows of the
+    Each trial is a separate process, in which the model is made again from its config and trained on rows of the
     data; one that takes too much is killed. The model is unchanged, and so is the data.
 
     Args:
@@ -132,7 +132,7 @@ def find_batch_size(
     >>> find_batch_size(model, x, y, device_bytes=20_000_000, steps=0, verbose=0)
     1280
     """
-    look_for("models", "steps", "segments", "memory")
+    check_internals("models", "steps", "segments", "memory")
     check_instance("model", model, keras.Model, "a compiled keras.Model")
     device_bytes = check_integer("device_bytes", device_bytes, example=16 * 2**30, optional=True)
     most = check_integer("max_batch_size", max_batch_size, most=2**31 - 1, example=1024, optional=True)
@@ -187,7 +187,7 @@ def estimated_bytes(model: keras.Model, spec: Specs, rows: int) -> int:
 
 
 def spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:
-    """The spec of the step's batches, or `None` if the step gets something else than the data."""
+    """The spec of the step's batches, or `None` if the step gets something other than the data."""
 
     def spec(leaf: np.ndarray) -> tf.TensorSpec:
         # Keras casts the data like this.

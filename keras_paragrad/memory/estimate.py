@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from keras_paragrad.arguments import check_flag, check_instance, check_integer
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.layers import children
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.engine.step.recompute import recompute_layer
@@ -249,7 +249,7 @@ def estimate_memory(
         batch_size: Examples in a batch.
         replicas: Number of devices.
         per_replica: Whether `batch_size` is the size of each replica's batch.
-        length: The size of axes that the model's inputs leave open, such as the number of tokens.
+        length: The size of the inputs' axes of unknown size, such as the number of tokens.
         optimizer: The optimizer, if not the model's.
         min_shard_bytes: The size of a trainable variable, in bytes, from which it is sharded.
         batch_spec: The nested `tf.TypeSpec` of batches of data; by default it is derived from the model and its loss.
@@ -271,7 +271,7 @@ def estimate_memory(
     >>> column.parameters, column.slots < 2 * column.parameters / 3
     (1056772, True)
     """
-    look_for("models", "steps", "segments", "memory")
+    check_internals("models", "steps", "segments", "memory")
     check_instance("model", model, keras.Model, "a compiled keras.Model")
     batch_size = check_integer("batch_size", batch_size, example=64)
     replicas = check_integer("replicas", replicas, example=8)

@@ -53,7 +53,7 @@ class PlanSearch:
         _refuse(self._plan, tried=bool(self._failed))
 
     def _why_not(self, candidate: Candidate) -> str:
-        """Why a candidate needs no trial; empty if it does."""
+        """Why a candidate needs no trial, or an empty string."""
         if not self._sliced and candidate.choice.slices > 1:
             return "can't be cut into slices"
         limit = self._plan.device_bytes if self._begin else STEP_SHARE * self._plan.device_bytes

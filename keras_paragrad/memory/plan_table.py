@@ -61,7 +61,7 @@ class MemoryPlan(Printable):
         candidates: The ways, by estimated seconds.
         chosen: The chosen one.
         recomputed: The names of the parts that each value of `recompute` recomputes.
-        left_out: Why some ways are no candidates.
+        left_out: Why some ways aren't candidates.
         trials: Number of trials.
     """
 

@@ -7,7 +7,7 @@ from typing import Any
 import keras
 
 from keras_paragrad.arguments import check_each, check_instance, check_integer, quote, refusal
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -69,7 +69,7 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
         *,
         every: int | None = None,
     ):
-        look_for("models", "segments")
+        check_internals("models", "segments")
         check_instance("model", model, keras.Model, "a Keras model")
         every = check_integer("every", every, most=2**31 - 1, example=2, optional=True)
         chosen = layers if isinstance(layers, str) and layers in ("auto", "all") else None
@@ -170,7 +170,7 @@ def check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
         )
     if layer.quantization_mode is not None:
         raise ValueError(
-            f"{layer.name!r} is quantized, and a quantized layer can't be recomputed by itself. Name a block that "
+            f"{layer.name!r} is quantized, and a quantized layer can't be recomputed alone. Name a block that "
             "contains it."
         )
 

@@ -34,7 +34,7 @@ from keras_paragrad.memory.recomputation import RECOMPUTATIONS
 from keras_paragrad.storage.model_variables import STEP_BUILDER
 
 _log = logging.getLogger("keras_paragrad")
-# Seconds between two looks at a trial's memory; meanwhile it can allocate some 50 MB more.
+# Polling interval, in seconds; meanwhile a trial can allocate some 50 MB more.
 _INTERVAL = 0.005
 # The share of the available memory that a trial's process may take in all.
 _MOST = 0.95
@@ -48,7 +48,13 @@ class CannotTryError(Exception):
 def warn_untried(asked_by: str, model: str, problem: CannotTryError) -> None:
     """Warns that the estimate alone decides, as a model can't be tried."""
     percent, words = round(100 * STEP_SHARE), str(problem).rstrip(".")
-    _log.warning("%s goes by the estimate of %r alone, in %d%% of the memory: %s.", asked_by, model, percent, words)
+    _log.warning(
+        "%s relies on the memory estimate for %r alone, and fills at most %d%% of the memory: %s.",
+        asked_by,
+        model,
+        percent,
+        words,
+    )
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Runner:
-    """What builds and trains the model in a trial, in place of Keras: `make(**arguments)`, with `scope` and `fit`.
+    """How the trial builds and trains the model instead of plain Keras: `make(**arguments)`, with `scope` and `fit`.
 
     Attributes:
         module, make: The module and the name of what makes it.
@@ -87,7 +93,7 @@ class Trials:
             effect.
 
     Raises:
-        CannotTryError: The model can't be made again elsewhere.
+        CannotTryError: The model can't be rebuilt in another process.
     """
 
     def __init__(
@@ -132,7 +138,7 @@ class Trials:
             runner: What builds and trains it, in place of Keras.
 
         Raises:
-            CannotTryError: The model can't be made again there, or its step fails for another reason than memory.
+            CannotTryError: The model can't be rebuilt there, or its step fails for another reason than memory.
         """
         request = {**self._request, "rows": rows, "preparations": [*self._preparations, *preparations]}
         request["runner"] = None if runner is None else dataclasses.asdict(runner)
@@ -145,14 +151,14 @@ class Trials:
             if (directory / "result.json").exists():
                 result = json.loads((directory / "result.json").read_text())
                 if "problem" in result:
-                    raise CannotTryError(f"in a process of its own it fails: {result['problem']}")
+                    raise CannotTryError(f"in a separate process it fails: {result['problem']}")
                 return None if result["bytes"] is None else Measured(result["bytes"], result["seconds"])
             printed = (directory / "output.txt").read_text(errors="replace")
         if status == -signal.SIGKILL or (status == -signal.SIGABRT and "alloc" in printed):
             # Killed by the kernel, by `_run`, or by its own allocator.
             return None
         last = next((line for line in reversed(printed.splitlines()) if line.strip()), "nothing was printed")
-        raise CannotTryError(f"a process of its own ended with status {status}: {last.strip()[:300]}")
+        raise CannotTryError(f"a separate process ended with status {status}: {last.strip()[:300]}")
 
     def _save_assets(self, directory: Path) -> None:
         """Saves the assets that layers need besides their config, such as vocabularies."""
@@ -272,7 +278,7 @@ def first_rows(x: Any, y: Any, most: int) -> tuple[Structure, Structure, Structu
     """The first rows of `x`, `y` and `sample_weight` as nested arrays, and the number of rows in the data.
 
     Raises:
-        ValueError: The data is a generator, or its elements have no rows as arrays have.
+        ValueError: The data is a generator, or its elements aren't dense arrays with a batch dimension.
     """
     whole = False
     if isinstance(x, tf.data.Dataset) or is_grain(x):
@@ -280,9 +286,7 @@ def first_rows(x: Any, y: Any, most: int) -> tuple[Structure, Structure, Structu
     elif isinstance(x, keras.utils.PyDataset):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(x[0])
     elif hasattr(x, "__next__"):
-        raise ValueError(
-            "`x` is a generator, which would lose the rows that are tried. Pass arrays, such as one batch's."
-        )
+        raise ValueError("`x` is a generator, and the trial would consume its rows. Pass arrays, such as one batch's.")
     else:
         sample_weight = None
         x = np.asarray(x) if isinstance(x, list) and x and isinstance(x[0], str) else x

@@ -95,7 +95,7 @@ def _train(request: dict[str, Any], directory: Path) -> float:
         if (directory / f"assets_{index}").exists():
             layer.load_assets(str(directory / f"assets_{index}"))
     if not model.compiled:
-        raise ValueError("its compile() is of its own, and can't be called again from what Keras saves")
+        raise ValueError("it overrides compile(), which can't be called again from what Keras saves")
     for module, name, arguments in request["preparations"]:
         getattr(importlib.import_module(module), name)(model, **arguments)
     rows = request["rows"]

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_each, check_instance, check_integer, check_number, check_path
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.extras import require
 from keras_paragrad.per_example.wrapped_model import find_per_example_layer
@@ -83,7 +83,7 @@ class ExampleGradients(keras.callbacks.Callback):
         largest: int = 10,
         log_dir: str | Path | None = None,
     ):
-        look_for("models")
+        check_internals("models")
         super().__init__()
         example = "model.per_example, of model = keras_paragrad.wrap(model)"
         self.layer = check_instance(

@@ -19,7 +19,7 @@ from keras_paragrad.per_example.capture import Capture, units_for
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.units import check_separable_layer, check_separable_loss, example_losses
 
-# A name, a loss, a function of targets and predictions, or one of these for each output, where `None` is no loss.
+# A name, a loss, a function of targets and predictions, or one of these for each output, where `None` means no loss.
 LossArgument: TypeAlias = (
     str | keras.losses.Loss | Callable[[Any, Any], Any] | Sequence["LossArgument | None"] | Mapping[str, Any]
 )

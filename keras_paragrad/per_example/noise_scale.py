@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice, check_integer, check_number
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.optimizer import clips_gradients, find_accumulator
 from keras_paragrad.compat.types import Gradients, Logs
@@ -138,7 +138,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
     """
 
     def __init__(self, source: str = "auto", decay: float = 0.99, update_freq: int | str = "epoch"):
-        look_for("models", "steps")
+        check_internals("models", "steps")
         super().__init__()
         self.source = check_choice("source", source, SOURCES)
         self.decay = check_number("decay", decay, least=0, below=1, example=0.99)

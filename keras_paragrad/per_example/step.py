@@ -178,7 +178,7 @@ class LossRecord:
         if self._is_custom or not self.terms:
             raise ValueError(
                 "masked_mean='example' changes what a compiled loss averages over, and this loss is not one: it is "
-                "computed in the model's own compute_loss or train_step, or in a custom training loop. Remove "
+                "computed in a custom compute_loss or train_step, or in a custom training loop. Remove "
                 "masked_mean, and there average over each example's own positions first, then over the examples."
             )
         weighted = [

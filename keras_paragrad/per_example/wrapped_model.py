@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_instance
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.delegation import (
     TRAINING_METHODS,
     delegate_methods,
@@ -40,7 +40,7 @@ class PerExampleModel(keras.Model):
     """
 
     def __init__(self, per_example: PerExampleGradients, **kwargs: Any):
-        look_for("models", "wrapping")
+        check_internals("models", "wrapping")
         # The inner model casts its inputs, if needed. Its dtype policy decides on the loss scale.
         super().__init__(**{"dtype": per_example.layer.dtype_policy, "autocast": False, **kwargs})
         self.per_example = per_example

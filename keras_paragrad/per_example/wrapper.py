@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice, check_function, check_instance, check_integer, check_number
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.collectives import replica_index
 from keras_paragrad.compat.delegation import layer_metrics, uncompile, warn_on_fit
 from keras_paragrad.compat.layers import compiled_by_xla, may_be_differentiated
@@ -111,7 +111,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         masked_mean: str = "batch",
         **kwargs: Any,
     ):
-        look_for("models")
+        check_internals("models")
         check_instance("layer", layer, keras.layers.Layer, "a Keras layer or model", example="keras.layers.Dense(10)")
         quantity = check_choice("quantity", quantity, QUANTITIES)
         clip_norm = check_number("clip_norm", clip_norm, above=0, finite=False, example=1.0, optional=True)

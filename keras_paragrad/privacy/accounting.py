@@ -73,7 +73,7 @@ def epsilon(
         noise_multiplier: Standard deviation of the noise, in units of the clip norm.
         sampling_rate: Probability of each example to be drawn into an update: expected batch size / examples. An update
             is drawn once, even if it is computed in several physical batches.
-        updates: Number of updates, all alike; `composed_epsilon` takes several kinds.
+        updates: Number of identical updates; `composed_epsilon` takes several kinds.
         delta: Above 0 and below 1; smaller than 1 / examples.
         accountant: `"rdp"` for Rényi divergences (Mironov et al., 2019, https://arxiv.org/abs/1908.10530), or
             `"pld"` for privacy loss distributions (Koskela et al., 2020, https://arxiv.org/abs/1906.03049), which are

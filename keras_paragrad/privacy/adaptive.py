@@ -12,9 +12,9 @@ from keras_paragrad.compat.types import Config, Structure
 class AdaptiveClip:
     """A clip norm that follows a quantile of the norms of examples' gradients.
 
-    After each update the norm C becomes C * exp(-learning_rate * (b - quantile)), where b is the fraction of the drawn
-    examples whose norms are within C, with Gaussian noise. More noise on the gradients pays for that release, so
-    `epsilon` is the same as with a fixed clip norm.
+    After each update the norm C becomes C * exp(-learning_rate * (b - quantile)), where b is the fraction of the
+    sampled examples whose norms are within C, with Gaussian noise. More noise on the gradients pays for that release,
+    so `epsilon` is the same as with a fixed clip norm.
 
     Args:
         quantile: The fraction of examples that are not clipped, between 0 and 1.
@@ -94,7 +94,7 @@ class ClipState:
     def count(self, norms: tf.Tensor, sample_weight: Structure) -> None:
         """Counts this replica's examples within the norm, without rows of weight 0."""
         weights = tf.reshape(keras.tree.flatten(sample_weight)[0], [tf.shape(norms)[0], -1])[:, 0]
-        # Centered, so that one example more changes the sum by one half rather than one.
+        # Centered: adding an example changes the sum by at most 1/2 (sensitivity 1/2 instead of 1).
         votes = tf.cast(norms <= self.norm, "float32") - 0.5
         self._within.assign_add(tf.reduce_sum(tf.where(weights == 0, 0.0, votes)))
 

@@ -302,5 +302,5 @@ def _describe_unknown(entries: Sequence[Entry]) -> str:
 
 def _describe_clip(clip: ClipNorm) -> str:
     if isinstance(clip, AdaptiveClip):
-        return f"to a norm that follows the {clip.quantile:g} quantile, with noise of its own, which is accounted for"
+        return f"to a norm that follows the {clip.quantile:g} quantile, with separate noise, which is accounted for"
     return f"norm {clip:g}" if isinstance(clip, float) else f"layer by layer, {clip}"

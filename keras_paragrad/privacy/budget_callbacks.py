@@ -72,7 +72,7 @@ class UpdateCounter(keras.callbacks.Callback):
         return self.privacy.epsilon_of(self.spent, max(0, self.number_after(batch) - self._accounted))
 
     def last_of_fit(self, epoch: int) -> int:
-        """The number of updates at which `fit` ends by itself."""
+        """The number of updates after which `fit` ends."""
         return self.first + (self.params["epochs"] - epoch) * self.privacy.updates_per_epoch
 
 

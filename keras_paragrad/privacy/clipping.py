@@ -88,7 +88,7 @@ class PrivateGradients(PerExampleGradients):
             return state.norm
         if isinstance(self.clip, float):
             return self.clip
-        # Each group is clipped by itself.
+        # Each group is clipped separately.
         return sum(bound**2 for _, bound in self.bounds()) ** 0.5
 
     def _reweighted_gradients(
@@ -188,7 +188,7 @@ def _bounds(model: keras.Model, clip: Mapping[str, float] | str) -> list[tuple[k
     if clip == PER_LAYER:
         return [(layer, len(layers) ** -0.5) for layer in layers]
     assert isinstance(clip, Mapping)
-    # Paths below the model: a pattern for layers may occur in the model's own name.
+    # Paths below the model: a pattern for layers may occur in the model's name.
     names = [(layer.path or layer.name).removeprefix(f"{model.name}/") for layer in layers]
     matching = [next((pattern for pattern in clip if re.search(pattern, name)), None) for name in names]
     for name, pattern in zip(names, matching, strict=True):

@@ -126,7 +126,7 @@ def remember_released(digests: Iterable[bytes], entries: Iterable[Entry]) -> Non
 
 
 def released_by(digest: bytes) -> tuple[Entry, ...] | None:
-    """The releases of a variable with this digest, or `None` if they aren't known."""
+    """The releases of a variable with this digest, or `None` if unknown."""
     return _RELEASED.get(digest)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice, check_flag, check_instance, check_integer, check_number
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.losses import LossMatching
 from keras_paragrad.compat.types import Config, FitData, Structure
 from keras_paragrad.engine.division.dividers import Divider
@@ -163,7 +163,7 @@ class PrivateModel(PerExampleModel):
     """
 
     def __init__(self, per_example: PrivateGradients, settings: Settings, **kwargs: Any):
-        look_for("steps", "data")
+        check_internals("steps", "data")
         super().__init__(per_example, **kwargs)
         # Saved with the weights, so that a loaded model continues to count.
         self._updates = self._add_state("updates", (), "int64")
@@ -221,9 +221,9 @@ class PrivateModel(PerExampleModel):
         self._releases.sync()
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises a `ValueError`: a batch of the caller's choice is no random sample."""
+        """Raises a `ValueError`: a batch of the caller's choice isn't a random sample."""
         raise ValueError(
-            "train_on_batch takes a batch of your own, and epsilon holds for random samples only. Call "
+            "train_on_batch takes a batch that you choose, and epsilon holds for random samples only. Call "
             "private.fit(x, y, epochs=...)."
         )
 

@@ -53,7 +53,7 @@ def examples_of(
         return _from_dataset(x, class_weight)
     if isinstance(x, Iterator) or callable(x):
         raise ValueError(
-            "A generator gives examples in an order of its own, and each update needs a random sample of them all. "
+            "A generator yields examples in its own order, and each update needs a random sample of them all. "
             "Pass arrays, a keras.utils.PyDataset, or a tf.data.Dataset.from_tensor_slices(...).batch(...)."
         )
     adapter = adapter_of(x, y, sample_weight, class_weight=class_weight)

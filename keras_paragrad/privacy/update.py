@@ -22,8 +22,8 @@ from keras_paragrad.privacy.sampling import present_rows
 
 # Rows of a physical batch are a multiple of this, for the kernels.
 _ROWS = 8
-# Physical batches have room for draws of up to so many standard deviations above the expected batch size. One update in
-# 44 is larger and takes one batch more; with more room, every update would compute more rows.
+# Physical batches have room for draws of up to this many standard deviations above the expected batch size. One update
+# in 44 is larger and takes one batch more; with more room, every update would compute more rows.
 _USUAL = 2.0
 # All devices draw the same numbers by an algorithm that is named.
 _ALGORITHM = "philox"
@@ -93,7 +93,7 @@ class PhysicalBatches(Slices):
                 total = call_in_function(functools.partial(accumulate, by_xla=False), data)
             else:
                 total = accumulate(data)
-        # `averaging` already corrects for how many rows this replica computed, so replicas count alike.
+        # `averaging` already corrects for how many rows this replica computed, so replicas count equally.
         return total.finish().counting_as_one()
 
     def _even_size(self, drawn: tf.Tensor, batches: tf.Tensor) -> tf.Tensor:

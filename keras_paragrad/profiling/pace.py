@@ -102,12 +102,12 @@ class Retraces:
         self._counts = [previous.get(id(function), count) for function, count in zip(self._traced, counts, strict=True)]
 
     def traced(self) -> bool:
-        """Whether graphs were traced since the last `update`."""
+        """Whether graphs were traced since the last `take_retraced`."""
         # This runs in every step.
         return _traces(self._traced) != self._counts
 
-    def update(self) -> list[TracedGraph]:
-        """The graphs retraced since the last call; of nested ones, only the outermost."""
+    def take_retraced(self) -> list[TracedGraph]:
+        """Returns the newest retraced graph as a list of at most one, and counts it; of nested ones, the outermost."""
         previous, self._counts = self._counts, _traces(self._traced)
         retraced = [
             newest_trace(function)

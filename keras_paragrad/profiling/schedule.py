@@ -63,8 +63,8 @@ class ProfileSchedule:
             object.__setattr__(self, field.name, value)
         if self.active > MOST_ACTIVE:
             raise ValueError(
-                f"`active` is {self.active}, and a window has at most {MOST_ACTIVE} batches, so that TensorBoard can "
-                f"load its trace. Write active=20, and repeat={-(-self.active // 20)} for as many."
+                f"`active` is {self.active}, but a window may have at most {MOST_ACTIVE} batches, so that TensorBoard "
+                f"can load its trace. Write active=20 and repeat={-(-self.active // 20)} for the same total."
             )
 
     def window(self, index: int) -> TraceWindow | None:
@@ -87,7 +87,7 @@ class RequestSignal:
 
     Args:
         name: The signal's name, such as `"SIGUSR1"`, or `None` for no signal.
-        request: Called on each signal, in the main thread, between any two lines.
+        request: Called on each signal, in the main thread, between any two bytecode instructions.
     """
 
     # A `fit` that was aborted doesn't notify its callbacks.

@@ -38,7 +38,7 @@ class Session:
     def __init__(self, log_dir: Path):
         self._log_dir = log_dir
         log_dir.mkdir(parents=True, exist_ok=True)
-        # Two trainings on one machine could write the same file, so the trace is written to a folder of its own first.
+        # Two trainings on one machine could write the same file, so the trace is written to a separate folder first.
         self._folder = Path(tempfile.mkdtemp(prefix=".tracing-", dir=log_dir))
         try:
             # Without options: TensorFlow 2.21 ignores them with a warning.

@@ -186,7 +186,7 @@ class MemoryUse(NamedTuple):
     Attributes:
         name: The allocator, or `"host"` for the whole process.
         batches: When, in batches: 12.5 is halfway through batch 12. Ascending.
-        values: Bytes, as many.
+        values: Bytes, one value per entry of `batches`.
     """
 
     name: str

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_choice, check_integer, check_number, check_path
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import optimizers_of, overrides_train_step
 from keras_paragrad.compat.optimizer import clips_gradients
 from keras_paragrad.compat.types import Logs
@@ -37,8 +37,8 @@ class GradientTelemetry(keras.callbacks.Callback):
 
     The gradient is the one that updates the weights: the whole batch's, summed over replicas and accumulated
     micro-batches, without loss scale, before and after clipping. It is measured in a separate compiled step, which the
-    host selects for the reported updates only, so the others cost nothing. Of a `train_step` of the model's own with
-    several optimizers, a report has the last update of each, and the number of the one that is called last.
+    host selects for the reported updates only, so the others cost nothing. If a custom `train_step` uses
+    several optimizers, a report covers the last update of each, and takes its step number from the one called last.
 
     `logs` gets `gradient_norm`, `update_ratio` and `nonfinite_gradients` of the whole model, `clipped_gradient_norm` if
     the optimizer clips, and `loss_scale` if it scales the loss. With a `log_dir`, per-weight values go to
@@ -47,8 +47,7 @@ class GradientTelemetry(keras.callbacks.Callback):
 
     Args:
         log_dir: Where to write; nothing is written if `None`. Of several workers only the first writes.
-        every: Updates whose number is a multiple of this are reported. With `steps_per_execution`, only the last of
-            those within a call.
+        every: Report every `every`-th update. With `steps_per_execution`, only the last of those within a call.
         file_format: `"csv"`, or `"parquet"`, which can be read once `fit` is over.
         vanishing: A layer's gradient vanishes if its norm is below this fraction of the largest layer's, in `patience`
             consecutive reports.
@@ -63,8 +62,8 @@ class GradientTelemetry(keras.callbacks.Callback):
         last: The latest `keras_paragrad.profiling.telemetry_reports.Reports`, of up to 32 updates, or `None`.
 
     Raises:
-        ValueError: An argument is invalid, or, in `fit`, a `train_step` of the model's own updates weights with an
-            optimizer that is no attribute of the model. The message says what to write.
+        ValueError: An argument is invalid, or, in `fit`, a custom `train_step` updates weights with an
+            optimizer that is not an attribute of the model. The message says what to write.
         MissingExtraError: Parquet is requested and pyarrow is not installed.
 
     Example:
@@ -94,7 +93,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         patience: int = 3,
         show: str | Sequence[str] = "auto",
     ):
-        look_for("models", "steps")
+        check_internals("models", "steps")
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir, directory=True, example="logs", optional=True)
         self.every = check_integer("every", every, example=10)
@@ -113,7 +112,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         self._files: TelemetryFiles | None = None
         self._logs: dict[str, float] = {}
         self._epoch = 0
-        self._said_why = False
+        self._explained = False
 
     @property
     def last(self) -> Reports | None:
@@ -163,8 +162,8 @@ class GradientTelemetry(keras.callbacks.Callback):
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Closes the files, logs if there was nothing to report, and restores the model's training step."""
         self._flush()
-        if self._ran and not self._reported and not self._said_why:
-            self._said_why = True
+        if self._ran and not self._reported and not self._explained:
+            self._explained = True
             _log.warning("GradientTelemetry reported no update: %s", self._why_no_update())
         if self._files:
             self._files.close()
@@ -183,14 +182,15 @@ class GradientTelemetry(keras.callbacks.Callback):
         known = self._meter is not None and self._meter.is_of(model) and self._measured_optimizer is optimizer
         if not known:
             self._recent.clear()
-            self._meter = Meter(model, self.every, self._on_update, self._set_weights)
+            self._meter = Meter(model, self.every, self._on_update, self._on_weights_known)
             self._measured_optimizer = optimizer
             optimizers = optimizers_of(model) if overrides_train_step(model) else [optimizer]
             self._clips = any(map(clips_gradients, optimizers))
             self._scales = any(isinstance(inner, keras.optimizers.LossScaleOptimizer) for inner in optimizers)
         return known
 
-    def _set_weights(self, weights: list[Weight]) -> None:
+    def _on_weights_known(self, weights: list[Weight]) -> None:
+        """Called by the meter when the measured weights become known or change: rebuilds all that depends on them."""
         self._reader = ReportReader(weights)
         self.layers = self._reader.layers
         self._alarms = Alarms(self.layers, self.vanishing, self.exploding, self.patience)
@@ -233,7 +233,7 @@ class GradientTelemetry(keras.callbacks.Callback):
             logs["clipped_gradient_norm"] = sums[1] ** 0.5
         if self._scales:
             logs["loss_scale"] = float(vector[2])
-        # At once, as another thread may read it.
+        # Assign in one step; another thread may be reading it.
         self._logs = logs
         if len(self._vectors) >= _MOST_PENDING or time.monotonic() - self._flushed > _FLUSH_SECONDS:
             self._flush()

@@ -123,7 +123,7 @@ class Alarms:
         self._log_sums, self._counts = np.zeros(count), np.zeros(count)
 
     def check(self, steps: np.ndarray, norms: np.ndarray, nonfinite: np.ndarray) -> Iterator[str]:
-        """Yields the warnings for reports, in order.
+        """Updates the statistics, and yields new warnings in the order of the reports.
 
         Args:
             steps: The reports' steps, shape `(reports,)`.

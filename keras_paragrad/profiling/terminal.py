@@ -19,7 +19,7 @@ PARTS = {
     "compile": "compiling functions",
     "compute": "computing",
     "collective": "with other replicas",
-    "idle": "nothing recorded: Python",
+    "idle": "idle (untraced Python)",
 }
 _BAR = 24
 
@@ -51,7 +51,7 @@ class WindowFigures(Printable):
             yield Text(f"{summary.advice.evidence}: {summary.advice.text}", "bold")
         for note in summary.notes:
             yield Text(note, "dim")
-        yield Text(f"To look at it: {self.command}", overflow="fold")
+        yield Text(f"To open in TensorBoard: {self.command}", overflow="fold")
 
 
 def print_figures(figures: WindowFigures) -> None:
@@ -73,7 +73,7 @@ def _headline(summary: ProfileSummary) -> str:
     durations = [step.duration for step in summary.steps]
     median, high = np.percentile(durations, [50, 95])
     first, last = summary.steps[0].step, summary.steps[-1].step
-    return f"Profile of batches {first} to {last}: {median:.2f} ms a batch (median), {high:.2f} ms (p95)"
+    return f"Profile of batches {first} to {last}: {median:.2f} ms per batch (median), {high:.2f} ms (p95)"
 
 
 def _parts_table(steps: Sequence[StepTime]) -> Table:
@@ -91,7 +91,7 @@ def _operations_table(summary: ProfileSummary, most: int) -> Table:
     table = Table(box=None, pad_edge=False)
     for header in ("Operation", "Layer"):
         table.add_column(header, overflow="fold")
-    for header in ("Count", "ms a step" if summary.steps else "ms", ""):
+    for header in ("Count", "ms per step" if summary.steps else "ms", ""):
         table.add_column(header, justify="right")
     for operation in summary.operations[:most]:
         kind = VARIANT.sub("", operation.kind)

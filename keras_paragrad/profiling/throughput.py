@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_flag, check_integer, check_number, check_path
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import BatchIterator, Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
@@ -100,7 +100,7 @@ class Throughput(keras.callbacks.Callback):
         batch_size: int | None = None,
         show: str | Sequence[str] = "auto",
     ):
-        look_for("models", "traced functions")
+        check_internals("models", "traced functions")
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir, directory=True, example="logs", optional=True)
         self.interval = check_number("interval", interval, above=0, example=1.0)
@@ -219,7 +219,7 @@ class Throughput(keras.callbacks.Callback):
 
     def _after_compiling(self, iterator: BatchIterator, end: float, steps: int) -> None:
         """Logs retraces; after the first call, records its time and the FLOPs of a step, and restarts the clock."""
-        if retraced := self._retraces.update():
+        if retraced := self._retraces.take_retraced():
             for trace in retraced:
                 _log.warning("%s was retraced, which takes time, for %s.", *trace)
             if self._files:

@@ -18,7 +18,7 @@ from keras_paragrad.arguments import (
     check_text,
     refusal,
 )
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.profiling.log_files import run_info, write_run_info
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, RequestSignal
@@ -91,7 +91,7 @@ class Profiler(keras.callbacks.Callback):
         keep: int = 5,
         operations: int = 5,
     ):
-        look_for("models", "traces")
+        check_internals("models", "traces")
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir, directory=True, example="logs")
         example = "ProfileSchedule(skip_first=10, active=20)"

@@ -24,7 +24,7 @@ class _Call(NamedTuple):
 
 
 class WorkerSteps:
-    """Times this worker's batches, in every window of the schedule, into a file of its own.
+    """Times this worker's batches, in every window of the schedule, into a separate file.
 
     Args:
         model: The model, trained by a strategy of several workers.

@@ -72,7 +72,8 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[str], workers: int = 1
 
     Args:
         shape: The size of each axis by name.
-        devices: The names of this process's devices, such as `"CPU:0"`, in row-major order; each worker has as many.
+        devices: The names of this process's devices, such as `"CPU:0"`, in row-major order; each worker has the same
+            number.
         workers: The number of workers.
         worker: The number of this worker.
     """

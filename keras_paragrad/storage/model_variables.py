@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import all_layers, compile_config, optimizers_of
 from keras_paragrad.compat.optimizer import held_optimizers
 from keras_paragrad.compat.state import Slot
@@ -110,7 +110,7 @@ def build_optimizer_ahead(model: keras.Model) -> None:
 
 def set_initial_epoch(model: keras.Model, epoch: int | None) -> None:
     """Sets the epoch at which the running `fit` and later ones begin; `None` resets it."""
-    look_for("backups")
+    check_internals("backups")
     model._initial_epoch = epoch
 
 

@@ -392,7 +392,7 @@ def test_parts_that_count_alike_are_warned_of_by_how_much_they_are_off(fit, says
     fit()
     with pytest.warns(UserWarning) as caught:
         fit(sample_weight=np.linspace(0.1, 2, 2 * ROWS).astype("float32"))
-    assert sum(f"off the gradient of the whole, with {says}, which counts" in each for each in said_of(caught)) == 1
+    assert sum(f"off the gradient of the whole, with {says}, which weights" in each for each in said_of(caught)) == 1
 
 
 def test_sums_are_right_where_parts_count_alike():

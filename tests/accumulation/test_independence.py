@@ -602,7 +602,7 @@ def test_what_it_names_instead(make, loss, says):
     # Tracing takes longer than a step or two.
     model.compile(AccumulatingOptimizer("sgd", 2, weighting="uniform"), loss, run_eagerly=True)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".* counts all parts alike")
+        warnings.filterwarnings("ignore", ".* weights all parts equally")
         model.fit(X, Y, batch_size=3, verbose=0, callbacks=[ExactAccumulation()])
     model.compile("sgd", loss, run_eagerly=True)
     with microbatch(model, 3, weighting="examples"), pytest.warns(UserWarning, match=says):

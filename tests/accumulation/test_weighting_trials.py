@@ -389,7 +389,8 @@ def test_gradients_that_are_not_finite_tell_nothing():
 def test_uniform_says_what_it_needs(name, says):
     loss, data, first, _ = LOSSES[name]
     with contextlib.ExitStack() as warned:
-        for message in (f"a loss that is a mean.*{says}", "parts are .* off .* counts all parts alike") if says else ():
+        messages = (f"a loss that is a mean.*{says}", "parts are .* off .* weights all parts equally")
+        for message in messages if says else ():
             warned.enter_context(pytest.warns(UserWarning, match=message))
         in_windows(loss, data, first, "uniform", run_eagerly=True)
 

@@ -607,7 +607,7 @@ def test_layers_that_normalize_by_all_replicas_are_refused_in_slices():
 
 @pytest.mark.slow(20)
 @pytest.mark.parametrize(
-    ("kind", "says"), [(models.Diffusion, "changes states once an update"), (models.SummedAutoencoder, "'sum'")]
+    ("kind", "says"), [(models.Diffusion, "changes states once per update"), (models.SummedAutoencoder, "'sum'")]
 )
 def test_uniform_says_what_it_needs(kind, says):
     optimizer = functools.partial(AccumulatingOptimizer, models.sgd(), steps=2, weighting="uniform")

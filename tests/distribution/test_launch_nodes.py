@@ -130,8 +130,8 @@ def test_machines_meet_in_any_order(machines, order):
     assert [started[rank].returncode for rank in (0, 1)] == [0, 0], out
     assert sorted(out[0][0].splitlines()) == ["[worker 0] Epoch 1/2", "[worker 0] I am 0"]
     assert sorted(out[1][0].splitlines()) == ["[worker 1] I am 1", "[worker 2] I am 2"]
-    assert out[0][1].splitlines()[-1] == "[launch] all 2 nodes have come, with 3 workers"
-    assert out[1][1].splitlines()[-1] == "[launch] all 2 nodes have come, with 3 workers; epochs are shown on node 0"
+    assert out[0][1].splitlines()[-1] == "[launch] all 2 nodes have joined, with 3 workers"
+    assert out[1][1].splitlines()[-1] == "[launch] all 2 nodes have joined, with 3 workers; epochs are shown on node 0"
     starts = machines.starts()
     assert sorted(start[0] for start in starts) == [0, 1, 2]
     (cluster,) = {json.dumps(start[1]) for start in starts}
@@ -150,7 +150,7 @@ def test_a_node_that_does_not_come_is_named_on_all_that_have(machines):
     assert time.monotonic() - began < 20
     for status, err in found:
         assert status == 1
-        assert err[-1].startswith("keras-paragrad launch: error: node 1 did not come to 127.0.0.2:")
+        assert err[-1].startswith("keras-paragrad launch: error: node 1 did not join at 127.0.0.2:")
         assert "within 5 s. Start the same command there, with its --node-rank and the same token" in err[-1]
     assert any(re.fullmatch(r"\[launch\] node 0 waits at \S+ for node 1", line) for line in found[0][1])
     assert machines.starts() == []
@@ -279,12 +279,12 @@ def test_machines_come_and_go(machines):
     found = worlds.end()
     assert [status for status, _ in found.values()] == [0, 0], found
     err = "\n".join(found[0][1])
-    assert "[launch] node 2 came: all make a backup, and go on together" in err
+    assert "[launch] node 2 joined: all make a backup, and go on together" in err
     assert "[launch] node 1: was lost" in err
     assert "[launch] restarting all processes, restart 1 of 5" in err
     assert "[launch] restarting all processes, as one was told to stop" in err
-    assert err.count("[launch] all 3 nodes have come, with 3 workers") == 2
-    assert err.count("[launch] nodes 0, 1 have come, with 2 workers") == 2
+    assert err.count("[launch] all 3 nodes have joined, with 3 workers") == 2
+    assert err.count("[launch] nodes 0, 1 have joined, with 2 workers") == 2
 
 
 def test_the_first_machine_comes_again(machines):
@@ -414,7 +414,7 @@ def test_a_machine_that_ends_first_is_waited_for(machines):
     (machines.directory / "done").touch()
     found = ended(*started.values())
     assert [status for status, _ in found] == [0, 0, 0], found
-    assert not any("nodes 0, 2 have come" in line for line in found[0][1])
+    assert not any("nodes 0, 2 have joined" in line for line in found[0][1])
     assert len(machines.starts()) == 5
 
 
@@ -433,7 +433,7 @@ def test_two_machines_of_one_rank(machines):
     wait_until(lambda: "has reached" in one.stderr.readline())
     ((status, err),) = ended(machines.start(1, nodes=3))
     assert status == 2
-    assert err[-1].endswith("Node 1 has come already, from 127.0.0.3. Give each machine its own --node-rank, from 0.")
+    assert err[-1].endswith("Node 1 has already joined, from 127.0.0.3. Give each machine its own --node-rank, from 0.")
     found = ended(first, one, machines.start(2, nodes=3))
     assert [status for status, _ in found] == [0, 0, 0]
 
@@ -444,10 +444,10 @@ def test_another_token(machines):
     first = machines.start(0, "--startup-timeout=6")
     assert "waits at" in first.stderr.readline()
     ((status, err),) = ended(machines.start(1, "--startup-timeout=1.5", token="another" * 3))
-    assert status == 1 and "who listens there has another token" in err[-1]
+    assert status == 1 and "the listener there has a different token" in err[-1]
     ((status, err),) = ended(first)
     assert status == 1
-    assert "node 1 did not come" in err[-1] and "a connection from 127.0.0.3 has another token" in err[-1]
+    assert "node 1 did not join" in err[-1] and "a connection from 127.0.0.3 has a different token" in err[-1]
 
 
 def test_other_options(machines):

@@ -29,7 +29,7 @@ from keras_suite.expected import expected
 from tensorflow.python.distribute.values import DistributedVariable
 
 from keras_paragrad import DistributedFit, GradientTelemetry, Profiler, ProfileSchedule, Throughput, microbatch
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 
 COMPONENT = os.environ["UNDER_EVERY_MODEL"]
 FAILS = Path(os.environ["UNDER_EVERY_MODEL_FAILS"])
@@ -123,7 +123,7 @@ def with_callbacks() -> None:
 
 
 # It compiles a model, once in a process, which is to have no component under it.
-look_for("models", "steps")
+check_internals("models", "steps")
 around_every_test(contextlib.nullcontext)
 {
     "nothing": lambda: None,

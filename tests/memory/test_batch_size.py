@@ -105,7 +105,7 @@ def test_says_why_it_did_not_try(monkeypatch, caplog):
     model.compile("sgd", "mse")
     found = find_batch_size(model, X, Y, device_bytes=3_000_000, verbose=0)
     assert found == 40 and "Local can't be imported in another process. Define it in a module" in caplog.text
-    assert "goes by the estimate" in caplog.text
+    assert "relies on the memory estimate" in caplog.text
 
 
 def test_takes_code_of_others_along():
@@ -200,7 +200,7 @@ def test_refuses_a_gpu_that_is_reserved(monkeypatch):
         available.memory_of_device(10**9, 2)
     assert available.memory_of_device(10**9, 0) == 10**9
     monkeypatch.setenv("TF_FORCE_GPU_ALLOW_GROWTH", "true")
-    monkeypatch.setattr(available, "free_on_gpus", lambda: 10**10)
+    monkeypatch.setattr(available, "least_free_gpu_bytes", lambda: 10**10)
     assert available.memory_of_device(None, 2) == 9 * 10**9
 
 

@@ -208,7 +208,10 @@ def test_what_cannot_be_tried_is_estimated(ways, caplog):
 
     plan = choosing(ways, int(1.2 * whole(ways)), trial, sliced=False)
     assert plan.chosen.choice.recompute and plan.chosen.measured is None
-    assert "goes by the estimate of 'deep' alone, in 80% of the memory: it has no config." in caplog.text
+    assert (
+        "relies on the memory estimate for 'deep' alone, and fills at most 80% of the memory: it has no config."
+        in caplog.text
+    )
     assert choosing(ways, int(1.3 * whole(ways)), trial).chosen.choice == Choice()
 
 
@@ -336,7 +339,7 @@ def test_replicas_plan_shards_too():
 
 
 def test_the_chosen_slices_are_applied(ways, monkeypatch):
-    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._trial", lambda *_: exactly)
+    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._make_trial", lambda *_: exactly)
     monkeypatch.setattr(plans, "_RUNTIME", 0)
     monkeypatch.setattr(plans, "_OF_OPERATION", 0)
     dist = DistributedFit(fit_memory=True, device_bytes=int(0.4 * whole(ways)))
@@ -352,7 +355,7 @@ def test_the_chosen_slices_are_applied(ways, monkeypatch):
 @pytest.fixture
 def halved(ways, monkeypatch):
     """Plans in 40% of the memory of a step of `deep`, with trials that take what was estimated."""
-    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._trial", lambda *_: exactly)
+    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._make_trial", lambda *_: exactly)
     monkeypatch.setattr(plans, "_RUNTIME", 0)
     monkeypatch.setattr(plans, "_OF_OPERATION", 0)
     return lambda share=0.4, **options: DistributedFit(
@@ -418,7 +421,7 @@ def test_what_is_no_choice_is_left_out(monkeypatch):
     )
     normalized.compile("sgd", "mse")
     monkeypatch.setattr(plans, "_CERTAIN", 0.0)
-    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._trial", lambda *_: exactly)
+    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._make_trial", lambda *_: exactly)
     dist.prepare(normalized, batch_size=ROWS)
     assert "No slices: bn would normalize slices with the statistics of a slice." in str(dist.explain())
     sliced = deep()
@@ -445,7 +448,7 @@ def test_refuses_where_there_is_no_choice():
         lambda: iter(()), output_signature=(tf.TensorSpec((None, None)), tf.TensorSpec((None, 1)))
     )
     model = deep()
-    with pytest.raises(ValueError, match="Memory depends on sizes that the data leaves open"):
+    with pytest.raises(ValueError, match="Memory depends on dimensions whose size the data doesn't specify"):
         dist.fit(model, ragged.apply(tf.data.experimental.assert_cardinality(4)), verbose=0)
 
 

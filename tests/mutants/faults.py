@@ -219,8 +219,8 @@ _STEP = [
     _fault(
         "a lost worker's GPU is given to another one",
         "distribution/launch/worlds.py",
-        "del seats[gang.failed.index]",
-        "seats.pop()",
+        "del gpu_slots[gang.failed.index]",
+        "gpu_slots.pop()",
         "distribution/test_launch.py::test_the_workers_that_are_left_go_on",
     ),
     _fault(
@@ -626,8 +626,8 @@ _DISTRIBUTION = [
     _fault(
         "launched workers share a GPU",
         "distribution/launch/tasks.py",
-        "first = seats[index] * self.devices",
-        "first = seats[index]",
+        "first = gpu_slots[index] * self.devices",
+        "first = gpu_slots[index]",
         "distribution/test_launch_places.py::test_each_worker_sees_its_share_of_the_devices",
     ),
     _fault(

@@ -125,7 +125,7 @@ def check_agreement(workers, noise):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"mesh": {"batch": 2}, "layout": "auto"}, "has PerExampleGradients, whose rules have not been compared"),
+        ({"mesh": {"batch": 2}, "layout": "auto"}, "has PerExampleGradients, whose rules have not been verified"),
         ({"strategy": Pipeline(2, microbatches=2)}, "is a PrivateModel that overrides call"),
     ],
 )

@@ -183,7 +183,7 @@ def test_training_is_the_same_from_any_source():
 def test_data_without_random_access_are_refused():
     x, y = some_data(EXAMPLES)
     dataset = tf.data.Dataset.from_tensor_slices((x, y))
-    with pytest.raises(ValueError, match="A generator gives examples in an order of its own"):
+    with pytest.raises(ValueError, match="A generator yields examples in its own order"):
         examples_of(iter([(x, y)]))
     with pytest.raises(ValueError, match="unknown or infinite size"):
         examples_of(dataset.repeat().batch(4))

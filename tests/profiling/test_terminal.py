@@ -28,11 +28,11 @@ SUMMARY = ProfileSummary(
 def test_every_figure_is_there():
     text = str(WindowFigures(SUMMARY, "my logs"))
     for part in (
-        "batches 20 to 29: 4.00 ms a batch (median), 9.50 ms (p95)",
+        "batches 20 to 29: 4.00 ms per batch (median), 9.50 ms (p95)",
         "60.0%  ██████████████  waiting for input",
         "22.0%",
-        "MatMul     first     10       3.00  75%",
-        "Mul        -         20       1.00  25%",
+        "MatMul     first     10         3.00  75%",
+        "Mul        -         20         1.00  25%",
         "Peak memory: host 512 MiB, CPU:0 n/a",
         "60% of the step waits for input: Prefetch.",
         "There is no GPU.",

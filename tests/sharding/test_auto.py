@@ -97,7 +97,7 @@ def test_refusals(caplog):
     ragged = tf.data.Dataset.from_generator(
         lambda: iter(()), output_signature=(tf.TensorSpec((None, None)), tf.TensorSpec((None, 1)))
     )
-    with pytest.raises(ValueError, match="Memory depends on sizes that the data leaves open"):
+    with pytest.raises(ValueError, match="Memory depends on dimensions whose size the data doesn't specify"):
         dist.fit(model, ragged.apply(tf.data.experimental.assert_cardinality(4)), verbose=0)
     with pytest.raises(ValueError, match='choose shard=|only used by shard="auto" and fit_memory=True, but shard is'):
         DistributedFit("none", device_bytes=1)

@@ -359,7 +359,7 @@ def test_models_that_are_refused():
     with pytest.raises(ValueError, match="defines its own train_step"):
         prepared(own)
     sliced = microbatch(plain, 2)
-    with pytest.raises(ValueError, match="is under microbatch"):
+    with pytest.raises(ValueError, match="already uses microbatch"):
         prepared(plain)
     sliced.undo()
     prepared(plain)

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from keras_paragrad.arguments import check_flag, check_integer
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import gather, replica_placement, worker_strategy
@@ -106,7 +106,7 @@ class Backup(keras.callbacks.Callback):
         delete_when_done: bool = True,
         background: bool = True,
     ):
-        look_for("models", "steps", "backups")
+        check_internals("models", "steps", "backups")
         super().__init__()
         self.files = BackupFiles(directory, keep)
         self.every = check_integer("every", every, also=("epoch",), example=500)
@@ -179,7 +179,7 @@ class Backup(keras.callbacks.Callback):
         if self.model.stop_training:
             # Resuming from here would train one epoch too many.
             return
-        if self.on_sigterm and self._checks.ask(self._request.received):
+        if self.on_sigterm and self._checks.any_worker_received(self._request.received):
             self._stop()
         if self.every == "epoch" or done - self._backed_up_at >= int(self.every):
             self._begin()
@@ -198,7 +198,7 @@ class Backup(keras.callbacks.Callback):
 
     def leave(self) -> None:
         """Restores the previous SIGTERM handler, and waits for this worker's files, after `fit` failed."""
-        self._request.leave()
+        self._request.restore()
         if self._writer:
             self._writer.abandon()
             self._writer = None

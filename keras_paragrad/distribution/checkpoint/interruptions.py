@@ -67,13 +67,13 @@ class StopRequest:
         self._previous = signal.signal(signal.SIGTERM, self._handle)
         self._listening = True
 
-    def leave(self) -> None:
+    def restore(self) -> None:
         """Restores the previous handler, unless another one has been installed since."""
         if self._listening:
-            self._restore()
+            self._restore_handler()
         self._listening = False
 
-    def _restore(self) -> bool:
+    def _restore_handler(self) -> bool:
         installed = signal.getsignal(signal.SIGTERM) == self._handle
         if installed:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)  # pyright: ignore
@@ -84,9 +84,9 @@ class StopRequest:
         if self._listening and not self.received:
             self.received = True
         else:
-            # A handler installed later may have restored this one after `leave`.
+            # A handler installed later may have restored this one after `restore`.
             self._listening = False
-            if self._restore():
+            if self._restore_handler():
                 os.kill(os.getpid(), number)
                 return
         if callable(self._previous):
@@ -115,9 +115,9 @@ class StopChecks:
     def after_step(self, received: bool) -> bool:
         """Whether to stop after this step. Call it on every worker after each step."""
         self._remaining -= 1
-        return received if self._workers == 1 else self._remaining <= 0 and self.ask(received)
+        return received if self._workers == 1 else self._remaining <= 0 and self.any_worker_received(received)
 
-    def ask(self, received: bool) -> bool:
+    def any_worker_received(self, received: bool) -> bool:
         """Whether a worker has received SIGTERM."""
         if self._workers == 1:
             return received
@@ -127,7 +127,7 @@ class StopChecks:
         return bool(answers[:, 0].any())
 
     def _next_interval(self) -> int:
-        """The number of steps until the next check, about a second's."""
+        """Steps until the next check: about one second's worth."""
         steps = self._interval - self._remaining
         if self._every or steps <= 0:
             return self._interval
@@ -165,7 +165,8 @@ class WorkerLostError(RuntimeError):
 def explained_failures(cluster: Cluster | None) -> Generator[None]:
     """Context in which TensorFlow errors caused by a lost worker are raised as `WorkerLostError`.
 
-    TensorFlow's coordination service detects lost workers by heartbeats, whatever the others wait for.
+    TensorFlow's coordination service detects lost workers by heartbeats, regardless of what the other workers are
+    waiting for.
 
     Args:
         cluster: The cluster that this process trains in; `None` changes nothing.
@@ -191,8 +192,8 @@ def _explanation(cluster: Cluster, error: tf.errors.OpError) -> str:
     suspects = _suspects(cluster, str(error))
     return (
         f"Worker {cluster.rank} of {cluster.worker_count} lost its connection to {suspects}. Most likely that process "
-        "has ended: killed, out of memory, preempted, or by an error of its own, which the end of its output shows. "
-        "The network may have failed, too. Restart all workers: with dist.callbacks(directory) they resume from the "
+        "was killed, ran out of memory, was preempted, or failed with an error shown at the end of its output. The "
+        "network may also have failed. Restart all workers: with dist.callbacks(directory) they resume from the "
         "last backup, and `python -m keras_paragrad launch --max-restarts 3` restarts them automatically. TensorFlow "
         f"said: {_first_line(error)}"
     )

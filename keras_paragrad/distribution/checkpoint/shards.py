@@ -117,7 +117,7 @@ class ShardReader:
 
 
 def shards_in(directory: Path, file: ShardFile, variable: VariableInShards, replicas: int) -> np.ndarray:
-    """The bytes of a variable's shards in a file of so many replicas."""
+    """The bytes of a variable's shards in a file of `replicas` replicas."""
     size = replicas * variable.size * variable.dtype.itemsize
     return read_shards(directory, file, replicas * variable.begin, size)
 

@@ -80,7 +80,7 @@ def _refuse(callback: keras.callbacks.Callback) -> None:
 
 
 def _without_files(callback: keras.callbacks.Callback) -> list[keras.callbacks.Callback]:
-    """Replaces a callback on a worker that writes no files: by itself, nothing, or a copy that writes elsewhere."""
+    """What a worker that writes no files calls in place of a callback: it, nothing, or a copy that writes elsewhere."""
     if isinstance(callback, _CHIEF_ONLY):
         return []
     attribute = next((name for kind, name in _READ_BY_ALL.items() if isinstance(callback, kind)), None)

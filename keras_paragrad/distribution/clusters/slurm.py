@@ -18,7 +18,7 @@ _TASKS = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 
 
 def expand_nodes(text: str) -> list[str]:
-    """Expands a list of nodes in Slurm's short form, in order.
+    """Expands a Slurm hostlist expression, in order.
 
     Args:
         text: Names with ranges in brackets, as in `SLURM_STEP_NODELIST`.
@@ -27,7 +27,7 @@ def expand_nodes(text: str) -> list[str]:
         A name for each node.
 
     Raises:
-        ValueError: It is not such a list.
+        ValueError: It is not such an expression.
 
     Example:
 
@@ -91,7 +91,7 @@ def expand_numbers(text: str) -> list[str]:
 
 
 def _expand_part(part: str, text: str) -> list[str]:
-    """Expands the brackets of a part, the last one fastest: `rack[1-2]node[1-2]` has two."""
+    """Expands all brackets of a part, varying the last one fastest; e.g. `rack[1-2]node[1-2]` has two."""
     # Every other token was in brackets.
     choices = [expand_numbers(token) if index % 2 else [token] for index, token in enumerate(_GROUP.split(part))]
     _check_count(math.prod(map(len, choices)), text)
@@ -100,16 +100,16 @@ def _expand_part(part: str, text: str) -> list[str]:
 
 def _check_count(count: int, text: str, most: int = MOST_TASKS) -> None:
     if count > most:
-        raise ValueError(f"{quote(text)} stands for {count} or more; at most {most} are allowed. Correct it.")
+        raise ValueError(f"{quote(text)} expands to {count} or more entries; at most {most} are allowed. Correct it.")
 
 
-FIRST_PORT, PORTS_A_JOB, JOBS = 15000, 16, 900
+FIRST_PORT, PORTS_PER_JOB, JOBS = 15000, 16, 900
 
 
 class Slurm(ClusterKind):
     """A step, with the variables of https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES.
 
-    A batch script without `srun` is no step: it runs once, whatever its number of tasks.
+    A batch script without `srun` is not a job step: it runs once, whatever its number of tasks.
     """
 
     source = "Slurm"
@@ -182,7 +182,7 @@ def _port_of_job(environment: Mapping[str, str]) -> int:
     job = "SLURM_JOB_ID" if "SLURM_JOB_ID" in environment else "SLURM_JOBID"
     step = "SLURM_STEP_ID" if "SLURM_STEP_ID" in environment else "SLURM_STEPID"
     steps = read_integer(environment, step) if step in environment else 0
-    return FIRST_PORT + PORTS_A_JOB * ((read_integer(environment, job) + 97 * steps) % JOBS)
+    return FIRST_PORT + PORTS_PER_JOB * ((read_integer(environment, job) + 97 * steps) % JOBS)
 
 
 KIND: ClusterKind = Slurm()

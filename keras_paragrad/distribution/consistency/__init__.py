@@ -1,4 +1,4 @@
-"""Checks that all workers train the same model in the same way, before the first step and once an epoch."""
+"""Checks that all workers train the same model in the same way, before the first step and once per epoch."""
 
 from keras_paragrad.distribution.consistency.compare import SAME_SCRIPT, check_same_training, check_same_weights
 from keras_paragrad.distribution.consistency.describe import describe_training, versions

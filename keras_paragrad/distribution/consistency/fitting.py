@@ -1,4 +1,4 @@
-"""`fit` on several workers: compared before the first step, and once an epoch; all stop after the same step."""
+"""`fit` on several workers: compared before the first step, and once per epoch; all stop after the same step."""
 
 import functools
 import inspect
@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.data import Adapter, reread
+from keras_paragrad.compat.data import Adapter, source_with_options
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import all_or_none, barrier, gather
 from keras_paragrad.distribution.checkpoint.backup import Backup
@@ -253,7 +253,7 @@ def shard_again(
     model: keras.Model, shard_policy: str, parts: int | None, adapter: Adapter, steps: int | None
 ) -> DistributedData | None:
     """The data that Keras reads through an adapter as `distributed_dataset`; `None` if it is that already."""
-    reread_data = reread(adapter)
+    reread_data = source_with_options(adapter)
     if reread_data is None:
         return None
     x, options = reread_data

@@ -167,7 +167,7 @@ def _values(leaf: Any) -> np.ndarray:
 def _reduced_axes(layer: keras.layers.Normalization, values: np.ndarray) -> tuple[int, ...]:
     """The axes that the layer averages over; builds the layer if necessary."""
     if layer.input_mean is not None:
-        raise ValueError(f"The layer {layer.name!r} was created with a mean of its own. Leave mean= and variance= out.")
+        raise ValueError(f"The layer {layer.name!r} was created with a mean already. Leave mean= and variance= out.")
     feature_axes = {axis % max(1, values.ndim) for axis in layer.axis}
     if 0 in feature_axes:
         raise ValueError(

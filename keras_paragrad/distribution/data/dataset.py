@@ -107,7 +107,7 @@ def distributed_dataset(
         policy = choose_policy(request.shard_policy, x, placement.workers)
         if parts and policy != "data":
             raise ValueError(
-                f'shard_policy="{policy}" has each worker read data of its own, so batches depend on the number of '
+                f'shard_policy="{policy}" has each worker read its own data, so batches depend on the number of '
                 "workers, and deterministic training can't. Pass all the data on every worker, and write "
                 'shard_policy="data".'
             )

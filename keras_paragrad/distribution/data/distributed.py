@@ -62,7 +62,7 @@ class Feed(tf.distribute.DistributedDataset):
         shards: The shards of each epoch: one for each local replica, batch after batch.
         local: Number of replicas on this worker.
         changes: Whether epochs differ.
-        equal_steps: Whether all replicas have equally many shards.
+        equal_steps: Whether all replicas have the same number of shards.
         tally: Records the batches that are read, for workers to compare.
     """
 

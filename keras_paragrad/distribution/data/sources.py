@@ -213,7 +213,7 @@ def is_endless(x: Any) -> bool:
     if isinstance(x, tf.data.Dataset):
         return int(x.cardinality()) == tf.data.INFINITE_CARDINALITY
     if is_grain(x):
-        # Repeated for ever, a `MapDataset` has as many elements as a sequence can have; and then they are batched.
+        # Repeated forever, a `MapDataset` has as many elements as a sequence can have; and then they are batched.
         return hasattr(x, "__len__") and len(x) > sys.maxsize // 2**20
     return isinstance(x, keras.utils.PyDataset) and x.num_batches is None
 

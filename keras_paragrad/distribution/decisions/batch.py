@@ -9,7 +9,7 @@ from keras_paragrad.distribution.options import Options, StrategyKind
 
 @decides(90)
 def decide_batch(options: Options, replicas: int | None) -> Decision:
-    """Decides whether a batch of the data is divided among the replicas, or each of them takes one.
+    """Decides whether each batch is split over the replicas (`"global"`), or each takes a full batch (`"per_replica"`).
 
     Returns:
         `"global"` or `"per_replica"`.
@@ -24,7 +24,7 @@ def decide_batch(options: Options, replicas: int | None) -> Decision:
 
 @decides(100)
 def decide_lr_scaling(options: Options, replicas: int | None) -> Decision:
-    """Decides the factor of the learning rate; `None` until the number of replicas is known."""
+    """Decides the scale factor for the learning rate; `None` until the number of replicas is known."""
     name, rule = "lr_scaling", options.lr_scaling
     if rule is None:
         reason = "the learning rate is left as it is"
@@ -35,7 +35,7 @@ def decide_lr_scaling(options: Options, replicas: int | None) -> Decision:
 
 
 def scaling_factor(rule: str | None, replicas: int | None) -> float | None:
-    """The factor of the learning rate when each of several replicas takes a batch.
+    """The scale factor for the learning rate when each of several replicas takes a batch.
 
     Args:
         rule: `None`, `"linear"` or `"sqrt"`.

@@ -77,7 +77,7 @@ def decide_pack_bytes(options: Options, communication: str) -> Decision:
     return Decision(name, 0, reason, "0 is one bucket of all gradients", override)
 
 
-@decides(60, alike=False)
+@decides(60, same_on_all_workers=False)
 def decide_collective_timeout(options: Options, strategy: str, kind: StrategyKind) -> Decision:
     """Decides after how many seconds a collective without the other workers fails; `None` for never."""
     name = "collective_timeout"
@@ -86,7 +86,7 @@ def decide_collective_timeout(options: Options, strategy: str, kind: StrategyKin
     if options.collective_timeout is not None:
         thread = "TensorFlow starts a watchdog thread for each collective"
         return Decision(name, float(options.collective_timeout), "requested", thread, "collective_timeout=None")
-    reason = "TensorFlow detects by itself that a worker has died"
+    reason = "TensorFlow itself detects that a worker has died"
     return Decision(name, None, reason, "after 13 s, for a worker killed on the same machine", "collective_timeout=120")
 
 

@@ -44,13 +44,13 @@ class Decider(NamedTuple):
         decide: The function. Its parameters name its inputs: `hardware`, `options`, the `kind` of the strategy, and
             decisions of a lower order, whose values are passed.
         order: Decisions are made, and listed in the plan, in ascending order.
-        alike: Whether all workers have to decide the same.
+        same_on_all_workers: Whether all workers must reach the same decision.
     """
 
     name: str
     decide: Callable[..., Decision]
     order: int
-    alike: bool
+    same_on_all_workers: bool
 
     def __call__(self, known: Mapping[str, object]) -> Decision:
         """Makes the decision.
@@ -72,17 +72,17 @@ class Decider(NamedTuple):
 _DECIDERS: dict[str, Decider] = {}
 
 
-def decides(order: int, *, alike: bool = True) -> Callable[[Decide], Decide]:
+def decides(order: int, *, same_on_all_workers: bool = True) -> Callable[[Decide], Decide]:
     """Decorates a function `decide_<name>` that makes a decision of the plan.
 
     Args:
         order: Its place among the decisions.
-        alike: Whether all workers have to decide the same.
+        same_on_all_workers: Whether all workers must reach the same decision.
     """
 
     def register(decide: Decide) -> Decide:
         name = decide.__name__.removeprefix("decide_")
-        _DECIDERS[f"{decide.__module__}.{decide.__name__}"] = Decider(name, decide, order, alike)
+        _DECIDERS[f"{decide.__module__}.{decide.__name__}"] = Decider(name, decide, order, same_on_all_workers)
         return decide
 
     return register

@@ -5,11 +5,13 @@ from keras_paragrad.distribution.hardware import Hardware, kind_of_device
 from keras_paragrad.distribution.options import STRATEGY_KINDS, Options, Planner, StrategyKind, kind_of_strategy
 
 SHARED_CORES = "logical devices of a CPU share its cores: replicas on them cost time and save none"
-SHARED_CORES_MEASURED = "measured on two cores, a dense model of 1.3 million weights: 19 ms a step, 24 on two replicas"
+SHARED_CORES_MEASURED = (
+    "measured on two cores, a dense model of 1.3 million weights: 19 ms per step, 24 on two replicas"
+)
 LAUNCH = "python -m keras_paragrad launch --workers 2 train.py"
 
 
-@decides(10, alike=False)
+@decides(10, same_on_all_workers=False)
 def decide_strategy(hardware: Hardware, options: Options) -> Decision:
     """Takes the requested strategy, or the one that uses all devices.
 
@@ -77,7 +79,7 @@ def _choose(hardware: Hardware, options: Options) -> tuple[str, str, str]:
     if len(gpus) > 1:
         return "mirrored", f"there are {len(gpus)} GPUs", 'devices=["GPU:0"]'
     if gpus:
-        return "none", "Keras uses the one GPU by itself", 'strategy="one_device", devices=["CPU:0"]'
+        return "none", "Keras itself uses the one GPU", 'strategy="one_device", devices=["CPU:0"]'
     if len(hardware.of_kind("CPU")) > 1:
         return "none", SHARED_CORES, 'strategy="mirrored"'
     return "none", "there is one device", 'strategy="one_device"'
@@ -112,7 +114,7 @@ def _check_named(name: str, hardware: Hardware) -> None:
         )
 
 
-@decides(20, alike=False)
+@decides(20, same_on_all_workers=False)
 def decide_devices(hardware: Hardware, options: Options, kind: StrategyKind) -> Decision:
     """Takes the named devices, or the devices that the strategy would use.
 
@@ -140,7 +142,7 @@ def decide_devices(hardware: Hardware, options: Options, kind: StrategyKind) -> 
     return Decision("devices", names[:1], f"the first {device}", devices_in_words(hardware), override)
 
 
-@decides(30, alike=False)
+@decides(30, same_on_all_workers=False)
 def decide_replicas(hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...]) -> Decision:
     """Counts the replicas over all workers; `None` until TensorFlow has connected to a TPU."""
     if options.given is not None:

@@ -157,7 +157,7 @@ class Gang:
         elif ended.status:
             self.status = ended.status
             failure = f"node {ended.node}: {ended.reason}"
-            # Tell the first machine that this one is still there, and will join the next meeting.
+            # Tell the first machine that this one is still there, and will join the next rendezvous.
             self._on_failure(self.status, failure, False)
             self._end_others(failure)
         else:

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keras_paragrad.distribution.launch.door import Door, nodes_in_words
-from keras_paragrad.distribution.launch.meeting import (
+from keras_paragrad.distribution.launch.rendezvous_host import RendezvousHost, nodes_in_words
+from keras_paragrad.distribution.launch.rendezvous_settings import (
     LOOK,
-    Meeting,
     MissingNodesError,
+    RendezvousSettings,
     Wait,
     keep_alive,
     node_facts,
@@ -37,7 +37,7 @@ class NodeEnded:
         node: The machine's rank.
         status: The exit status; 0 if all of its workers are done.
         reason: Why, if it isn't 0.
-        leaves: Whether the machine won't come to the next meeting.
+        leaves: Whether the machine won't come to the next rendezvous.
         gang: Which of this machine's gangs it trained with.
     """
 
@@ -52,7 +52,7 @@ class Nodes:
     """The connections to the other machines' launchers, and this machine's place. The first has one to each.
 
     Args:
-        meeting: Where they met.
+        rendezvous: Where they met.
         connections: The connections, by rank.
         plan: What the first machine has told all.
         gang: The number of this machine's gang.
@@ -60,33 +60,33 @@ class Nodes:
 
     Attributes:
         place: This machine's part of the cluster.
-        ranks: The machines that have come.
+        ranks: The machines that have joined.
         restarts: How often all have been restarted after a failure.
-        gone: On the first machine, the ranks of machines that won't come again by themselves.
+        gone: On the first machine, the ranks of machines that won't rejoin unless they are started again.
     """
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: RendezvousSettings,
         connections: Mapping[int, socket.socket],
         plan: Mapping[str, Any],
         gang: int,
         on_ended: Callable[[NodeEnded], None],
     ):
-        first = plan["firsts"][str(meeting.rank)]
-        self.place = Place(plan["jobs"], meeting.derived_key(f"workers {plan['run']}"), first)
+        first = plan["firsts"][str(rendezvous.rank)]
+        self.place = Place(plan["jobs"], rendezvous.derived_key(f"workers {plan['run']}"), first)
         self.ranks: list[int] = plan["ranks"]
         self.restarts: int = plan["restarts"]
         self.gone: set[int] = set()
-        self._rank, self._gang = meeting.rank, gang
-        self._signer = meeting.signer(plan["run"])
+        self._rank, self._gang = rendezvous.rank, gang
+        self._signer = rendezvous.signer(plan["run"])
         self._connections = dict(connections)
         self._on_ended = on_ended
         self._telling_lock = threading.Lock()
         self._failed = False
         self._has_ended = {rank: threading.Event() for rank in connections}
         # The machines still running, whose ends the first machine relays to the others.
-        self._running = set(connections) if meeting.rank == 0 else set[int]()
+        self._running = set(connections) if rendezvous.rank == 0 else set[int]()
         for rank, connection in connections.items():
             connection.settimeout(None)
             threading.Thread(target=self._listen, args=(rank, connection), daemon=True).start()
@@ -145,11 +145,11 @@ class Nodes:
             self._tell(ended)
 
 
-class Meetings:
+class RepeatedRendezvous:
     """Meets the launchers of the other machines: once, or again after each failure and when another machine comes.
 
     Args:
-        meeting: Where they meet.
+        rendezvous: Where they meet.
         layout: The processes of this machine.
         goes_on: Whether they meet again.
         signal_received: The number of a signal, or 0.
@@ -158,15 +158,15 @@ class Meetings:
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: RendezvousSettings,
         layout: Layout,
         goes_on: bool,
         signal_received: Callable[[], int],
         say: Callable[[str], None],
     ):
-        self._meeting, self._layout, self._goes_on = meeting, layout, goes_on
+        self._rendezvous, self._layout, self._goes_on = rendezvous, layout, goes_on
         self._signal_received, self._say = signal_received, say
-        self._door = Door(meeting) if meeting.rank == 0 else None
+        self._host = RendezvousHost(rendezvous) if rendezvous.rank == 0 else None
         self._nodes: Nodes | None = None
         self._gangs = 0
 
@@ -175,7 +175,7 @@ class Meetings:
 
         Args:
             restarts: How often all have been restarted after a failure; the first machine's number counts.
-            on_ended: Called, in another thread, when another launcher has ended, or another one has come.
+            on_ended: Called, in another thread, when another launcher has ended, or another one has joined.
 
         Raises:
             MissingNodesError: Some machines didn't connect in time.
@@ -183,18 +183,18 @@ class Meetings:
             ValueError: The machines were started with different options, or two with the same rank.
             StoppedError: The launcher received a signal.
         """
-        before, meeting = self._nodes, self._meeting
-        seconds, option = (meeting.seconds, "--startup-timeout") if before is None else (meeting.again, "--wait")
+        before, rendezvous = self._nodes, self._rendezvous
+        seconds, option = (rendezvous.seconds, "--startup-timeout") if before is None else (rendezvous.again, "--wait")
         wait = Wait(seconds, option, self._signal_received, self._say)
-        if self._door is None:
-            connections, plan = _join(meeting, self._layout, wait)
+        if self._host is None:
+            connections, plan = _join(rendezvous, self._layout, wait)
         else:
             survivors = set(before.ranks) - before.gone if before else set[int]()
-            connections, plan = self._door.gather(self._layout, wait, survivors, restarts)
+            connections, plan = self._host.gather(self._layout, wait, survivors, restarts)
         try:
             if "missing" in plan:
                 raise MissingNodesError(
-                    f"{plan['missing']} did not come to {meeting.address} within {seconds:g} s. Start the same "
+                    f"{plan['missing']} did not join at {rendezvous.address} within {seconds:g} s. Start the same "
                     f"command there, with its --node-rank and the same token, or wait longer: {option} 3600."
                     f"{plan['besides']}"
                 )
@@ -206,46 +206,56 @@ class Meetings:
             raise
         self._gangs += 1
         gang = self._gangs
-        nodes = self._nodes = Nodes(meeting, connections, plan, gang, on_ended)
-        if self._door is not None and self._goes_on:
+        nodes = self._nodes = Nodes(rendezvous, connections, plan, gang, on_ended)
+        if self._host is not None and self._goes_on:
 
             def meet_again(comers: list[int]) -> None:
                 for rank in comers:
                     nodes.wait_for_end(rank, _PATIENCE)
-                on_ended(NodeEnded(0, MEETS_AGAIN, f"{nodes_in_words(comers)} came", gang=gang))
+                on_ended(NodeEnded(0, MEETS_AGAIN, f"{nodes_in_words(comers)} joined", gang=gang))
 
-            self._door.watch(meet_again)
-        elif self._door is not None:
-            self._door.close()
+            self._host.watch(meet_again)
+        elif self._host is not None:
+            self._host.close()
         return nodes
 
     def close(self) -> None:
         """Stops listening."""
-        if self._door is not None:
-            self._door.close()
+        if self._host is not None:
+            self._host.close()
 
 
-def _join(meeting: Meeting, layout: Layout, wait: Wait) -> tuple[dict[int, socket.socket], dict[str, Any]]:
+def _join(
+    rendezvous: RendezvousSettings, layout: Layout, wait: Wait
+) -> tuple[dict[int, socket.socket], dict[str, Any]]:
     """Another machine's side: finds the first, and waits for its plan."""
-    signer, failure = meeting.signer(), "no answer"
-    source = None if meeting.host is None else (meeting.host, 0)
-    here = host_of(meeting.address), port_of(meeting.address)
+    signer, failure = rendezvous.signer(), "no answer"
+    source = None if rendezvous.host is None else (rendezvous.host, 0)
+    here = host_of(rendezvous.address), port_of(rendezvous.address)
     while wait.goes_on():
         connection = None
         try:
             connection = socket.create_connection(here, timeout=5, source_address=source)
             keep_alive(connection)
-            host = meeting.host or str(connection.getsockname()[0]).partition("%")[0]
+            host = rendezvous.host or str(connection.getsockname()[0]).partition("%")[0]
             number = secrets.token_hex(8)
-            message = {"rank": meeting.rank, "number": number, "facts": node_facts(meeting, layout.addresses(host))}
+            message = {
+                "rank": rendezvous.rank,
+                "number": number,
+                "facts": node_facts(rendezvous, layout.addresses(host)),
+            }
             connection.sendall(signer.sign(message))
-            wait.for_whom(f"node {meeting.rank} has reached node 0 at {meeting.address}, and waits for all to come")
+            wait.for_whom(
+                f"node {rendezvous.rank} has reached node 0 at {rendezvous.address}, and waits for all to join"
+            )
             line = _read_line(connection, wait)
             answer = signer.verify(line) or {}
             if answer.get("number") == number:
                 return {0: connection}, answer
             failure = (
-                "who listens there has another token, or is no launcher" if line else "it has ended, or waits no more"
+                "the listener there has a different token, or isn't a launcher"
+                if line
+                else "it has ended, or waits no more"
             )
         except OSError as error:
             failure = str(error)
@@ -255,10 +265,10 @@ def _join(meeting: Meeting, layout: Layout, wait: Wait) -> tuple[dict[int, socke
             raise
         if connection is not None:
             connection.close()
-        wait.for_whom(f"node {meeting.rank} waits for node 0 at {meeting.address}: {failure}")
+        wait.for_whom(f"node {rendezvous.rank} waits for node 0 at {rendezvous.address}: {failure}")
         time.sleep(LOOK)
     raise MissingNodesError(
-        f"Node {meeting.rank} could not reach node 0 at {meeting.address} within {wait.seconds:g} s: {failure}. "
+        f"Node {rendezvous.rank} could not reach node 0 at {rendezvous.address} within {wait.seconds:g} s: {failure}. "
         "Start the same command there, with --node-rank 0 and the same token, open the port, or wait longer: "
         f"{wait.option} 3600."
     )

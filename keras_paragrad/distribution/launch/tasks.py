@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 HOST = "127.0.0.1"
-# The variable of the token by which the processes of a run authenticate each other.
+# Environment variable that holds the token by which the processes of a run authenticate each other.
 TOKEN = "KERAS_PARAGRAD_TOKEN"  # noqa: S105 - the name of the variable
-# The variable of the numbers of workers or machines that a run may have, as in 2:4.
+# Environment variable that holds the numbers of workers or machines that a run may have, as in 2:4.
 WORLD = "KERAS_PARAGRAD_WORLD"
 _PORTS = range(1024, 65536)
 
@@ -65,7 +65,7 @@ class Layout:
         servers: The number of parameter servers; if there are any, there is also a chief.
         devices: The number of GPUs visible to each worker; `None` leaves it unchanged.
         first_port: The lowest port to try; `None` for any free ports.
-        seats: For each worker, which share of the GPUs it sees; by default the first has the first.
+        gpu_slots: For each worker, which share of the GPUs it sees; by default the first has the first.
         world: The numbers of workers or machines that there may be, if these change.
 
     Example:
@@ -78,7 +78,7 @@ class Layout:
     servers: int = 0
     devices: int | None = None
     first_port: int | None = None
-    seats: Sequence[int] | None = None
+    gpu_slots: Sequence[int] | None = None
     world: str | None = None
 
     def addresses(self, host: str = HOST) -> dict[str, list[str]]:
@@ -108,27 +108,27 @@ class Layout:
         return [(job, index) for job, count in counts.items() for index in range(count)]
 
     def _visible(self, job: str, index: int, environment: Mapping[str, str]) -> dict[str, str]:
-        """The variable of the GPUs visible to a task: a worker's share, or none for other jobs."""
+        """Environment variable that holds the GPUs visible to a task: a worker's share, or none for other jobs."""
         if self.devices is None:
             return {}
         if job != "worker":
             return {"CUDA_VISIBLE_DEVICES": "-1"}
         names = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        seats = range(self.workers) if self.seats is None else self.seats
-        needed = (1 + max(seats)) * self.devices
+        gpu_slots = range(self.workers) if self.gpu_slots is None else self.gpu_slots
+        needed = (1 + max(gpu_slots)) * self.devices
         if names and len(names) < needed:
             raise ValueError(
                 f"{self.workers} workers with {self.devices} GPUs each need {needed}, but CUDA_VISIBLE_DEVICES lists "
                 f"{len(names)}: {','.join(names)}. List more there, or write a smaller --devices-per-worker."
             )
         names = names or [str(number) for number in range(needed)]
-        first = seats[index] * self.devices
+        first = gpu_slots[index] * self.devices
         return {"CUDA_VISIBLE_DEVICES": ",".join(names[first : first + self.devices])}
 
 
 def free_ports(count: int, first: int | None = None, host: str = HOST) -> list[int]:
-    """Distinct free ports of this machine, at its address, or at all if it isn't known here by that one."""
-    host = host if _is_here(host) else ""
+    """Distinct free ports on `host`, or on any interface if `host` isn't an address of this machine."""
+    host = host if _is_local_address(host) else ""
     with contextlib.ExitStack() as stack:
         candidates = [0] * count if first is None else range(first, _PORTS.stop)
         ports: list[int] = []
@@ -145,8 +145,8 @@ def free_ports(count: int, first: int | None = None, host: str = HOST) -> list[i
     return ports
 
 
-def _is_here(host: str) -> bool:
-    """Whether a socket of this machine can have the address."""
+def _is_local_address(host: str) -> bool:
+    """Whether a socket on this machine can bind to the address."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.bind((host, 0))
         return True

@@ -10,9 +10,9 @@ from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
 from keras_paragrad.distribution.launch.gang import Events, Gang, Resize, Signalled
-from keras_paragrad.distribution.launch.meeting import Meeting, MissingNodesError, StoppedError
 from keras_paragrad.distribution.launch.member import Output
-from keras_paragrad.distribution.launch.nodes import MEETS_AGAIN, Meetings, NodeEnded, Nodes
+from keras_paragrad.distribution.launch.nodes import MEETS_AGAIN, NodeEnded, Nodes, RepeatedRendezvous
+from keras_paragrad.distribution.launch.rendezvous_settings import MissingNodesError, RendezvousSettings, StoppedError
 from keras_paragrad.distribution.launch.tasks import Layout, Task
 from keras_paragrad.plain_text import counted
 
@@ -48,27 +48,29 @@ class Supervision(NamedTuple):
     all_epochs: bool = False
 
 
-def launch(layout: Layout, command: Sequence[str], supervision: Supervision, meeting: Meeting | None = None) -> int:
+def launch(
+    layout: Layout, command: Sequence[str], supervision: Supervision, rendezvous: RendezvousSettings | None = None
+) -> int:
     """Runs a command as a cluster on this machine, or as this machine's part of one.
 
     Args:
         layout: The processes of this machine, at most.
         command: The command of each.
         supervision: How they are supervised.
-        meeting: Where the launchers of several machines meet.
+        rendezvous: Where the launchers of several machines meet.
 
     Returns:
         The exit status; 75, to be tried again, if too few machines were left.
 
     Raises:
-        ConnectionError: Other machines haven't come. The message names them.
+        ConnectionError: Other machines haven't joined. The message names them.
         ValueError: There are no free ports, or the machines' options differ.
     """
     events: Events = queue.SimpleQueue()
     output = Output(lambda: events.put(Signalled(signal.SIGPIPE)), supervision.all_epochs)
     world = _Worlds(command, supervision, output, events)
     with _signals_as_events(events):
-        status = world.run_here(layout) if meeting is None else world.run_nodes(layout, meeting)
+        status = world.run_here(layout) if rendezvous is None else world.run_nodes(layout, rendezvous)
     if status == 0:
         output.remove_file()
     elif status != 128 + signal.SIGPIPE and world.has_begun:
@@ -104,12 +106,12 @@ class _Worlds:
     def run_here(self, layout: Layout) -> int:
         """Runs the workers of this machine. One that is lost is left out, if enough are left, and tried again later."""
         supervision, gangs, losses = self._supervision, 0, 0
-        seats = list(range(layout.workers))
+        gpu_slots = list(range(layout.workers))
         while True:
             gangs += 1
-            here = dataclasses.replace(layout, workers=len(seats), seats=seats)
+            here = dataclasses.replace(layout, workers=len(gpu_slots), gpu_slots=gpu_slots)
             gang = self._gang(here.tasks(os.environ), gangs)
-            regrowth = self._regrowth(gangs, losses) if len(seats) < layout.workers else None
+            regrowth = self._regrowth(gangs, losses) if len(gpu_slots) < layout.workers else None
             status = gang.run()
             if regrowth is not None:
                 regrowth.cancel()
@@ -117,29 +119,29 @@ class _Worlds:
             if status == 0 or gang.signalled:
                 return status
             if status == MEETS_AGAIN:
-                seats = list(range(layout.workers))
-                self._output.say(f"going on with {counted(len(seats), 'worker')}")
+                gpu_slots = list(range(layout.workers))
+                self._output.say(f"going on with {counted(len(gpu_slots), 'worker')}")
                 continue
             # Killed by SIGTERM, it has made no backup: endless restarts would make no progress.
             stopped = status == _STOPPED and not gang.killed
             if not self._may_restart(stopped):
                 return status
-            if gang.failed is not None and gang.failed.job == "worker" and len(seats) > supervision.least:
+            if gang.failed is not None and gang.failed.job == "worker" and len(gpu_slots) > supervision.least:
                 losses += 1
-                del seats[gang.failed.index]
-            self._say_restarting(stopped, f" with {counted(len(seats), 'worker')}" if losses else "")
+                del gpu_slots[gang.failed.index]
+            self._say_restarting(stopped, f" with {counted(len(gpu_slots), 'worker')}" if losses else "")
 
-    def run_nodes(self, layout: Layout, meeting: Meeting) -> int:
+    def run_nodes(self, layout: Layout, rendezvous: RendezvousSettings) -> int:
         """Runs this machine's workers, in a cluster of all machines that there are."""
-        may_meet_again = self._supervision.max_restarts > 0 or meeting.least < meeting.most
-        meetings = Meetings(meeting, layout, may_meet_again, self._signal_received, self._output.say)
+        may_meet_again = self._supervision.max_restarts > 0 or rendezvous.least < rendezvous.most
+        repeated = RepeatedRendezvous(rendezvous, layout, may_meet_again, self._signal_received, self._output.say)
         gangs = 0
         try:
             while True:
                 gangs += 1
-                nodes = meetings.meet(self._restarts, self._events.put)
+                nodes = repeated.meet(self._restarts, self._events.put)
                 self._restarts = nodes.restarts
-                status, gang = self._run_gang_of(nodes, layout, meeting, gangs)
+                status, gang = self._run_gang_of(nodes, layout, rendezvous, gangs)
                 if status == 0 or gang.signalled or not may_meet_again:
                     return status
                 if status == MEETS_AGAIN:
@@ -157,14 +159,20 @@ class _Worlds:
             self._output.say(f"too few nodes are left: {error}")
             return _TOO_FEW
         finally:
-            meetings.close()
+            repeated.close()
 
-    def _run_gang_of(self, nodes: Nodes, layout: Layout, meeting: Meeting, number: int) -> tuple[int, Gang]:
+    def _run_gang_of(
+        self, nodes: Nodes, layout: Layout, rendezvous: RendezvousSettings, number: int
+    ) -> tuple[int, Gang]:
         """Runs this machine's part of a cluster, until all machines' parts have ended."""
         try:
             workers = counted(len(nodes.place.jobs["worker"]), "worker")
-            elsewhere = "" if meeting.rank == 0 or self._output.all_epochs else "; epochs are shown on node 0"
-            who = f"all {meeting.most} nodes have come" if len(nodes.ranks) == meeting.most else _nodes_have_come(nodes)
+            elsewhere = "" if rendezvous.rank == 0 or self._output.all_epochs else "; epochs are shown on node 0"
+            who = (
+                f"all {rendezvous.most} nodes have joined"
+                if len(nodes.ranks) == rendezvous.most
+                else _nodes_have_joined(nodes)
+            )
             self._output.say(f"{who}, with {workers}{elsewhere}")
             gang = self._gang(layout.tasks(os.environ, nodes.place), number, nodes.end)
             status = gang.run()
@@ -224,6 +232,6 @@ class _Worlds:
         return 0
 
 
-def _nodes_have_come(nodes: Nodes) -> str:
+def _nodes_have_joined(nodes: Nodes) -> str:
     ranks = ", ".join(map(str, nodes.ranks))
-    return f"node {ranks} has come" if len(nodes.ranks) == 1 else f"nodes {ranks} have come"
+    return f"node {ranks} has joined" if len(nodes.ranks) == 1 else f"nodes {ranks} have joined"

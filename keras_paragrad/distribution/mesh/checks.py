@@ -1,4 +1,4 @@
-"""Refuses options, models and batches that don't work on a mesh, and a TensorFlow that trains wrong there."""
+"""Refuses options, models, batches and TensorFlow processes that don't work, or compute wrong results, on a mesh."""
 
 import functools
 import os
@@ -76,7 +76,7 @@ def check_mesh_model(model: keras.Model) -> None:
         )
     if not all(getattr(each, "trains_on_meshes", True) for each in [model, *all_layers(model)]):
         raise ValueError(
-            f"{model.name!r} has PerExampleGradients, whose rules have not been compared with one device on a mesh. "
+            f"{model.name!r} has PerExampleGradients, whose rules have not been verified on a mesh. "
             'Train it with DistributedFit("mirrored").'
         )
     stages = StepBuilder.of(model).stages
@@ -84,8 +84,8 @@ def check_mesh_model(model: keras.Model) -> None:
     for stage, name, advice in (("split", "microbatch", accumulate), ("take", "DistributedFit's replicas", "")):
         if getattr(stages, stage) is not None:
             raise ValueError(
-                f"{model.name!r} is under {name}, which can't be combined with a mesh. Call undo() of the handle that "
-                f"it returned{advice}."
+                f"{model.name!r} already uses {name}, which can't be combined with a mesh. Call undo() of the handle "
+                f"that it returned{advice}."
             )
     if stages.place is not None and stages.mesh is None:
         raise ValueError(
@@ -94,7 +94,7 @@ def check_mesh_model(model: keras.Model) -> None:
 
 
 def check_batch(rows: int | None, mesh: Mesh) -> None:
-    """Refuses a batch size that can't be divided."""
+    """Refuses a batch size that isn't divisible by the batch axis."""
     size = 1 if mesh.batch_axis is None else mesh.shape[mesh.batch_axis]
     if rows is not None and rows % size:
         larger = -(-rows // size) * size
@@ -110,9 +110,9 @@ def check_steps(mesh: Mesh) -> None:
     error = _step_error(tuple(mesh.shape.items()), mesh.devices, mesh.batch_axis, mesh.workers, mesh.worker)
     if error > 1e-5:
         raise RuntimeError(
-            f"On a mesh of {mesh.in_words} this process trains a small model wrong, by {error:.1e} of its largest "
-            f"weight. TensorFlow may have compiled something on a mesh before DistributedFit was made, without "
-            f"{COMBINE_PASS}=0 in the environment. Start Python with it, or write "
+            f"On a mesh of {mesh.in_words} this process trains a small model incorrectly: its weights are off by "
+            f"{error:.1e} of the largest one. TensorFlow may have compiled something on a mesh before "
+            f"DistributedFit was made, without {COMBINE_PASS}=0 in the environment. Start Python with it, or write "
             'DistributedFit("mirrored", shard="parameters").'
         )
 
@@ -121,7 +121,7 @@ def check_steps(mesh: Mesh) -> None:
 def _step_error(
     shape: tuple[tuple[str, int], ...], devices: tuple[str, ...], batch_axis: str | None, workers: int, worker: int
 ) -> float:
-    """The error of two steps of a perceptron with several all-reduces, relative to the largest weight."""
+    """The error of two steps of a multilayer perceptron with several all-reduces, relative to the largest weight."""
     sizes = dict(shape)
     mesh = make_mesh(sizes, devices, workers, worker)
     # A multiple of the size of every axis.

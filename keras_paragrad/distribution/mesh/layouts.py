@@ -1,4 +1,4 @@
-"""Layouts: how each variable of a model is divided over a mesh. Checks them, or derives them from the model."""
+"""Layouts: how each variable of a model is sharded over a mesh. Checks them, or derives them from the model."""
 
 import dataclasses
 import re
@@ -14,7 +14,7 @@ from keras_paragrad.distribution.mesh.mesh import Mesh
 from keras_paragrad.engine.mesh.mesh_tracing import layout_keys
 from keras_paragrad.storage.dtensor import Axes
 
-_DIVIDED = (keras.layers.Dense, keras.layers.Embedding, *REVERSIBLE_EMBEDDINGS)
+_SHARDED = (keras.layers.Dense, keras.layers.Embedding, *REVERSIBLE_EMBEDDINGS)
 _ATTENTION = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention)
 # The dimension of attention weights that counts heads, by the end of the weight's path.
 _HEADS = {f"{name}/{kind}": place for name in ("query", "key", "value") for kind, place in (("kernel", 1), ("bias", 0))}
@@ -25,16 +25,18 @@ _LEAST_ELEMENTS = 1024
 
 
 def axes_of_variables(model: keras.Model, mesh: Mesh) -> dict[int, Axes]:
-    """The axes that divide each variable's dimensions, by the variable's `id`."""
-    return {id(variable): _axes_of(variable, mesh) for variable in model.variables}
+    """The axes that shard each variable's dimensions, by the variable's `id`."""
+    return {id(variable): _checked_axes(variable, mesh) for variable in model.variables}
 
 
-def _axes_of(variable: keras.Variable, mesh: Mesh) -> Axes:
+def _checked_axes(variable: keras.Variable, mesh: Mesh) -> Axes:
     """The axis of the mesh for each dimension of a variable, by the user's layout map; refuses invalid layouts."""
     layout = mesh.distribution.get_variable_layout(variable)
     axes, shape = tuple(layout.axes), tuple(variable.shape)
     if layout.device_mesh not in (None, mesh.distribution.device_mesh):
-        raise ValueError(f"The layout of {variable.path!r} is for another mesh. Give its TensorLayout no device_mesh.")
+        raise ValueError(
+            f"The layout of {variable.path!r} is for another mesh. Create its TensorLayout without a device_mesh."
+        )
     if len(axes) != len(shape):
         raise ValueError(
             f"The layout {axes} has {len(axes)} dimensions, and {variable.path!r} has the shape {shape}. Name an axis "
@@ -52,23 +54,23 @@ def _axes_of(variable: keras.Variable, mesh: Mesh) -> Axes:
     for size, axis in zip(shape, axes, strict=True):
         if axis is not None and size % mesh.shape[axis]:
             raise ValueError(
-                f"{variable.path!r} has the shape {shape}, and its layout {axes} divides {size} by the axis {axis!r}, "
-                f"of {mesh.shape[axis]}. Give it a multiple of {mesh.shape[axis]} units, or write None for that "
-                "dimension."
+                f"{variable.path!r} has the shape {shape}, and its layout {axes} shards the dimension of size {size} "
+                f"over axis {axis!r} of size {mesh.shape[axis]}, which doesn't divide it. Give it a "
+                f"multiple of {mesh.shape[axis]} units, or write None for that dimension."
             )
     return axes
 
 
-def variables_kept_divided(model: keras.Model, axes: dict[int, Axes]) -> set[int]:
-    """The `id`s of variables that a step uses divided; it gathers the others where it reads them."""
-    divided: set[int] = set()
+def variables_kept_sharded(model: keras.Model, axes: dict[int, Axes]) -> set[int]:
+    """The `id`s of variables that a step uses sharded; it gathers the others where it reads them."""
+    sharded: set[int] = set()
     for layer in all_layers(model):
         by_heads = isinstance(layer, _ATTENTION) and all(
             _by_heads(variable, axes[id(variable)]) for variable in layer.variables
         )
-        if by_heads or type(layer) in _DIVIDED:
-            divided |= {id(variable) for variable in layer.variables}
-    return divided
+        if by_heads or type(layer) in _SHARDED:
+            sharded |= {id(variable) for variable in layer.variables}
+    return sharded
 
 
 def _head_dimension(variable: keras.Variable) -> int | None:
@@ -76,9 +78,9 @@ def _head_dimension(variable: keras.Variable) -> int | None:
 
 
 def _by_heads(variable: keras.Variable, axes: Axes) -> bool:
-    """Whether a variable of an attention layer is divided by heads, or not at all."""
-    divided = [dimension for dimension, axis in enumerate(axes) if axis is not None]
-    return not divided or divided == [_head_dimension(variable)]
+    """Whether a variable of an attention layer is sharded by heads, or not at all."""
+    sharded = [dimension for dimension, axis in enumerate(axes) if axis is not None]
+    return not sharded or sharded == [_head_dimension(variable)]
 
 
 def check_layout_map(model: keras.Model, mesh: Mesh, outputs: Iterable[str] | None) -> None:
@@ -127,9 +129,9 @@ def _suggestion(keys: list[str], known: list[str]) -> str:
 
 
 def automatic_layout(model: keras.Model, mesh: Mesh) -> Mesh:
-    """The mesh with a distribution for a model: pairs of Dense layers by columns and rows, attention by heads.
+    """The mesh with a distribution for a model: Dense layers column- and row-parallel in pairs, attention by heads.
 
-    Embeddings are divided by their width, or else by their vocabulary. Other large variables are divided along their
+    Embeddings are sharded by their width, or else by their vocabulary. Other large variables are sharded along their
     last divisible dimension, and gathered in each step; so are attention weights whose heads aren't divisible.
 
     Shoeybi et al., [Megatron-LM](https://arxiv.org/abs/1909.08053) (2019).
@@ -142,7 +144,7 @@ def automatic_layout(model: keras.Model, mesh: Mesh) -> Mesh:
     layout = keras.distribution.LayoutMap(devices)
     if mesh.shape.get(_AXIS, 1) > 1:
         layouts: dict[int, tuple[str, Axes]] = {}
-        for variable, dimension in _divisions(model, mesh.shape[_AXIS]):
+        for variable, dimension in _dimensions_to_shard(model, mesh.shape[_AXIS]):
             axes = tuple(_AXIS if index == dimension else None for index in range(len(variable.shape)))
             layouts.setdefault(id(variable), (variable.path, axes))
         for path, axes in layouts.values():
@@ -152,19 +154,19 @@ def automatic_layout(model: keras.Model, mesh: Mesh) -> Mesh:
     return dataclasses.replace(mesh, distribution=distribution)
 
 
-def _divisions(model: keras.Model, size: int) -> Iterator[tuple[keras.Variable, int]]:
-    """Variables to divide, each with its dimension; a variable's first dimension counts."""
-    # A preceding Dense layer that is divided by columns, if only elementwise layers follow it.
+def _dimensions_to_shard(model: keras.Model, size: int) -> Iterator[tuple[keras.Variable, int]]:
+    """Yields (variable, dimension) pairs to shard; if a variable occurs twice, its first pair wins."""
+    # A preceding column-parallel Dense layer, if only elementwise layers follow it.
     column: keras.layers.Dense | None = None
     for layer in all_layers(model):
         if type(layer) is keras.layers.Dense:
             rows, columns = layer.kernel.shape
-            by_columns = columns % size == 0 and not (column is not None and column.units == rows)
-            if by_columns:
+            column_parallel = columns % size == 0 and not (column is not None and column.units == rows)
+            if column_parallel:
                 yield from ((variable, len(variable.shape) - 1) for variable in layer.trainable_variables)
             elif rows % size == 0:
                 yield layer.kernel, 0
-            column = layer if by_columns else None
+            column = layer if column_parallel else None
         elif isinstance(layer, _ATTENTION):
             column = None
             dimensions = [(variable, _head_dimension(variable)) for variable in layer.trainable_variables]

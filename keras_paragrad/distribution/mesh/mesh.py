@@ -26,7 +26,7 @@ class Mesh:
         devices: The names of this process's devices, in row-major order.
         batch_axis: The axis that divides the rows of a batch, or `None` if every device computes all rows.
         distribution: The Keras distribution that divides variables, or `None` for an automatic layout.
-        workers: The number of processes, each with as many devices.
+        workers: The number of processes, each with the same number of devices.
         worker: The number of this process.
     """
 
@@ -117,8 +117,8 @@ def _devices_of_worker(mesh: Mesh, workers: int) -> tuple[str, ...]:
     fits = max(count // workers, 1) * workers
     if count % workers or mesh.devices != tuple(f"{kind}:{index}" for index in range(count)):
         raise ValueError(
-            f"The mesh {mesh.in_words} has the devices {', '.join(mesh.devices)}. On {workers} workers, with equally "
-            f"many devices each, they are counted over all of them: {kind}:0 to {kind}:{fits - 1}, say."
+            f"The mesh {mesh.in_words} has the devices {', '.join(mesh.devices)}. On {workers} workers, with the "
+            f"same number of devices each, they are counted over all of them: {kind}:0 to {kind}:{fits - 1}, say."
         )
     return mesh.devices[: count // workers]
 

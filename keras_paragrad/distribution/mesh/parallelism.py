@@ -25,7 +25,7 @@ from keras_paragrad.distribution.mesh.layouts import (
     automatic_layout,
     axes_of_variables,
     check_layout_map,
-    variables_kept_divided,
+    variables_kept_sharded,
 )
 from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, Mesh, check_mesh, planned_mesh
 from keras_paragrad.distribution.options import Decisions, Options
@@ -124,7 +124,7 @@ class MeshPreparation(Preparation):
 
     Raises:
         ValueError: A layout doesn't fit, or the model can't be trained on a mesh. The message says what to write.
-        RuntimeError: TensorFlow trains wrong on such a mesh.
+        RuntimeError: TensorFlow computes wrong results on such a mesh.
     """
 
     def start(self) -> None:
@@ -135,7 +135,7 @@ class MeshPreparation(Preparation):
         self.mesh = mesh
         check_layout_map(model, mesh, None)
         self._axes = axes_of_variables(model, mesh)
-        self._kept_divided = variables_kept_divided(model, self._axes)
+        self._kept_sharded = variables_kept_sharded(model, self._axes)
         check_steps(mesh)
         self._outputs = OutputLayouts(mesh.distribution)
         devices = make_mesh(mesh.shape, mesh.devices, mesh.workers, mesh.worker)
@@ -169,7 +169,7 @@ class MeshPreparation(Preparation):
     def _place(self, variable: keras.Variable) -> tuple[Axes, bool]:
         """The variable's axes, and whether steps gather it."""
         axes = self._axes.get(id(variable), (None,) * len(variable.shape))
-        return axes, id(variable) not in self._kept_divided
+        return axes, id(variable) not in self._kept_sharded
 
     def _check_first(self, data: Batch, on_mesh: ModelOnMesh) -> None:
         """Refuses a first batch of indivisible size, or whose gradient differs from that on one device."""

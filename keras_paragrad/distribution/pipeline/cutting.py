@@ -29,7 +29,7 @@ from keras_paragrad.engine.step.segments import (
 from keras_paragrad.engine.step.tracing import candidate_batches
 from keras_paragrad.engine.tracing.untouched import untouched
 
-# The made-up examples for measuring, and the length of axes that the model leaves open.
+# The made-up examples for measuring, and the length of axes of unknown size.
 _ROWS, _LENGTH = 16, 128
 _REPEATS = 5
 # The largest stage may be larger than necessary by this factor, if fewer tensors cross the cuts then.
@@ -172,7 +172,7 @@ def _balanced_cuts(calls: Calls, stages: int, sizes: Sequence[int]) -> list[int]
     if len(candidates) + 1 < stages:
         raise ValueError(
             f"stages={stages}, but {calls.model.name!r} can be cut into {len(candidates) + 1} at most that have "
-            "something to do and share no weights. Write fewer stages, and name as many devices."
+            "something to do and share no weights. Write fewer stages, and name the same number of devices."
         )
     totals = list(itertools.accumulate(sizes))
     ends = [*(totals[index] for index in candidates), totals[-1]]

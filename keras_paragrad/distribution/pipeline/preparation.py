@@ -116,8 +116,8 @@ class PipelinePreparation(Preparation):
         parts = cut(model, pipeline, devices[0][0])
         if StepBuilder.of(model).stages.split is not None:
             raise ValueError(
-                f"{model.name!r} is under microbatch, and a pipeline cuts batches itself. Call undo() of the handle "
-                "that microbatch returned, and write Pipeline(..., microbatches=...)."
+                f"{model.name!r} already uses microbatch, and a pipeline cuts batches itself. Call undo() of the "
+                "handle that microbatch returned, and write Pipeline(..., microbatches=...)."
             )
         self._stages: list[tuple[tuple[str, ...], Part]] = list(zip(devices, parts, strict=True))
         # Each variable and its original device, by the variable's `id`.

@@ -41,7 +41,7 @@ def fit_memory(
         run: The plan and the strategies; models are built in shards under `run.strategies.models`.
         batch_size: Examples in a batch.
         batch_spec: The `tf.TypeSpec` of batches, or `None` to derive it from the model.
-        log: Gets a line for each trial.
+        log: Called with one line per trial.
 
     Raises:
         ValueError: The model isn't built, its step can't be traced, or it doesn't fit. The message says what to write.
@@ -66,7 +66,7 @@ def fit_memory(
         model,
         total,
         device_bytes,
-        None if untried else lambda spec: _trial(model, run, total, spec, device_bytes),
+        None if untried else lambda spec: _make_trial(model, run, total, spec, device_bytes),
         replicas=replicas,
         shards=shards,
         min_shard_bytes=options.min_shard_bytes,
@@ -111,8 +111,11 @@ def _shards(model: keras.Model, planned: str) -> tuple[Sequence[str | None], str
     return SHARDS, ""
 
 
-def _trial(model: keras.Model, run: PlannedRun, rows: int, spec: Specs, device_bytes: int) -> Try:
-    """Trains in one way in a process of its own, on zeros."""
+def _make_trial(model: keras.Model, run: PlannedRun, rows: int, spec: Specs, device_bytes: int) -> Try:
+    """Returns a function that trains a `Candidate` on zeros in a child process.
+
+    It returns what it measured, or `None` if memory ran out. `rows` is the batch size over all replicas.
+    """
     trials = Trials(model, _zeros(spec), device_bytes, _STEPS)
     replicas = run.strategies.models.num_replicas_in_sync
 
@@ -137,7 +140,7 @@ def _zeros(spec: Specs) -> list[Any]:
 
 
 def _runner(run: PlannedRun, candidate: Candidate, replicas: int) -> Runner:
-    """Makes the replicas of this process in another."""
+    """Describes how to recreate this process's replicas in a trial's process."""
     kind, options = "GPU" if run.hardware.of_kind("GPU") else "CPU", run.options
     arguments: dict[str, Any] = {
         **{"shard": candidate.choice.shard, "min_shard_bytes": options.min_shard_bytes, "jit": options.jit},
@@ -166,7 +169,7 @@ def _preparations(model: keras.Model, run: PlannedRun, candidate: Candidate) -> 
 
 
 def _apply(model: keras.Model, run: PlannedRun, candidate: Candidate) -> Callable[[], None]:
-    """Applies a choice to the model; returns what undoes all of it but shards."""
+    """Applies a choice to the model; returns a function that undoes everything except sharding."""
     form = candidate.choice.recompute
     with contextlib.ExitStack() as applied:
         if form:

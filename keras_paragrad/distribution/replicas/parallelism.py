@@ -82,6 +82,8 @@ class ReplicaPreparation(Preparation):
         weighting: What the loss of a replica batch is divided by. See `AccumulatingOptimizer`.
         jit: Whether to compile with XLA; `None` follows the model's `compile`.
         shard_policy: How several workers share data that isn't a `DistributedData`.
+        prove: Whether the first batch proves that its parts give the gradient of the whole.
+        deterministic: The number of fixed parts of a batch, whose sums are added in a fixed order; 0 for none.
 
     Raises:
         ValueError: There are several replicas, and the weight of a replica batch is unknown. The message says what to
@@ -103,9 +105,13 @@ class ReplicaPreparation(Preparation):
         super().__init__(model, exact, weighting, jit, shard_policy, prove, deterministic)
 
     def renew(self) -> None:
-        """Fills *take* with the loss normalization; on several workers, replaces `fit`, `evaluate` and `predict`."""
+        """Installs this preparation in the model's step, again after each `compile`.
+
+        It fills *take* with the loss normalization and, if `deterministic`, *split* with fixed parts; on several
+        workers, it replaces `fit`, `evaluate` and `predict`.
+        """
         model = self.model
-        exact, weighting, jit, shard_policy, prove, parts = self.settings
+        exact, weighting, jit, shard_policy, prove, deterministic = self.settings
         _check_shards(model, exact)
         replicas = model.distribute_strategy.num_replicas_in_sync
         if replicas > 1:
@@ -119,16 +125,18 @@ class ReplicaPreparation(Preparation):
             deferred_refusal.check(model)
         elif normalize:
             normalize.check(model)
-            if not parts:
+            if not deterministic:
                 self._warn_of_batch_statistics()
-        # Keras turns XLA off in models where determinism is on; parts are compiled nevertheless, if asked for.
-        if jit is not None and not parts:
+        # Keras turns XLA off in models where determinism is on; parts are compiled nevertheless, if requested.
+        if jit is not None and not deterministic:
             self.set_jit_compile(jit)
         by_xla = replicas > 1 and bool(model.jit_compile) and not self._all_reduces_in_forward_pass()
         several = replica_placement(model.distribute_strategy).workers > 1
-        compared = ComparedFit.of(model, shard_policy, parts or None) if several else None
-        distribute = functools.partial(shard_again, model, shard_policy, parts) if parts else None
-        ordered = self._divide_in_order(parts, weighting, prove, jit is True, replicas) if parts else None
+        compared = ComparedFit.of(model, shard_policy, deterministic or None) if several else None
+        distribute = functools.partial(shard_again, model, shard_policy, deterministic) if deterministic else None
+        ordered = None
+        if deterministic:
+            ordered = self._divide_in_order(deterministic, weighting, prove, jit is True, replicas)
         if ordered is None:
             self._divide_as_before()
         take = Take(None if deferred_refusal else normalize, by_xla, deferred_refusal, prove, ordered)
@@ -182,7 +190,7 @@ class ReplicaPreparation(Preparation):
         return LossNormalization(weighting if stated in ("auto", "uniform") else stated, DIVIDER)
 
     def _warn_of_batch_statistics(self) -> None:
-        """Warns of batch normalization that each replica computes by itself."""
+        """Warns of batch normalization that each replica computes separately."""
         layers = [layer for layer in layers_of_batch_statistics(self.model) if not layer.synchronized]
         if layers:
             warn_once(
@@ -213,8 +221,8 @@ def _warn_of_idle_replicas(model: keras.Model, parts: int, replicas: int) -> Non
     if idle:
         log_once(
             model,
-            f"{idle} of {replicas} replicas compute nothing: deterministic={parts} gives each a power of two of "
-            f"parts. With deterministic={per_replica * replicas} all compute.",
+            f"{idle} of {replicas} replicas compute nothing: deterministic={parts} gives each replica a "
+            f"power-of-two number of parts. deterministic={per_replica * replicas} would keep all busy.",
             logging.WARNING,
         )
 

@@ -113,7 +113,7 @@ def _decide_strategy(hardware: Hardware, options: Options) -> list[Decision]:
     reason = "requested" if named else "the cluster has parameter servers"
     override = 'strategy="auto"' if named else 'strategy="none", to ignore the cluster'
     if options.devices is None:
-        devices = _decision("devices", (), "each worker computes by itself", devices_in_words(hardware))
+        devices = _decision("devices", (), "each worker computes independently", devices_in_words(hardware))
     else:
         devices = requested_devices(tuple(options.devices), hardware)
     push = "workers push gradients to the parameter servers"

@@ -1,1 +1,1 @@
-"""A model's own `train_step`, divided into slices and over replicas."""
+"""A custom `train_step`, divided into slices and over replicas."""

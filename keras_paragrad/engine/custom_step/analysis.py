@@ -1,4 +1,4 @@
-"""Divides a model's own `train_step` into phases, by the dependencies of its updates.
+"""Divides a custom `train_step` into phases, by the dependencies of its updates.
 
 An optimizer's update needs the gradients of all slices. Code that reads the updated weights therefore runs in a later
 *phase*, after all slices of the code that computed the gradient. Within a phase, no slice reads a weight that the
@@ -96,7 +96,7 @@ class StepAnalysis(NamedTuple):
 
 
 def analyze_step(model: keras.Model, data: Batch) -> StepAnalysis:
-    """Analyzes a model's own `train_step` for slices of these shapes and dtypes; refuses one that can't be divided."""
+    """Analyzes a custom `train_step` for slices of these shapes and dtypes; refuses one that can't be divided."""
     return _PhaseAnalysis(StepGraph(model, data)).analyze()
 
 

@@ -1,4 +1,4 @@
-"""Finds, by a trial on synthetic rows, which layer calls in a model's own `train_step` can be divided."""
+"""Finds, by a trial on synthetic rows, which layer calls in a custom `train_step` can be divided."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Intercepts layer calls and `tape.gradient` while a model's own `train_step` is traced."""
+"""Intercepts layer calls and `tape.gradient` while a custom `train_step` is traced."""
 
 import contextlib
 import functools
@@ -45,7 +45,7 @@ class _Interception:
 
     Args:
         handler: The handler.
-        differentiates: Whether `tape.gradient` computes.
+        differentiates: Whether an intercepted `tape.gradient` is running.
     """
 
     def __init__(self, handler: Handler | None, *, differentiates: bool = False):
@@ -68,27 +68,27 @@ def differentiates() -> bool:
 
 
 def _call(
-    here: _Interception, original: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any
+    interception: _Interception, original: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any
 ) -> Any:
-    if here.handler is None:
+    if interception.handler is None:
         return original(layer, *args, **kwargs)
     with _PATCH.open(_Interception(None)):
-        return here.handler.call(functools.partial(original, layer), args, kwargs)
+        return interception.handler.call(functools.partial(original, layer), args, kwargs)
 
 
-def _gradient(here: _Interception, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _gradient(interception: _Interception, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Replaces `tape.gradient`: passes the call to the handler, during which nothing is intercepted."""
     compute = functools.partial(original, *args, **kwargs)
-    if here.handler is None:
+    if interception.handler is None:
         return compute()
     with _PATCH.open(_Interception(None, differentiates=True)):
-        return here.handler.gradient(compute)
+        return interception.handler.gradient(compute)
 
 
-def _get_seed(here: _Interception, original: Callable[..., Any], op_seed: int | None) -> Any:
-    if op_seed is None and here.handler is not None:
-        here.draws += 1
-        op_seed = here.draws
+def _get_seed(interception: _Interception, original: Callable[..., Any], op_seed: int | None) -> Any:
+    if op_seed is None and interception.handler is not None:
+        interception.draws += 1
+        op_seed = interception.draws
     return original(op_seed)
 
 

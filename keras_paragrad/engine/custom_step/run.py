@@ -1,4 +1,4 @@
-"""Runs a model's own `train_step` in slices, phase by phase, with one update for each call of an optimizer."""
+"""Runs a custom `train_step` in slices, phase by phase, with one update for each call of an optimizer."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence

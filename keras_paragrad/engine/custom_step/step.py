@@ -1,4 +1,4 @@
-"""`CustomStep`: runs a model's own `train_step` exactly in slices, on replicas or on a window's micro-batches."""
+"""`CustomStep`: runs a custom `train_step` exactly in slices, on replicas or on a window's micro-batches."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ from keras_paragrad.storage.updating import check_optimizer_of_shards, install_s
 
 
 class CustomStep:
-    """A model's own `train_step`, analyzed for one signature of the data, weighting and divider.
+    """A custom `train_step`, analyzed for one signature of the data, weighting and divider.
 
     `data` has the shapes and dtypes of a batch or a slice. With the weighting `"auto"`, a trial finds the losses'
     divisors.
@@ -171,10 +171,10 @@ class CustomStep:
 
 
 def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:
-    """Runs a model's own `train_step` on a replica, and updates with the mean or sum of the replicas' gradients.
+    """Runs a custom `train_step` on a replica, and updates with the mean or sum of the replicas' gradients.
 
     Gradients are summed if a loss is found to be a sum over the rows. (Keras sums all gradients, and divides its own
-    losses.) Numbers in the logs are summed, or averaged weighted by examples: as a trial finds, or else all alike.
+    losses.) Numbers in the logs are summed, or averaged weighted by examples: as a trial finds, or else equally.
     """
     sums, scalars = sums_in_step(model, data)
     calls = iter(sums)
@@ -246,7 +246,7 @@ def _stated(normalize: LossNormalization) -> Weighting | None:
     """The weighting that the user states, or `None` if it is to be found."""
     if normalize.weighting == "mask":
         raise IndivisibleError(
-            "weighting='mask' needs the outputs of the model, which a train_step of its own keeps to itself. Write "
+            "weighting='mask' needs the outputs of the model, which a custom train_step keeps to itself. Write "
             f"{normalize.divider.configured_by}(..., weighting='auto'), 'examples', 'sample_weight', 'sum', or a "
             "function of (x, y, y_pred, sample_weight), where y_pred is None."
         )

@@ -1,4 +1,4 @@
-"""Traces a model's own `train_step` into a graph that never runs, and finds the sources of its values."""
+"""Traces a custom `train_step` into a graph that never runs, and finds the sources of its values."""
 
 import contextlib
 from collections.abc import Iterable
@@ -61,7 +61,7 @@ class Sources(NamedTuple):
 
 
 class StepGraph:
-    """The graph of a model's own `train_step`. A position is a number of operations.
+    """The graph of a custom `train_step`. A position is a number of operations.
 
     Args:
         model: A built model.

@@ -1,4 +1,4 @@
-"""The versions of weights that the phases of a model's own `train_step` read, and a phase's scope."""
+"""The versions of weights that the phases of a custom `train_step` read, and a phase's scope."""
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor

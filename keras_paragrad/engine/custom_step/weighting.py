@@ -1,4 +1,4 @@
-"""Finds, by a trial on synthetic rows, the divisors of the losses in a model's own `train_step`."""
+"""Finds, by a trial on synthetic rows, the divisors of the losses in a custom `train_step`."""
 
 import contextlib
 import logging
@@ -227,7 +227,7 @@ def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
         if len(analysis.calls) > 1:
             reasons.append(f"updates weights {len(analysis.calls)} times")
         if any(not state.by_slice for state in analysis.states):
-            reasons.append("changes states once an update, which happens once a micro-batch then")
+            reasons.append("changes states once per update, which then happens once per micro-batch")
         others = dict.fromkeys(
             weighting.argument for weighting in weightings if weighting is not WEIGHTINGS["examples"]
         )

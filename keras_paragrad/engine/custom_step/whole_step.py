@@ -1,4 +1,4 @@
-"""Runs a model's own `train_step` on the whole batch on each replica, and divides only its layer calls.
+"""Runs a custom `train_step` on the whole batch on each replica, and divides only its layer calls.
 
 For steps that compare rows, clip gradients themselves, or have a divisor that no weighting names. Each of the R
 replicas has all rows and computes the same loss, except that in a layer call, replica r computes the outputs y_r of its
@@ -52,7 +52,7 @@ _DIFFERENT = "A call of a layer in train_step gets tensors with different number
 
 
 class WholeStep:
-    """A model's own `train_step` on the whole batch, analyzed for the shapes of a replica batch.
+    """A custom `train_step` on the whole batch, analyzed for the shapes of a replica batch.
 
     Raises:
         IndivisibleError: Replicas would compute different results, or no layer call can be divided.
@@ -105,7 +105,7 @@ class WholeStep:
 
 
 def divide_on_replicas(model: keras.Model, data: Batch, normalize: LossNormalization) -> CustomStep | WholeStep:
-    """Analyzes a model's own `train_step`: divides its rows, or else its layer calls, or refuses it."""
+    """Analyzes a custom `train_step`: divides its rows, or else its layer calls, or refuses it."""
     try:
         return CustomStep(model, data, normalize)
     # Noise drawn for all rows of a batch doesn't fit a part of them.
@@ -305,7 +305,7 @@ def _mean(tensor: tf.Tensor) -> Any:
 
 
 def _of_all_replicas(tensor: tf.Tensor | None) -> tf.TensorSpec | None:
-    """The spec of all replicas' rows together; replicas have equally many rows if the number is static."""
+    """The spec of all replicas' rows together; replicas have the same number of rows if it is static."""
     if tensor is None:
         return None
     rows, *inner = tensor.shape

@@ -57,7 +57,7 @@ class PartComparison(abc.ABC):
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         """For each call of an optimizer, the gradient of the rows from `first` on.
 
-        If `changed`, for inputs and weights changed in the last digits, with other random numbers.
+        If `changed`, perturbs inputs and weights in the last digits, and draws other random numbers.
         """
 
     def compare(self, data: Batch, cut: RowCut) -> Difference | None:
@@ -68,7 +68,7 @@ class PartComparison(abc.ABC):
         # Changes that affect only rounding and random numbers.
         changed = functools.cache(lambda: list(self._changed(rows)))
         for call, (whole, total) in enumerate(self.gradients(rows, cut)):
-            error = _finding(
+            error = _unexplained_error(
                 whole,
                 total,
                 lambda call=call: (gradients[call] for gradients in changed()),
@@ -90,7 +90,7 @@ class PartComparison(abc.ABC):
         return [(whole.gradient, total) for whole, total in zip(wholes, totals, strict=True)]
 
     def prepare(self, rows: Batch, cut: RowCut) -> Batch | None:
-        """Prepares the rows from which gradients are computed; `None` if they can't be."""
+        """Prepares the rows from which gradients are computed; `None` if that isn't possible."""
         return rows
 
     def add(self, total: list[np.ndarray], gradient: list[np.ndarray], share: float, start: int, stop: int) -> None:
@@ -109,7 +109,7 @@ class PartComparison(abc.ABC):
         return [call.gradient for call in self.run(reverse_rows(rows), 0)]
 
 
-def _finding(
+def _unexplained_error(
     whole: list[np.ndarray],
     total: list[np.ndarray],
     changed: Callable[[], Iterable[list[np.ndarray]]],
@@ -123,8 +123,8 @@ def _finding(
     return 0.0 if error <= TIMES_NOISE * noise else error
 
 
-def change_last_digits(nested: Any) -> Any:
-    """Changes the real numbers of nested tensors in the last digits of float32."""
+def perturb(nested: Any) -> Any:
+    """Perturbs the real numbers of nested tensors in the last digits of float32."""
 
     def change(value: Any) -> Any:
         return (

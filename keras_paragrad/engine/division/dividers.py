@@ -19,9 +19,9 @@ class Divider:
         parts: What the parts of a batch are called.
         for_equal_parts: A clause: what to write if all parts have the same size and weights.
         to_train_anyway: A clause: what to write for a model that mixes examples; `None` if nothing would help.
-        on_whole_batches: A clause: how a loss is computed on the outputs of the whole batch; `None` if it can't be.
+        on_whole_batches: A clause: how a loss is computed on the outputs of the whole batch, or `None`.
         in_sequence: Whether a part sees the states that earlier parts leave.
-        divides_steps: Whether a `train_step` of the model's own is divided.
+        divides_steps: Whether a custom `train_step` is divided.
         takes_weighting: Whether a `weighting` can be stated. Where none can, other states than the whole batch's are
             warned of, and not refused.
         whole_batches: A sentence: what trains on whole batches instead.

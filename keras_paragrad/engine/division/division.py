@@ -20,7 +20,7 @@ from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS
 from keras_paragrad.engine.division.slices import find_refusal_of_slices, trace_loss
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.probes.comparing import compare_examples
+from keras_paragrad.engine.probes.comparing import find_row_comparison
 from keras_paragrad.engine.step.building import build_by_calling, build_losses
 from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.stages import Split, Stages
@@ -35,8 +35,8 @@ class Division(NamedTuple):
     Attributes:
         cut: Whether the batch is cut into slices.
         whole_loss: Whether the loss is computed on the outputs of the whole batch.
-        step: The analyzed `train_step` of the model's own that parts of the batch run, if they do.
-        undivided: Why batches can't be cut, if they can't be: one of more rows than a slice has is refused.
+        step: The analyzed custom `train_step` run on each part, or `None`.
+        undivided: Why the batch can't be cut, or `None`; if set, a batch larger than one slice raises.
     """
 
     cut: bool = False
@@ -49,9 +49,8 @@ class Divisions:
     """Finds the divisions of a model's batches, until the model is compiled again.
 
     Attributes:
-        steps: The analyzed steps of the model's own `train_step`, by signature. Compiled functions use their
-            variables.
-        undivided: Why batches are left whole whose number of rows isn't known before they come, if they are.
+        steps: The analyzed steps of the custom `train_step`, by signature. Compiled functions use their variables.
+        undivided: Why batches of unknown size are left whole, or `None`.
     """
 
     def __init__(self, model: keras.Model):
@@ -117,7 +116,7 @@ class Divisions:
 
     def of(self, stages: Stages, data: Batch) -> Division:
         """Finds the division of a batch, or of a replica's part; raises `IndivisibleError` if it can't be divided."""
-        find = self._of_own_step if overrides_train_step(self.model) else self._of_keras_step
+        find = self._divide_custom_step if overrides_train_step(self.model) else self._divide_keras_step
         division = find(stages, data)
         if division.undivided and stages.split:
             if stages.split.cuts(data) is None:
@@ -125,8 +124,8 @@ class Divisions:
             stages.split.deferred_refusal.say(self.model, division.undivided)
         return division
 
-    def _of_own_step(self, stages: Stages, data: Batch) -> Division:
-        """Finds the division for a model with its own `train_step`."""
+    def _divide_custom_step(self, stages: Stages, data: Batch) -> Division:
+        """Finds the division for a model with a custom `train_step`."""
         split, take = stages.split, stages.take
         undivided = split.normalize.find_refusal(self.model) if split else None
         if split and undivided and split.cuts(data):
@@ -154,17 +153,22 @@ class Divisions:
                 self.steps[signature] = divide(model, part, normalize)
         return self.steps[signature]
 
-    def _of_keras_step(self, stages: Stages, data: Batch) -> Division:
-        """Finds the division for a model with Keras's `train_step`."""
+    def _divide_keras_step(self, stages: Stages, data: Batch) -> Division:
+        """Finds the division for a model with Keras's `train_step`.
+
+        Cuts the batch if its loss can be weighted by slice; computes the loss on the whole batch if it compares rows;
+        otherwise leaves the batch whole, with the reason.
+        """
         split, replicas = stages.split, replica_count()
-        # `None` if the number of rows isn't known.
+        # Whether the batch is larger than a slice; `None` if its number of rows isn't known.
         cuts = False if split is None else split.cuts(data)
         divides = split if cuts is not False else stages.take if replicas > 1 else None
         undivided = None
         if divides and divides.normalize and not stages.combine and divides.normalize.divider.on_whole_batches:
-            compares = self._compares_examples(stages, data, divides.normalize)
+            compares = self._needs_whole_outputs(stages, data, divides.normalize)
             if compares is True:
                 return Division(cut=cuts is not False, whole_loss=True)
+            # Replicas can't leave the batch whole; without replicas, slices can.
             if compares and (cuts is False or replicas > 1):
                 raise IndivisibleError(compares)
             undivided = compares or None
@@ -175,13 +179,13 @@ class Divisions:
             raise _too_large(split, undivided)
         return Division(cut=cuts is not False and not undivided, undivided=undivided)
 
-    def _compares_examples(self, stages: Stages, data: Batch, normalize: LossNormalization) -> bool | str:
+    def _needs_whole_outputs(self, stages: Stages, data: Batch, normalize: LossNormalization) -> bool | str:
         """Whether the loss has to be computed on the whole batch's outputs; or the reason why it can't be."""
         model = self.model
         # A model without compiled losses may not be built yet, and trials need a built one.
         build_by_calling(model, keras.utils.unpack_x_y_sample_weight(data)[0])
         build_losses(model, data)
-        compares = compare_examples(model, data, normalize)
+        compares = find_row_comparison(model, data, normalize)
         if compares is not True:
             return compares
         if find_accumulator(model.optimizer) and not (stages.apply and stages.apply.deferred_refusal):
@@ -202,7 +206,7 @@ def _too_large(split: Split, refusal: str) -> IndivisibleError:
 
 
 def _check_slices(model: keras.Model, stages: Stages) -> None:
-    """Refuses slices of a model's own `train_step` together with accumulation, or on a mesh."""
+    """Refuses slices of a custom `train_step` together with accumulation, or on a mesh."""
     name = type(model).__name__
     if stages.apply:
         raise IndivisibleError(

@@ -150,11 +150,11 @@ class FirstBatchProof:
         if self.stages.apply or not _sums(self.model, data):
             difference = find_difference(self.model, data, size, parts, None)
             if difference is not None:
-                warn_once(self.model, f"{difference}, with {stated}, which counts all parts alike.")
+                warn_once(self.model, f"{difference}, with {stated}, which weights all parts equally.")
         _measure_statistics(self.model, data, size, parts, None)
 
     def _prove_step(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
-        """Proves the model's own `train_step` after it is analyzed."""
+        """Proves the custom `train_step` after it is analyzed."""
         step = next(
             (candidate for candidate in self._divisions.steps.values() if isinstance(candidate, CustomStep)), None
         )

@@ -13,7 +13,7 @@ from keras_paragrad.engine.division.comparison import (
     Difference,
     PartComparison,
     WeightedGradient,
-    change_last_digits,
+    perturb,
 )
 from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
@@ -60,7 +60,7 @@ def find_difference(
     Args:
         size: The rows that one part holds.
         parts: The number of parts of an update.
-        normalize: Computes the weight of a part; all weigh alike, if `None`.
+        normalize: Computes the weight of a part; all weigh the same, if `None`.
         loss_alone: Whether to differentiate only the loss, with respect to the outputs.
     """
 
@@ -141,7 +141,7 @@ class _DividedPass(PartComparison):
         return None if error is None else Difference(error, len(cut.rows), len(cut.bounds))
 
     def run(self, rows: Batch, first: int, *, changed: bool = False) -> list[WeightedGradient]:
-        state = change_last_digits(self.function.reseed()) if changed else None
+        state = perturb(self.function.reseed()) if changed else None
         (gradients, divisor), _ = self.function(rows, state, first)
         return [WeightedGradient([np.asarray(gradient, "float64") for gradient in gradients], float(divisor))]
 
@@ -188,7 +188,7 @@ class _DividedLoss(_DividedPass):
     def run(self, rows: Any, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         if changed:
             data, (y_pred, masks) = rows
-            rows = data, (change_last_digits(y_pred), masks)
+            rows = data, (perturb(y_pred), masks)
         return super().run(rows, first, changed=changed)
 
     def reordered(self, rows: Batch) -> list[list[np.ndarray]]:

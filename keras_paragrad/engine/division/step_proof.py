@@ -1,4 +1,4 @@
-"""The proof on the first batch, for a `train_step` of the model's own."""
+"""The proof on the first batch, for a custom `train_step`."""
 
 import keras
 import numpy as np
@@ -6,7 +6,7 @@ import numpy as np
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.custom_step.step import CustomStep
 from keras_paragrad.engine.custom_step.weighting import TrialStep
-from keras_paragrad.engine.division.comparison import Difference, PartComparison, WeightedGradient, change_last_digits
+from keras_paragrad.engine.division.comparison import Difference, PartComparison, WeightedGradient, perturb
 from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.division.proof import MOST_BYTES, bytes_of
 from keras_paragrad.engine.losses.terms import arguments_of
@@ -53,4 +53,4 @@ class _DividedStep(PartComparison):
 
 
 def _change_inputs(rows: Batch) -> Batch:
-    return (change_last_digits(rows[0]), *rows[1:]) if isinstance(rows, tuple) else change_last_digits(rows)
+    return (perturb(rows[0]), *rows[1:]) if isinstance(rows, tuple) else perturb(rows)

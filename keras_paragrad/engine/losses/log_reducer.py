@@ -196,7 +196,7 @@ class _ReducedResults(MethodPatch):
 
 @contextlib.contextmanager
 def reducing_metrics(reducer: LogReducer, *, updates: bool = True) -> Generator[None]:
-    """Context in which a model's metrics return results over all replicas, and reduce their updates if asked."""
+    """Context in which a model's metrics return results over all replicas, and reduce their updates if requested."""
     counting = counting_numbers(reducer.model, reducer) if updates else contextlib.nullcontext()
     with patched(reducer.model, lambda: _ReducedResults(reducer.metrics)) as results, counting:
         results.reducers[replica_index()] = reducer

@@ -50,8 +50,8 @@ def metrics_result(model: keras.Model) -> StepLogs:
 class AllReducedResults:
     """The model's metrics over the examples of all replicas: all-reduces their states, and the `losses`, if any.
 
-    Keras averages the replicas' results, which is right only if all had equally many examples. `parts` are the tensors
-    to all-reduce: a vector for each dtype, and the losses.
+    Keras averages the replicas' results, which is right only if all had the same number of examples. `parts` are the
+    tensors to all-reduce: a vector for each dtype, and the losses.
     """
 
     def __init__(self, model: keras.Model, losses: TrackedLosses | None = None):

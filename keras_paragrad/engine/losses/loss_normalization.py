@@ -168,7 +168,7 @@ class LossNormalization:
 
 
 def _why_unknown(model: keras.Model, terms: list[LossTerm]) -> str | None:
-    """Why the compiled losses don't determine the loss's divisor, or `None` if they do."""
+    """Why the compiled losses don't determine the loss's divisor, or `None`."""
     if overrides_compute_loss(model):
         return f"{type(model).__name__} defines its own compute_loss, so the normalizer of its loss is unknown."
     if not all(summed_by_keras(model)):

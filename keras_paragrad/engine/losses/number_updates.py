@@ -33,7 +33,7 @@ def counting_numbers(model: keras.Model, counter: NumberCounter) -> Generator[No
     It keeps values per example.
     """
     with patched(model, lambda: _NumberUpdates(step_metrics(model))) as updates:
-        # Each replica is traced on a thread of its own, and so is a trial.
+        # Each replica is traced on a separate thread, and so is a trial.
         thread = threading.get_ident()
         updates.counters[thread] = counter
         try:

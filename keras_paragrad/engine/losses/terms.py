@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.collectives import replica_index
 from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.private import (
@@ -233,7 +233,7 @@ def recorded_terms(
         by_example: Whether masked means get the gradient of the mean of the examples' masked means, and keep their
             values.
     """
-    look_for("models")
+    check_internals("models")
     terms: list[LossTerm] = []
     compiled = model._compile_loss
     if compiled is None:

@@ -43,7 +43,7 @@ ROWS = TracedRows()
 def pinning_between_layers(model: keras.Model) -> Generator[None]:
     """Context in which the inputs and outputs of layers are divided only by rows.
 
-    With layouts of its own choice, DTensor computes some operations wrong, such as a concatenation along a divided
+    With layouts that it chooses, DTensor computes some operations wrong, such as a concatenation along a divided
     dimension or a reshape that splits one.
     """
     layers = all_layers(model)

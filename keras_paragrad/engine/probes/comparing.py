@@ -23,15 +23,15 @@ from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
 _ROWS = 8
 
 
-def compares_examples(model: Any, data: Batch, normalize: LossNormalization, *, training: bool = True) -> bool:
+def needs_whole_outputs(model: Any, data: Batch, normalize: LossNormalization, *, training: bool = True) -> bool:
     """Whether the loss must be computed on a whole batch's outputs; raises `IndivisibleError` if it can't be."""
-    answer = compare_examples(model, data, normalize, training=training)
+    answer = find_row_comparison(model, data, normalize, training=training)
     if isinstance(answer, str):
         raise IndivisibleError(answer)
     return answer
 
 
-def compare_examples(model: Any, data: Batch, normalize: LossNormalization, *, training: bool = True) -> bool | str:
+def find_row_comparison(model: Any, data: Batch, normalize: LossNormalization, *, training: bool = True) -> bool | str:
     """Whether the loss compares examples, and so needs a whole batch's outputs; or why it can't have them."""
     if normalize.weighting != "auto" or not normalize.divider.on_whole_batches or overrides_train_step(model):
         return False
@@ -39,7 +39,7 @@ def compare_examples(model: Any, data: Batch, normalize: LossNormalization, *, t
         return False
     arguments = arguments_of(data)
     key = ("compares", normalize.divider, training, _is_required(model))
-    return once_per_compile(key, model, arguments, lambda: _find(model, arguments, normalize.divider, training))
+    return once_per_compile(key, model, arguments, lambda: _run_trials(model, arguments, normalize.divider, training))
 
 
 class _Traced(NamedTuple):
@@ -50,11 +50,11 @@ class _Traced(NamedTuple):
     refusal: str | None
 
 
-def _find(model: Any, arguments: LossArguments, divider: Divider, training: bool) -> bool | str:
+def _run_trials(model: Any, arguments: LossArguments, divider: Divider, training: bool) -> bool | str:
     """Runs the trials; returns a refusal if a layer mixes examples too."""
     # Training and evaluation share this answer.
     key = ("comparison", _is_required(model))
-    comparison = once_per_compile(key, model, arguments, lambda: _compare(model, arguments))
+    comparison = once_per_compile(key, model, arguments, lambda: _try_comparison(model, arguments))
     if not comparison:
         return False
     if layer := _mixing_layer(model, arguments["x"], divider, training):
@@ -66,7 +66,7 @@ def _find(model: Any, arguments: LossArguments, divider: Divider, training: bool
     if training:
         log_once(
             model,
-            f"The loss of {model.name!r} compares the examples of a batch, or divides by something of its own, so it "
+            f"The loss of {model.name!r} compares the examples of a batch, or divides by a custom quantity, so it "
             f"is computed on the outputs of whole batches; {divider.on_whole_batches}.",
         )
     return True
@@ -82,14 +82,15 @@ def _is_required(model: Any) -> bool:
     return results is not None and results[0] is model._compile_config and ("whole losses", False) in results[1]
 
 
-def _compare(model: Any, arguments: LossArguments) -> bool | str:
+def _try_comparison(model: Any, arguments: LossArguments) -> bool | str:
     """Whether the loss compares examples, or the reason why outputs of parts can't be joined for it."""
     # The refusal gives the reason.
     traced = run_trial(lambda size: _trace(model, arguments, size), *SIZES, otherwise=None, question=None)
-    return traced is not None and _compares(model, traced) and (traced.refusal or True)
+    return traced is not None and _loss_compares_rows(model, traced) and (traced.refusal or True)
 
 
-def _compares(model: Any, traced: _Traced) -> bool:
+def _loss_compares_rows(model: Any, traced: _Traced) -> bool:
+    """Whether the traced loss depends on more than one row at a time, or has to be treated as if it did."""
     if _is_required(model):
         return True
     # A loss that returns one number has no values to compare, and a custom `compute_loss` may do anything.
@@ -99,7 +100,7 @@ def _compares(model: Any, traced: _Traced) -> bool:
     if not unknown and not overrides_compute_loss(model):
         return False
     trial = find_weightings(model, traced.arguments)
-    # For a random loss, averages say less than the refusal does.
+    # `None`: the trial failed on synthetic rows and shows nothing; a later refusal says more.
     return trial is not None and not trial.fitting
 
 

@@ -87,7 +87,7 @@ def once_per_compile(
 ) -> Result:
     """The result of `find`, cached for each `compile` and each signature of the arguments.
 
-    If `by_replicas`, several replicas have a result of their own.
+    If `by_replicas`, several replicas have separate results.
     """
     key = (*key, by_replicas and replica_count() > 1, *map(_signature, keras.tree.flatten(arguments)))
     configuration = model._compile_config
@@ -157,7 +157,7 @@ def states_refusal(names: Sequence[str], divider: Divider) -> str:
     """The error for states that differ after parts of a batch, or that later parts read."""
     return (
         f"The state of {', '.join(names)} is updated with each of {divider.parts}, so it ends up different from one "
-        "update with the whole batch, or later parts read a changed state. Update it once a batch, in "
+        "update with the whole batch, or later parts read a changed state. Update it once per batch, in "
         f"on_train_batch_end of a callback. {divider.whole_batches}"
     )
 

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.layers import attributes, call_model
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.types import Batch, Structure
@@ -44,7 +44,7 @@ def find_mixing_layer(model: keras.layers.Layer, *arguments: Any, training: bool
     random in training, compares them in inference. Also `None` if the model can't be called on synthetic rows.
     """
 
-    look_for("models")
+    check_internals("models")
 
     def find(size: int) -> str | None:
         if computes_rows_independently(model):

@@ -161,7 +161,7 @@ class _Trial:
 
     @functools.cached_property
     def _drawn(self) -> State:
-        """Replaces kernels, as the model's own may route all rows to one expert."""
+        """Replaces kernels, because the model's may route all rows to one expert."""
         pairs = zip(self.compute.variables, self.compute.start, strict=True)
         return [draw_kernel(variable, value) for variable, value in pairs]
 

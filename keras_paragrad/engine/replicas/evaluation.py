@@ -20,7 +20,7 @@ from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result,
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import arguments_of, compute_loss
-from keras_paragrad.engine.probes.comparing import compares_examples
+from keras_paragrad.engine.probes.comparing import needs_whole_outputs
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.step.building import build_layers_from_inputs
@@ -43,7 +43,7 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
         filled = replica_batch.filled(data)
         if take.ordered:
             normalize = take.ordered.normalize
-            if proof.whole_losses or compares_examples(model, filled, normalize, training=False):
+            if proof.whole_losses or needs_whole_outputs(model, filled, normalize, training=False):
                 raise IndivisibleError(
                     "The loss compares examples of different parts of a batch. Evaluate without deterministic: call "
                     "undo() of what dist.prepare(model) returned."
@@ -55,7 +55,7 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
             return _results(model, TrackedLosses(model, sums, on_first=True))
         normalize = take.normalize
         if (normalize and replica_count() > 1) and (
-            proof.whole_losses or compares_examples(model, filled, normalize, training=False)
+            proof.whole_losses or needs_whole_outputs(model, filled, normalize, training=False)
         ):
             # Every replica has the loss of the whole batch, also an empty one.
             y_pred, sums = evaluate_whole(model, filled, replica_batch)

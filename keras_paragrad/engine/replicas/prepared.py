@@ -205,7 +205,7 @@ def warn_if_unprepared(strategy: tf.distribute.Strategy) -> None:
             del vars(strategy)["experimental_distribute_dataset"]
             warnings.warn(
                 f"{model.name!r} was built within `with dist.scope():` and not prepared, so its fit is Keras's own: "
-                "each replica's gradient counts the same and is clipped by itself, which differs from one device. "
+                "each replica's gradient counts the same and is clipped separately, which differs from one device. "
                 "Write dist.fit(model, ...) or, before model.fit(...), dist.prepare(model).",
                 stacklevel=2,
             )

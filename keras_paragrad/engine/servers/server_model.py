@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.data import without_optionals
 from keras_paragrad.compat.optimizer import updating_optimizers
 from keras_paragrad.compat.state import replace_methods, restore_methods
@@ -93,7 +93,7 @@ class ParameterServerModel:
     """
 
     def __init__(self, model: keras.Model, sender: StepSender, check: Callable[[], None]):
-        look_for("models", "steps")
+        check_internals("models", "steps")
         self._model: keras.Model = model
         self._sender = sender
         self._check = check

@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.data import EpochIterator
 from keras_paragrad.compat.model import Trainable, fit_frame, overrides_train_step, traced_as
@@ -68,7 +68,7 @@ class StepBuilder:
     """
 
     def __init__(self, model: keras.Model):
-        look_for("models", "steps")
+        check_internals("models", "steps")
         self.model = model
         self.stages = Stages()
         self.loss_window: LossWindow | None = None

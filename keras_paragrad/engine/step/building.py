@@ -136,7 +136,7 @@ def _zeros(
     return tf.nest.map_structure(lambda source: tf.zeros(source.shape, source.dtype), sources)
 
 
-# Variables are made and not assigned, on so many replicas.
+# Variables are made and not assigned, on this many replicas.
 _WITHOUT_UPDATES = ProcessPatch[int](
     lambda: (
         Replacement(Variable, "assign", lambda replicas, original, variable, value: variable),
@@ -162,7 +162,7 @@ def losses_built(model: keras.Model) -> bool:
 
 
 def build_losses(model: keras.Model, data: Batch, *, metrics: bool = False) -> None:
-    """Builds the compiled losses, and metrics if asked, from a batch or a slice, unless they are built.
+    """Builds the compiled losses, and metrics if requested, from a batch or a slice, unless they are built.
 
     Called within a step or before it. Under a strategy, Keras builds them.
     """
@@ -238,7 +238,7 @@ def check_compiled_in_scope(model: keras.Model) -> None:
 
 
 def _counters(optimizer: keras.optimizers.Optimizer | None) -> list[keras.Variable]:
-    # Under Keras's own accumulation, `iterations` is no variable.
+    # Under Keras's own accumulation, `iterations` isn't a variable.
     counters = [held.iterations for held in held_optimizers(optimizer)]
     return [counter for counter in counters if isinstance(counter, keras.Variable)]
 

@@ -13,12 +13,12 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.private import FuncGraph
-from keras_paragrad.compat.state import LOGGED, Slot, is_first
+from keras_paragrad.compat.state import LOGGED, Slot, record_first
 from keras_paragrad.compat.types import Batch, LossArguments, Step, StepLogs
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.comparing import compare_examples
+from keras_paragrad.engine.probes.comparing import find_row_comparison
 from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of, static_row_count
 from keras_paragrad.engine.tracing.untouched import trace_rows
 
@@ -58,13 +58,13 @@ class DeferredRefusal:
         if self.where in LOGGED.of(model) or looked.get(self.where) is model._compile_config:
             return
         _LOOKED.attach(model, {**looked, self.where: model._compile_config})
-        # A graph of its own, which never runs.
+        # A separate graph, which never runs.
         with FuncGraph("deferred_refusal").as_default(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 self.normalize.check(model)
                 data = tuple(arguments[name] for name in ("x", "y", "sample_weight"))
-                compares = compare_examples(model, data, self.normalize)
+                compares = find_row_comparison(model, data, self.normalize)
                 if isinstance(compares, str):
                     self.say(model, compares)
                 elif not compares:
@@ -77,7 +77,7 @@ class DeferredRefusal:
 
     def say(self, model: keras.Model, refusal: str) -> None:
         """Logs the refusal, unless it was logged for this model before."""
-        if is_first(model, self.where):
+        if record_first(model, self.where):
             _log.warning("%s %s would be refused: %s", type(model).__name__, self.where, refusal)
 
 

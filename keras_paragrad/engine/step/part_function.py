@@ -130,7 +130,7 @@ class PartFunction:
             raise IndivisibleError(
                 f"The step assigns to {', '.join(unknown)}, and parts of a batch would leave a state that differs "
                 "from the whole's. Give layers that draw random numbers a keras.random.SeedGenerator as an attribute, "
-                f"and update other states once a batch, in on_train_batch_end of a callback{otherwise}"
+                f"and update other states once per batch, in on_train_batch_end of a callback{otherwise}"
             )
         graph = tf.compat.v1.get_default_graph()
         if hidden := find_hidden_state(graph.get_operations()):

@@ -21,7 +21,7 @@ from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
 from keras_paragrad.storage.model_variables import STEP_BUILDER
 
-# Rows of a traced batch that are recognized in the sizes of tensors: primes, and larger than most axes.
+# Batch sizes to trace with: primes larger than most axes, so that the batch dimension is recognized in tensor sizes.
 _PRIMES = (1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049, 1051, 1061)
 
 
@@ -74,8 +74,8 @@ def traced_step(
 ) -> TracedStep:
     """Traces a model's `train_step` on one device, with the slices of `microbatch` and without compiled metrics.
 
-    Runs in a separate thread, where no strategy is active. The model is not changed. `length` is the size of open axes
-    of the inputs; the optimizer and the `tf.TypeSpec` of a batch are the model's, unless they are given.
+    Runs in a separate thread, where no strategy is active. The model is not changed. `length` is the size of the
+    inputs' axes of unknown size; the optimizer and the `tf.TypeSpec` of a batch are the model's, unless they are given.
 
     Raises:
         ValueError: The inputs or targets can't be derived, or an optimizer can't be copied. The message says what
@@ -225,7 +225,7 @@ def _without_values(model: keras.Model) -> Generator[None]:
 
 
 def candidate_batches(model: keras.Model, rows: int, length: int | None) -> Iterator[tuple[Specs, ...]]:
-    """Batches of `tf.TensorSpec` that a built model may be trained on, the likeliest first; open axes have `length`."""
+    """Batches of `tf.TensorSpec` that a built model may be trained on, the likeliest first; open axes get `length`."""
     x = _inputs(model, rows, length)
     with untouched(model, never_run()):
         outputs = model.compute_output_spec(keras.tree.map_structure(_symbolic, x))
@@ -238,14 +238,14 @@ def candidate_batches(model: keras.Model, rows: int, length: int | None) -> Iter
 
 
 def with_batch_size(spec: Specs, rows: int, length: int | None) -> Specs:
-    """Sets the number of rows in the specs of a batch; refuses other open sizes without a `length` for them."""
+    """Sets the number of rows in the specs of a batch; refuses other unknown sizes without a `length` for them."""
 
     def resize(leaf: Any) -> tf.TensorSpec:
         shape = leaf.shape.as_list() if isinstance(leaf, tf.TensorSpec) and leaf.shape.rank else [None, None]
         if None in shape[1:] and length is None:
             raise ValueError(
-                f"Memory depends on sizes that the data leaves open: {leaf}. Call dist.estimate(model, batch_size, "
-                "length=128), and choose shard=None, 'optimizer' or 'parameters' by it."
+                f"Memory depends on dimensions whose size the data doesn't specify: {leaf}. Call dist.estimate(model, "
+                "batch_size, length=128), and choose shard=None, 'optimizer' or 'parameters' by it."
             )
         return tf.TensorSpec((rows, *(length if size is None else size for size in shape[1:])), leaf.dtype)
 
@@ -261,16 +261,16 @@ def _inputs(model: keras.Model, rows: int, length: int | None) -> Specs:
             "batch. Or build it from keras.Input."
         )
 
-    def resize(tensor: keras.KerasTensor):
+    def spec_of(tensor: keras.KerasTensor):
         shape = tuple(tensor.shape)[1:]
         if None in shape and length is None:
             raise ValueError(
-                f"The input {tensor.name!r} of {model.name!r} leaves sizes open: {tuple(tensor.shape)}. Say what they "
-                "are: estimate(model, batch_size, length=128), or --length 128."
+                f"The input {tensor.name!r} of {model.name!r} has dimensions of unknown size: {tuple(tensor.shape)}. "
+                "Specify them: estimate(model, batch_size, length=128), or --length 128."
             )
         return tf.TensorSpec((rows, *(length if size is None else size for size in shape)), tensor.dtype)
 
-    return keras.tree.map_structure(resize, structure)
+    return keras.tree.map_structure(spec_of, structure)
 
 
 def _structure(model: keras.Model) -> Structure:

@@ -55,7 +55,7 @@ class TrainStep(NamedTuple):
     division: Division
 
     def run_own(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
-        """Runs the model's own `train_step`, and returns its logs."""
+        """Runs the custom `train_step`, and returns its logs."""
         step, split = self.division.step, self.stages.split
         if step is None:
             return self._run_undivided(data)
@@ -72,7 +72,7 @@ class TrainStep(NamedTuple):
         return logs
 
     def _run_undivided(self, data: Batch) -> StepLogs:
-        """Runs the model's own `train_step` as it is, on one device or inexactly on several."""
+        """Runs the custom `train_step` as it is, on one device or inexactly on several."""
         several = self.stages.take and replica_count() > 1
         if self.stages.chain and replica_count() > 1 and not self._accumulator:
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.check import look_for
+from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.tracing.gradient_functions import closure_contents
@@ -21,7 +21,7 @@ _DEPTH = 8
 
 def examples_seen(model: keras.Model) -> float | None:
     """The number of this worker's examples in the model's mean loss of this epoch; `None` without a loss tracker."""
-    look_for("models")
+    check_internals("models")
     tracker = getattr(model, "_loss_tracker", None)
     if tracker is None:
         return None

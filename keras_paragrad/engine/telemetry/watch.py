@@ -203,22 +203,22 @@ def updates_each_batch(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def watched_optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """The optimizers whose updates are watched: the model's, and the ones that its own `train_step` may call."""
+    """The optimizers whose updates are watched: the model's, and the ones that a custom `train_step` may call."""
     return optimizers_of(model) if overrides_train_step(model) else [model.optimizer]
 
 
 def refuse_unwatched(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses to update by an optimizer whose updates telemetry doesn't see."""
+    """Refuses updates by an optimizer that telemetry doesn't track."""
     watched = watched_optimizers(model)
     if not any(optimizer is inner for outer in watched for inner in held_optimizers(outer)):
         raise ValueError(
             f"The train_step of {type(model).__name__} updates weights with {optimizer.name!r}, which "
-            "GradientTelemetry doesn't see. Make it an attribute of the model."
+            "GradientTelemetry doesn't track. Make it an attribute of the model."
         )
     if len(watched) > 1 and not all(map(updates_each_batch, watched)):
         raise ValueError(
-            f"GradientTelemetry measures several optimizers of {type(model).__name__} where each updates with "
-            "every gradient, and one of them accumulates gradients. Write microbatch(model, size) in its place."
+            f"GradientTelemetry can measure several optimizers of {type(model).__name__} only if each updates on every "
+            "batch, but one of them accumulates gradients. Write microbatch(model, size) in its place."
         )
 
 
@@ -252,7 +252,7 @@ def _dense(gradient: GradientTensor, variable: keras.Variable) -> tf.Tensor:
 
 
 class UpdateWatch(MethodPatch):
-    """The watcher of the step that is being traced, attached to the innermost optimizer."""
+    """Patches the innermost optimizer so that its updates reach `watcher` while a step is traced."""
 
     def __init__(self, outermost: keras.optimizers.Optimizer, optimizer: keras.optimizers.Optimizer, watcher: Watcher):
         super().__init__()

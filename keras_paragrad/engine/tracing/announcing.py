@@ -16,7 +16,7 @@ from keras_paragrad.compat.model import fit_frame
 DELAY, INTERVAL = 10.0, 1.0
 
 _log = logging.getLogger("keras_paragrad")
-# Replicas are traced on threads of their own, which have nothing to say.
+# Replicas are traced on separate threads, which announce nothing.
 _thread = threading.local()
 
 
@@ -85,7 +85,7 @@ class _Line:
         stream, logged, width = _terminal(), set[str](), 0
         if self._ended.wait(DELAY):
             return
-        # A closed terminal is no reason to fail.
+        # Don't fail because the terminal is closed.
         with contextlib.suppress(OSError, ValueError):
             while not self._ended.is_set():
                 phase = self._phases[-1]

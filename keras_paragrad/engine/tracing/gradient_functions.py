@@ -1,6 +1,6 @@
 """Releases the gradient functions of `tf.custom_gradient` with the graph that needs them.
 
-In a graph, TensorFlow registers the gradient function of each `tf.custom_gradient` under a new name, for ever. The
+In a graph, TensorFlow registers the gradient function of each `tf.custom_gradient` under a new name, forever. The
 function holds tensors of the graph, and so the whole graph. The optimizer's all-reduce in Keras's step has one, so a
 process that makes many models leaks some MB with each.
 """

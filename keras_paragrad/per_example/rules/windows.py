@@ -153,7 +153,7 @@ def _tap_slices(tap: Sequence[int], geometry: Geometry, outputs: Sequence[int]) 
 
 
 def pad_images(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any]) -> tf.Tensor:
-    """Pads images with the zeros that the windows reach, and crops them to where the windows end."""
+    """Pads images with the zeros that the windows reach; keeps what lies beyond the last window."""
     paddings = []
     for size, out, taps, stride, dilation in zip(
         spatial_sizes(images), outputs, geometry.kernel_size, geometry.strides, geometry.dilation, strict=True

@@ -110,14 +110,14 @@ def _about_input(evidence: Evidence) -> str:
             "keras.utils.PyDataset with workers, or a tf.data.Dataset that reads and maps without Python."
         )
     if "MapAndBatch" in stages:
-        # The trace is the same with num_parallel_calls and without, and the stage prepares the next batch by itself.
+        # The trace is the same with num_parallel_calls and without, and the stage prepares the next batch on its own.
         cache = "" if any("Cache" in stage for stage in stages) else ".cache() what fits into memory, or "
         return (
             "Map in parallel: dataset.map(f, num_parallel_calls=n), with the number of cores as n. If it does already, "
             f"{cache}make f cheaper. TensorFlow runs .map(f) and .batch() as one stage, which works ahead of the step, "
             "so to prefetch gains little."
         )
-    # Maps that TensorFlow runs in parallel by itself are named ParallelMap in the trace.
+    # Maps that TensorFlow itself runs in parallel are named ParallelMap in the trace.
     parallel = bool(stages) and "Map" not in stages
     prefetched = "Prefetch" in stages
     missing = [*([] if prefetched else ["prefetch"]), *([] if parallel else ["prepare batches in parallel"])]

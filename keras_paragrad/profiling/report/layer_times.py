@@ -26,11 +26,13 @@ def layers_chart(summary: ProfileSummary) -> LanesChart | None:
     height = 100 / len(drawn)
     lanes = tuple(_lane(layer, index * height, height, batches, x_axis) for index, layer in enumerate(drawn))
     passes = [pass_ for pass_ in PASSES if any(getattr(layer, pass_) for layer in layers)]
-    notes = ["Times of threads and devices that compute at once add up."]
+    notes = ["Times of concurrent threads and devices are summed."]
     if len(drawn) < len(layers):
-        notes.append(f"{len(drawn)} of {count(len(layers))} are drawn, the table has {_table_size(layers)}.")
+        notes.append(
+            f"The chart shows {len(drawn)} of {count(len(layers))} layers; the table lists {_table_size(layers)}."
+        )
     if any(not layer.is_layer for layer in layers):
-        notes.append("Entries in italics belong to no layer, or don't name it, as gradients written by hand.")
+        notes.append("Entries in italics belong to no layer, or can't be attributed to one, such as custom gradients.")
     per = "per batch" if summary.steps else "in the window"
     longest = "; ".join(f"{layer.name}: {milliseconds(layer.total / batches)}" for layer in drawn[:3])
     return LanesChart(

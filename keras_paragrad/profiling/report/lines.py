@@ -62,7 +62,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Mark:
-    """The quantity of time excluded from the values at a step, and the step's position in percent."""
+    """Marks a step where time was excluded: the kind of exclusion, and the position in percent."""
 
     kind: str
     position: float
@@ -200,15 +200,15 @@ def _statistics(series: Series, formatter: Formatter, step_unit: str) -> dict[st
     steps = series.steps[np.isfinite(series.values)]
     low, high = int(np.argmin(finite)), int(np.argmax(finite))
     return {
-        "smallest": f"{formatter(float(finite[low]))} ({step_unit} {_passed(steps[low])})",
+        "smallest": f"{formatter(float(finite[low]))} ({step_unit} {_format_step(steps[low])})",
         "median": formatter(float(np.median(finite))),
-        "largest": f"{formatter(float(finite[high]))} ({step_unit} {_passed(steps[high])})",
+        "largest": f"{formatter(float(finite[high]))} ({step_unit} {_format_step(steps[high])})",
         "last": _format(float(series.values[-1]), formatter),
     }
 
 
-def _passed(step: float) -> str:
-    """Formats a step; within a batch, with the tenths that have passed."""
+def _format_step(step: float) -> str:
+    """Formats a step; fractional steps are truncated to tenths."""
     return count(step) if float(step).is_integer() else f"{math.floor(10 * step) / 10:,.1f}"
 
 
@@ -223,7 +223,7 @@ def _table(series: Sequence[Series], formatter: Formatter) -> tuple[tuple[str, .
     columns = [dict(zip(record.steps, record.values, strict=True)) for record in series]
     return tuple(
         (
-            _passed(step),
+            _format_step(step),
             *(_format(float(column[step]), formatter) if step in column else _NO_VALUE for column in columns),
         )
         for step in chosen

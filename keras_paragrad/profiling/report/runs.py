@@ -17,7 +17,7 @@ from keras_paragrad.profiling.summary import WORKER_FILES, ProfileSummary, RunIn
 TRACES = "*.xplane.pb"
 SUMMARIES = "keras_paragrad*.json"
 WHERE_TENSORBOARD_LOOKS = "plugins/profile/"
-# Traces of other programs are analysed, which can take seconds each.
+# Traces without a summary must be analysed, which can take seconds each.
 MOST_ANALYSED = 4
 MOST_WINDOWS = 40
 MOST_RETRACES = 50
@@ -123,7 +123,7 @@ def read_run(folder: Path) -> Run:
         notes.append(
             f"There are files of {len(workers)} of {info.workers} workers. Copy {WORKER_FILES} of all to {folder}."
         )
-    telemetry = without_idle(telemetry)
+    telemetry = drop_uninformative(telemetry)
     return Run(name, info, windows, telemetry, throughput, retraces, retrace_count, tuple(notes), workers)
 
 
@@ -138,7 +138,7 @@ def _nothing_to_report(folder: Path, notes: list[str]) -> str:
 
 
 def _windows(folder: Path, notes: list[str]) -> tuple[ProfiledWindow, ...]:
-    """The newest windows, oldest first; analyses the newest traces without a summary of ours."""
+    """The newest windows, oldest first; analyses the newest traces without a summary."""
     traces = sorted({path.parent for pattern in (TRACES, SUMMARIES) for path in folder.rglob(pattern)})
     # A window still being traced, or whose run was killed, is in a hidden folder.
     traces = [trace for trace in traces if not any(part.startswith(".") for part in trace.relative_to(folder).parts)]
@@ -149,18 +149,20 @@ def _windows(folder: Path, notes: list[str]) -> tuple[ProfiledWindow, ...]:
     if len(traces) > MOST_WINDOWS:
         notes.append(f"There are {len(traces)} traces; the {MOST_WINDOWS} newest are shown.")
     windows: list[ProfiledWindow] = []
-    foreign = 0
+    unsummarized = 0
     for trace in reversed(traces[-MOST_WINDOWS:]):
         summaries = _read_summaries(trace, notes)
         if not summaries and any(trace.glob(TRACES)):
-            foreign += 1
-            summaries = _analyse(trace, notes) if foreign <= MOST_ANALYSED else {}
+            unsummarized += 1
+            summaries = _analyse(trace, notes) if unsummarized <= MOST_ANALYSED else {}
         name = "" if trace == folder else trace.relative_to(folder).as_posix().removeprefix(WHERE_TENSORBOARD_LOOKS)
         for file, summary in summaries.items():
             full_name = f"{name} {file}".strip() if len(summaries) > 1 else name
             windows.append(ProfiledWindow(full_name or ".", summary))
-    if foreign > MOST_ANALYSED:
-        notes.append(f"{foreign} traces have no summary beside them; the {MOST_ANALYSED} newest of these are shown.")
+    if unsummarized > MOST_ANALYSED:
+        notes.append(
+            f"{unsummarized} traces have no summary beside them; the {MOST_ANALYSED} newest of these are shown."
+        )
     return tuple(reversed(windows))
 
 
@@ -170,7 +172,7 @@ def _root(trace: Path, folder: Path) -> str:
 
 
 def _read_summaries(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
-    """The summaries in a trace's folder by file, the last worker's first."""
+    """The summaries in a trace folder, by file name in descending order; adds a note for each unreadable file."""
     summaries: dict[str, ProfileSummary] = {}
     for path in sorted(trace.glob(SUMMARIES), reverse=True):
         try:
@@ -263,16 +265,16 @@ def _batches_by_window(path: Path) -> dict[float, dict[float, tuple[float, float
     return windows
 
 
-def without_idle(series: Sequence[Series]) -> tuple[Series, ...]:
+def drop_uninformative(series: Sequence[Series]) -> tuple[Series, ...]:
     """Drops the norms after clipping where nothing was clipped, and a loss scale that is always 1."""
     before = {record.name: record for record in series if record.quantity == "gradient_norm"}
 
-    def is_idle(record: Series) -> bool:
+    def is_uninformative(record: Series) -> bool:
         if record.quantity == "clipped_gradient_norm" and record.name in before:
             return np.array_equal(record.values, before[record.name].values, equal_nan=True)
         return record.quantity == "loss_scale" and bool((record.values == 1).all())
 
-    return tuple(record for record in series if not is_idle(record))
+    return tuple(record for record in series if not is_uninformative(record))
 
 
 def read_retraces(folder: Path) -> tuple[tuple[Retrace, ...], int]:

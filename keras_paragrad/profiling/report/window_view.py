@@ -94,7 +94,7 @@ def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
 def memory_chart(summary: ProfileSummary) -> LineChart | None:
     """Draws the memory in use over the window, or returns `None` if it isn't known."""
     series = [
-        # The process's own memory is in the trace of no allocator.
+        # Host memory (the process's RSS) isn't tracked by any allocator in the trace.
         Series("memory", use.name if use.name == "host" else f"allocator {use.name}", "", *map(np.array, use[1:]))
         for use in summary.memory
     ]

@@ -44,12 +44,12 @@ def _verdict(workers: Sequence[WorkerBatches], own: Sequence[float]) -> tuple[st
     number, most = workers[slowest].worker, own[slowest]
     others = float(np.median([time for index, time in enumerate(own) if index != slowest]))
     evidence = (
-        f"worker {number} works {milliseconds(most)} on a batch, the others {milliseconds(others)}, and they "
-        "wait for each other in the rest of it (medians)"
+        f"worker {number} computes {milliseconds(most)} per batch, the others {milliseconds(others)}; the rest is "
+        "spent waiting (medians)"
     )
     if most < _NOTICEABLE * others:
-        return f"The workers are equally fast; worker {number} is the slowest.", evidence
-    return f"Worker {number} is the slowest: look at its input, and at what else runs on its machine.", evidence
+        return f"The workers are about equally fast; worker {number} is marginally the slowest.", evidence
+    return f"Worker {number} is the slowest: check its input, and what else runs on its machine.", evidence
 
 
 def _chart(workers: Sequence[WorkerBatches], own: Sequence[float], evidence: str) -> LanesChart:
@@ -60,7 +60,7 @@ def _chart(workers: Sequence[WorkerBatches], own: Sequence[float], evidence: str
     x_axis = axis_for([longest], milliseconds, may_be_logarithmic=False)
     height = 100 / len(drawn)
     batches = drawn[0].batches[:MOST_BATCHES]
-    notes = ["Each lane begins with the worker's first batch. Its waiting in a batch is drawn at the batch's end."]
+    notes = ["Each lane begins with the worker's first batch. Waiting time is drawn at the end of each batch."]
     if len(drawn) < len(workers):
         notes.append(f"The {len(drawn)} slowest of {count(len(workers))} workers are drawn.")
     return LanesChart(
@@ -68,7 +68,7 @@ def _chart(workers: Sequence[WorkerBatches], own: Sequence[float], evidence: str
         x_axis=x_axis,
         lanes=tuple(_lane(worker, index * height, height, x_axis) for index, worker in enumerate(drawn)),
         legend=(("compute", "its own work"), ("collective", "waiting for other workers")),
-        heads=("worker", "batch, median", "own work", "waiting", "share waited"),
+        heads=("worker", "batch, median", "own work", "waiting", "waiting share"),
         rows=tuple(_cells(worker) for worker in workers),
         description=f"{count(len(workers))} workers: {evidence}.",
         note=" ".join(notes),

@@ -35,9 +35,9 @@ def test_two_that_leave_in_the_order_in_which_they_came(called):
     first, second = StopRequest(), StopRequest()
     first.listen()
     second.listen()
-    first.leave()
+    first.restore()
     # Puts the first one's handler back.
-    second.leave()
+    second.restore()
     signal.raise_signal(signal.SIGTERM)
     assert called == [signal.SIGTERM]
     assert not first.received and not second.received
@@ -48,10 +48,10 @@ def test_one_that_left_hands_on_what_another_is_called_with(called):
     first, second = StopRequest(), StopRequest()
     first.listen()
     second.listen()
-    first.leave()
+    first.restore()
     signal.raise_signal(signal.SIGTERM)
     assert second.received and not first.received and called == [signal.SIGTERM]
-    second.leave()
+    second.restore()
 
 
 class Workers:
@@ -96,5 +96,5 @@ def test_one_worker_asks_nobody(monkeypatch):
     workers = Workers(monkeypatch)
     checks = interruptions.StopChecks(None, 1, None)
     assert [checks.after_step(received) for received in (False, True)] == [False, True]
-    assert checks.ask(True)
+    assert checks.any_worker_received(True)
     assert workers.asked == []

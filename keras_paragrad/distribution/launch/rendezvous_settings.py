@@ -1,4 +1,4 @@
-"""The meeting of several machines' launchers: its address, and how long they wait."""
+"""The rendezvous of several machines' launchers: its address, and how long they wait."""
 
 import hashlib
 import hmac
@@ -18,7 +18,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_
 
 
 class StoppedError(Exception):
-    """The launcher received a signal before all machines had come, as `number`."""
+    """The launcher received a signal before all machines had joined, as `number`."""
 
     def __init__(self, number: int):
         super().__init__(number)
@@ -26,11 +26,11 @@ class StoppedError(Exception):
 
 
 class MissingNodesError(ConnectionError):
-    """Some machines haven't come in time. The message, on all that have, names them."""
+    """Some machines haven't joined in time. The message, on all that have, names them."""
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousSettings:
     """Where the launchers of several machines meet.
 
     Attributes:
@@ -95,9 +95,9 @@ class Wait:
             self._say(what)
 
 
-def node_facts(meeting: Meeting, addresses: Mapping[str, list[str]]) -> dict[str, Any]:
+def node_facts(rendezvous: RendezvousSettings, addresses: Mapping[str, list[str]]) -> dict[str, Any]:
     """The facts that a machine sends to the first one: values that must agree, and its workers' addresses."""
-    return {"--nodes": meeting.nodes, "keras_paragrad": keras_paragrad.__version__, "workers": addresses["worker"]}
+    return {"--nodes": rendezvous.nodes, "keras_paragrad": keras_paragrad.__version__, "workers": addresses["worker"]}
 
 
 def keep_alive(connection: socket.socket) -> None:

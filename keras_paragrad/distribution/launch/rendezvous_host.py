@@ -9,7 +9,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
-from keras_paragrad.distribution.launch.meeting import LOOK, Meeting, Wait, keep_alive, node_facts
+from keras_paragrad.distribution.launch.rendezvous_settings import (
+    LOOK,
+    RendezvousSettings,
+    Wait,
+    keep_alive,
+    node_facts,
+)
 from keras_paragrad.distribution.launch.tasks import Layout
 from keras_paragrad.distribution.listening import host_of, listen_at
 from keras_paragrad.distribution.rendezvous_server import Caller, MessageSigner, RendezvousServer
@@ -23,16 +29,17 @@ _SURVIVOR_SECONDS = 60.0
 class _NodeServer(RendezvousServer):
     """Admits each machine once, since two may have been given one rank."""
 
-    # The first machine's facts, once it trains: a machine with different facts is then refused by itself.
+    # The first machine's facts, once it trains: a machine with different facts is then rejected individually, without
+    # failing the run.
     facts: Mapping[str, Any] | None = None
 
     def admit(self, caller: Caller, rank: int) -> None:
         if rank in self.callers:
             first = self.callers[rank].host
-            refusal = f"Node {rank} has come already, from {first}. Give each machine its own --node-rank, from 0."
-            self._refuse(caller, refusal, f"has the rank of node {rank}, which has come from {first}")
+            refusal = f"Node {rank} has already joined, from {first}. Give each machine its own --node-rank, from 0."
+            self._refuse(caller, refusal, f"has the rank of node {rank}, which has joined from {first}")
         elif self.facts and (differs := _difference(self.facts, rank, caller.message["facts"])):
-            self._refuse(caller, differs, f"has other options or another release: {differs.partition('. ')[0]}")
+            self._refuse(caller, differs, f"has other options or a different version: {differs.partition('. ')[0]}")
         else:
             keep_alive(caller.connection)
             super().admit(caller, rank)
@@ -43,23 +50,23 @@ class _NodeServer(RendezvousServer):
         self._reject(caller, why)
 
     def release(self) -> dict[int, Caller]:
-        """Hands over the connections of the machines that have come, which stay open."""
+        """Hands over the connections of the machines that have joined, which stay open."""
         callers, self.callers = self.callers, {}
         for caller in callers.values():
             self._selector.unregister(caller.connection)
         return callers
 
 
-class Door:
-    """The first machine's side of the meetings: where the others come, also while training goes on.
+class RendezvousHost:
+    """The first machine's side of the rendezvous, which the others join, also while training goes on.
 
     Args:
-        meeting: Where they meet.
+        rendezvous: Where they meet.
     """
 
-    def __init__(self, meeting: Meeting):
-        self._meeting = meeting
-        self._signer = meeting.signer()
+    def __init__(self, rendezvous: RendezvousSettings):
+        self._rendezvous = rendezvous
+        self._signer = rendezvous.signer()
         self._stack = contextlib.ExitStack()
         self._server: _NodeServer | None = None
         self._watcher: threading.Thread | None = None
@@ -73,7 +80,7 @@ class Door:
         Args:
             layout: The processes of this machine.
             wait: The time that is left.
-            survivors: Who is waited for, though fewer would do.
+            survivors: Ranks to wait for even if fewer would suffice.
             restarts: How often all have been restarted.
         """
         self._stop_watching()
@@ -83,16 +90,16 @@ class Door:
         while not self._is_complete(server, survivors, began, changed):
             if not wait.goes_on():
                 break
-            wait.for_whom(f"node 0 waits at {self._meeting.address} for {_missing(self._meeting, server)}")
+            wait.for_whom(f"node 0 waits at {self._rendezvous.address} for {_missing(self._rendezvous, server)}")
             server.wait(LOOK)
             if len(server.callers) != count:
                 count, changed = len(server.callers), time.monotonic()
         # Choose ports only now, so that they are still free when the workers start.
-        addresses = layout.addresses(self._meeting.host or host_of(self._meeting.address))
-        facts = {0: node_facts(self._meeting, addresses)}
+        addresses = layout.addresses(self._rendezvous.host or host_of(self._rendezvous.address))
+        facts = {0: node_facts(self._rendezvous, addresses)}
         facts |= {rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}
-        if 1 + len(server.callers) < self._meeting.least:
-            plan = {"missing": _missing(self._meeting, server), "besides": server.in_words()}
+        if 1 + len(server.callers) < self._rendezvous.least:
+            plan = {"missing": _missing(self._rendezvous, server), "besides": server.in_words()}
         else:
             plan = {**_plan(facts), "restarts": restarts}
         callers = server.release()
@@ -100,11 +107,11 @@ class Door:
             _answer(caller, self._signer, plan)
         return {rank: caller.connection for rank, caller in callers.items()}, plan
 
-    def watch(self, on_come: Callable[[list[int]], None]) -> None:
-        """Listens while training goes on, and calls `on_come`, in a thread, with the first machines that come then."""
+    def watch(self, on_join: Callable[[list[int]], None]) -> None:
+        """Listens while training goes on, and calls `on_join`, in a thread, with the first machines that join then."""
         self._meets.clear()
-        cast("_NodeServer", self._server).facts = node_facts(self._meeting, {"worker": []})
-        self._watcher = threading.Thread(target=self._watch, args=(on_come,), daemon=True)
+        cast("_NodeServer", self._server).facts = node_facts(self._rendezvous, {"worker": []})
+        self._watcher = threading.Thread(target=self._watch, args=(on_join,), daemon=True)
         self._watcher.start()
 
     def close(self) -> None:
@@ -113,30 +120,30 @@ class Door:
         self._stack.close()
 
     def _open(self, wait: Wait) -> "_NodeServer":
-        meeting = self._meeting
-        elsewhere = ["another machine:1"] * (meeting.most > 1)
-        servers = listen_at(meeting.address, elsewhere, wait.until, "Node 0", "--rendezvous")
+        rendezvous = self._rendezvous
+        elsewhere = ["another machine:1"] * (rendezvous.most > 1)
+        servers = listen_at(rendezvous.address, elsewhere, wait.until, "Node 0", "--rendezvous")
         selector = self._stack.enter_context(selectors.DefaultSelector())
-        server = _NodeServer(selector, servers, self._signer, meeting.most, "node", "has another token")
+        server = _NodeServer(selector, servers, self._signer, rendezvous.most, "node", "has a different token")
         self._server = self._stack.enter_context(server)
         return server
 
     def _is_complete(self, server: "_NodeServer", survivors: Collection[int], began: float, changed: float) -> bool:
-        """Whether to stop waiting: all machines have come, or all that trained before, or none has come for a while."""
+        """Whether to stop waiting: all machines have joined, or all that trained before, or none joined for a while."""
         present, now = {0, *server.callers}, time.monotonic()
-        if len(present) < self._meeting.least:
+        if len(present) < self._rendezvous.least:
             return False
-        if len(present) == self._meeting.most or survivors and present.issuperset(survivors):
+        if len(present) == self._rendezvous.most or survivors and present.issuperset(survivors):
             return True
         return now - changed >= _SETTLE and (not survivors or now - began >= _SURVIVOR_SECONDS)
 
-    def _watch(self, on_come: Callable[[list[int]], None]) -> None:
+    def _watch(self, on_join: Callable[[list[int]], None]) -> None:
         server, has_told = cast("_NodeServer", self._server), False
         while not self._meets.is_set():
             server.wait(LOOK)
             if server.callers and not has_told:
                 has_told = True
-                on_come(sorted(server.callers))
+                on_join(sorted(server.callers))
 
     def _stop_watching(self) -> None:
         self._meets.set()
@@ -145,9 +152,9 @@ class Door:
             self._watcher = None
 
 
-def _missing(meeting: Meeting, server: RendezvousServer) -> str:
-    """The machines that haven't come, in words."""
-    return nodes_in_words([rank for rank in range(1, meeting.most) if rank not in server.callers])
+def _missing(rendezvous: RendezvousSettings, server: RendezvousServer) -> str:
+    """The machines that haven't joined, in words."""
+    return nodes_in_words([rank for rank in range(1, rendezvous.most) if rank not in server.callers])
 
 
 def nodes_in_words(ranks: Sequence[int]) -> str:
