@@ -95,7 +95,7 @@ class StepBuilder:
 
     @property
     def called_optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """The optimizers that the model's own `train_step` calls, as far as steps were analyzed."""
+        """The optimizers that a custom `train_step` calls, as far as steps were analyzed."""
         return list({id(call.optimizer): call.optimizer for call in self._divisions.calls}.values())
 
     def describe_division(self) -> str | None:
