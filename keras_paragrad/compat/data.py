@@ -197,11 +197,22 @@ def _first_rows(batch: Batch, most: int) -> Batch:
 
 def _batch_size_of(dataset: Dataset) -> int | None:
     """The number of rows in a batch of a dataset, by the last of its transformations that batches; or `None`."""
-    size = getattr(dataset, "_batch_size", None)
+    size = getattr(dataset, "_batch_size", getattr(dataset, "_batch_sizes", None))
     if size is not None:
-        return int(size)
-    sources = dataset._inputs()
-    return _batch_size_of(sources[0]) if len(sources) == 1 else None
+        return int(np.max(size))
+    sizes = {_batch_size_of(source) for source in dataset._inputs()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def rows_of_batches(adapter: DataAdapter) -> int | None:
+    """The number of rows in a batch; if nothing says it, in the first one, which iterators still yield."""
+    if loses_prefetched_batches(adapter):
+        batch = first_batch(adapter)
+    elif size := _batch_size_of(dataset := adapter.get_tf_dataset()):
+        return size
+    else:
+        batch = next(iter(dataset), None)
+    return next((leaf.shape[0] for leaf in keras.tree.flatten(batch) if leaf is not None), None)
 
 
 def loses_prefetched_batches(adapter: DataAdapter) -> bool:

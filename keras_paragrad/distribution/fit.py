@@ -7,13 +7,14 @@ from os import PathLike
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs
-from keras_paragrad.compat.workers import all_or_none, replica_placement
+from keras_paragrad.compat.workers import all_or_none, gather, replica_placement
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.interruptions import explained_failures
 from keras_paragrad.distribution.consistency import check_same_training, check_same_weights, describe_training
@@ -342,8 +343,15 @@ class DistributedFit(InNotebooks):
                 validation = self._distribute(rows, request.validation_options(rows[0], divided=divided))
                 if validation is not rows[0]:
                     validation.for_validation(request.validation_steps)
-            self._prepare_checked(model, data.batch_size or request.batch_size or 32, data.batch_spec, request.verbose)
+            self._prepare_checked(model, self._batch_size(data), data.batch_spec, request.verbose)
         return train(self._run, request, data, {**request.non_default(ABOUT_EPOCHS), "validation_data": validation})
+
+    def _batch_size(self, data: DistributedData) -> int:
+        """The batch size of data, as in `prepare`; data is looked at only where the size matters."""
+        if not self.options.fit_memory and self.plan.shard.value != "auto":
+            return 32
+        rows = gather(self._strategies.workers, np.array([data.count_batch_rows() or 32], np.int64)).max()
+        return int(-(-rows // (self.strategy.num_replicas_in_sync if self.plan.batch.value == "per_replica" else 1)))
 
     def _fit_overridden(self, request: FitArguments) -> keras.callbacks.History:
         """Trains a model whose class overrides `fit`, and passes it the data unchanged."""

@@ -434,6 +434,48 @@ def test_what_is_no_choice_is_left_out(monkeypatch):
         handle.undo()
 
 
+class _PlannedError(Exception):
+    """Has the batch size that was planned for."""
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """The batch size that `fit` plans for, without a plan."""
+
+    def plan_only(model, total, *_, **options):
+        raise _PlannedError(total)
+
+    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory.plan_memory", plan_only)
+
+    def rows(*data, dist=None, **options):
+        dist = dist or DistributedFit(fit_memory=True, device_bytes=2**40)
+        with dist.scope():
+            model = deep()
+        with pytest.raises(_PlannedError) as planned:
+            dist.fit(model, *data, verbose=0, **options)
+        return planned.value.args[0]
+
+    return rows
+
+
+def test_plans_for_the_batches_of_any_data(planned):
+    rows = tf.data.Dataset.from_tensor_slices((X, Y))
+    signature = (tf.TensorSpec((None, WIDE)), tf.TensorSpec((None, 1)))
+    drawn = tf.data.Dataset.from_generator(lambda: iter([(X[:200], Y[:200])]), output_signature=signature)
+    assert planned(rows.batch(200)) == planned(rows.batch(8).rebatch(200)) == planned(drawn) == 200
+    assert planned(rows.batch(100).map(lambda x, y: (x, y)).filter(lambda x, y: True).prefetch(1)) == 100
+    zipped = tf.data.Dataset.zip(rows.map(lambda x, y: x).batch(50), rows.map(lambda x, y: y).batch(50))
+    assert planned(zipped) == 50
+    assert planned(((X[:90], Y[:90]) for _ in range(3)), steps_per_epoch=2) == 90
+    assert planned(X, Y) == 32 and planned(X, Y, batch_size=2 * ROWS) == ROWS
+
+
+def test_plans_for_the_batches_of_all_replicas(planned):
+    dist = DistributedFit("mirrored", ["CPU:0", "CPU:1"], batch="per_replica", fit_memory=True, device_bytes=2**40)
+    assert planned(X, Y, dist=dist, batch_size=50) == 100
+    assert planned(tf.data.Dataset.from_tensor_slices((X, Y)).batch(50, drop_remainder=True), dist=dist) == 100
+
+
 def test_refuses_where_there_is_no_choice():
     with pytest.raises(ValueError, match="on a mesh, in a pipeline or with parameter servers. Leave it out"):
         DistributedFit(mesh={"batch": 2}, fit_memory=True)

@@ -162,6 +162,11 @@ class DistributedData(CustomAdapter):
         """The nested `tf.TypeSpec` of a step's input: one for each replica on this worker."""
         return self._feed.element_spec
 
+    def count_batch_rows(self) -> int | None:
+        """The most rows in a global batch; reads the first one, without consuming it, if nothing else says it."""
+        rows, own = self._source.count_batch_rows(), self.shard_policy == "already_sharded"
+        return rows and rows * (self.placement.workers if own else 1)
+
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
         """Sets the epoch to read next; by default, epochs are counted from the first one read."""
         self.next_epoch, self._skip = epoch, skip

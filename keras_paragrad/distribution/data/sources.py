@@ -8,7 +8,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.data import Adapter, ArrayRows, first_batch, is_grain, random_seed, read_once
+from keras_paragrad.compat.data import (
+    Adapter,
+    ArrayRows,
+    first_batch,
+    is_grain,
+    random_seed,
+    read_once,
+    rows_of_batches,
+)
 from keras_paragrad.compat.types import Batch, Dataset
 from keras_paragrad.compat.workers import gather
 from keras_paragrad.engine.replicas.prepared import use_enqueuer_per_iterator
@@ -119,6 +127,11 @@ class Source(abc.ABC):
     def first_batch(self) -> Batch:
         """The first batch, without consuming it."""
         return first_batch(self.adapter)
+
+    def count_batch_rows(self) -> int | None:
+        """The most rows in a batch; reads the first one if nothing else says it."""
+        known = [size for size in (self.batch_size, self.rows) if size]
+        return min(known) if known else rows_of_batches(self.adapter)
 
     def reorder(self, epoch: int) -> None:  # noqa: B027  (most sources have one order)
         """Call before creating an iterator; one iterator may serve several epochs of `fit`."""
