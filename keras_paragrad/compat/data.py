@@ -1,5 +1,6 @@
 """Keras's data adapters, and private functions of TensorFlow's datasets."""
 
+import contextlib
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -206,12 +207,15 @@ def _batch_size_of(dataset: Dataset) -> int | None:
 
 def rows_of_batches(adapter: DataAdapter) -> int | None:
     """The number of rows in a batch; if nothing says it, in the first one, which iterators still yield."""
+    batch = None
     if loses_prefetched_batches(adapter):
         batch = first_batch(adapter)
     elif size := _batch_size_of(dataset := adapter.get_tf_dataset()):
         return size
     else:
-        batch = next(iter(dataset), None)
+        # What can't be read can't be trained on either, which says so.
+        with contextlib.suppress(tf.errors.OpError):
+            batch = next(iter(dataset), None)
     return next((leaf.shape[0] for leaf in keras.tree.flatten(batch) if leaf is not None), None)
 
 

@@ -24,7 +24,12 @@ from keras_paragrad.distribution.data import (
     normalize_inputs,
 )
 from keras_paragrad.distribution.decisions.shard import choose_shard
-from keras_paragrad.distribution.fitted_memory import FITTED, FittedMemory, undo_fitted_memory
+from keras_paragrad.distribution.fitted_memory import (
+    FittedMemory,
+    PlannedFor,
+    note_fitted_memory,
+    undo_fitted_memory,
+)
 from keras_paragrad.distribution.hardware import Hardware, detect
 from keras_paragrad.distribution.kernels import describe_kernels
 from keras_paragrad.distribution.options import Options
@@ -136,7 +141,7 @@ class DistributedFit(InNotebooks):
         # Shown by `explain` below the plan.
         self._estimate: Estimate | None = None
         self._table: Any = None
-        self._memory: tuple[object, FittedMemory] | None = None
+        self._memory: FittedMemory | None = None
         self._model: Callable[[], keras.Model | None] = lambda: None
         self._create_as_planned()
         warn_if_unprepared(self.strategy)
@@ -187,7 +192,7 @@ class DistributedFit(InNotebooks):
         """
         model = self._model()
         division = StepBuilder.of(model).describe_division() if model is not None else None
-        memory = self._memory and self._memory[1].plan
+        memory = self._memory and self._memory.plan
         return Explanation(self.plan, self.hardware, memory or self._estimate or self._table, division)
 
     def estimate(self, model: keras.Model, batch_size: int = 32, *, length: int | None = None) -> Estimate:
@@ -246,9 +251,12 @@ class DistributedFit(InNotebooks):
         return preparation
 
     def _fit_memory(self, model: keras.Model, batch_size: int, batch_spec: Specs, verbose: str | int) -> None:
-        """Has the model train in the devices' memory; again for another batch size or optimizer."""
-        planned_for = batch_size, model.optimizer and weakref.ref(model.optimizer)
-        if self._memory == (planned_for, FITTED.of(model)):
+        """Has the model train in the devices' memory; planned again for what isn't planned for."""
+        planned_for = PlannedFor.of(self, model, batch_size, batch_spec)
+        fitted = planned_for.is_planned(model)
+        # Variables may be created since as another model's shards are.
+        if fitted is not None and (fitted.shard is None or fitted is self._memory):
+            self._memory = fitted
             return
         # Another `DistributedFit` may have applied what there is.
         undo_fitted_memory(model)
@@ -256,8 +264,8 @@ class DistributedFit(InNotebooks):
         fitted = self._parallelism.fit_memory(model, self._run, batch_size, batch_spec, log)
         if fitted.shard is not None:
             self.plan = self.plan.with_decision(fitted.shard)
-        self._memory = planned_for, fitted
-        FITTED.attach(model, fitted)
+        self._memory = fitted
+        note_fitted_memory(model, planned_for, fitted)
 
     def _check_consistent(self, model: keras.Model, arguments: dict[str, Any] | None = None) -> None:
         """Raises on every worker if their training differs, before mismatched collectives can hang."""

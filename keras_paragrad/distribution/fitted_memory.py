@@ -1,13 +1,18 @@
 """`FittedMemory`: what `fit_memory` has applied to a model, and how it is undone."""
 
+import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import keras
+import tensorflow as tf
 
 from keras_paragrad.compat.state import Slot
+from keras_paragrad.compat.types import Specs
 from keras_paragrad.distribution.decisions.decision import Decision
+from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.memory.plan_table import MemoryPlan
+from keras_paragrad.memory.recomputation import RECOMPUTATIONS
 
 
 class FittedMemory(NamedTuple):
@@ -24,12 +29,61 @@ class FittedMemory(NamedTuple):
     shard: Decision | None
 
 
+class PlannedFor(NamedTuple):
+    """What a plan holds for: whoever made it, for one batch size, optimizer and loss, and the data's other sizes.
+
+    Attributes:
+        by, optimizer: Weak references.
+        batch_size, loss: As in `fit` and `compile`.
+        sizes: The sizes of a batch but for its rows; `None` if they are derived from the model.
+    """
+
+    by: object
+    batch_size: int
+    optimizer: object
+    loss: object
+    sizes: object = None
+
+    @classmethod
+    def of(cls, by: object, model: keras.Model, batch_size: int, batch_spec: Specs) -> Self:
+        """What is to be planned for."""
+        optimizer, leaves = model.optimizer and weakref.ref(model.optimizer), tf.nest.flatten(batch_spec)
+        sizes = batch_spec and [leaf.shape[1:] if isinstance(leaf, tf.TensorSpec) else leaf for leaf in leaves]
+        return cls(weakref.ref(by), batch_size, optimizer, model.loss, sizes)
+
+    def is_planned(self, model: keras.Model) -> FittedMemory | None:
+        """What was applied for the same, if it still is in effect."""
+        applied = APPLIED.of(model)
+        if applied is None or applied.planned_for[:-1] != self[:-1]:
+            return None
+        if [*map(id, applied.state)] != [*map(id, _state(model))]:
+            return None
+        sizes = self.sizes, applied.planned_for.sizes
+        return applied.fitted if None in sizes or sizes[0] == sizes[1] else None
+
+
+class _Applied(NamedTuple):
+    planned_for: PlannedFor
+    fitted: FittedMemory
+    state: list[object]
+
+
 # Of models: what was applied, whichever `DistributedFit` has planned it.
-FITTED = Slot[FittedMemory | None]("fitted_memory", None)
+APPLIED = Slot[_Applied | None]("fitted_memory", None)
+
+
+def note_fitted_memory(model: keras.Model, planned_for: PlannedFor, fitted: FittedMemory) -> None:
+    """Notes what was applied to a model."""
+    APPLIED.attach(model, _Applied(planned_for, fitted, _state(model)))
 
 
 def undo_fitted_memory(model: keras.Model) -> None:
     """Ends the recomputation and slices that `fit_memory` has applied to a model."""
-    if (fitted := FITTED.of(model)) is not None:
-        FITTED.attach(model, None)
-        fitted.undo()
+    if (applied := APPLIED.of(model)) is not None:
+        APPLIED.attach(model, None)
+        applied.fitted.undo()
+
+
+def _state(model: keras.Model) -> list[object]:
+    """What `microbatch` and `recompute` change; the user may call them too."""
+    return [StepBuilder.of(model).stages.split, *RECOMPUTATIONS.of(model)]

@@ -18,7 +18,7 @@ from keras_paragrad.memory.cost import Cost, Speed, cost_of
 from keras_paragrad.memory.estimate import recomputation_of
 from keras_paragrad.memory.plan import plan_memory
 from keras_paragrad.memory.plan_search import PlanSearch
-from keras_paragrad.memory.plan_table import Choice, MemoryPlan
+from keras_paragrad.memory.plan_table import Candidate, Choice, MemoryPlan
 from keras_paragrad.memory.recomputation import RECOMPUTATIONS
 from keras_paragrad.memory.trial import CannotTryError, Measured
 
@@ -498,3 +498,47 @@ def test_trials_measure_bytes_and_seconds():
     assert Measured(1, 0.5).seconds == 0.5
     assert Cost(1, 2, 3).plus(Cost(1, 1, 1), 2) == Cost(3, 4, 5)
     assert Speed(2, 4, 8).seconds(Cost(2, 4, 1)) == 10
+
+
+@pytest.mark.slow(30)
+def test_each_model_keeps_its_plan(halved):
+    dist, models, plans_of = halved(), [deep(), deep()], []
+    for _ in range(2):
+        for model in models:
+            dist.prepare(model, batch_size=ROWS)
+            plans_of.append(dist.explain().estimate)
+    assert plans_of[:2] == plans_of[2:] and plans_of[0] is not plans_of[1]
+    assert not any(as_it_is(model) for model in models)
+
+
+@pytest.mark.slow(30)
+def test_what_the_user_cuts_is_planned_for(halved):
+    dist, model = halved(0.6), deep()
+    dist.prepare(model, batch_size=ROWS)
+    first = dist.explain().estimate
+    own = microbatch(model, 16)
+    dist.prepare(model, batch_size=ROWS)
+    assert StepBuilder.of(model).stages.split.size == 16
+    assert dist.explain().estimate.chosen.choice == Choice()
+    own.undo()
+    dist.prepare(model, batch_size=ROWS)
+    assert dist.explain().estimate.chosen == first.chosen and not as_it_is(model)
+
+
+def test_other_lengths_and_losses_are_planned_for(monkeypatch):
+    model = keras.Sequential([keras.Input((None, 8)), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    dist = DistributedFit(fit_memory=True, device_bytes=2**40)
+    plan = MemoryPlan("model", 32, 1, 2**40)
+    plan.chosen, plan.recomputed = Candidate(Choice(), 32, Measured(1, 1.0)), {None: []}
+    asked = []
+    monkeypatch.setattr(
+        "keras_paragrad.distribution.replicas.memory.plan_memory", lambda *_, **options: asked.append(options) or plan
+    )
+    for length, times in ((4, 1), (4, 1), (9, 2), (4, 3)):
+        dist.fit(model, np.ones((32, length, 8), "float32"), np.ones((32, 1)), verbose=0)
+        assert len(asked) == times
+    model.compile(model.optimizer, "mae")
+    dist.prepare(model)
+    dist.prepare(model)
+    assert len(asked) == 4

@@ -175,11 +175,17 @@ def _apply(model: keras.Model, run: PlannedRun, candidate: Candidate) -> Callabl
         if form:
             applied.callback(recompute(model, recomputation_of(model, form).layers).undo)
         if candidate.choice.slices > 1:
-            sliced = microbatch(model, candidate.rows, weighting=run.options.weighting, prove=run.options.prove)
-            applied.callback(sliced.undo)
+            microbatch(model, candidate.rows, weighting=run.options.weighting, prove=run.options.prove)
+            applied.callback(_undo_slices, StepBuilder.of(model), StepBuilder.of(model).stages.split)
         if run.plan.shard.value == "auto":
             reshard(model, run.strategies.models, candidate.choice.shard, run.options.min_shard_bytes)
         return applied.pop_all().close
+
+
+def _undo_slices(builder: StepBuilder, slices: object) -> None:
+    """Ends slices, unless the user's own took their place."""
+    if builder.stages.split is slices:
+        builder.fill(split=None)
 
 
 def _decision(run: PlannedRun, candidate: Candidate, shards: Sequence[str | None]) -> Decision | None:
