@@ -39,18 +39,21 @@ class PlanSearch:
         Raises:
             ValueError: Nothing fits. The message says what to write.
         """
+        plan, left_out = self._plan, list(self._plan.left_out)
         try:
-            for index, candidate in enumerate(self._plan.candidates):
+            for index, candidate in enumerate(plan.candidates):
                 if self._settle(index, self._why_not(candidate)):
                     return
             # Estimates may be too large.
             if self._begin and any(self._settle(index, "") for index in self._last_resorts()):
                 return
         except CannotTryError as error:
-            warn_untried("fit_memory", self._plan.model, error)
-            PlanSearch(self._plan, None, self._log).run()
+            warn_untried("fit_memory", plan.model, error)
+            # Whether it can be cut into slices is as unknown as before.
+            plan.left_out, plan.candidates = left_out, [dataclasses.replace(way, why_not="") for way in plan.candidates]
+            PlanSearch(plan, None, self._log).run()
             return
-        _refuse(self._plan, tried=bool(self._failed))
+        _refuse(plan, tried=bool(self._failed))
 
     def _why_not(self, candidate: Candidate) -> str:
         """Why a candidate needs no trial, or an empty string."""

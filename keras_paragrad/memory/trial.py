@@ -211,7 +211,8 @@ def _refusing() -> Generator[None]:
     try:
         yield
     except Exception as error:
-        raise CannotTryError(f"it can't be described for another process: {error}") from error
+        words = " ".join(str(error).split())[:300]
+        raise CannotTryError(f"it can't be described for another process: {words}") from error
 
 
 def preparations_of(model: keras.Model, without: str | None = None) -> list[tuple[str, str, dict[str, Any]]]:
@@ -254,7 +255,9 @@ def custom_objects_of(model: keras.Model) -> dict[str, Any]:
             if value.__module__.partition(".")[0] not in _LIBRARIES and value.__name__ != "<lambda>":
                 found |= {value.__name__: value, keras.saving.get_registered_name(value): value}
         elif hasattr(value, "get_config"):
-            pending += [type(value), *getattr(value, "__dict__", {}).values()]
+            # Keras replaces methods by functions that hold their layer, under the user's names.
+            own = getattr(value, "__dict__", {}).items()
+            pending += [type(value), *(item for name, item in own if not callable(getattr(type(value), name, None)))]
     return found
 
 

@@ -244,6 +244,19 @@ def test_microbatch_chooses_equal_slices(monkeypatch, capsys):
     assert "microbatch: 10 rows take 9.77 KiB of 13.6 KiB." in capsys.readouterr().out
 
 
+class OwnBuild(keras.layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight((shape[-1], 1))
+
+    def call(self, x):
+        return x @ self.kernel
+
+
+def test_sends_classes_but_no_layers():
+    model = keras.Sequential([keras.Input((WIDE,)), OwnBuild()])
+    assert set(custom_objects_of(model).values()) == {OwnBuild}
+
+
 def test_reading_sizes_leaves_the_order_of_rows():
     def orders(look):
         keras.utils.set_random_seed(3)

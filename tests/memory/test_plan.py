@@ -215,6 +215,15 @@ def test_what_cannot_be_tried_is_estimated(ways, caplog):
     assert choosing(ways, int(1.3 * whole(ways)), trial).chosen.choice == Choice()
 
 
+def test_what_fails_in_any_trial_says_nothing_of_slices(ways):
+    def trial(candidate):
+        raise CannotTryError("it has no config")
+
+    plan = choosing(ways, int(0.5 * whole(ways)), trial)
+    assert plan.chosen.choice.slices > 1 and plan.left_out == []
+    assert not any("slices" in candidate.why_not for candidate in plan.candidates)
+
+
 def test_what_never_fits_is_refused(ways):
     least = min(each.estimated.bytes for each in ways.candidates)
     with pytest.raises(ValueError, match=r"A batch of 512 of 'deep' doesn't fit in .* on each of 1 device\. The least"):
