@@ -65,12 +65,19 @@ def plan_memory(
     """
     plan = MemoryPlan(model.name, batch_size, replicas, device_bytes)
     rows = -(-batch_size // replicas)
-    slices = [1] if no_slices else [2**power for power in range(rows.bit_length()) if 2**power <= rows]
-    sizes = [-(-rows // count) for count in slices]
-    estimator = _Estimator(model, replicas, shards, min_shard_bytes, batch_spec, slices, sizes)
 
+    def estimator_of(slices: list[int]) -> _Estimator:
+        sizes = [-(-rows // count) for count in slices]
+        return _Estimator(model, replicas, shards, min_shard_bytes, batch_spec, slices, sizes)
+
+    estimator = estimator_of([1] if no_slices else [2**power for power in range(rows.bit_length())])
     plan.recomputed[None] = []
-    plan.candidates, spec = estimator.candidates(None, None)
+    try:
+        plan.candidates, spec = estimator.candidates(None, None)
+    except ValueError:
+        # Batches of other sizes were traced, for slices.
+        no_slices, estimator = no_slices or f"it trains on batches of {rows} rows alone", estimator_of([1])
+        plan.candidates, spec = estimator.candidates(None, None)
     as_it_is = Choice(shard=shards[0])
     plan.chosen = next(candidate for candidate in plan.candidates if candidate.choice == as_it_is)
     if plan.chosen.estimated.bytes <= _CERTAIN * device_bytes:

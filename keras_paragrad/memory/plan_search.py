@@ -136,11 +136,11 @@ def _refuse(plan: MemoryPlan, *, tried: bool) -> None:
         )
         return
     others = " ".join(plan.left_out)
-    instead = "Use more devices, or a smaller batch"
-    if not any(line.startswith("No slices") for line in plan.left_out):
-        instead += " with AccumulatingOptimizer, which makes the same update of several"
+    # Slices take what the update of a single row does, but for the batch that they are cut from.
+    sliced = any(candidate.choice.slices > 1 for candidate in plan.candidates)
+    instead = "an optimizer that keeps less, such as SGD, or a smaller model" if sliced else "or a smaller batch"
     raise ValueError(
         f"A batch of {plan.batch_size} of {plan.model!r} doesn't fit in {bytes_in_words(plan.device_bytes)} on each of "
         f"{counted(plan.replicas, 'device')}. The least is estimated to take {takes}, {words}.{others and ' '}{others} "
-        f"{instead}."
+        f"Use more devices, {instead}."
     )

@@ -224,13 +224,18 @@ def test_what_fails_in_any_trial_says_nothing_of_slices(ways):
     assert not any("slices" in candidate.why_not for candidate in plan.candidates)
 
 
-def test_what_never_fits_is_refused(ways):
+def test_what_never_fits_is_refused(ways, monkeypatch):
+    monkeypatch.setattr(plans, "_RUNTIME", 0)
+    monkeypatch.setattr(plans, "_OF_OPERATION", 0)
     least = min(each.estimated.bytes for each in ways.candidates)
     with pytest.raises(ValueError, match=r"A batch of 512 of 'deep' doesn't fit in .* on each of 1 device\. The least"):
         choosing(ways, least // 2)
-    with pytest.raises(ValueError, match="Use more devices, or a smaller batch with AccumulatingOptimizer"):
+    with pytest.raises(ValueError, match="Use more devices, an optimizer that keeps less, such as SGD, or a smaller"):
         choosing(ways, int(1.1 * least), lambda candidate: None)
-    # What can't be cut can't be accumulated either.
+    # Batches that AccumulatingOptimizer adds up take as much as slices, which were tried.
+    smaller = deep()
+    smaller.compile("sgd", "mse")
+    assert plan_memory(smaller, ROWS, int(0.9 * least), lambda spec: exactly).chosen is not None
     with pytest.raises(ValueError, match=r"Use more devices, or a smaller batch\.$"):
         plan_memory(deep(), ROWS, least // 2, None, no_slices="its rows belong together")
 
@@ -485,11 +490,44 @@ def test_plans_for_the_batches_of_all_replicas(planned):
     assert planned(tf.data.Dataset.from_tensor_slices((X, Y)).batch(50, drop_remainder=True), dist=dist) == 100
 
 
+def test_batches_of_one_size_are_not_cut(monkeypatch):
+    monkeypatch.setattr(plans, "_CERTAIN", 0.0)
+    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._trial", lambda *_: exactly)
+    inputs = keras.Input(batch_shape=(32, 5, 3))
+    stateful = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.LSTM(4, stateful=True)(inputs)))
+    stateful.compile("sgd", "mse")
+    dist = DistributedFit(fit_memory=True, device_bytes=2**40)
+    dist.prepare(stateful, batch_size=32)
+    assert dist.explain().estimate.left_out[0] == "No slices: it trains on batches of 32 rows alone."
+    parts = deep()
+    microbatch(parts, 64, deterministic=8)
+    dist.prepare(parts, batch_size=ROWS)
+    assert dist.explain().estimate.chosen.choice == Choice()
+
+
+def test_says_where_slices_take_another_step(halved):
+    tokens = keras.Input((100,), dtype="int32")
+    hidden = keras.layers.Embedding(10, 64, name="words")(tokens)
+    model = keras.Model(tokens, keras.layers.Dense(1)(keras.layers.GlobalAveragePooling1D()(hidden)))
+    model.compile("adam", "mse")
+    dist = halved()
+    dist.prepare(model, batch_size=ROWS)
+    assert dist.explain().estimate.chosen.choice.slices > 1
+    assert "Another step than Keras's of words" in dist.explain().estimate.left_out[-1]
+    model.compile("sgd", "mse")
+    dist.prepare(model, batch_size=ROWS)
+    assert not any("Another step" in line for line in dist.explain().estimate.left_out)
+
+
 def test_refuses_where_there_is_no_choice():
     with pytest.raises(ValueError, match="on a mesh, in a pipeline or with parameter servers. Leave it out"):
         DistributedFit(mesh={"batch": 2}, fit_memory=True)
     with pytest.raises(ValueError, match="fit_memory=True chooses how batches are cut, and deterministic=8 cuts them"):
         DistributedFit(fit_memory=True, deterministic=8)
+    unchosen = deep()
+    microbatch(unchosen, "auto")
+    with pytest.raises(ValueError, match="and microbatch\\(model, 'auto'\\) both choose slices"):
+        DistributedFit(fit_memory=True).prepare(unchosen)
     dist = DistributedFit(fit_memory=True)
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     unbuilt.compile("sgd", "mse")

@@ -9,6 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.accumulation.slices import microbatch
+from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.optimizer import find_accumulator, innermost_optimizer
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.compat.workers import gather, replica_placement
 from keras_paragrad.distribution.decisions.decision import Decision
@@ -51,6 +53,11 @@ def fit_memory(
             f"fit_memory=True estimates the memory of a step, and {model.name!r} has no weights yet. Build it within "
             "`with dist.scope():`, by calling it on a batch or with model.build(input_shape)."
         )
+    if hasattr(StepBuilder.of(model).stages.split, "choose"):
+        raise ValueError(
+            "fit_memory=True and microbatch(model, 'auto') both choose slices. Leave one of the two out, or write "
+            "microbatch(model, size=64), for instance."
+        )
     strategy, options = run.strategies.models, run.options
     replicas, workers = strategy.num_replicas_in_sync, replica_placement(run.strategies.workers).workers
     untried = "several workers" if workers > 1 else cannot_try_on_gpus()
@@ -79,6 +86,11 @@ def fit_memory(
     chosen = _agreed(plan, run) if workers > 1 else plan.chosen
     assert chosen is not None, "plan_memory chooses or raises"
     plan.chosen = chosen
+    if chosen.choice.slices > 1 and (tables := _tables(model)):
+        plan.left_out.append(
+            f"Another step than Keras's of {tables}: where a batch looks up a row more than once, slices add up its "
+            f"gradients, and Keras's {type(innermost_optimizer(model.optimizer)).__name__} squares them one by one."
+        )
     log(f"{way_in_words(chosen, plan.recomputed)}, in {bytes_in_words(device_bytes)} on each device.")
     return FittedMemory(plan, _apply(model, run, chosen), _decision(run, chosen, shards))
 
@@ -93,10 +105,17 @@ def _agreed(plan: MemoryPlan, run: PlannedRun) -> Candidate:
 def _no_slices(model: keras.Model) -> str:
     """Why batches can't be cut into slices; empty if they can."""
     if StepBuilder.of(model).stages.split is not None:
-        return "microbatch(model, ...) was called"
+        return "microbatch(model, ...) was called; leave it out to have slices chosen"
     layers = layers_of_batch_statistics(model)
     names = ", ".join(layer.name for layer in layers[:3]) + (", ..." if len(layers) > 3 else "")
     return f"{names} would normalize slices with the statistics of a slice" if layers else ""
+
+
+def _tables(model: keras.Model) -> str:
+    """The names of embeddings, unless their optimizer is linear in the gradient, or gets sums of several batches."""
+    if isinstance(innermost_optimizer(model.optimizer), keras.optimizers.SGD) or find_accumulator(model.optimizer):
+        return ""
+    return ", ".join(layer.name for layer in all_layers(model) if isinstance(layer, keras.layers.Embedding))
 
 
 def _shards(model: keras.Model, planned: str) -> tuple[Sequence[str | None], str]:

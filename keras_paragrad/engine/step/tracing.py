@@ -105,7 +105,9 @@ def traced_steps(
     shapes = [variable.shape for variable in all_variables(model)]
     shapes += [leaf.shape[1:] for leaf in tf.nest.flatten(batch) if isinstance(leaf, tf.TensorSpec)]
     known = {size for shape in shapes for size in shape if size}
-    traced = next(prime for prime in _PRIMES if all(size % prime for size in known))
+    primes = (prime for prime in _PRIMES if all(size % prime for size in known))
+    # A model may take batches of one size alone.
+    traced = sizes[0] if len(set(sizes)) == 1 else next(primes)
     resized = [Resized(rows, traced, count_flops) for rows in sizes]
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(_traced, model, traced, None, None, batch, resized).result()
