@@ -77,7 +77,10 @@ def plan_memory(
     except ValueError:
         # Batches of other sizes were traced, for slices.
         no_slices, estimator = no_slices or f"it trains on batches of {rows} rows alone", estimator_of([1])
-        plan.candidates, spec = estimator.candidates(None, None)
+        try:
+            plan.candidates, spec = estimator.candidates(None, None)
+        except ValueError as error:
+            raise ValueError(f"{error} fit_memory=True goes by that step: leave it out.") from error
     as_it_is = Choice(shard=shards[0])
     plan.chosen = next(candidate for candidate in plan.candidates if candidate.choice == as_it_is)
     if plan.chosen.estimated.bytes <= _CERTAIN * device_bytes:

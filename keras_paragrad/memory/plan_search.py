@@ -136,11 +136,12 @@ def _refuse(plan: MemoryPlan, *, tried: bool) -> None:
         )
         return
     others = " ".join(plan.left_out)
+    more = ", and more in a trial" if least.estimated.bytes <= plan.device_bytes else ""
     # Slices take what the update of a single row does, but for the batch that they are cut from.
     sliced = any(candidate.choice.slices > 1 for candidate in plan.candidates)
     instead = "an optimizer that keeps less, such as SGD, or a smaller model" if sliced else "or a smaller batch"
     raise ValueError(
         f"A batch of {plan.batch_size} of {plan.model!r} doesn't fit in {bytes_in_words(plan.device_bytes)} on each of "
-        f"{counted(plan.replicas, 'device')}. The least is estimated to take {takes}, {words}.{others and ' '}{others} "
-        f"Use more devices, {instead}."
+        f"{counted(plan.replicas, 'device')}. The least is estimated to take {takes}, {words}{more}."
+        f"{others and ' '}{others} Use more devices, {instead}."
     )

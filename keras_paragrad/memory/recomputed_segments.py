@@ -235,7 +235,10 @@ def check_nesting(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
         ValueError: The other is recomputed already, or computes per-example gradients.
     """
     if is_recomputed(other) or (isinstance(other, keras.Model) and recomputes_parts(functional_of(other))):
-        raise ValueError(f"{other.name!r} is recomputed already. Call undo() of the handle that recompute returned.")
+        raise ValueError(
+            f"{other.name!r} is recomputed already. Call undo() of the handle that recompute returned, or, with "
+            "fit_memory=True, dist.prepare(model, batch_size=...)."
+        )
     if isinstance(other, PerExampleGradients):
         raise ValueError(
             f"{layer.name!r} and the PerExampleGradients layer {other.name!r} are within each other. Per-example "
