@@ -1565,6 +1565,20 @@ _CUSTOM_STEPS = [
 
 _MEMORY = [
     _fault(
+        "batches whose rows the spec leaves open are planned for as if they had Keras's default",
+        "distribution/fit.py",
+        "data.count_batch_rows() or 32",
+        "data.batch_size or 32",
+        "memory/test_plan.py::test_plans_for_the_batches_of_any_data",
+    ),
+    _fault(
+        "data of another length is trained by the plan of the last",
+        "distribution/fitted_memory.py",
+        "if None in sizes or sizes[0] == sizes[1] else None",
+        "",
+        "memory/test_plan.py::test_other_lengths_and_losses_are_planned_for",
+    ),
+    _fault(
         "a way to train that took too much is chosen",
         "memory/plan_search.py",
         "fits = measured is not None and measured.bytes <= plan.device_bytes",
@@ -1588,8 +1602,8 @@ _MEMORY = [
     _fault(
         "a chosen number of slices isn't applied",
         "distribution/replicas/memory.py",
-        "if candidate.choice.slices > 1:\n            sliced",
-        "if candidate.choice.slices > 10**6:\n            sliced",
+        "if candidate.choice.slices > 1:\n            microbatch",
+        "if candidate.choice.slices > 10**6:\n            microbatch",
         "memory/test_plan.py::test_the_chosen_slices_are_applied",
     ),
 ]
