@@ -492,7 +492,7 @@ def test_plans_for_the_batches_of_all_replicas(planned):
 
 def test_batches_of_one_size_are_not_cut(monkeypatch):
     monkeypatch.setattr(plans, "_CERTAIN", 0.0)
-    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._trial", lambda *_: exactly)
+    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._make_trial", lambda *_: exactly)
     inputs = keras.Input(batch_shape=(32, 5, 3))
     stateful = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.LSTM(4, stateful=True)(inputs)))
     stateful.compile("sgd", "mse")
