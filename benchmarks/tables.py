@@ -6,6 +6,7 @@ charts of `charts.py` as well.
 """
 
 import functools
+import itertools
 import json
 import re
 import runpy
@@ -58,15 +59,13 @@ def as_saved(name: str, title: str) -> str:
 
 def plans() -> str:
     """What `fit_memory` chose in each budget, beside the fastest way that fits."""
-    (rows,) = saved("plan").values()
     cells = []
-    for row in rows:
+    for row in itertools.chain.from_iterable(saved("plan").values()):
+        ways = f"{row['ways that fit']} of {row['ways']}"
         chosen = row["chosen"].partition(":")[0]
         budget = f"{row['model']}, {row['budget, MB']} MB"
-        cells.append(
-            [budget, f"{row['ways that fit']} of {row['ways']}", chosen, row["over the fastest"], row["trials"]]
-        )
-    return table(["model, memory", "ways that fit", "chosen", "seconds over the fastest", "trials"], cells)
+        cells.append([row["devices"], budget, ways, chosen, row["over the fastest"], row["trials"]])
+    return table(["devices", "model, memory", "ways that fit", "chosen", "seconds over the fastest", "trials"], cells)
 
 
 def stock_errors() -> str:

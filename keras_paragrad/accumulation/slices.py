@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import keras
 import tensorflow as tf
@@ -33,7 +33,7 @@ from keras_paragrad.memory.batch_size import (
     find_size,
     spec_of,
 )
-from keras_paragrad.memory.trial import Trials, preparations_of
+from keras_paragrad.memory.trial import PreparationCall, Trials, preparations_of
 
 # The steps of a trial.
 _STEPS = 2
@@ -164,9 +164,9 @@ class Slices(NamedTuple):
     prove: bool = True
 
     @property
-    def preparation(self) -> tuple[str, str, dict[str, Any]]:
+    def preparation(self) -> PreparationCall:
         """The call that fills the stage, to repeat in a trial's process."""
-        return __name__, "microbatch", {"size": self.size, "weighting": self.normalize.weighting}
+        return PreparationCall(__name__, "microbatch", {"size": self.size, "weighting": self.normalize.weighting})
 
     @property
     def deferred_refusal(self) -> DeferredRefusal:

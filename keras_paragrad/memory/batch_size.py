@@ -140,8 +140,9 @@ def find_batch_size(
     verbose = check_integer("verbose", verbose, least=0, most=1, also=(True, False), example=1)
     check_can_find(model, "find_batch_size", "Multiply what it finds by the number of replicas")
     device_bytes = memory_of_device(device_bytes, steps)
-    *data, count = first_rows(x, y, ROWS)
-    sizes = nice_sizes(most or count or _UNBOUNDED)
+    rows = first_rows(x, y, ROWS)
+    data = [rows.x, rows.y, rows.sample_weight]
+    sizes = nice_sizes(most or rows.total or _UNBOUNDED)
 
     def begin() -> Callable[[int], int | None]:
         return Trials(model, data, device_bytes, steps).bytes_of

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -39,6 +39,14 @@ _INTERVAL = 0.005
 # The share of the available memory that a trial's process may take in all.
 _MOST = 0.95
 _LIBRARIES = {"builtins", "keras", "keras_paragrad", "numpy", "tensorflow"}
+
+
+class PreparationCall(NamedTuple):
+    """A call of a module's function that prepares a model, repeated in a trial's process."""
+
+    module: str
+    function: str
+    arguments: dict[str, Any]
 
 
 class CannotTryError(Exception):
@@ -89,8 +97,7 @@ class Trials:
         data: Some rows of `x`, `y` and `sample_weight`, as nested arrays.
         device_bytes: The bytes that training may take.
         steps: Number of steps.
-        preparations: The calls that prepare the model, as module, name and keyword arguments; by default the ones in
-            effect.
+        preparations: The calls that prepare the model; by default the ones in effect.
 
     Raises:
         CannotTryError: The model can't be rebuilt in another process.
@@ -102,7 +109,7 @@ class Trials:
         data: Structure,
         device_bytes: int,
         steps: int,
-        preparations: list[tuple[str, str, dict[str, Any]]] | None = None,
+        preparations: list[PreparationCall] | None = None,
     ):
         self._model, self._device_bytes = model, device_bytes
         self._preparations = preparations_of(model) if preparations is None else preparations
@@ -122,13 +129,13 @@ class Trials:
             "dtype_policy": keras.config.dtype_policy().name,
         }
 
-    def bytes_of(self, rows: int, preparations: Iterable[tuple[str, str, dict[str, Any]]] = ()) -> int | None:
+    def bytes_of(self, rows: int, preparations: Iterable[PreparationCall] = ()) -> int | None:
         """The bytes at the peak of training on batches of `rows`; `None` if they ran out. See `measure`."""
         measured = self.measure(rows, preparations)
         return measured and measured.bytes
 
     def measure(
-        self, rows: int, preparations: Iterable[tuple[str, str, dict[str, Any]]] = (), runner: Runner | None = None
+        self, rows: int, preparations: Iterable[PreparationCall] = (), runner: Runner | None = None
     ) -> Measured | None:
         """What training on batches of `rows` takes; `None` if memory ran out.
 
@@ -215,7 +222,7 @@ def _refusing() -> Generator[None]:
         raise CannotTryError(f"it can't be described for another process: {words}") from error
 
 
-def preparations_of(model: keras.Model, without: str | None = None) -> list[tuple[str, str, dict[str, Any]]]:
+def preparations_of(model: keras.Model, without: str | None = None) -> list[PreparationCall]:
     """The calls that prepared a model for training.
 
     Args:
@@ -225,7 +232,9 @@ def preparations_of(model: keras.Model, without: str | None = None) -> list[tupl
     Raises:
         CannotTryError: A call can't be repeated.
     """
-    calls = [("keras_paragrad.memory.recomputation", "recompute", call) for call in RECOMPUTATIONS.of(model)]
+    calls = [
+        PreparationCall("keras_paragrad.memory.recomputation", "recompute", call) for call in RECOMPUTATIONS.of(model)
+    ]
     builder = STEP_BUILDER.of(model)
     for name, filler in builder.fillers.items() if builder else ():
         if name == without:
@@ -277,8 +286,20 @@ def _pickled(request: dict[str, Any]) -> bytes:
         return pickle.dumps(request)
 
 
-def first_rows(x: Any, y: Any, most: int) -> tuple[Structure, Structure, Structure, int | None]:
-    """The first rows of `x`, `y` and `sample_weight` as nested arrays, and the number of rows in the data.
+class FirstRows(NamedTuple):
+    """The first rows of `x`, `y` and `sample_weight` as nested arrays.
+
+    `total` is the number of rows in the data; `None` if that isn't known.
+    """
+
+    x: Structure
+    y: Structure
+    sample_weight: Structure
+    total: int | None
+
+
+def first_rows(x: Any, y: Any, most: int) -> FirstRows:
+    """The first rows of training data.
 
     Raises:
         ValueError: The data is a generator, or its elements aren't dense arrays with a batch dimension.
@@ -296,10 +317,10 @@ def first_rows(x: Any, y: Any, most: int) -> tuple[Structure, Structure, Structu
         whole = True
     try:
         count = len(keras.tree.flatten(x)[0]) if whole else None
-        arrays = [keras.tree.map_structure(lambda leaf: _rows(leaf, most), data) for data in (x, y, sample_weight)]
+        x, y, sample_weight = keras.tree.map_structure(lambda leaf: _rows(leaf, most), (x, y, sample_weight))
     except (TypeError, ValueError) as error:
         raise ValueError(f"`x` and `y` have to be arrays, or a dataset of dense batches: {error}") from error
-    return arrays[0], arrays[1], arrays[2], count
+    return FirstRows(x, y, sample_weight, count)
 
 
 def _rows(leaf: Any, most: int) -> Any:

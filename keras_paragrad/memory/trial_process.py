@@ -96,8 +96,8 @@ def _train(request: dict[str, Any], directory: Path) -> float:
             layer.load_assets(str(directory / f"assets_{index}"))
     if not model.compiled:
         raise ValueError("it overrides compile(), which can't be called again from what Keras saves")
-    for module, name, arguments in request["preparations"]:
-        getattr(importlib.import_module(module), name)(model, **arguments)
+    for call in request["preparations"]:
+        getattr(importlib.import_module(call.module), call.function)(model, **call.arguments)
     rows = request["rows"]
 
     def repeated(leaf: Any) -> Any:

@@ -214,10 +214,10 @@ def test_memory_is_what_control_groups_leave(tmp_path):
         (folder / "memory.stat").write_text("file 300\ninactive_file 200\n")
     (tmp_path / "a" / "memory.max").write_text("max\n")
     groups.write_text("0::/a/job\n")
-    assert available._of_groups(tmp_path, groups) == [500]
+    assert available._of_cgroups(tmp_path, groups) == [500]
     groups.write_text("9:memory:/b\n3:cpu:/c\n")
-    assert available._of_groups(tmp_path, groups) == [500]
-    assert available._of_groups(tmp_path, tmp_path / "none") == []
+    assert available._of_cgroups(tmp_path, groups) == [500]
+    assert available._of_cgroups(tmp_path, tmp_path / "none") == []
     assert 0 < available.available_bytes() < 2**50 and available.resident_bytes() <= available.resident_bytes(peak=True)
 
 

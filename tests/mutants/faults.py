@@ -667,8 +667,8 @@ _PROFILING = [
     _fault(
         "batches are numbered from the one after",
         "profiling/analysis/steps.py",
-        "yield first + index, ",
-        "yield first + index + 1, ",
+        "_Batch(first + index, ",
+        "_Batch(first + index + 1, ",
         "profiling/test_analysis.py",
     ),
     _fault(

@@ -29,7 +29,7 @@ def decide_communication(
     _check_requested(options.communication, hardware, kind, devices)
     if options.communication != "auto":
         return Decision(NAME, options.communication, "requested", _on(devices), 'communication="auto"')
-    return Decision(NAME, *_fastest(hardware, kind.on_workers, kind_of_device(devices[0])))
+    return _fastest(hardware, kind.on_workers, kind_of_device(devices[0]))
 
 
 def no_communication(
@@ -40,20 +40,23 @@ def no_communication(
     return Decision(NAME, "none", reason, _on(devices), NO_CHOICE)
 
 
-def _fastest(hardware: Hardware, between_workers: bool, device: str) -> tuple[str, str, str, str]:
-    """Value, reason, evidence and override for several devices of a kind."""
+def _fastest(hardware: Hardware, between_workers: bool, device: str) -> Decision:
+    """The fastest that works for several devices of a kind."""
     if device == "CPU" and between_workers:
         reason = "the only one that works between CPUs of several processes"
-        return "ring", reason, "TensorFlow's own choice (AUTO) aborts the process there", "nothing else works"
+        evidence = "TensorFlow's own choice (AUTO) aborts the process there"
+        return Decision(NAME, "ring", reason, evidence, "nothing else works")
     if device == "CPU":
         reason = "devices share one memory: reducing on one of them is fastest"
-        return "one_device", reason, MEASURED, 'communication="ring"'
+        return Decision(NAME, "one_device", reason, MEASURED, 'communication="ring"')
     if hardware.has_virtual_gpus:
         override = "nothing else works" if between_workers else 'communication="one_device"'
-        return "ring", "NCCL doesn't support parts of a GPU", "TensorFlow's own choice for them", override
+        reason, evidence = "NCCL doesn't support parts of a GPU", "TensorFlow's own choice for them"
+        return Decision(NAME, "ring", reason, evidence, override)
     other = "ring" if between_workers else "hierarchical_copy"
+    reason = "NVIDIA's own, over NVLink where there is one"
     evidence = "usually the fastest, by TensorFlow's documentation; not measured by us"
-    return "nccl", "NVIDIA's own, over NVLink where there is one", evidence, f'communication="{other}"'
+    return Decision(NAME, "nccl", reason, evidence, f'communication="{other}"')
 
 
 @decides(50)

@@ -1,5 +1,7 @@
 """Decides the strategy, the devices, the number of replicas, and whether the result must equal one device's."""
 
+import functools
+
 from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision, decides, list_of
 from keras_paragrad.distribution.hardware import Hardware, kind_of_device
 from keras_paragrad.distribution.options import STRATEGY_KINDS, Options, Planner, StrategyKind, kind_of_strategy
@@ -29,9 +31,7 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
         name = str(options.strategy)
         _check_named(name, hardware)
         return Decision("strategy", name, "requested", hardware_in_words(hardware), 'strategy="auto"')
-    value, reason, override = _choose(hardware, options)
-    measured = f"; {SHARED_CORES_MEASURED}" if reason == SHARED_CORES else ""
-    return Decision("strategy", value, reason, hardware_in_words(hardware) + measured, override)
+    return _choose(hardware, options)
 
 
 @decides(130)
@@ -62,27 +62,31 @@ def _counted(count: int, thing: str) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
-def _choose(hardware: Hardware, options: Options) -> tuple[str, str, str]:
-    """The strategy for the hardware, why, and what to write for another one."""
+def _choose(hardware: Hardware, options: Options) -> Decision:
+    """The strategy for the hardware."""
     cluster, gpus = hardware.cluster, hardware.of_kind("GPU")
+    decision = functools.partial(Decision, "strategy", evidence=hardware_in_words(hardware))
     if cluster and cluster.job == "evaluator":
-        return "none", "an evaluator doesn't train with the workers", 'strategy="one_device", devices=["CPU:0"]'
+        reason = "an evaluator doesn't train with the workers"
+        return decision("none", reason, override='strategy="one_device", devices=["CPU:0"]')
     if options.devices is None and hardware.tpus:
-        return "tpu", "there is a TPU", 'strategy="none"'
+        return decision("tpu", "there is a TPU", override='strategy="none"')
     if hardware.worker_count > 1:
         reason = f"{hardware.worker_count} workers train together"
-        return "multi_worker", reason, 'strategy="none", to train on each worker separately'
+        return decision("multi_worker", reason, override='strategy="none", to train on each worker separately')
     if options.devices is not None and len(options.devices) > 1:
-        return "mirrored", f"{len(options.devices)} devices are named", "devices=None"
+        return decision("mirrored", f"{len(options.devices)} devices are named", override="devices=None")
     if options.devices is not None:
-        return "one_device", "one device is named", "devices=None"
+        return decision("one_device", "one device is named", override="devices=None")
     if len(gpus) > 1:
-        return "mirrored", f"there are {len(gpus)} GPUs", 'devices=["GPU:0"]'
+        return decision("mirrored", f"there are {len(gpus)} GPUs", override='devices=["GPU:0"]')
     if gpus:
-        return "none", "Keras itself uses the one GPU", 'strategy="one_device", devices=["CPU:0"]'
+        reason = "Keras uses the one GPU by itself"
+        return decision("none", reason, override='strategy="one_device", devices=["CPU:0"]')
     if len(hardware.of_kind("CPU")) > 1:
-        return "none", SHARED_CORES, 'strategy="mirrored"'
-    return "none", "there is one device", 'strategy="one_device"'
+        evidence = f"{hardware_in_words(hardware)}; {SHARED_CORES_MEASURED}"
+        return decision("none", SHARED_CORES, evidence=evidence, override='strategy="mirrored"')
+    return decision("none", "there is one device", override='strategy="one_device"')
 
 
 def _check_named(name: str, hardware: Hardware) -> None:

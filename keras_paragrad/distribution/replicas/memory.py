@@ -26,7 +26,7 @@ from keras_paragrad.memory.plan import plan_memory
 from keras_paragrad.memory.plan_search import Try
 from keras_paragrad.memory.plan_table import Candidate, MemoryPlan, way_in_words
 from keras_paragrad.memory.recomputation import recompute
-from keras_paragrad.memory.trial import CannotTryError, Measured, Runner, Trials
+from keras_paragrad.memory.trial import CannotTryError, Measured, PreparationCall, Runner, Trials
 from keras_paragrad.storage.updating import check_optimizer_of_shards
 
 # Steps of a trial: the first one traces it, the last one is timed.
@@ -172,18 +172,18 @@ def _runner(run: PlannedRun, candidate: Candidate, replicas: int) -> Runner:
     return Runner("keras_paragrad.distribution.fit", "DistributedFit", arguments, replicas)
 
 
-def _preparations(model: keras.Model, run: PlannedRun, candidate: Candidate) -> list[tuple[str, str, dict[str, Any]]]:
+def _preparations(model: keras.Model, run: PlannedRun, candidate: Candidate) -> list[PreparationCall]:
     """The calls that prepare a model in a trial."""
     form = candidate.choice.recompute
-    calls: list[tuple[str, str, dict[str, Any]]] = []
+    calls = []
     if form:
         layers = recomputation_of(model, form).layers
         names = layers if isinstance(layers, str) else [layer.name for layer in layers]
-        calls.append((recompute.__module__, recompute.__name__, {"layers": names}))
+        calls.append(PreparationCall(recompute.__module__, recompute.__name__, {"layers": names}))
     if candidate.choice.slices > 1:
         # Zeros prove nothing; the first batch of `fit` does.
         arguments = {"size": candidate.rows, "weighting": run.options.weighting, "prove": False}
-        calls.append((microbatch.__module__, microbatch.__name__, arguments))
+        calls.append(PreparationCall(microbatch.__module__, microbatch.__name__, arguments))
     return calls
 
 

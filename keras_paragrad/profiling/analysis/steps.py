@@ -5,6 +5,7 @@ import collections
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from keras_paragrad.profiling.analysis.events import (
     NANOSECONDS,
@@ -45,10 +46,10 @@ def step_times(trace: Trace) -> tuple[StepTime, ...]:
     for marker in markers:
         if marker.line not in parts:
             parts[marker.line] = _parts_on(trace, marker.line, markers)
-        for step, update, begin, end in _batches(marker, pulls):
-            duration = (end - begin) / NANOSECONDS
-            shares = parts[marker.line](begin, end)
-            steps.append(StepTime(step, update, (begin - origin) / NANOSECONDS, duration, **shares))
+        for batch in _batches(marker, pulls):
+            begins, duration = (batch.begin - origin) / NANOSECONDS, (batch.end - batch.begin) / NANOSECONDS
+            shares = parts[marker.line](batch.begin, batch.end)
+            steps.append(StepTime(batch.number, batch.update, begins, duration, **shares))
     return tuple(steps)
 
 
@@ -136,8 +137,17 @@ def _innermost(markers: list[Marker]) -> list[Marker]:
     return [marker for marker in markers if "batch" in marker.stats] or markers
 
 
-def _batches(marker: Marker, pulls: list[Pull]) -> Iterator[tuple[int, int | None, float, float]]:
-    """The batches of one marker: number, update, begin and end."""
+class _Batch(NamedTuple):
+    """A batch, the update that it belongs to, and when it begins and ends, in nanoseconds."""
+
+    number: int
+    update: int | None
+    begin: float
+    end: float
+
+
+def _batches(marker: Marker, pulls: list[Pull]) -> Iterator[_Batch]:
+    """The batches of one marker."""
     stats = marker.stats
     first = int(stats.get("batch", stats.get("step_num", 0)))
     requested = int(stats.get("count", 1))
@@ -155,7 +165,7 @@ def _batches(marker: Marker, pulls: list[Pull]) -> Iterator[tuple[int, int | Non
     count = min(requested, len(filled) // replicas) if split else requested
     cuts = [marker.begin, *_cuts(marker, filled, count), marker.end]
     for index, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
-        yield first + index, _update(stats, index), begin, end
+        yield _Batch(first + index, _update(stats, index), begin, end)
 
 
 def _cuts(marker: Marker, filled: list[float], count: int) -> list[float]:
