@@ -140,6 +140,22 @@ def test_the_loss_of_the_first_batch_evaluated_on_replicas_is_proved(weighting):
     assert (weighting == "auto") == bool(np.isclose(shown, expected, rtol=TOLERANCE))
 
 
+@pytest.mark.parametrize("way", ["slices", "replicas"])
+def test_a_first_batch_passed_by_itself_is_proved(way):
+    y = np.where(HOLES, MARKER, Y).astype("float32")
+
+    def shown(model):
+        losses = [model.train_on_batch(X[:ROWS], y[:ROWS]) for _ in range(2)]
+        return [*losses, model.test_on_batch(X[:ROWS], y[:ROWS]), *model.get_weights()[-2][:, 0]]
+
+    dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"]) if way == "replicas" else DistributedFit("none")
+    with dist.scope():
+        model = model_of(of_labels)
+    handle = dist.prepare(model) if way == "replicas" else microbatch(model, SIZE)
+    np.testing.assert_allclose(shown(model), shown(model_of(of_labels)), rtol=1e-5)
+    handle.undo()
+
+
 @pytest.mark.filterwarnings("ignore:The results of the metrics")
 def test_metrics_of_the_first_batch_evaluated_on_replicas_are_proved():
     y = np.where(HOLES, MARKER, Y).astype("float32")

@@ -1263,6 +1263,13 @@ _PROOF = [
         f"{_FIRST_BATCH}::test_the_loss_of_the_first_batch_evaluated_on_replicas_is_proved",
     ),
     _fault(
+        "a first batch that is passed by itself proves nothing",
+        "engine/step/execution.py",
+        "logs = step.run_checked(batch, check) if check else step(batch)",
+        "logs = step(batch)",
+        f"{_FIRST_BATCH}::test_a_first_batch_passed_by_itself_is_proved",
+    ),
+    _fault(
         "a worker goes by its own rows alone",
         "engine/division/first_batch.py",
         "return bool(gather(worker_strategy(model), [int(found)]).any())",

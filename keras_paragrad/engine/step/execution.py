@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import first_replica_values
@@ -28,6 +29,8 @@ from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 # Makes a compiled step run on a mesh of devices, with batches from the host.
 OnMesh = Callable[[Step], Step]
+# Gets a batch before its step is traced, and may return a function to call after that.
+Check = Callable[[Batch], Conclusion | None]
 
 
 class CompiledStep:
@@ -83,24 +86,30 @@ class CompiledStep:
     def __call__(self, data: Batch) -> StepLogs:
         return self._run(data)
 
-    def run_next(self, iterator: Any, check: Callable[[Batch], Conclusion | None] | None = None) -> StepLogs:
+    def run_next(self, iterator: Any, check: Check | None = None) -> StepLogs:
         """Runs the step on the next batch, traced for the iterator's element spec rather than the batch's shape.
 
-        A function that also takes the batch would store the step's graph twice: 5 kB per operation. `check` gets the
-        batch before the trace, and may return a function to call after it.
+        A function that also takes the batch would store the step's graph twice: 5 kB per operation.
         """
         if check is not None or not self._in_functions:
             with announcing_part("waiting for the first batch"):
                 batch = iterator.get_next()
-            with announcing_part("proving on the first batch how it is divided"):
-                conclude = check(batch) if check else None
-            self._trace(iterator)
-            with announcing_part("proving states and metrics on the first batch"):
-                if conclude:
-                    conclude()
-            return self(batch)
+            return self.run_checked(batch, check, functools.partial(self._trace, iterator))
         self._trace(iterator)
         return self(self._get_next(iterator)) if self._through_python else self._take(iterator)
+
+    def run_checked(self, batch: Batch, check: Check | None, trace: Callable[[], object] | None = None) -> StepLogs:
+        """Runs the step on a batch that `check` gets before the trace; it may return a function to call after it."""
+        with announcing_part("proving on the first batch how it is divided"):
+            conclude = check(batch) if check else None
+        if trace:
+            trace()
+        elif self._in_functions:
+            self._function.get_concrete_function(batch)
+        with announcing_part("proving states and metrics on the first batch"):
+            if conclude:
+                conclude()
+        return self(batch)
 
     def _trace(self, iterator: Any) -> None:
         """Traces the step for the batches of an iterator, if it is traced before it runs."""
@@ -295,7 +304,9 @@ def _by_host(
     def take_next(iterator: BatchIterator) -> Batch:
         # A Python iterator of `train_on_batch` or `test_on_batch`.
         batch = next(iterator)
-        return divide_batch(strategy, batch, parts) if take and strategy.num_replicas_in_sync > 1 else batch
+        if take and strategy.num_replicas_in_sync > 1:
+            return divide_batch(strategy, batch, parts)
+        return keras.tree.map_structure(_as_tensor, batch)
 
     def execute(iterator: BatchIterator, updates: list[bool]) -> StepLogs | None:
         logs = None
@@ -303,12 +314,20 @@ def _by_host(
             step = steps[update]
             check = functools.partial(proof, update=update) if proof and proof.pending else None
             try:
-                logs = step.run_next(iterator, check) if hasattr(iterator, "get_next") else step(take_next(iterator))
+                if hasattr(iterator, "get_next"):
+                    logs = step.run_next(iterator, check)
+                else:
+                    batch = take_next(iterator)
+                    logs = step.run_checked(batch, check) if check else step(batch)
             except (StopIteration, tf.errors.OutOfRangeError):
                 break
         return logs
 
     return execute
+
+
+def _as_tensor(leaf: Any) -> Any:
+    return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def divide_batch(strategy: tf.distribute.Strategy, batch: Batch, parts: int | None = None) -> Batch:
