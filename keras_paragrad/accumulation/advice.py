@@ -78,7 +78,7 @@ def missing_accumulation_message(model: keras.Model) -> str:
         )
     if model.optimizer is None:
         return f"{problem} Write model.compile(keras_paragrad.AccumulatingOptimizer('adam', steps=4), loss=...)."
-    return f"{problem} Write this before fit(), with the other arguments of your compile():\n{_lines_for_one(model)}"
+    return f"{problem} Write this before fit(), with the other arguments of your compile():\n{_recompile_code(model)}"
 
 
 def recommend_callback(name: str, model: keras.Model | None) -> None:
@@ -112,8 +112,8 @@ def _optimizer_name(optimizer: keras.optimizers.Optimizer | None) -> str:
     return "no optimizer" if optimizer is None else type(optimizer).__name__
 
 
-def _lines_for_one(model: keras.Model) -> str:
-    """The code for a model with one optimizer."""
+def _recompile_code(model: keras.Model) -> str:
+    """The code that compiles a model with its one optimizer wrapped, to accumulate."""
     scales = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     # A LossScaleOptimizer belongs outside the wrapper; compile() adds it again if the dtype policy requires it.
     name = "model.optimizer.inner_optimizer" if scales else "model.optimizer"

@@ -106,7 +106,7 @@ def _compare_facts(addresses: list[str], facts: Mapping[str, object], server: Re
 
 
 def _send_verdict(caller: Caller, signer: MessageSigner, verdict: Mapping[str, str]) -> None:
-    """Tells a worker whether to start, and waits until it has disconnected."""
+    """Tells a worker whether to start, and waits at most 5 s until it has disconnected."""
     connection = caller.connection
     try:
         connection.settimeout(5)
@@ -114,7 +114,7 @@ def _send_verdict(caller: Caller, signer: MessageSigner, verdict: Mapping[str, s
         # Wait until the peer has closed, so that the port is free for TensorFlow at once.
         connection.recv(1)
     except OSError as failure:
-        _log.warning("A worker disconnected before all had connected: %s", failure)
+        _log.warning("Could not deliver the verdict to a worker: %s", failure)
 
 
 def _report_facts(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, object], until: float) -> dict[str, str]:

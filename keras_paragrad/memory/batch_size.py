@@ -75,7 +75,7 @@ class BatchSize(int):
     """A number of rows that records how it was found. An `int` everywhere else, as for `batch_size=`.
 
     Attributes:
-        tried: What was tried, for `print`; `None` of a number that wasn't found.
+        tried: What was tried, for `print`; `None` if no search produced the number.
     """
 
     tried: SizesTried | None
@@ -114,7 +114,7 @@ def find_batch_size(
         verbose: 1 prints what is tried; it is logged at INFO in any case.
 
     Returns:
-        An `int`: a number of up to four binary digits and zeros, such as 112 or 4096, or `max_batch_size`. Its
+        An `int` of at most four significant binary digits, such as 112 or 4096, or `max_batch_size`. Its
         attribute `tried` shows what was tried. Where a model can't be made again in another process, it goes by the
         estimate alone, and a warning is logged that says why.
 
@@ -188,7 +188,10 @@ def estimated_bytes(model: keras.Model, spec: Specs, rows: int) -> int:
 
 
 def spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:
-    """The spec of the step's batches, or `None` if the step gets something other than the data."""
+    """The specs of batches `(x, y)` or `(x, y, sample_weight)` with any number of rows, from arrays of some rows.
+
+    `None` if arrays don't tell what the step gets: the model overrides `fit`, or an array holds no numbers.
+    """
 
     def spec(leaf: np.ndarray) -> tf.TensorSpec:
         # Keras casts the data like this.
@@ -321,7 +324,7 @@ class _Guess:
         self.estimate = functools.cache(estimate)
         self.line: tuple[float, float] | None = None
         self.problem: ValueError | None = None
-        # The same as without an estimate.
+        # Where to begin without an estimate.
         self.first = bisect.bisect_right(sizes, max(_FIRST, sizes[0])) - 1
         points: list[tuple[int, int]] = []
 

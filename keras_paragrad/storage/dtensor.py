@@ -57,7 +57,9 @@ def turn_combine_pass_off() -> None:
 
 
 def span_workers(workers: Sequence[str], worker: int) -> None:
-    """Lets meshes of this process span the workers of a cluster.
+    """Lets meshes of this process span the workers of a cluster, by environment variables.
+
+    Call it before the first mesh is made.
 
     Args:
         workers: The addresses of all workers.

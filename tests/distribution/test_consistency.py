@@ -13,7 +13,7 @@ from workers import consistency_worker
 
 from keras_paragrad import AccumulatingOptimizer, GradientTelemetry, Throughput
 from keras_paragrad.distribution.consistency import compare, describe_training
-from keras_paragrad.distribution.consistency.compare import differing, sketches
+from keras_paragrad.distribution.consistency.compare import first_difference, sketches
 from keras_paragrad.distribution.consistency.describe import bind_arguments, can_change_training
 from keras_paragrad.distribution.consistency.fitting import stops_within
 
@@ -339,10 +339,10 @@ def test_weights_are_compared_within_rounding():
 
     same = of(np.copy)
     rounded = of(lambda value: value * (1 + 1e-7))
-    assert differing(np.stack([same, rounded])) is None
+    assert first_difference(np.stack([same, rounded])) is None
     for change in (lambda value: value * 1.001, lambda value: value[::-1], np.negative, lambda value: value * np.nan):
-        assert differing(np.stack([same, same, of(change)])) == (1, 2)
-    assert differing(np.stack([of(lambda value: value * np.nan)] * 2)) is None
+        assert first_difference(np.stack([same, same, of(change)])) == (1, 2)
+    assert first_difference(np.stack([of(lambda value: value * np.nan)] * 2)) is None
 
 
 # In `make test`, test_own_fit.py has a model with a `fit` of its own on replicas, test_independence.py metrics that

@@ -23,7 +23,7 @@ from keras_paragrad.storage.storage import host_value, storage_of
 def variable_values(placement: ReplicaPlacement, sections: dict[str, list[keras.Variable]]) -> Values:
     """The values of variables, or the layout of sharded ones; every worker calls this.
 
-    Values that each replica has for itself are summed or averaged.
+    Per-replica values are summed or averaged.
     """
     begin = 0
     values: Values = {}

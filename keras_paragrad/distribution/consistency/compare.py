@@ -87,9 +87,9 @@ def _in_words(reports: list[list[list[str]]]) -> str:
         for difference in report:
             workers.setdefault(tuple(difference), []).append(worker)
     sentences = []
-    for (path, one, other), differing in workers.items():
-        listed = f"worker{'s' if len(differing) > 1 else ''} {', '.join(map(str, differing[:8]))}"
-        listed += f" and {len(differing) - 8} more" if len(differing) > 8 else ""
+    for (path, one, other), different in workers.items():
+        listed = f"worker{'s' if len(different) > 1 else ''} {', '.join(map(str, different[:8]))}"
+        listed += f" and {len(different) - 8} more" if len(different) > 8 else ""
         sentences.append(f"{path}: {one} on worker 0, {other} on {listed}")
     return "; ".join(sentences[: 2 * _MOST_DIFFERENCES])
 
@@ -102,8 +102,8 @@ _SIGNS = np.where(np.random.default_rng(20240229).integers(0, 2, 1 << 16), 1.0, 
 def sketches(strategy: tf.distribute.Strategy, variables: Sequence[keras.Variable]) -> np.ndarray:
     """Two numbers per variable: its norm, and its dot product with fixed random signs.
 
-    A change of relative size `d` in any direction changes the product by about as much, so the product shows what the
-    norm doesn't: values in another order, or a step in another direction.
+    A change of relative size `d` in almost any direction changes the product by about as much, so the product shows
+    what the norm doesn't: values in another order, or a step in another direction.
 
     Args:
         strategy: The strategy that they were created under.
@@ -126,7 +126,7 @@ def _sketch(value: np.ndarray) -> tuple[float, float]:
     return float(np.sqrt(np.dot(flat, flat))), product
 
 
-def differing(of_workers: np.ndarray) -> tuple[int, int] | None:
+def first_difference(of_workers: np.ndarray) -> tuple[int, int] | None:
     """The first variable that differs between workers.
 
     Args:
@@ -168,7 +168,7 @@ def refuse_if_differing(
     of_workers: np.ndarray, variables: Sequence[keras.Variable], when: str = "before the first step"
 ) -> None:
     """Raises if a worker's sketches differ from the first worker's."""
-    where = differing(of_workers)
+    where = first_difference(of_workers)
     if where is None:
         return
     variable, worker = where

@@ -25,7 +25,7 @@ _LIBRARIES = ("keras", "tensorflow", "numpy", "builtins", "keras_paragrad")
 # Arguments of `fit` that hold data, which is compared where it is read: here only which of them are given.
 _DATA = ("x", "y", "sample_weight", "validation_data")
 # How data is read, and how much is shown.
-_FREE = ("verbose", "callbacks", "cache", "prefetch", "seed", "self", "model")
+_NOT_COMPARED = ("verbose", "callbacks", "cache", "prefetch", "seed", "self", "model")
 # Keys of configs that may differ. Seeds: initial values are the first worker's, and dropout draws different numbers on
 # each replica anyway. How a layer was built depends on its first batch; the shapes of weights are compared instead.
 _LEFT_OUT = {
@@ -64,16 +64,16 @@ def describe_training(
     It covers the versions of Python and the packages, Keras's settings, `DistributedFit`'s decisions, the configs of
     the model's layers and how they are connected, the optimizer, the loss, the metrics, the arguments of `fit`, and the
     callbacks that can change the training. Functions are compared by name, and custom classes by name, config and
-    public attributes. Automatic names, seeds, paths and `verbose` are left out.
+    public attributes. Seeds, paths and `verbose` are left out, and automatic names are numbered anew.
     """
     description: dict[str, Any] = {"versions": versions(), "keras": _settings(), "DistributedFit": dict(options or {})}
     if arguments is not None:
-        named = {name: value for name, value in arguments.items() if name not in (*_DATA, *_FREE)}
+        named = {name: value for name, value in arguments.items() if name not in (*_DATA, *_NOT_COMPARED)}
         data = {name: "given" if arguments.get(name) is not None else "not given" for name in _DATA}
         description["fit"] = {**named, **data}
         callbacks = filter(can_change_training, keras.tree.flatten(arguments.get("callbacks") or []))
         description["callbacks"] = _attributes_by_class(callbacks)
-    return _without_automatic_names(to_json({**description, **_describe_model(model)}))
+    return _renumber_automatic_names(to_json({**description, **_describe_model(model)}))
 
 
 def bind_arguments(function: Callable[..., object], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def bind_arguments(function: Callable[..., object], args: tuple[Any, ...], kwarg
 def can_change_training(callback: keras.callbacks.Callback) -> bool:
     """Whether a callback is one of Keras's or of this package that can change what is computed, or derived from one.
 
-    Ours that can't have `changes_training = False`. Custom ones may be on one worker only; what they change is found at
-    the end of an epoch.
+    This package's callbacks that can't are marked by `changes_training = False`. Custom ones may be on one worker only;
+    what they change is found at the end of an epoch.
     """
     base = next(base for base in type(callback).__mro__ if is_of_a_library(base))
     if issubclass(base, _ONLY_SHOW) or not getattr(base, "changes_training", True):
@@ -232,8 +232,11 @@ def _settings() -> dict[str, Any]:
     return {**{name: getattr(keras.config, name)() for name in names}, "dtype_policy": keras.config.dtype_policy().name}
 
 
-def _without_automatic_names(description: Any) -> Any:
-    """Numbers Keras's automatic names by model: a worker with another model has `dense_3` where others have `dense`."""
+def _renumber_automatic_names(description: Any) -> Any:
+    """Numbers automatic names in order of appearance: `dense_3` becomes `dense#0`.
+
+    A worker that has made another model before counts from a higher number than others.
+    """
     numbers: dict[str, str] = {}
     counts: Counter[str] = Counter()
     for kind, name in _names_in(description):

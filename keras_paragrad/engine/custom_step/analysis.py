@@ -47,8 +47,8 @@ class LoggedValue(NamedTuple):
 
     Attributes:
         phase: The first phase in which it can be computed.
-        by_slice: Whether it is computed from the rows of a slice alone. Others, such as the result of a metric, are the
-            batch's in the last slice.
+        by_slice: Whether it is computed from the rows of a slice alone. Others, such as the result of a metric, have
+            the whole batch's value in the last slice.
         mixed: Its name, if it is computed from the result of a metric and, beside that, from the rows.
     """
 
@@ -124,7 +124,7 @@ class _PhaseAnalysis:
             if log:
                 computed[log.phase].append(value)
         by_slice = {id(state.variable) for state in states if state.by_slice}
-        closures = [self._closure(computed[phase], by_slice) for phase in range(1 + max(computed))]
+        closures = [self._transitive_reads(computed[phase], by_slice) for phase in range(1 + max(computed))]
         versions = [self._overwritten_versions(reads, phase) for phase, (reads, _) in enumerate(closures)]
         states = [
             state._replace(
@@ -209,13 +209,16 @@ class _PhaseAnalysis:
         ]
         return max(phases, default=0)
 
-    def _closure(self, values: list[object], by_slice: set[int]) -> tuple[set[tuple[int, int]], set[int]]:
-        """All reads that values depend on, also in earlier slices, and the states carried from slice to slice."""
+    def _transitive_reads(self, values: list[object], sliced: set[int]) -> tuple[set[tuple[int, int]], set[int]]:
+        """The reads that values depend on, directly or through states that earlier slices assign, and these states.
+
+        A read is a variable's `id` and the position in the graph. `sliced` has the ids of states assigned by slice.
+        """
         reads, carried, pending = set(), set(), [values]
         while pending:
             new = self.step.sources(pending.pop()).reads
             reads |= new
-            for variable in {variable for variable, _ in new} & by_slice - carried:
+            for variable in {variable for variable, _ in new} & sliced - carried:
                 carried.add(variable)
                 pending.append([self.step.values[variable]])
         return reads, carried

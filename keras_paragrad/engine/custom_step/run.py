@@ -38,7 +38,7 @@ class SlicedStep(NamedTuple):
         share: The weight of a slice in the batch.
         update: Updates variables.
         scalars: What makes up the numbers that the step reports.
-        summed: Whether it reports sums over the rows, and not means, where that is unknown.
+        summed: Whether numbers whose reduction is unknown are sums over rows, rather than means.
     """
 
     model: keras.Model
@@ -58,8 +58,8 @@ class SlicedStep(NamedTuple):
     ) -> StepLogs:
         """Runs all phases, and returns the logs.
 
-        `at_end` returns the context for the last slice of each phase. Unless `nonempty`, the rows are filler, and no
-        state changes.
+        `at_end` returns the context for the last slice of each phase. If `nonempty` is false, all rows are filler, and
+        no state changes.
         """
         values: dict[int, tf.Tensor] = {}
         flat: dict[int, tf.Tensor] = {}
@@ -79,7 +79,7 @@ class SlicedStep(NamedTuple):
         return keras.tree.pack_sequence_as(logs, leaves)
 
 
-def changed_order(model: keras.Model) -> RuntimeError:
+def changed_calls_error(model: keras.Model) -> RuntimeError:
     """The error for a step whose optimizer calls differ from the analyzed ones."""
     return RuntimeError(
         f"The train_step of {type(model).__name__} calls its optimizers differently each time it is traced, so its "
@@ -91,7 +91,7 @@ def next_call(model: keras.Model, calls: Iterator[ApplyCall], optimizer: keras.o
     """The analyzed call that corresponds to a traced optimizer call."""
     call = next(calls, None)
     if call is None or call.optimizer is not optimizer:
-        raise changed_order(model)
+        raise changed_calls_error(model)
     return call
 
 

@@ -71,7 +71,9 @@ class TrialStep(PureFunction):
         ]
         # Variables, not tensors: the tape of the step watches reads of variables.
         self._weights = {id(variable): tf.Variable(value) for variable, value in values if variable.trainable}
-        super().__init__(model, self._trace, total=rows, values=[pair for pair in values if not pair[0].trainable])
+        super().__init__(
+            model, self._gradients_by_call, total=rows, values=[pair for pair in values if not pair[0].trainable]
+        )
 
     def scope(self, state: State) -> keras.StatelessScope:
         """The scope of a trial, in which the step may also read variables outside of the model."""
@@ -82,19 +84,25 @@ class TrialStep(PureFunction):
     def check(self, traced: Any) -> None:
         """Checks nothing: the analysis of the step has checked the reads."""
 
-    def _trace(self, data: Batch) -> list[list[tf.Tensor]]:
+    def _gradients_by_call(self, data: Batch) -> list[list[tf.Tensor]]:
+        """Runs the step with its optimizer calls captured, not applied.
+
+        Returns the float32 gradients of each call, without those that are `None`; then the results of `run_step`.
+        """
         captured: list[list[tf.Tensor]] = []
 
         def capture(optimizer: Any, gradients: Gradients, variables: list[keras.Variable]) -> None:
+            if len(captured) == len(self.calls):
+                raise Inconclusive("the step calls optimizers more often on other rows")
             indices = self.calls[len(captured)].indices
             present: list[GradientTensor] = [gradients[index] for index in indices]  # pyright: ignore
             captured.append([tf.cast(tf.convert_to_tensor(gradient), "float32") for gradient in present])
 
         with capturing_applies(capture):
-            others = self.run_step(data)
+            results = self.run_step(data)
         if len(captured) != len(self.calls):
             raise Inconclusive("the step calls optimizers differently on other rows")
-        return [*captured, *others]
+        return [*captured, *results]
 
     def run_step(self, data: Batch) -> list[list[tf.Tensor]]:
         """Runs the step; returns the results to append to the gradients."""
@@ -146,7 +154,7 @@ def find_step_weightings(
     """Finds the weighting of each optimizer call, and the reduction of the step's numbers, if they could be tried.
 
     The weighting is the first candidate with which parts of a batch give the call's gradient. If one is `stated`, it is
-    the only candidate. `divider` divides the step, if anything does.
+    the only candidate. `divider` is what splits the batch; `None` if nothing does.
 
     Raises:
         IndivisibleError: No candidate fits, or parts of a batch end in other states than the whole.

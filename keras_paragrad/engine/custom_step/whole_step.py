@@ -32,7 +32,7 @@ from keras_paragrad.compat.types import Batch, Gradients, StepLogs, Structure
 from keras_paragrad.engine.custom_step.analysis import ApplyCall
 from keras_paragrad.engine.custom_step.call_trial import find_divided_calls
 from keras_paragrad.engine.custom_step.divided_calls import differentiates, has_rows, intercepting, rows_of_leaf
-from keras_paragrad.engine.custom_step.run import changed_order, next_call
+from keras_paragrad.engine.custom_step.run import changed_calls_error, next_call
 from keras_paragrad.engine.custom_step.step import CustomStep, prepare_optimizers
 from keras_paragrad.engine.custom_step.step_graph import StepGraph
 from keras_paragrad.engine.losses.log_reducer import LogReducer
@@ -71,7 +71,7 @@ class WholeStep:
         self.reduced_late = trace.reduced_late(graph)
         self.divides = find_divided_calls(model, self.calls, whole)
         if len(self.divides) != len(trace.calls):
-            raise changed_order(model)
+            raise changed_calls_error(model)
         if not any(self.divides):
             raise graph.refusal("calls no layer whose rows are independent")
         prepare_optimizers(self.calls)
@@ -176,7 +176,7 @@ class _OnReplica:
     def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
         divides = next(self._divides, None)
         if divides is None:
-            raise changed_order(self.model)
+            raise changed_calls_error(self.model)
         if not divides:
             with counting_examples(None):
                 return call(*arguments, **keywords)
@@ -189,7 +189,7 @@ class _OnReplica:
     def gradient(self, compute: Callable[[], Any]) -> Any:
         late = next(self._late, None)
         if late is None:
-            raise changed_order(self.model)
+            raise changed_calls_error(self.model)
         gradients = compute()
         return gradients if late else tf.nest.map_structure(_mean_over_replicas, gradients)
 

@@ -32,13 +32,13 @@ from keras_paragrad.engine.step.stages import Stages, Take
 
 # Rows whose memory is negligible.
 _FEW_ROWS = 16
-# Refuses or warns; called after the step is traced, since errors of the trace say more.
+# Refuses or warns; called after the step is traced, since errors of the trace are more informative.
 Conclusion = Callable[[], None]
 
 
 _ELSEWHERE = (
-    "On the rows of the first batch that another worker has, the weighted gradients of the parts are off the gradient "
-    "of the whole"
+    "On another worker's rows of the first batch, the weighted gradients of the parts don't sum to the gradient of the "
+    "whole"
 )
 
 
@@ -68,7 +68,7 @@ class EvaluationProof:
         if rows is None or normalize is None:
             return None
         size, parts = part_size(model, self._stages, batch)
-        if not _built_to_divide(model, rows):
+        if not _build_known_to_divide(model, rows):
             self._prove_loss(rows, size, parts, normalize)
         prove = functools.partial(_prove_metrics, model, rows, size, parts, normalize.refusals.anyway, summed=True)
         return functools.partial(all_or_none, worker_strategy(model), prove)
@@ -181,7 +181,7 @@ def _prove(
 
     If `whole_losses`, the loss may be computed on the outputs of whole batches instead.
     """
-    if _built_to_divide(model, data):
+    if _build_known_to_divide(model, data):
         return None
     difference = find_difference(model, data, size, parts, normalize)
     if normalize.weighting != "auto":
@@ -200,8 +200,8 @@ def _prove(
     return conclusion
 
 
-def _built_to_divide(model: keras.Model, data: Batch) -> bool:
-    """Builds a model's layers and losses; returns whether they are known to divide."""
+def _build_known_to_divide(model: keras.Model, data: Batch) -> bool:
+    """Builds a model's layers and losses; returns whether all are known to divide, so that nothing has to be proved."""
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
     build_by_calling(model, x)
     build_losses(model, data)

@@ -37,8 +37,10 @@ def divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
     """A key and the divisor, a float32 scalar, of one loss.
 
     Keys are equal for two terms if their divisors are proportional: `SUM` for a loss that is not divided, and `SIZE`
-    for one that is divided by a fixed multiple of the rows. A loss that overrides `__call__` or returns a scalar has
-    no known divisor: `UnknownDivisorError`.
+    for one that is divided by a fixed multiple of the rows.
+
+    Raises:
+        UnknownDivisorError: The loss overrides `__call__`, or returns a scalar.
     """
     if term.reduces_itself:
         raise UnknownDivisorError(f"The loss {term.loss.name!r} overrides __call__, so its normalizer is unknown.")

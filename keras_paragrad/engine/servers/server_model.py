@@ -32,7 +32,7 @@ def _compiled(model: keras.Model, step: Callable[[Batch], Result]) -> Callable[[
 def _open_batch_size(data: Batch) -> Batch:
     """Makes the number of rows dynamic, as in `fit` on one device.
 
-    Keras weights the outputs' losses by a static number of rows; otherwise all batches get the same weight.
+    Keras weights the outputs' losses by the static number of rows: without this, all batches would weigh the same.
     """
 
     def open_batch_size(leaf: Any) -> Any:

@@ -111,7 +111,11 @@ class _RowGatherer:
         return keras.tree.pack_sequence_as(nested, leaves)
 
     def _pad(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Pads this replica's rows to the batch, in a dtype in which zeros can be added."""
+        """Puts this replica's rows, without filler, in their place among zeros for the whole batch's rows.
+
+        The sum over replicas then concatenates. Booleans become int32, and 64-bit integers pairs of int32 in a last
+        axis: collectives would round them.
+        """
         if tensor.dtype in _LONG:
             tensor = tf.bitcast(tensor, tf.int32)
         elif tensor.dtype.is_bool:

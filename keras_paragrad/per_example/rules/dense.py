@@ -28,10 +28,11 @@ class LowRankDense(LowRank):
         return RuleCase(make, pick([(4, 3), (5,), (2, 3, 4), (40, 2)]))
 
     def factor_gradients(self, call: Call) -> tuple[FactorGradient, FactorGradient]:
-        a, b, scale = lora_factors(call.layer, call.input.dtype)
+        """The gradients of LoRA's A and B for each example, as products that aren't computed yet, with a group axis."""
+        lora_a, lora_b, scale = lora_factors(call.layer, call.input.dtype)
         inputs, cotangent = _merge_positions(call.input), _merge_positions(call.cotangent)
-        of_a = _product(inputs, scale * tf.einsum("btq,rq->btr", cotangent, b))
-        of_b = _product(scale * tf.einsum("btp,pr->btr", inputs, a), cotangent)
+        of_a = _product(inputs, scale * tf.einsum("btq,rq->btr", cotangent, lora_b))
+        of_b = _product(scale * tf.einsum("btp,pr->btr", inputs, lora_a), cotangent)
         return FactorGradient(of_a, drop_group_axis), FactorGradient(of_b, drop_group_axis)
 
 
