@@ -319,7 +319,7 @@ def furthest(y, y_pred):
 
 
 REFUSED = {
-    "a state": (lambda: keras.Sequential([Averaging(), layers.Dense(1)]), "once a batch"),
+    "a state": (lambda: keras.Sequential([Averaging(), layers.Dense(1)]), "once per batch"),
     "a weight assigned": (lambda: keras.Sequential([layers.SpectralNormalization(layers.Dense(1))]), "is trained"),
     "own step": (lambda: OwnStep(), "Override compute_loss"),
     "a variable of TensorFlow": (lambda: keras.Sequential([Counting(), layers.Dense(1)]), "state of counting"),
