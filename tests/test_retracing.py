@@ -375,8 +375,10 @@ def test_evaluation_in_a_callback_is_traced_no_more_often_than_by_keras(way):
         microbatch(ours.model, 4)
     callbacks = [ExactAccumulation()] * windows
     first, *later = ours.shown(lambda *data, **options: dist.fit(*data, **options), callbacks=callbacks)
-    # What windows don't find when they train, a trial finds in the first evaluation, by four calls.
-    assert first[0] - 4 * windows <= once[0] and first[1] <= once[1]
+    # What windows don't find when they train, a trial finds in the first evaluation, by four calls. The first batch's
+    # proof traces the loss once more.
+    proved = way in ("replicas", "windows", "slices", "shards")
+    assert first[0] - 4 * windows - proved <= once[0] and first[1] <= once[1]
     # DTensor has a function for each size.
     assert later[0] == ((2, 2) if way == "mesh" else (0, 0))
     assert later[1:] == [(0, 0)] * 2

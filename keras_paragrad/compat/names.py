@@ -146,6 +146,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("tensorflow.python.distribute.input_ops", "auto_shard_dataset"),
         _assigned("tensorflow.python.data.ops.batch_op", "_BatchDataset._batch_size"),
         _assigned("tensorflow.python.data.ops.batch_op", "_ParallelBatchDataset._batch_size"),
+        _assigned("tensorflow.python.data.ops.rebatch_op", "_RebatchDataset._batch_sizes"),
         _assigned("tensorflow.python.data.ops.readers", "FixedLengthRecordDatasetV2._filenames"),
         _assigned("tensorflow.python.data.ops.readers", "TFRecordDatasetV2._filenames"),
         _assigned("tensorflow.python.data.ops.readers", "TextLineDatasetV2._filenames"),
