@@ -19,7 +19,7 @@ from keras_paragrad.accumulation import slices
 from keras_paragrad.compat.data import adapter_of, sample_rows
 from keras_paragrad.memory import available, batch_size, estimate_memory
 from keras_paragrad.memory.size_search import largest, nice_sizes
-from keras_paragrad.memory.trial import CannotTryError, Trials, custom_objects_of, preparations_of
+from keras_paragrad.memory.trial import CannotTryError, PreparationCall, Trials, custom_objects_of, preparations_of
 
 WIDE = 256
 X, Y = np.ones((40, WIDE), "float32"), np.ones((40, 1), "float32")
@@ -151,7 +151,8 @@ def test_a_trial_that_takes_too_much_is_killed_alone(monkeypatch):
     monkeypatch.setattr(Trials, "_run", lambda *arguments: ended.append(run(*arguments)) or ended[-1])
     trials = Trials(model, (X, Y, None), 250_000_000, 1)
     assert trials.bytes_of(400_000) is None
-    used = trials.bytes_of(40_000, [("keras_paragrad.accumulation.slices", "microbatch", {"size": 20_000})])
+    slices = PreparationCall("keras_paragrad.accumulation.slices", "microbatch", {"size": 20_000})
+    used = trials.bytes_of(40_000, [slices])
     # Two copies of the batch at most, and two layers' activations and gradients of a slice.
     assert 40_000 * WIDE * 4 < used < 250_000_000 and ended == [-9, 0]
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, model.weights, strict=True))
