@@ -128,7 +128,7 @@ def test_a_select_picks_the_input():
         (lambda: adapted(tf.ragged.constant([[1.0], [2.0, 3.0]])), "RaggedTensor can't be normalized"),
         (
             lambda: adapt_normalization(keras.layers.Normalization(mean=0.0, variance=1.0), np.zeros((3, 2))),
-            "a mean of its own",
+            "a mean already",
         ),
         (lambda: adapt_normalization(_built((None, 3)), np.zeros((3, 2))), r"takes inputs of shape \(None, 3\)"),
         (lambda: normalize_inputs(keras.Sequential([keras.Input((2,))]), np.zeros((3, 2))), "has no keras.layers"),
