@@ -100,7 +100,7 @@ def test_accumulation_and_clipping():
 
 
 @pytest.mark.slow(60)
-@pytest.mark.parametrize("shard", ["optimizer", "parameters"])
+@pytest.mark.parametrize("shard", [pytest.param("optimizer", marks=pytest.mark.long), "parameters"])
 def test_shards(shard):
     one, history = on_one_device("dense")
     sharded, history_of_shards = train(world(2, shard=shard, min_shard_bytes=1), "dense")
@@ -165,7 +165,7 @@ def test_batch_statistics_of_fewer_rows_than_parts():
 
 
 @pytest.mark.slow(60)
-@pytest.mark.parametrize("shard", [None, "parameters"])
+@pytest.mark.parametrize("shard", [None, pytest.param("parameters", marks=pytest.mark.long)])
 def test_resumed_elsewhere_within_a_window(shard, tmp_path):
     """Interrupted after 5 batches, in the second of three micro-batches of a window; resumed on another world."""
     whole = train(world(1), "dense", windows=3)

@@ -49,6 +49,8 @@ def run_pytest(arguments: list[str], seconds: float) -> None:
     with tempfile.NamedTemporaryFile() as output:
         # Loading the installed plugins, which rewrites the assertions of Hypothesis, takes longer than most tests.
         environment = {**os.environ, _MARK: "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+        # They are recorded where the tests are chosen.
+        environment.pop("DURATIONS", None)
         process = _context.Process(target=_run_pytest, args=(arguments, environment, output.name))
         process.start()
         process.join(seconds)
