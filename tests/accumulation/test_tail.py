@@ -23,7 +23,7 @@ def inner():
 
 @pytest.mark.slow(10)
 @pytest.mark.covering
-@pytest.mark.parametrize("known_length", [True, False])
+@pytest.mark.parametrize("known_length", [False, True])
 # Several steps an execution are plain ones.
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.long] * (mode == "plain")) for mode in MODES])
 @pytest.mark.parametrize(("tail", "updates"), [("flush", 9), ("carry", 7), ("drop", 6)])
