@@ -95,7 +95,7 @@ EXCEPTIONS: dict[str, dict[str, Outcome]] = {
     },
     "metric_learning": NOT_DIVIDED,
     "dual_encoder": NOT_DIVIDED,
-    "queue": NOT_DIVIDED,
+    "queue": refused(STATE, CUT),
     # Layers.
     "batch_normalization": NORMALIZED,
     "recommender": refused("depends on the others in the batch"),
