@@ -34,8 +34,6 @@ from keras_paragrad.engine.step.stages import Stages, Take
 _FEW_ROWS = 16
 # Refuses or warns; called after the step is traced, since errors of the trace are more informative.
 Conclusion = Callable[[], None]
-
-
 _ELSEWHERE = (
     "On another worker's rows of the first batch, the weighted gradients of the parts don't sum to the gradient of the "
     "whole"
