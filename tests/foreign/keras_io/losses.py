@@ -100,8 +100,10 @@ def segmentation(optimizer):
     inputs = keras.Input((8, 8, 3))
     down = layers.Conv2D(4, 3, strides=2, padding="same", activation="silu")(inputs)
     up = layers.Conv2DTranspose(4, 3, strides=2, padding="same", activation="silu")(down)
-    coarse = layers.Conv2D(1, 3, padding="same", activation="sigmoid")(layers.UpSampling2D(2)(down))
-    fine = layers.Conv2D(1, 3, padding="same", activation="sigmoid")(layers.Concatenate()([up, inputs]))
+    # What is shown is named by the outputs.
+    outputs = {"padding": "same", "activation": "sigmoid"}
+    coarse = layers.Conv2D(1, 3, name="coarse", **outputs)(layers.UpSampling2D(2)(down))
+    fine = layers.Conv2D(1, 3, name="fine", **outputs)(layers.Concatenate()([up, inputs]))
     model = keras.Model(inputs, [fine, coarse])
     return compiled(model, optimizer(), loss=[Overlap(), Overlap()], metrics=[["mae"], ["mae"]])
 
