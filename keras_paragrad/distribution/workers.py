@@ -1,14 +1,11 @@
 """Exchanges numbers and bytes between workers, and checks that they are equal."""
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.workers import barrier, gather, replica_placement, sum_over_workers
-
-Result = TypeVar("Result")
 
 # Bytes are summed in chunks of this size, which take no more memory than a large gradient.
 _CHUNK = 1 << 24

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import mask_of, with_mask
@@ -43,7 +44,11 @@ def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Bat
         def compare(batch: Any) -> bool:
             expected = whole.effects(batch)
             parts[:] = parts or [_CallTrial(model, calls, remote, rows, whole.divides)]
-            pairs = zip(expected, parts[0].effects(batch), strict=True)
+            found = parts[0].effects(batch)
+            if not any(np.any(gradient) for gradients in expected[: len(calls)] for gradient in gradients):
+                # The parts' gradients may differ from 0 by rounding.
+                raise Inconclusive("the step has no gradient on synthetic rows")
+            pairs = zip(expected, found, strict=True)
             return all(gradients_match(*pair, half_precision=whole.half_precision) for pair in pairs)
 
         if not all(over_draws(model, data, size, compare, rows)):
