@@ -13,6 +13,7 @@ from keras_paragrad.compat.collectives import as_on_replica, replica_count, repl
 from keras_paragrad.compat.data import EpochIterator, first_batch, loses_prefetched_batches
 from keras_paragrad.compat.model import (
     all_layers,
+    all_variables,
     optimizers_of,
     other_optimizers,
     overrides_compute_loss,
@@ -29,6 +30,7 @@ from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.tracing.announcing import announcing
 from keras_paragrad.engine.tracing.untouched import untouched
+from keras_paragrad.storage.gathering import zeros_in_place_of_shards
 
 _MIRRORED = (
     tf.distribute.MirroredStrategy,
@@ -111,7 +113,12 @@ def build_layers_by_step(model: keras.Model, data: Batch) -> None:
 
     def build(size: int) -> None:
         rows = synthetic_rows(specs, 2, seed=0, size=size)
-        with as_on_replica(strategy), capturing_applies(lambda *call: None), _WITHOUT_UPDATES.open(replica_count()):
+        with (
+            zeros_in_place_of_shards(all_variables(model)),
+            as_on_replica(strategy),
+            capturing_applies(lambda *call: None),
+            _WITHOUT_UPDATES.open(replica_count()),
+        ):
             train_step_of(model)(rows)
 
     run_trial(build, *SIZES, otherwise=None, question=None if built else "which weights train_step makes")

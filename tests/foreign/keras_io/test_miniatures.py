@@ -26,6 +26,8 @@ QUICK = {
     "two_heads": ("telemetry",),
     "graph_attention": ("recomputation",),
     "endpoint": ("replicas",),
+    "shuffled": ("replicas",),
+    "dual_encoder": ("shards",),
     "switch_transformer": ("slices",),
 }
 
