@@ -82,8 +82,9 @@ class DistributedFit(InNotebooks):
             replicas' gradients (the sum, if the loss is a sum), and no model is refused for being inexact.
         weighting: What the loss of a replica's part of a batch is divided by: `"auto"` finds it, `"examples"`,
             `"sample_weight"`, `"mask"`, `"sum"` or a function of `(x, y, y_pred, sample_weight)` states it.
-        prove: Whether the first batch proves, before the first update, that the replicas' parts give the gradient of
-            the whole. What Keras itself defines, and is known to divide, isn't computed again.
+        prove: Whether the first batch proves, before the first update, that the parts of replicas, or the micro-batches
+            of a pipeline, give the gradient of the whole; and the first evaluated batch its loss and metrics. What
+            Keras itself defines, and is known to divide, isn't computed again.
         deterministic: The number of parts, 8 for `True`, that every batch is computed in, wherever they are computed.
             Their gradients, losses and metrics are added in a fixed order, so that weights are the same to the last bit
             on any number of devices and workers of one kind.
