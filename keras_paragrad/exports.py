@@ -90,7 +90,10 @@ def passing_options_to(function: Callable[..., Any], *, without: Collection[str]
 def with_arguments_of(
     source: Callable[P, Any],
 ) -> Callable[[Callable[..., R]], Callable[Concatenate[Any, P], R]]:
-    """Decorates a method that passes its arguments on with the signature of another function or class."""
+    """Gives a method the signature of the function or class that it passes its arguments on to.
+
+    Arguments that don't match the signature raise a `TypeError` that names the method.
+    """
     parameters = inspect.signature(source).parameters.values()
 
     def decorate(method: Callable[..., R]) -> Callable[Concatenate[Any, P], R]:

@@ -122,7 +122,7 @@ class CallState:
 
     @contextlib.contextmanager
     def entered(self) -> Generator[None]:
-        """Context with that state, for a part of the call that runs again."""
+        """Context that restores this state, to run a part of the layer's call again."""
         before = get_global_attribute("current_call_ctx")
         set_global_attribute("current_call_ctx", copy.copy(self.context))
         try:

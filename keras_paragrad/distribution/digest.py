@@ -105,15 +105,17 @@ def _values_of_model(model: keras.Model) -> Iterator[tuple[str | None, np.ndarra
 
 
 def _values_of_backup(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
+    """Yields a backup's variables with their kinds, joining the shards of sharded ones."""
     content = Content.from_bytes(BackupFiles(path.parent).read(path).content)
     for file in content.shards:
         if not is_intact(path.parent, file):
-            raise DamagedBackupError(f"{path}: {file.name}, its shards, is missing or was changed")
+            raise DamagedBackupError(f"{path}: its file of shards {file.name} is missing or was changed")
     for section, kind in _SECTIONS.items():
         for name, value in zip(content.names[section], content.values[section], strict=True):
             if isinstance(value, VariableInShards):
-                of_worker = content.replicas // len(content.shards)
-                shards = [shards_in(path.parent, file, value, of_worker) for file in content.shards]
+                # Each worker has written one file, with a shard for each of its replicas.
+                replicas = content.replicas // len(content.shards)
+                shards = [shards_in(path.parent, file, value, replicas) for file in content.shards]
                 value = join_shards(np.concatenate(shards), value)
             yield _kind_of(name, kind), value
 

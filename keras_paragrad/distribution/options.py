@@ -180,13 +180,13 @@ class Options:
             )
         if self.fit_memory and self.deterministic:
             raise ValueError(
-                f"fit_memory=True chooses how batches are cut, and deterministic={self.deterministic} cuts them in as "
-                "many parts. Leave one of the two out: dist.estimate(model, batch_size) says what a step takes."
+                f"fit_memory=True chooses into how many parts batches are cut, but deterministic={self.deterministic} "
+                "fixes that number. Leave one of the two out: dist.estimate(model, batch_size) says what a step takes."
             )
         if self.deterministic:
             self._check_deterministic()
-        fixed = ("collective_timeout", "communication", "devices", "pack_bytes")
-        changed = [name for name in fixed if getattr(self, name) not in (None, "auto")]
+        set_by_strategy = ("collective_timeout", "communication", "devices", "pack_bytes")
+        changed = [name for name in set_by_strategy if getattr(self, name) not in (None, "auto")]
         if self.given is not None and changed:
             raise ValueError(
                 f"strategy is a {type(self.given).__name__}, which was created with its own {', '.join(changed)}. "
@@ -194,6 +194,7 @@ class Options:
             )
         for planner in planners():
             planner.check_options(self)
+        # A parallelism that isn't this package's.
         if isinstance(self.strategy, Planner):
             self.strategy.check_options(self)
 

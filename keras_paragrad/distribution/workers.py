@@ -42,8 +42,10 @@ def sum_bytes(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray
     sums = []
     for start in range(0, len(array), _CHUNK):
         chunk = array[start : start + _CHUNK]
+        # Collectives don't sum bytes; as each is nonzero on one worker at most, sums of int32 carry nothing over.
         padded = np.pad(chunk, (0, -len(chunk) % 4)).view(np.int32)
         sums.append(sum_over_workers(strategy, placement, padded).view(np.uint8)[: len(chunk)])
+    # A worker that went on and exited would end the sum for the others.
     barrier()
     return np.concatenate(sums) if sums else array
 

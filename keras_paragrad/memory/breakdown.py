@@ -77,7 +77,7 @@ def breakdowns_of(
 def _breakdown(
     model: keras.Model, step: TracedStep, peaks: Peaks, shard: str | None, replicas: int, recompute: bool, least: int
 ) -> MemoryBreakdown:
-    """The bytes on a device with one choice of sharding and recomputation."""
+    """The bytes on a device under one value of `shard`; `peaks` are without gathered weights."""
     weight_sharding = Sharding(replicas if shard == "parameters" else 1, least)
     state_sharding = Sharding(replicas if shard else 1, least)
     state = {
@@ -92,12 +92,13 @@ def _breakdown(
     sharded = [
         gradient for gradient in step.gradients if not gradient.of_rows and weight_sharding.divides(gradient.variable)
     ]
-    gathering = (
+    # Gathered weights are tensors of the step as well: they count in the total, and not in `activations`.
+    peaks_with_gathered = (
         _peaks(step, {gradient.resource: variable_bytes(gradient.variable) for gradient in sharded})
         if sharded
         else peaks
     )
-    gradients, most = _gradients_and_peak(step, gathering, weight_sharding)
+    gradients, backward_peak = _gradients_and_peak(step, peaks_with_gathered, weight_sharding)
     # An update works on shards of the optimizer's variables.
     update = peaks.update // state_sharding.shards
     return MemoryBreakdown(
@@ -110,7 +111,7 @@ def _breakdown(
         gradients=max(gradients),
         activations=max(peaks.activations),
         update=update,
-        total=sum(constant.values()) + max(most, gradients[-1] + update),
+        total=sum(constant.values()) + max(backward_peak, gradients[-1] + update),
         **constant,
     )
 
@@ -137,6 +138,7 @@ class Sharding(NamedTuple):
 
 
 def _peaks(step: TracedStep, gathered: Mapping[int | None, int] | None = None) -> Peaks:
+    """The step's peaks; `gathered` has the bytes of each sharded variable, by its resource, once it is gathered."""
     return step_peaks(step.block, [gradient.number for gradient in step.gradients], step.updates_from, gathered)
 
 

@@ -20,9 +20,9 @@ Result = TypeVar("Result")
 # Examples in the traced batch; layers may squeeze an axis of size 1.
 _EXAMPLES = 2
 # Sizes for unknown dimensions, by the rank of the input: pixels, or sequence lengths.
-_OPEN = {4: 224, 5: 32}
+_SIZES = {4: 224, 5: 32}
 # Sequence lengths to try; some models have a maximum.
-_OPEN_STEPS = (128, 64, 16)
+_LENGTHS = (128, 64, 16)
 # FLOPs in the time it takes to write a byte; about the same on CPUs and GPUs.
 _PER_BYTE = 20
 _NOT_COMPUTED = {"Const", "Placeholder"}
@@ -79,13 +79,13 @@ def measure_parts(model: keras.Model, functional: FunctionalModel, parts: Sequen
 
         return recorded
 
-    def traced(steps: int) -> tuple[list[tf.Operation], int]:
+    def traced(length: int) -> tuple[list[tf.Operation], int]:
         ranges.clear()
-        return _traced(model, steps)
+        return _traced(model, length)
 
     undo = run_in_parts(functional, [(part, record) for part in parts])
     try:
-        steps, (operations, forward) = _with_open_steps(traced)
+        length, (operations, forward) = _with_accepted_length(traced)
     finally:
         undo()
     used = _used_backward(operations, forward)
@@ -98,54 +98,55 @@ def measure_parts(model: keras.Model, functional: FunctionalModel, parts: Sequen
         costs.append(
             PartCost(stored, output_bytes, sum(work[start:end]), _repeatable(part.name, operations[start:end]))
         )
-    input_bytes = [sum(_bytes_per_example(tensor, steps) for tensor in part.floats) for part in parts]
+    input_bytes = [sum(_bytes_per_example(tensor, length) for tensor in part.floats) for part in parts]
     return ModelCost(costs, input_bytes, sum(work))
 
 
-def _with_open_steps(trace: Callable[[int], Result]) -> tuple[int, Result]:
+def _with_accepted_length(trace: Callable[[int], Result]) -> tuple[int, Result]:
     """Traces with the first sequence length that the model accepts."""
-    *others, last = _OPEN_STEPS
-    for steps in others:
+    *others, last = _LENGTHS
+    for length in others:
         with contextlib.suppress(Exception):
-            return steps, trace(steps)
+            return length, trace(length)
     return last, trace(last)
 
 
-def _bytes_per_example(tensor: keras.KerasTensor, steps: int) -> float:
-    return math.prod(_closed(tensor.shape, steps)[1:]) * tf.as_dtype(tensor.dtype).size
+def _bytes_per_example(tensor: keras.KerasTensor, length: int) -> float:
+    return math.prod(_filled_shape(tensor.shape, length)[1:]) * tf.as_dtype(tensor.dtype).size
 
 
-def _closed(shape: Sequence[int | None], steps: int) -> list[int]:
+def _filled_shape(shape: Sequence[int | None], length: int) -> list[int]:
     """Fills in the unknown dimensions of a shape."""
     first, *others = shape or (None,)
-    size = _OPEN.get(len(shape), steps)
+    size = _SIZES.get(len(shape), length)
     return [_EXAMPLES if first is None else first, *(size if other is None else other for other in others)]
 
 
-def _traced(model: keras.Model, steps: int) -> tuple[list[tf.Operation], int]:
-    """The operations of a forward and backward pass, and how many belong to the forward pass."""
+def _traced(model: keras.Model, length: int) -> tuple[list[tf.Operation], int]:
+    """The operations of a forward and backward pass on sequences of a length, and how many the forward pass has."""
     variables = list({id(variable): variable for variable in model.variables}.values())
+    # A Sequential model states its inputs' structure only in the Functional model that it builds.
     functional: Any = functional_of(model)
     inputs = keras.tree.map_structure(
-        lambda spec: tf.TensorSpec(_closed(spec.shape, steps) if spec.shape else [], spec.dtype),
+        lambda spec: tf.TensorSpec(_filled_shape(spec.shape, length) if spec.shape else [], spec.dtype),
         functional.input,
     )
-    marks = []
+    forward_counts = []
 
     def step(inputs: Structure, values: list[tf.Tensor]):
-        # The model is neither read nor changed.
+        # Variables take the values passed in: the model's own are neither read nor changed.
         scope = keras.StatelessScope(list(zip(variables, values, strict=True)), collect_losses=True)
         with tf.GradientTape(persistent=False) as tape, scope:
             watched = [value for variable, value in zip(variables, values, strict=True) if variable.trainable]
             tape.watch(watched)
             outputs = model(inputs, training=True)
             floats = [output for output in keras.tree.flatten(outputs) if output.dtype.is_floating]
-        marks.append(len(tf.compat.v1.get_default_graph().get_operations()))
+        forward_counts.append(len(tf.compat.v1.get_default_graph().get_operations()))
         return [gradient for gradient in tape.gradient(floats, watched) if gradient is not None]
 
     values = [tf.TensorSpec(variable.shape, variable.dtype) for variable in variables]
     graph = trace_untouched(model, step, inputs, values).graph
-    return graph.get_operations(), marks[-1]
+    return graph.get_operations(), forward_counts[-1]
 
 
 def _used_backward(operations: Sequence[tf.Operation], forward: int) -> list[tuple[int, tf.Tensor]]:

@@ -51,14 +51,14 @@ def largest(
 
 
 def _rows_at(limit: int, points: Sequence[tuple[int, int]], line: tuple[float, float] | None) -> float:
-    """The number of rows whose expected cost is `limit`."""
+    """The rows whose expected cost is `limit`, by the last two points, or by one point and a line of bytes per row."""
     (rows, used), constant = points[-1], line[0] if line else 0.0
     others = [point for point in points[:-1] if point[0] != rows]
     if others:
         other, used_there = others[-1]
         slopes = [(used - used_there) / (rows - other)]
     else:
-        # The error may be per row or constant: average both extrapolations.
+        # The line's constant or its slope may be wrong: extrapolate with each, and the measured point, and average.
         slopes = [(used - constant) / rows, *(line[1:] if line else ())]
     expected = [rows + (limit - used) / slope if slope > 0 else float("inf") for slope in slopes]
     return sum(expected) / len(expected)

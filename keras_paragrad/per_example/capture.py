@@ -38,6 +38,9 @@ _UNITS: "weakref.WeakKeyDictionary[keras.layers.Layer, dict[Any, Any]]" = weakre
 class Capture:
     """Calls a layer and records every call of its units, with the cotangents of the backward pass.
 
+    A unit is a layer with weights, whose per-example gradients one rule computes from these. Calls of its sublayers
+    aren't recorded.
+
     Each unit's output passes through an identity that also takes a scalar, the `anchor`. The identity's gradient
     records the cotangent and returns zero for the anchor. The gradient of the anchor is therefore complete only once
     all cotangents are recorded.
@@ -51,6 +54,7 @@ class Capture:
 
     def __init__(self, layer: keras.layers.Layer, units: Sequence[Unit], anchor: tf.Tensor, detached: bool = False):
         self.layer, self.units, self.anchor, self.by_xla = layer, units, anchor, compiled_by_xla()
+        # Whether the same graph computes the weights' plain gradients too.
         self.beside_plain = not detached and not tf.executing_eagerly()
         self.graph = tf.compat.v1.get_default_graph()
         self.calls: dict[int, list[Call]] = {id(unit.layer): [] for unit in units}
@@ -110,7 +114,7 @@ class Capture:
                 yield unit, calls
 
     def _record_calls(self, unit: Unit) -> Callable[..., Structure]:
-        """The function that replaces a unit's `call`."""
+        """The function that replaces a unit's `call`: records it, and taps its outputs or its activation's inputs."""
         layer, rule, batched = unit
         original = getattr(layer, call_method(layer))
 
@@ -122,6 +126,7 @@ class Capture:
             calls = self.calls[id(layer)]
             rerun = functools.partial(_rerun, layer, original, training)
             call = Call(layer, arguments, keywords, training, rerun, by_xla=self.by_xla, beside_plain=self.beside_plain)
+            # Which arguments have rows is only known of as many calls as were seen when the model was probed.
             call.batched = batched[len(calls)] if len(calls) < len(batched) else None
             calls.append(call)
             with self.reads.by(layer):

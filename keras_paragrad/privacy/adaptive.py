@@ -78,7 +78,8 @@ class ClipState:
 
     def __init__(self, adaptive: AdaptiveClip, expected_batch_size: int, variable: keras.Variable):
         self.adaptive, self.expected_batch_size, self._log = adaptive, expected_batch_size, variable
-        # This replica's count. It has no noise yet, so no file may hold it; it is 0 between updates.
+        # This replica's examples within the norm, minus half of all that it counted; 0 between updates. It has no noise
+        # yet, so it must never be saved.
         self._within = tf.Variable(
             tf.constant(0.0),
             trainable=False,

@@ -80,7 +80,10 @@ class Privacy(InNotebooks):
 
     @property
     def event(self) -> Any:
-        """The ledger as a `dp_accounting.DpEvent`, for any of its accountants, without truncated draws.
+        """The ledger as a `dp_accounting.DpEvent`, from which the accountants of dp-accounting compute epsilon.
+
+        `epsilon` is slightly larger: it also accounts for draws that exceed a batch's rows and are dropped. Updates
+        whose noise is unknown become a `NonPrivateDpEvent`.
 
         Raises:
             MissingExtraError: dp-accounting is not installed.

@@ -64,7 +64,7 @@ class ProfileSchedule:
         if self.active > MOST_ACTIVE:
             raise ValueError(
                 f"`active` is {self.active}, but a window may have at most {MOST_ACTIVE} batches, so that TensorBoard "
-                f"can load its trace. Write active=20 and repeat={-(-self.active // 20)} for the same total."
+                f"can load its trace. Write active=20 and repeat={-(-self.active // 20)} to trace several windows."
             )
 
     def window(self, index: int) -> TraceWindow | None:

@@ -153,7 +153,7 @@ def remove_oldest(log_dir: Path, keep: int) -> None:
 
 
 def _is_ours(summary: Path, log_dir: Path) -> bool:
-    """Whether the summary was written for the window in its folder."""
+    """Whether this package wrote the summary for its folder; a copied or linked folder isn't ours to delete."""
     try:
         content = json.loads(summary.read_text("utf-8"))
     except (OSError, ValueError, RecursionError):

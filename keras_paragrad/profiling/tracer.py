@@ -270,7 +270,7 @@ class Profiler(keras.callbacks.Callback):
             _log.warning("%s: %s.%s Training continues.", failure, reason, fix)
 
     def _abandon(self) -> None:
-        """Abandons the open window."""
+        """Stops tracing the open window, if there is one, and discards it; later windows are still traced."""
         if self._scheduler is None:
             return
         try:

@@ -17,7 +17,7 @@ class UpdateCount:
     Attributes:
         update: The update that the next batch belongs to, counted from 0.
         position: The number of batches of this update that have run.
-        each: How many batches the update takes.
+        batches_per_update: How many batches the update takes.
 
     Example:
 
@@ -73,7 +73,7 @@ class UpdateCount:
         return self._batches_seen()
 
     def advance(self, batches: int) -> None:
-        """Counts batches that have run."""
+        """Counts a number of batches that have run, without waiting for the device."""
         for _ in range(batches):
             self.position += 1
             if self.position >= self.batches_per_update:

@@ -206,7 +206,7 @@ def parallel(*shape, **layouts):
 @pytest.mark.parametrize(
     ("layouts", "says"),
     [
-        ({"dense__kernel": (None, "model")}, "Give it a multiple of 2 units"),
+        ({"dense__kernel": (None, "model")}, "Make it a multiple of 2"),
         ({"dense__kernel": ("model",)}, r"has 1 dimensions, and '.*/kernel' has the shape \(4, 3\)"),
         ({"dense__kernel": ("model", "model")}, "names an axis twice"),
     ],
@@ -288,7 +288,7 @@ def test_devices_are_those_of_the_distribution():
         ({"gpus": 2}, "has 4 places for 2 devices: GPU:0, GPU:1"),
         ({"workers": 2}, "has 4 places for 1 device on each of 2 workers: CPU:0"),
         ({"logical_cpus": 2, "workers": 3}, "has 4 places for 2 devices on each of 3 workers"),
-        ({"gpus": 4, "workers": 2}, "On several workers a mesh is of CPU devices"),
+        ({"gpus": 4, "workers": 2}, "A mesh over several workers can only have CPU devices"),
     ],
 )
 def test_places_without_room_for_a_mesh(machine, says):

@@ -21,10 +21,16 @@ from keras_paragrad.storage.storage import host_value, storage_of
 
 
 def variable_values(placement: ReplicaPlacement, sections: dict[str, list[keras.Variable]]) -> Values:
-    """The values of variables, or the layout of sharded ones; every worker calls this.
+    """The values of variables, and for sharded ones, where their shards are in files; every worker calls this.
 
-    Per-replica values are summed or averaged.
+    Args:
+        placement: This worker's replicas.
+        sections: The variables of each section of a backup.
+
+    Returns:
+        By section, a value or a `VariableInShards` for each variable. Values of single replicas are summed or averaged.
     """
+    # Where the variable's shards begin among one replica's, in bytes.
     begin = 0
     values: Values = {}
     for name, variables in sections.items():

@@ -103,7 +103,7 @@ class Feed(tf.distribute.DistributedDataset):
         return self._distributed(self._epoch if self._changes else 0, 0).element_spec
 
     def _distributed(self, epoch: int, skip: int) -> Dataset:
-        """The distributed dataset of an epoch, without its first batches; the last one is cached."""
+        """The distributed dataset of an epoch without its first `skip` batches; the dataset made last is kept."""
         if self._cached is None or self._cached[0] != (epoch, skip):
             shards = self._shards(epoch).skip(skip * self._local) if skip else self._shards(epoch)
             distributed = self._strategy.distribute_datasets_from_function(lambda context: shards)

@@ -118,7 +118,7 @@ def faster_policy(kind: str, capabilities: Sequence[tuple[int, int] | None] = ()
     if kind == "TPU":
         return "mixed_bfloat16", "a TPU multiplies in bfloat16"
     if kind != "GPU":
-        return None, "CPUs are not known to gain from another one"
+        return None, "CPUs are not known to gain from another policy"
     known = [capability for capability in capabilities if capability is not None]
     if not known or len(known) < len(capabilities):
         return None, "the GPU's compute capability is not known"

@@ -56,9 +56,10 @@ class Decider(NamedTuple):
         """Makes the decision.
 
         Args:
-            known: The hardware, the options, and the values of the decisions made so far, by name.
+            known: The hardware, the options, the strategy's kind, and the values of the decisions made so far, by name.
 
         Raises:
+            TypeError: The function has a parameter that isn't known yet: its order is too low.
             ValueError: The options can't work on the hardware. The message says what to write instead.
         """
         inputs = inspect.signature(self.decide).parameters

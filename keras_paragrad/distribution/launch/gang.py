@@ -173,13 +173,11 @@ class Gang:
             self._end(signal.SIGTERM)
 
     def _end_others(self, failure: str) -> None:
-        """Says what failed, once, and terminates the others; how they fail with it goes to a file."""
+        """Reports a failure and terminates the other members; their errors that follow from it go to a file."""
         if self._running:
             names = ", ".join(member.task.label for member in self._running)
-            failure += (
-                f"; stopping {names}: SIGTERM, then SIGKILL after {self._grace:g} s; what follows is in "
-                f"{self._output.divert()}"
-            )
+            path = self._output.divert()
+            failure += f"; stopping {names}: SIGTERM, then SIGKILL after {self._grace:g} s; what follows is in {path}"
         self._output.say(failure)
         self._end(signal.SIGTERM)
 

@@ -28,7 +28,7 @@ _MOST_LINES, _PAUSE_MILLISECONDS, _LONGEST_SECONDS = 2000, 500, 2.0
 
 
 class Kind(enum.Enum):
-    """What lines of a process are: a traceback, unless they are `OTHER`."""
+    """The kind of some lines of a process. All but `OTHER` are tracebacks."""
 
     OTHER = enum.auto()
     ERROR = enum.auto()
@@ -72,7 +72,7 @@ class Errors:
         self._seen: dict[str, tuple[str, list[str]]] = {}
 
     def note(self, label: str, traceback: list[str]) -> bool:
-        """Counts a process's traceback; returns whether it is the first of its kind."""
+        """Counts a process's traceback; returns whether no other process has had it."""
         key = _OF_PROCESS.sub("#", "\n".join(traceback).strip())
         with self._seen_lock:
             _, labels = self._seen.setdefault(key, (_exception_of(traceback), []))
@@ -125,7 +125,7 @@ class Tracebacks:
         return shown
 
     def release(self) -> Shown:
-        """Returns the lines that are held."""
+        """Returns the held lines as a traceback and its kind, and holds none from then on."""
         held, self._held = self._held, []
         if not held:
             return []

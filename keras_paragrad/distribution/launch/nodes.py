@@ -245,7 +245,7 @@ def _join(
                 "facts": node_facts(rendezvous, layout.addresses(host)),
             }
             connection.sendall(signer.sign(message))
-            wait.for_whom(
+            wait.report_missing(
                 f"node {rendezvous.rank} has reached node 0 at {rendezvous.address}, and waits for all to join"
             )
             line = _read_line(connection, wait)
@@ -265,7 +265,7 @@ def _join(
             raise
         if connection is not None:
             connection.close()
-        wait.for_whom(f"node {rendezvous.rank} waits for node 0 at {rendezvous.address}: {failure}")
+        wait.report_missing(f"node {rendezvous.rank} waits for node 0 at {rendezvous.address}: {failure}")
         time.sleep(LOOK)
     raise MissingNodesError(
         f"Node {rendezvous.rank} could not reach node 0 at {rendezvous.address} within {wait.seconds:g} s: {failure}. "

@@ -90,7 +90,7 @@ class RendezvousHost:
         while not self._is_complete(server, survivors, began, changed):
             if not wait.goes_on():
                 break
-            wait.for_whom(f"node 0 waits at {self._rendezvous.address} for {_missing(self._rendezvous, server)}")
+            wait.report_missing(f"node 0 waits at {self._rendezvous.address} for {_missing(self._rendezvous, server)}")
             server.wait(LOOK)
             if len(server.callers) != count:
                 count, changed = len(server.callers), time.monotonic()

@@ -68,7 +68,17 @@ class RendezvousSettings:
 
 
 class Wait:
-    """Waits for the machines to meet, up to a deadline, and says meanwhile who is missing."""
+    """A wait for other machines: its deadline, and reports of who is missing.
+
+    Args:
+        seconds: How long to wait.
+        option: The command-line option that sets `seconds`, for error messages.
+        signal_received: Returns the number of a signal that the launcher received, or 0.
+        say: Prints a line.
+
+    Attributes:
+        until: The deadline, by `time.monotonic`.
+    """
 
     def __init__(self, seconds: float, option: str, signal_received: Callable[[], int], say: Callable[[str], None]):
         self.seconds, self.option = seconds, option
@@ -76,7 +86,7 @@ class Wait:
         self._signal_received = signal_received
         self._say = say
         self._said = ""
-        self._at = 0.0
+        self._said_at = 0.0
 
     def goes_on(self) -> bool:
         """Whether there is time left.
@@ -88,10 +98,10 @@ class Wait:
             raise StoppedError(number)
         return time.monotonic() < self.until
 
-    def for_whom(self, what: str) -> None:
+    def report_missing(self, what: str) -> None:
         """Says who is missing: at once, and then every half a minute."""
-        if what != self._said or time.monotonic() - self._at > _REPEATED:
-            self._said, self._at = what, time.monotonic()
+        if what != self._said or time.monotonic() - self._said_at > _REPEATED:
+            self._said, self._said_at = what, time.monotonic()
             self._say(what)
 
 

@@ -67,11 +67,13 @@ def launch(
         ValueError: There are no free ports, or the machines' options differ.
     """
     events: Events = queue.SimpleQueue()
+    # Signalled once nobody reads the launcher's output any more.
     output = Output(lambda: events.put(Signalled(signal.SIGPIPE)), supervision.all_epochs)
     world = _Worlds(command, supervision, output, events)
     with _signals_as_events(events):
         status = world.run_here(layout) if rendezvous is None else world.run_nodes(layout, rendezvous)
     if status == 0:
+        # Errors of workers that were stopped are of interest only after a failure.
         output.remove_file()
     elif status != 128 + signal.SIGPIPE and world.has_begun:
         output.say(_RESUMES)
@@ -91,10 +93,10 @@ def _signals_as_events(events: Events) -> Generator[None]:
 
 
 class _Worlds:
-    """Starts one gang after another.
+    """Starts gangs, the workers that train together, one after another.
 
     Attributes:
-        has_begun: Whether there was any.
+        has_begun: Whether a gang has been started.
     """
 
     def __init__(self, command: Sequence[str], supervision: Supervision, output: Output, events: Events):

@@ -30,7 +30,7 @@ def axes_of_variables(model: keras.Model, mesh: Mesh) -> dict[int, Axes]:
 
 
 def _checked_axes(variable: keras.Variable, mesh: Mesh) -> Axes:
-    """The axis of the mesh for each dimension of a variable, by the user's layout map; refuses invalid layouts."""
+    """The axis of the mesh for each dimension of a variable, by the mesh's distribution; refuses invalid layouts."""
     layout = mesh.distribution.get_variable_layout(variable)
     axes, shape = tuple(layout.axes), tuple(variable.shape)
     if layout.device_mesh not in (None, mesh.distribution.device_mesh):
@@ -55,8 +55,8 @@ def _checked_axes(variable: keras.Variable, mesh: Mesh) -> Axes:
         if axis is not None and size % mesh.shape[axis]:
             raise ValueError(
                 f"{variable.path!r} has the shape {shape}, and its layout {axes} shards the dimension of size {size} "
-                f"over axis {axis!r} of size {mesh.shape[axis]}, which doesn't divide it. Give it a "
-                f"multiple of {mesh.shape[axis]} units, or write None for that dimension."
+                f"over axis {axis!r} of size {mesh.shape[axis]}, which doesn't divide it. Make it a "
+                f"multiple of {mesh.shape[axis]}, or write None for that dimension."
             )
     return axes
 

@@ -124,17 +124,18 @@ def _devices_of_worker(mesh: Mesh, workers: int) -> tuple[str, ...]:
 
 
 def _check_available(mesh: Mesh, hardware: Hardware) -> None:
-    """Refuses a mesh of devices that this process doesn't have, or that workers can't share."""
+    """Refuses a mesh whose devices this process doesn't have, or that can't span the workers of the cluster."""
     cluster, instead = hardware.cluster, 'strategy="multi_worker" with shard="parameters"'
     if cluster is not None and hardware.worker_count > 1:
         if set(cluster.jobs) != {"worker"}:
             raise ValueError(
-                f"A mesh of several processes consists of workers, and the cluster has the jobs {quote(cluster.jobs)}. "
-                f"Start it with `keras-paragrad launch --workers {hardware.worker_count}`, or write {instead}."
+                "A mesh over several processes needs a cluster of workers only, and has the jobs "
+                f"{quote(cluster.jobs)}. Start it with `keras-paragrad launch --workers {hardware.worker_count}`, or "
+                f"write {instead}."
             )
         if not all(name.startswith("CPU") for name in mesh.devices):
             raise ValueError(
-                f"On several workers a mesh is of CPU devices, and this one has {', '.join(mesh.devices)} on each: "
+                f"A mesh over several workers can only have CPU devices, and has {', '.join(mesh.devices)} on each: "
                 f"TensorFlow sets up GPUs for a mesh in a single process only. Write {instead}."
             )
     available = [device.name for device in hardware.devices]

@@ -1,4 +1,9 @@
-"""Runs a custom `train_step` in slices, phase by phase, with one update for each call of an optimizer."""
+"""Runs a custom `train_step` in slices, phase by phase, with one update for each call of an optimizer.
+
+An optimizer call whose gradients depend on weights that an earlier call has updated, as in a GAN, needs a pass over all
+slices after that update. So calls are grouped into phases. Each phase runs the whole step on every slice, sums the
+gradients of its own calls only, and updates by them in its last slice.
+"""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +38,7 @@ class SlicedStep(NamedTuple):
     Attributes:
         model: The model.
         analysis: What its step does.
-        versions: The versions of weights.
+        versions: The values of weights from before updates, for later phases that read them.
         weightings: What the gradient of each call is divided by.
         share: The weight of a slice in the batch.
         update: Updates variables.
@@ -104,7 +109,7 @@ class _Sums(NamedTuple):
 
 
 class _Phase:
-    """One phase of a step."""
+    """One pass over the slices, which makes some of the optimizer calls of the step."""
 
     def __init__(self, step: SlicedStep, phase: int):
         self.step, self.phase, self.model, analysis = step, phase, step.model, step.analysis
@@ -186,19 +191,26 @@ class _Phase:
     def _run_slice(
         self, sums: _Sums, rows: Batch, on_apply: Callable[[int, Gradients], object], *, last: bool = False
     ) -> tuple[PhaseScope, StepLogs]:
-        """Runs the step on a slice; `on_apply` gets the index of each optimizer call, and its gradients."""
+        """Runs the step on a slice; returns its scope, which holds the assigned states, and its logs.
+
+        Args:
+            sums: The values carried so far, of which the step reads the states.
+            rows: The slice.
+            on_apply: Called in place of each optimizer call of this phase, with its index and its gradients.
+            last: Whether this is the last slice, in which `on_apply` updates variables.
+        """
         states = list(zip(self.carried, sums.states, strict=True))
         scope = PhaseScope(states, self.step.versions, self.phase, last=last)
-        calls, numbers = iter(self.step.analysis.calls), itertools.count()
+        calls, indices = iter(self.step.analysis.calls), itertools.count()
 
         def apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]) -> None:
             next_call(self.model, calls, optimizer)
-            number = next(numbers)
-            scope.change(variables, lambda: on_apply(number, gradients), released)
+            index = next(indices)
+            scope.change(variables, lambda: on_apply(index, gradients), not_capturing)
 
         share = self._share_of_examples(rows)
         reported = SliceNumbers(self.model, share, self.step.scalars, summed=self.step.summed)
-        with scope, capturing_applies(apply) as released, counting_numbers(self.model, reported):
+        with scope, capturing_applies(apply) as not_capturing, counting_numbers(self.model, reported):
             logs = train_step_of(self.model)(rows)
         return scope, logs
 

@@ -115,7 +115,10 @@ def strided_slice(
 
 
 def _permute(tensor: tf.Tensor, axis: int, reorder: Callable[[np.ndarray], np.ndarray]) -> tf.Tensor:
-    """Permutes a tensor along an axis; the gradient applies the inverse permutation."""
+    """Permutes a tensor along an axis of static size; `reorder` gets its indices and returns them in the new order.
+
+    The gradient gathers by the inverse permutation, where the gradient of `tf.gather` would scatter.
+    """
     axis %= len(tensor.shape)
     order = reorder(np.arange(_static_sizes(tensor)[axis]))
 

@@ -133,11 +133,15 @@ def is_trial() -> bool:
 def check_finite(results: Sequence[Array], what: str) -> None:
     """Refuses to compare numbers if none is finite: any two would match.
 
+    Args:
+        results: The tensors to compare; integers are left out.
+        what: What they are, in the plural, for the message.
+
     Raises:
         Inconclusive: There are numbers, and none is finite.
     """
-    numbers = [tf.cast(tensor, "float64") for tensor in map(tf.convert_to_tensor, results) if tensor.dtype.is_floating]
-    if numbers and not any(np.isfinite(number).any() for number in numbers):
+    floats = [tf.cast(tensor, "float64") for tensor in map(tf.convert_to_tensor, results) if tensor.dtype.is_floating]
+    if floats and not any(np.isfinite(values).any() for values in floats):
         raise Inconclusive(f"{what} are not finite on synthetic rows")
 
 

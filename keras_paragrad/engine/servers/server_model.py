@@ -54,7 +54,10 @@ def _open_rows(tensor: tf.Tensor) -> tf.Tensor:
 
 @contextlib.contextmanager
 def _incrementing_on_server(optimizer: keras.optimizers.Optimizer | None) -> Generator[None]:
-    """Context in which servers increment an optimizer's counter: a worker's read and write could lose updates."""
+    """Context in which an optimizer's counter is incremented on its server, atomically.
+
+    Keras reads it and then writes it, so increments of other workers in between would be lost.
+    """
     counters = [] if optimizer is None else [inner.iterations for inner in updating_optimizers(optimizer)]
     for counter in counters:
         counter.__dict__["assign_add"] = functools.partial(_increment, counter)

@@ -171,9 +171,9 @@ def _transform(
     grads: Sequence[Any],
     variables: Sequence[keras.Variable] | None,
 ) -> list[GradientTensor | None]:
-    """Transforms gradients, dense and without loss scale; returns all gradients in their order."""
+    """Transforms whole, dense gradients without loss scale; returns `grads` with them, scaled and sharded as before."""
     updated: Sequence[keras.Variable] = optimizer._trainable_variables if variables is None else variables
-    # Float8 scales are passed as gradients.
+    # Variables that are overwritten by their "gradient", such as Float8 scales, are left out.
     indices = [
         index
         for index, (gradient, variable) in enumerate(zip(grads, updated, strict=True))
@@ -185,6 +185,7 @@ def _transform(
     dense = gather_gradients([tf.convert_to_tensor(grads[index]) for index in indices], changed)
     unscaled = [gradient / scale for gradient in dense] if scale else dense
     whole = transform(unscaled, changed)
+    # Clipping by norm gets the norms of these gradients, not of the shards that the optimizer applies.
     replace_norms(optimizer, whole, changed)
     transformed = dict(zip(indices, scatter_gradients(whole, changed), strict=True))
     scaled = {index: gradient * scale if scale else gradient for index, gradient in transformed.items()}

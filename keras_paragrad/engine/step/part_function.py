@@ -139,9 +139,12 @@ class PartFunction:
                 f"{hidden.advice}{otherwise}"
             )
 
-    def add_in_order(self, sums: Sequence[BatchPart]) -> BatchPart:
-        """Adds neighbors, then neighbors of these sums, and so on: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))."""
-        sums = list(sums)
+    def add_in_order(self, parts: Sequence[BatchPart]) -> BatchPart:
+        """Adds parts pairwise, then these sums pairwise, and so on: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)).
+
+        In this order, rounding is the same however many replicas the parts are spread over.
+        """
+        sums = list(parts)
         while len(sums) > 1:
             pairs = [sums[index : index + 2] for index in range(0, len(sums), 2)]
             sums = [pair[0] if len(pair) == 1 else self._add(pair) for pair in pairs]

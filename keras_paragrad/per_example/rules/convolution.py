@@ -101,7 +101,7 @@ class ConvolutionRule(Convolutional):
 
     def folds(self, call: Call) -> bool:
         """Whether the batch is folded into the channels."""
-        foldable = folded.suits(call) and max(call.layer.dilation_rate) == 1
+        foldable = folded.can_fold(call) and max(call.layer.dilation_rate) == 1
         return foldable and self.costs_less_folded(call) and folded.has_grouped_gradients()
 
     def costs_less_folded(self, call: Call) -> bool:
@@ -137,7 +137,7 @@ class DepthwiseRule(ConvolutionRule):
 
     def folds(self, call: Call) -> bool:
         # Their products have one column per channel, where a matmul reuses nothing.
-        return folded.suits(call)
+        return folded.can_fold(call)
 
 
 @register_rule(keras.layers.Conv1DTranspose, keras.layers.Conv2DTranspose, keras.layers.Conv3DTranspose)

@@ -99,13 +99,13 @@ def depthwise_gradients(
     return _map_chunks(compute_chunk, inputs, cotangents, shape)
 
 
-def suits(call: Call) -> bool:
-    """Whether a convolution's call can be folded: on CPUs without XLA only; GPUs are untested."""
+def can_fold(call: Call) -> bool:
+    """Whether the batch of a convolution's call can be folded: in float32 on CPUs without XLA; others are untested."""
     layer = call.layer
     supported_layout = (
         layer.data_format == "channels_last" and layer.padding != "causal" and call.input.shape.rank in (3, 4)
     )
-    # The strides and dilations that TensorFlow supports for depthwise convolutions.
+    # TensorFlow's depthwise convolutions need equal strides on both axes, and can't have strides and dilation at once.
     (stride, *strides), (dilation, *dilations) = layer.strides, layer.dilation_rate
     supported_steps = set(strides) <= {stride} and set(dilations) <= {dilation} and 1 in (stride, dilation)
     on_cpu = not call.by_xla and not tf.config.list_logical_devices("GPU")

@@ -98,7 +98,7 @@ def _kernel_gradients(call: Call) -> tuple[tf.Tensor, Product]:
 
 def _depthwise_gradients(call: Call, geometry: Geometry, inputs: tf.Tensor, cotangent: tf.Tensor) -> tf.Tensor:
     shape = call.layer.depthwise_kernel.shape
-    if folded.suits(call):
+    if folded.can_fold(call):
         return folded.depthwise_gradients(inputs, cotangent, geometry, shape)
     product = grouped_product(inputs, cotangent, geometry, shape[-2], call.by_xla)
     return grouped_kernel(shape, product.gradients(), call.by_xla)
