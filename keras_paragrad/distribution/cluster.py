@@ -26,7 +26,7 @@ class ClusterKind(Protocol):
     A kind is one module of `keras_paragrad.distribution.clusters`: a subclass of this, and an instance named `KIND`.
 
     Attributes:
-        source: Its name, in messages and as `Cluster.source`.
+        source: The kind's name, in messages and as `Cluster.source`.
         precedence: Kinds are tried in ascending order, and the first that finds a cluster is used. Variables that users
             set come before variables that a scheduler sets in every job.
         run_variables: Variables that distinguish runs on the same addresses.
@@ -45,7 +45,7 @@ class ClusterKind(Protocol):
             environment: The environment variables.
 
         Returns:
-            The cluster, or `None` if there is none of this kind.
+            The cluster's description, or `None` if there is no cluster of this kind.
 
         Raises:
             ValueError: A variable is missing or malformed. The message names it and the expected value.
@@ -92,7 +92,7 @@ def read_integer(environment: Mapping[str, str], name: str, least: int = 0, most
 
 
 def read_port(environment: Mapping[str, str], default: int) -> int:
-    """`KERAS_PARAGRAD_PORT`, or the default."""
+    """The value of `KERAS_PARAGRAD_PORT`, or the default."""
     name = "KERAS_PARAGRAD_PORT"
     return read_integer(environment, name, 1, 65535) if name in environment else default
 
@@ -151,7 +151,7 @@ class Cluster:
             )
 
     def _check_addresses(self) -> None:
-        """Refuses addresses without a port, and one given to two tasks."""
+        """Refuses malformed addresses, and an address given to two tasks."""
         addresses = [address for hosts in self.jobs.values() for address in hosts]
         for address in addresses:
             if not is_address(address):
@@ -220,7 +220,7 @@ def find_cluster(environment: Mapping[str, str]) -> Cluster | None:
     True
     """
     for kind in cluster_kinds():
-        cluster = kind.read(environment)
-        if cluster is not None:
-            return Cluster(*cluster, kind.source)
+        description = kind.read(environment)
+        if description is not None:
+            return Cluster(*description, kind.source)
     return None

@@ -22,6 +22,7 @@ from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import Explanation, make_plan
 from keras_paragrad.plain_text import show
 
+# The size of the array that each replica adds, and the number of timed runs after the first.
 NUMBERS = 2**20
 REPEATS = 10
 
@@ -42,7 +43,7 @@ class Probe:
 
 
 def probed_devices(hardware: Hardware) -> tuple[str, ...]:
-    """The local GPUs if there are several, else two logical CPU devices."""
+    """The local GPUs if there are several, else all logical CPU devices, and at least two."""
     gpus = tuple(device.name for device in hardware.of_kind("GPU"))
     return gpus if len(gpus) > 1 else tuple(f"CPU:{index}" for index in range(max(2, len(hardware.of_kind("CPU")))))
 
@@ -63,7 +64,7 @@ def run_probe(devices: tuple[str, ...], seconds: float) -> Probe:
 
 
 def check_sums(devices: tuple[str, ...], answer: Mapping[str, Any]) -> Probe:
-    """Compares the replicas' results with the sum of their numbers, 1, 2, 3..."""
+    """Compares the sums in the answer of `reduce_known_numbers` with the sum of the replicas' numbers, 1, 2, 3..."""
     expected = len(devices) * (len(devices) + 1) / 2
     sums = [tuple(pair) for pair in answer["least_and_most"]]
     if sums != [(expected, expected)] * len(devices):
@@ -77,7 +78,11 @@ def check_sums(devices: tuple[str, ...], answer: Mapping[str, Any]) -> Probe:
 
 
 def reduce_known_numbers(devices: tuple[str, ...]) -> dict[str, Any]:
-    """Runs the all-reduce in this process: replica `i` holds an array filled with `i + 1`."""
+    """Times the all-reduce in this process: replica `i` holds an array filled with `i + 1`.
+
+    Returns:
+        JSON: the minimum and maximum of each replica's sum, the seconds of the first run, and the median of the others.
+    """
     strategy = tf.distribute.MirroredStrategy(list(devices))
 
     def in_replica(ones: tf.Tensor):
@@ -105,13 +110,18 @@ def main(devices: tuple[str, ...]) -> None:
     """Creates the logical devices, runs the all-reduce, and prints the result as JSON."""
     cpus = [name for name in devices if name.startswith("CPU:")]
     if cpus:
-        parts = [tf.config.LogicalDeviceConfiguration()] * len(cpus)
-        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], parts)
+        configurations = [tf.config.LogicalDeviceConfiguration()] * len(cpus)
+        tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], configurations)
     print(json.dumps(reduce_known_numbers(devices)))
 
 
 def diagnose(seconds: float, say: Callable[[str], None]) -> int:
-    """Prints versions, hardware, plan and probe, and says what takes time; returns the exit status."""
+    """Prints versions, hardware, plan and probe; returns the exit status, 1 for any problem.
+
+    Args:
+        seconds: The timeout of the test all-reduce.
+        say: Called with a line of progress before each slow part.
+    """
     _print_pairs("Versions", _versions())
     say("looking for devices")
     try:
@@ -159,6 +169,7 @@ def _gibibytes(count: int | None) -> str:
 
 
 def _print_plan(hardware: Hardware) -> int:
+    """Prints the plan for default options; returns 1 if they are refused, else 0."""
     try:
         plan = make_plan(hardware, Options())
     except ValueError as error:
@@ -169,6 +180,7 @@ def _print_plan(hardware: Hardware) -> int:
 
 
 def _print_probe(hardware: Hardware, seconds: float, say: Callable[[str], None]) -> int:
+    """Runs the test all-reduce and prints its result; returns 1 if it failed, else 0."""
     devices = probed_devices(hardware)
     say(f"trying an all-reduce over {', '.join(devices)}, for at most {seconds:g} s")
     probe = run_probe(devices, seconds)

@@ -73,27 +73,34 @@ def digest_of(source: keras.Model | str | os.PathLike[str]) -> Digest:
     return _digest_of_values(values, str(path))
 
 
-# Values, with their kinds.
+# Values with their kinds: `_WEIGHTS`, `_OPTIMIZER` or `_DATA`, or `None` for a value that no digest covers.
 Values = Iterable[tuple[str | None, np.ndarray]]
 
 
 def _digest_of_values(values: Values, source: str) -> Digest:
+    """Combines the hashes of the values of each kind."""
     digests: dict[str, list[bytes]] = {}
     for kind, value in ((kind, value) for kind, value in values if kind is not None):
         head = f"{value.dtype.name} {value.shape} ".encode()
         digests.setdefault(kind, []).append(hashlib.sha256(head + np.ascontiguousarray(value).tobytes()).digest())
-    # In the order of their digests: files of different kinds have different orders and names.
+    # Sorted by hash, as the order and names of variables differ between kinds of files.
     sums = {kind: hashlib.sha256(b"".join(sorted(values))).hexdigest() for kind, values in digests.items()}
     return Digest(sums.get(_WEIGHTS), sums.get(_OPTIMIZER), sums.get(_DATA), source)
 
 
 def _kind_of(name: str, kind: str | None = None) -> str | None:
-    """The kind of a variable, by its path; `None` for seeds, which Keras's own files leave out."""
+    """The kind of a variable; `None` for seeds, which Keras's own files leave out, and a checkpoint's counter.
+
+    Args:
+        name: The variable's path.
+        kind: The kind of its section, where there are sections; otherwise the path tells.
+    """
     parts = name.split("/")
     if SEED_STATE in parts or parts[0] == "save_counter":
         return None
     if "data_order" in parts:
         return _DATA
+    # Checkpoints may name the model's weights as the optimizer's `_trainable_variables`.
     return kind or (_OPTIMIZER if "optimizer" in parts and "_trainable_variables" not in parts else _WEIGHTS)
 
 
@@ -121,6 +128,7 @@ def _values_of_backup(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
 
 
 def _values_of_archive(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
+    """Yields the variables in a `.keras` file with their kinds."""
     with zipfile.ZipFile(path) as archive:
         if "model.weights.h5" not in archive.namelist():
             raise ValueError(f"{str(path)!r} is an archive without weights. Name {_KINDS}.")
@@ -129,6 +137,7 @@ def _values_of_archive(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
 
 
 def _values_of_h5(file: Any) -> Iterator[tuple[str | None, np.ndarray]]:
+    """Yields the variables in an HDF5 file, by path or open, with their kinds."""
     import h5py
 
     names: list[str] = []
@@ -140,12 +149,13 @@ def _values_of_h5(file: Any) -> Iterator[tuple[str | None, np.ndarray]]:
 
 
 def _values_of_checkpoint(path: Path) -> tuple[Path, Values]:
+    """The prefix and the variables of a `tf.train.Checkpoint`, or of the latest one in a directory."""
     import tensorflow as tf
 
     prefix = tf.train.latest_checkpoint(str(path)) if path.is_dir() else str(path)
     if prefix is None or not Path(f"{prefix}.index").is_file():
-        kind = "a directory without backups or checkpoints" if path.is_dir() else "a file" if path.exists() else None
-        raise ValueError(f"{str(path)!r} is {kind or 'missing'}. Name {_KINDS}.")
+        found = "a directory without backups or checkpoints" if path.is_dir() else "a file" if path.exists() else None
+        raise ValueError(f"{str(path)!r} is {found or 'missing'}. Name {_KINDS}.")
     reader = tf.train.load_checkpoint(prefix)
     names = [name for name in reader.get_variable_to_shape_map() if name.endswith("/.ATTRIBUTES/VARIABLE_VALUE")]
     return Path(prefix), ((_kind_of(name), reader.get_tensor(name)) for name in sorted(names))

@@ -172,7 +172,7 @@ class DistributedFit(InNotebooks):
     def scope(self) -> Generator[None]:
         """Context in which to build and compile a model."""
         if self._estimate is not None or self._memory is not None:
-            # Undecided again, for the model that is built here.
+            # What was decided for an earlier model is decided anew for the model that is built here.
             self._memory = None
             self.plan = self.plan.with_decision(make_plan(self.hardware, self.options).shard)
             self._create_as_planned()
@@ -252,10 +252,10 @@ class DistributedFit(InNotebooks):
         return preparation
 
     def _fit_memory(self, model: keras.Model, batch_size: int, batch_spec: Specs, verbose: str | int) -> None:
-        """Has the model train in the devices' memory; planned again for what isn't planned for."""
+        """Applies a way to train in the devices' memory, unless one planned for the same is still in effect."""
         planned_for = PlannedFor.of(self, model, batch_size, batch_spec)
-        fitted = planned_for.is_planned(model)
-        # Variables may be created since as another model's shards are.
+        fitted = planned_for.find_applied(model)
+        # If it decided on shards, variables may by now be created as decided for another model.
         if fitted is not None and (fitted.shard is None or fitted is self._memory):
             self._memory = fitted
             return
@@ -350,13 +350,14 @@ class DistributedFit(InNotebooks):
                 rows = keras.utils.unpack_x_y_sample_weight(validation)
                 divided = self.plan.batch.value == "global"
                 validation = self._distribute(rows, request.validation_options(rows[0], divided=divided))
+                # Data that the caller distributed may have been read already.
                 if validation is not rows[0]:
                     validation.for_validation(request.validation_steps)
             self._prepare_checked(model, self._batch_size(data), data.batch_spec, request.verbose)
         return train(self._run, request, data, {**request.non_default(ABOUT_EPOCHS), "validation_data": validation})
 
     def _batch_size(self, data: DistributedData) -> int:
-        """The batch size of data, as in `prepare`; data is looked at only where the size matters."""
+        """The largest batch size of the data on any worker, as in `prepare`; 32, unread, if nothing depends on it."""
         if not self.options.fit_memory and self.plan.shard.value != "auto":
             return 32
         rows = gather(self._strategies.workers, np.array([data.count_batch_rows() or 32], np.int64)).max()

@@ -21,7 +21,7 @@ class FittedMemory(NamedTuple):
     Attributes:
         plan: The ways to train it, as `explain` shows them, and which was chosen.
         undo: Undoes the recomputation and the slices.
-        shard: The decision on shards, if it was open.
+        shard: The decision on shards; `None` if it was made before.
     """
 
     plan: MemoryPlan
@@ -30,12 +30,14 @@ class FittedMemory(NamedTuple):
 
 
 class PlannedFor(NamedTuple):
-    """What a plan holds for: whoever made it, for one batch size, optimizer and loss, and the data's other sizes.
+    """What a `FittedMemory` was planned for; with another optimizer, loss or size of data, it is planned again.
 
     Attributes:
-        by, optimizer: Weak references.
-        batch_size, loss: As in `fit` and `compile`.
-        sizes: The sizes of a batch but for its rows; `None` if they are derived from the model.
+        by: The `DistributedFit` that planned, as a weak reference.
+        batch_size: As in `fit`.
+        optimizer: The model's optimizer, as a weak reference.
+        loss: As in `compile`.
+        sizes: The shapes of a batch's tensors without the number of rows; `None` if they follow from the model.
     """
 
     by: object
@@ -51,13 +53,14 @@ class PlannedFor(NamedTuple):
         sizes = batch_spec and [leaf.shape[1:] if isinstance(leaf, tf.TensorSpec) else leaf for leaf in leaves]
         return cls(weakref.ref(by), batch_size, optimizer, model.loss, sizes)
 
-    def is_planned(self, model: keras.Model) -> FittedMemory | None:
-        """What was applied for the same, if it still is in effect."""
+    def find_applied(self, model: keras.Model) -> FittedMemory | None:
+        """What was applied to the model for the same, if it still is in effect; else `None`."""
         applied = APPLIED.of(model)
         if applied is None or applied.planned_for[:-1] != self[:-1]:
             return None
         if [*map(id, applied.state)] != [*map(id, _state(model))]:
             return None
+        # `None`, from `prepare`, agrees with any sizes.
         sizes = self.sizes, applied.planned_for.sizes
         return applied.fitted if None in sizes or sizes[0] == sizes[1] else None
 
@@ -68,7 +71,7 @@ class _Applied(NamedTuple):
     state: list[object]
 
 
-# Of models: what was applied, whichever `DistributedFit` has planned it.
+# What was applied to each model, whichever `DistributedFit` has planned it.
 APPLIED = Slot[_Applied | None]("fitted_memory", None)
 
 

@@ -150,7 +150,7 @@ def logical_devices(gpus: tuple[Device, ...] | None = None, memory: int | None =
     devices: list[Device] = []
     counts = Counter[str]()
     for physical, device in zip([*cpus, *visible_gpus, *tpus], described, strict=True):
-        # This doesn't create them.
+        # Reading their configuration doesn't create the logical devices.
         for configuration in tf.config.get_logical_device_configuration(physical) or [None]:
             limit = configuration.memory_limit if configuration else None
             size = int(limit) * 2**20 if limit else device.memory_bytes
@@ -182,6 +182,7 @@ def memory_by_name() -> dict[str, int]:
 
 
 def _gpus(physical: Sequence[tf.config.PhysicalDevice], memory: Mapping[str, int]) -> tuple[Device, ...]:
+    """Describes physical GPUs, given the memory of each GPU model by name."""
     gpus = []
     for index, gpu in enumerate(physical):
         details = tf.config.experimental.get_device_details(gpu)
@@ -270,7 +271,7 @@ def _check_capability(value: object) -> tuple[int, int]:
 
 
 def _describe_cluster(workers: int, ps: int) -> Cluster | None:
-    """A cluster of made-up addresses."""
+    """A cluster of made-up addresses, or `None` for one worker without parameter servers."""
     hosts = tuple(f"worker{index}:2222" for index in range(workers))
     if ps:
         servers = tuple(f"ps{index}:2222" for index in range(ps))
@@ -279,7 +280,7 @@ def _describe_cluster(workers: int, ps: int) -> Cluster | None:
 
 
 def canonical_devices(devices: Sequence[str]) -> tuple[str, ...]:
-    """Device names in their shortest form, `CPU:0`."""
+    """Device names in their shortest form, such as `CPU:0`; refuses repeated names, and devices of several kinds."""
     names = check_each("devices", devices, _canonical_device, "names of devices", example="['CPU:0', 'CPU:1']")
     if not names:
         raise ValueError("`devices` is empty. Name one or more, such as ['GPU:0'], or leave it out.")

@@ -57,7 +57,7 @@ def listen_at(address: str, others: Sequence[str], until: float, who: str, where
 
 
 def _is_remote(host: str, others: Sequence[str]) -> bool:
-    """Whether workers connect from other machines, on which the name resolves to another address."""
+    """Whether `host` is a name, and workers connect from other hosts, where it may resolve to another address."""
     with contextlib.suppress(ValueError):
         ipaddress.ip_address(host.partition("%")[0])
         return False
@@ -81,6 +81,7 @@ def _open_sockets(address: str, hosts: list[str], is_remote: bool, who: str, whe
             if failure.errno != errno.EADDRNOTAVAIL:
                 raise failure
             return [_listen_on_all_interfaces(address, port, "it is not an address of this machine", who, where)]
+        # The sockets stay open for the caller.
         stack.pop_all()
         return servers
 

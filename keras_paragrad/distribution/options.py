@@ -143,9 +143,9 @@ class Options:
                 "replicas of the whole model do: not a mesh, a pipeline or parameter servers. Leave it out, or write "
                 'strategy="auto".'
             )
-        depend = {"exact": True, "batch": "global", "shard_policy": ("auto", "data")}
-        for name, right in depend.items():
-            if (value := getattr(self, name)) not in (right if isinstance(right, tuple) else (right,)):
+        allowed = {"exact": (True,), "batch": ("global",), "shard_policy": ("auto", "data")}
+        for name, values in allowed.items():
+            if (value := getattr(self, name)) not in values:
                 raise ValueError(
                     f"{name}={value!r} has batches or gradients depend on the number of replicas, and with "
                     f"deterministic={self.deterministic} they don't. Leave one of the two out."
@@ -244,14 +244,14 @@ class Planner(abc.ABC):
 
     @classmethod  # noqa: B027  (most parallelisms contradict no options)
     def check_options(cls, options: Options) -> None:
-        """Refuses options that contradict it; called on every parallelism.
+        """Refuses options that contradict each other; called on every parallelism, selected or not.
 
         Raises:
             ValueError: The message says what to write.
         """
 
     def kind(self, strategy: str) -> StrategyKind:
-        """What the strategy of this name, which it has decided on, is."""
+        """The properties of the strategy that `decide` has chosen, by its name."""
         return STRATEGY_KINDS.get(strategy, StrategyKind())
 
     def canonical_devices(self, devices: Any) -> tuple[Any, ...]:
@@ -280,7 +280,7 @@ def planners() -> tuple[type[Planner], ...]:
 
 
 def planner_of(options: Options, hardware: Hardware | None = None) -> Planner:
-    """The parallelism that the options select; nothing else chooses one."""
+    """The parallelism that the options select; `DataParallel`, the last one asked, takes all options."""
     if isinstance(options.strategy, Planner):
         return options.strategy
     selected = (planner.asked(options, hardware) for planner in planners())
@@ -301,6 +301,7 @@ def _check_strategy(strategy: object) -> Any:
     if isinstance(strategy, (Planner, *(accepted for planner in planners() for accepted in planner.accepts))):
         return strategy
     if isinstance(strategy, tf.distribute.Strategy):
+        # Refuses a strategy that isn't supported.
         kind_of_strategy(strategy)
         return strategy
     try:
@@ -327,7 +328,7 @@ def _check_precision(precision: object) -> str | None:
 
 
 def kind_of_strategy(strategy: tf.distribute.Strategy) -> str:
-    """The plan's name for a strategy."""
+    """The plan's name for a strategy; a `ValueError` if it isn't supported."""
     for name, kind in STRATEGY_KINDS.items():
         if isinstance(strategy, kind.classes):
             return name

@@ -23,7 +23,7 @@ from keras_paragrad.memory.estimate import Estimate, estimate_memory
 
 # The names that a user's parallelism needs.
 __all__ = ["Decision", "Decisions", "Parallelism", "PlannedRun", "Preparation", "Strategies", "parallelism_of"]
-# How a model is trained, by the class of each preparation.
+# Each model's preparations, by their class.
 PREPARATIONS = Slot[Mapping[type, Any]]("preparations", {})
 
 
@@ -58,18 +58,18 @@ class Preparation(abc.ABC):
 
     @classmethod
     def of(cls, model: keras.Model, *settings: Any) -> Self:
-        """The model's preparation with these settings; renews an existing one."""
+        """The model's preparation with these settings: a new one, or the existing one, renewed."""
         before = PREPARATIONS.of(model).get(cls)
         if before is not None and before.settings != settings and not cls.changes_in_place:
             before.undo()
             before = None
         if before is None:
             return cls(model, *settings)
-        settings, before.settings = before.settings, settings
+        old_settings, before.settings = before.settings, settings
         try:
             before.renew()
         except BaseException:
-            before.settings = settings
+            before.settings = old_settings
             raise
         return before
 
@@ -95,6 +95,7 @@ class Preparation(abc.ABC):
             return
         self.stop()
         restore_methods(self.model, *self._methods)
+        # The model may have been compiled with another value since.
         if self._jit_compile is not None and self.model.jit_compile == self._jit_compile[1]:
             self.model.jit_compile = self._jit_compile[0]
         PREPARATIONS.attach(self.model, {kind: other for kind, other in preparations.items() if other is not self})
@@ -179,9 +180,9 @@ class Parallelism(Planner):
     ('OnTheLast', ('GPU:3',), 1)
     """
 
-    # The parts of `compat.names.NAMES` that it uses, including the parts that every parallelism uses.
+    # The keys of `compat.names.NAMES`, groups of private names, that it uses besides what every parallelism uses.
     parts: ClassVar[tuple[str, ...]] = ()
-    # Further parts that it uses where the processes of a cluster have to be started together.
+    # Further keys, used where the processes of a cluster have to be started together.
     parts_if_launched: ClassVar[tuple[str, ...]] = ("workers",)
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:

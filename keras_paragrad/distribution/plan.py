@@ -198,6 +198,7 @@ def summary_lines(plan: Plan, hardware: Hardware) -> list[str]:
 
 def _plan_line(plan: Plan) -> str:
     """The strategy, the replicas and their devices, and the collectives, in a line."""
+    # The devices of one worker, and the replicas of all.
     devices, replicas = plan.devices.value, plan.replicas.value
     where = "" if not devices else f" on {devices[0]}" if len(devices) == 1 else f" on {devices[0]} to {devices[-1]}"
     if devices and replicas and replicas > len(devices):

@@ -68,7 +68,10 @@ def rendezvous(
 def _collect_facts(
     cluster: Cluster, signer: MessageSigner, facts: Mapping[str, object], until: float
 ) -> dict[str, str]:
-    """Waits for the others, compares facts, and sends the verdict to all that connected."""
+    """Waits for the others, compares facts, and sends the verdict to all that connected.
+
+    A verdict is empty if training may start; else it has the key `failed`, `missing` (and `besides`) or `differs`.
+    """
     addresses = _addresses(cluster)
     servers = listen_at(addresses[0], addresses[1:], until, "The first worker", "the cluster description")
     with (
@@ -91,7 +94,7 @@ def _collect_facts(
 
 
 def _compare_facts(addresses: list[str], facts: Mapping[str, object], server: RendezvousServer) -> dict[str, str]:
-    """The first difference between workers, or the missing ones; empty if all agree."""
+    """The verdict: the first difference between workers (`differs`), or the `missing` ones; empty if all agree."""
     facts_by_rank = {0: facts, **{rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}}
     missing = [f"worker {rank} ({addresses[rank]})" for rank in range(len(addresses)) if rank not in facts_by_rank]
     if missing:
@@ -158,7 +161,7 @@ def _read_line(connection: socket.socket, until: float) -> bytes:
 
 
 def _describe_cluster(cluster: Cluster) -> Any:
-    """The cluster's addresses, or a checksum of many."""
+    """The cluster's addresses, or a checksum if there are too many for a message."""
     text = json.dumps(cluster.jobs, sort_keys=True)
     if len(text) <= _LONGEST_DESCRIPTION:
         return {job: list(hosts) for job, hosts in cluster.jobs.items()}
@@ -171,7 +174,7 @@ def _addresses(cluster: Cluster) -> list[str]:
 
 
 def await_workers(cluster: Cluster, timeout: float, facts: Mapping[str, object], *, instead: str = "") -> None:
-    """Waits for the other workers, and compares versions and facts."""
+    """Waits for the other workers, and compares versions and facts; `instead` ends the error of a second call."""
     if has_joined_a_cluster():
         # TensorFlow already listens on this worker's address, so a second rendezvous there is impossible.
         raise RuntimeError(
@@ -187,7 +190,7 @@ def join_workers(
     devices: Sequence[str],
     communication: tf.distribute.experimental.CommunicationOptions,
 ) -> tf.distribute.Strategy:
-    """The strategy of workers that have completed a rendezvous."""
+    """Creates a strategy of class `kind` for workers that have completed a rendezvous."""
     # TensorFlow configures collectives from this variable.
     os.environ["TF_CONFIG"] = cluster.to_tf_config()
     try:

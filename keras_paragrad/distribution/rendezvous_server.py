@@ -1,4 +1,7 @@
-"""The first worker's side of the rendezvous: connections of the others, and the signed messages they exchange."""
+"""The first worker's side of the rendezvous: connections of the others, and the signed messages they exchange.
+
+Each worker sends one message, with its `rank` and its `facts`: values that workers compare before they train.
+"""
 
 import contextlib
 import hashlib
@@ -96,15 +99,15 @@ class Caller:
 
 
 class RendezvousServer:
-    """Serves all callers at once, so that none blocks the others.
+    """Accepts the workers' connections and reads their messages, all at once, so that none blocks the others.
 
     Args:
         selector: Waits for all sockets.
         servers: The listening sockets; closed on exit.
         signer: Authenticates the messages of this run.
         workers: Number of workers, including the first.
-        member: What connects, in messages.
-        stranger: What a connection is whose message isn't signed by one.
+        member: The name of what connects, in messages: a worker, or another machine's launcher.
+        stranger: The reason for rejecting a connection whose message isn't signed by a member.
 
     Attributes:
         callers: The workers that have connected, by rank.
@@ -202,7 +205,7 @@ class RendezvousServer:
             self._identify(caller)
 
     def _identify(self, caller: Caller) -> None:
-        """Takes a connection's message, if it is signed by a worker of this run."""
+        """Admits the sender of a message that is signed by a worker of this run, and rejects any other."""
         message = self._signer.verify(caller.received) if len(caller.received) <= LONGEST else None
         rank = message.get("rank") if message else None
         is_worker = isinstance(rank, int) and 0 < rank < self._workers and isinstance(message.get("facts"), dict)  # pyright: ignore
@@ -213,7 +216,7 @@ class RendezvousServer:
         self.admit(caller, message["rank"])
 
     def admit(self, caller: Caller, rank: int) -> None:
-        """Counts a worker that has identified itself."""
+        """Adds a worker that has identified itself to `callers`, in place of its earlier connection, if any."""
         before = self.callers.pop(rank, None)
         if before is not None:
             # The worker was restarted.

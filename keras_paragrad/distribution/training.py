@@ -144,6 +144,7 @@ def train(run: PlannedRun, request: FitArguments, data: FitData, arguments: dict
     added: list[keras.callbacks.Callback] = [FollowEpochs(distributed)] if distributed is not None else []
     if find_accumulator(model.optimizer) and not any(isinstance(callback, ExactAccumulation) for callback in others):
         added.append(ExactAccumulation())
+    # The functions that preparations make in place of Keras's refuse empty data themselves.
     if arguments.get("validation_data") is not None and "make_test_function" not in vars(model):
         added.append(_RefuseEmptyValidation())
     if factor != 1:
@@ -225,7 +226,7 @@ class ScaledLearningRate(keras.callbacks.Callback):
         self.leave()
 
     def leave(self) -> None:
-        """Divides the rate by the factor, once; also called after a `fit` that failed."""
+        """Divides the rate by the factor, once, or resets a warm-up; also called after a `fit` that failed."""
         if self._rate is not None:
             rate = float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
             self._optimizer.learning_rate = self._rate if self._warming_up else rate / self.factor
