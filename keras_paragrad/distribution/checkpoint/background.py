@@ -1,4 +1,7 @@
-"""Writes a backup in a thread while training goes on; workers tell each other when they have written their shards."""
+"""Writes a backup in a thread while training goes on; workers tell each other when they have written their shards.
+
+Each attempt at a backup has a key, which is in the names of its files of shards and in the backup.
+"""
 
 import contextlib
 import json
@@ -54,7 +57,7 @@ class BackupWriter:
     """Writes a snapshot in a thread.
 
     Each worker writes its shards and posts their size and checksum. Once all have, the chief writes the backup that
-    names them, and posts which shards are named by a backup; the others are removed.
+    names them, and posts the keys of all backups; shards of other attempts are removed.
 
     Args:
         files: Where to write.
@@ -83,7 +86,7 @@ class BackupWriter:
 
     @classmethod
     def finish_in(cls, files: BackupFiles) -> None:
-        """Waits for what an earlier `fit` of this process still writes to a directory."""
+        """Waits for the backups that earlier `fit`s of this process still write to a directory."""
         for writer in [writer for writer in list(cls._running) if writer.files.directory == files.directory]:
             writer.abandon()
 
@@ -108,7 +111,7 @@ class BackupWriter:
         self._thread.join()
 
     def abandon(self) -> None:
-        """Waits for what this worker writes, but for no other worker: one of them may be lost."""
+        """Waits for what this worker writes, but not for other workers: one of them may be lost."""
         self._abandoned.set()
         self._thread.join()
 
@@ -116,6 +119,7 @@ class BackupWriter:
         return self._abandoned.is_set() or not threading.main_thread().is_alive()
 
     def _run(self, snapshot: Snapshot) -> None:
+        """Writes the snapshot, in the thread; an error becomes `failure`."""
         try:
             if self._in_shards:
                 self._write_in_shards(snapshot)
@@ -143,30 +147,32 @@ class BackupWriter:
         self._has_posted.set()
         if worker == 0:
             # `None` if the directory can't be read: which shards are useless isn't known then.
-            named = None
+            named_keys = None
             try:
                 try:
                     self._write_main(snapshot)
                 finally:
-                    named = self.files.shards
+                    named_keys = self.files.shards
             except Exception as error:
                 failure = failure or error
-            self._posts.post(_CHIEF, [named, str(failure or "")])
-        named, reason = self._posts.read(_CHIEF)
+            self._posts.post(_CHIEF, [named_keys, str(failure or "")])
+        named_keys, reason = self._posts.read(_CHIEF)
         # Even after a failure: shards that no backup names are useless.
-        if named is not None:
+        if named_keys is not None:
             with contextlib.suppress(OSError):
-                remove_shards(self.files.directory, named)
-        if snapshot.key not in (named or ()):
+                remove_shards(self.files.directory, named_keys)
+        if snapshot.key not in (named_keys or ()):
             raise failure or OSError(f"worker 0 wrote no backup: {reason}")
 
     def _write_shards(self, snapshot: Snapshot) -> ShardFile:
+        """Writes this worker's shards, unless the snapshot has a failure, which is raised."""
         if snapshot.failure is not None:
             raise snapshot.failure
         name = shard_file_name(snapshot.position, snapshot.key, self._placement.worker, self._placement.workers)
         return write_shards(self.files.directory, name, snapshot.shards)
 
     def _write_main(self, snapshot: Snapshot) -> None:
+        """Writes the backup on the chief, once all workers have posted; an `OSError` if one has no shards to name."""
         posted = [self._posts.read(str(worker)) for worker in range(self._placement.workers)]
         failed = [worker for worker, file in enumerate(posted) if file is None]
         if failed:
@@ -179,6 +185,9 @@ class BackupWriter:
 class _Posts:
     """What the workers tell each other about one attempt, as JSON.
 
+    Under its index, each worker posts its `ShardFile`, or `None` if it failed. Under `_CHIEF`, the chief posts the keys
+    that backups name, and why it failed, if it did.
+
     Args:
         key: The key of the attempt.
         workers: The number of workers; one has only itself to tell.
@@ -190,22 +199,22 @@ class _Posts:
         self._posted: dict[str, str] = {}
 
     def post(self, name: str, value: Any) -> None:
-        """Posts a value under a worker's name."""
+        """Posts a value under a name: a worker's index, or `_CHIEF`."""
         self._posted[name] = json.dumps(value)
         if self._workers > 1:
             post(self._full_name(name), self._posted[name])
 
     def read(self, name: str) -> Any:
-        """Waits for what was posted under a worker's name.
+        """Waits for the value posted under a name.
 
         Raises:
-            OSError: Training has ended before.
+            OSError: Training ended before it was posted.
         """
         text = self._posted.get(name)
         while text is None:
-            is_last = self._is_abandoned()
+            is_last_look = self._is_abandoned()
             text = wait_for_post(self._full_name(name), _LOOK)
-            if text is None and is_last:
+            if text is None and is_last_look:
                 raise OSError(f"training ended before worker {0 if name == _CHIEF else name} had written its part")
         return json.loads(text)
 

@@ -36,7 +36,7 @@ from keras_paragrad.distribution.checkpoint.writers import (
 from keras_paragrad.distribution.kernels import THREADS, describe_kernels
 from keras_paragrad.distribution.workers import agree
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.storage import model_variables as seam
+from keras_paragrad.storage import model_variables
 
 _log = logging.getLogger("keras_paragrad")
 # Seconds of waiting that are worth a word.
@@ -118,10 +118,12 @@ class Backup(keras.callbacks.Callback):
         self._request = StopRequest()
         self._resumption: Resumption | None = None
         self._position = Position(0, 0)
-        self._skipped = 0
-        self._backed_up_at = 0
+        # Batches of the epoch: trained on before `fit` resumed, and trained on at the latest backup.
+        self._skipped = self._backed_up_at = 0
+        # The epoch that has just ended, and its logs.
         self._ended: tuple[int, dict[str, Any]] | None = None
         self._writer: BackupWriter | None = None
+        # Whether the latest backup failed, and whether a wait for one has been logged.
         self._failing = self._has_waited = False
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
@@ -204,7 +206,8 @@ class Backup(keras.callbacks.Callback):
             self._writer = None
         self._resumption = None
         if self.model is not None:
-            seam.set_initial_epoch(self.model, None)
+            # A `Resumption` has set these, and may not have got as far as using them.
+            model_variables.set_initial_epoch(self.model, None)
             StepBuilder.of(self.model).skip_batches(0)
 
     def save(self) -> bool:
@@ -241,7 +244,7 @@ class Backup(keras.callbacks.Callback):
         return writer.failure is None
 
     def _report(self, writer: BackupWriter) -> None:
-        """Warns, once for consecutive failures, that no backup could be written."""
+        """Warns, once for consecutive failures, that no backup could be written; raises unexpected errors."""
         failure = writer.failure
         if failure is not None and not isinstance(failure, (OSError, UnstorableError)):
             raise failure
@@ -260,7 +263,7 @@ class Backup(keras.callbacks.Callback):
 
     def _check_optimizers(self) -> None:
         """Refuses a step with optimizers that a backup would leave out."""
-        known = {id(optimizer) for optimizer in seam.optimizers_of(self.model)}
+        known = {id(optimizer) for optimizer in model_variables.optimizers_of(self.model)}
         others = [
             optimizer.name for optimizer in StepBuilder.of(self.model).called_optimizers if id(optimizer) not in known
         ]
@@ -273,7 +276,7 @@ class Backup(keras.callbacks.Callback):
 
     def _snapshot(self) -> Snapshot:
         """The state at this position; every worker calls this."""
-        placement, sections = replica_placement(self._strategy), seam.variables_of_run(self.model)
+        placement, sections = replica_placement(self._strategy), model_variables.variables_of_run(self.model)
         values = variable_values(placement, sections)
         key, shards = "", []
         if any(isinstance(value, VariableInShards) for section in values.values() for value in section):
@@ -289,13 +292,13 @@ class Backup(keras.callbacks.Callback):
         return Snapshot(self._position, content, key, shards, failure)
 
     def _content(self, sections: dict[str, list[keras.Variable]], values: Values) -> Content:
-        """What the chief writes: variables, and copies of the states of callbacks."""
+        """What the chief writes: variables and their values, by section, and copies of the states of callbacks."""
         names = {name: [variable.path for variable in section] for name, section in sections.items()}
         states = callback_states(self._stateful_callbacks)
         if self._ended and HISTORY in states:
             states[HISTORY] = append_epoch(states[HISTORY], *self._ended)
         states = {name: copy_state(state, state_in_words(name)) for name, state in states.items()}
-        built = seam.built_with(self.model) if overrides_train_step(self.model) else None
+        built = model_variables.built_with(self.model) if overrides_train_step(self.model) else None
         replicas = self._strategy.num_replicas_in_sync
         kernels = describe_kernels() if StepBuilder.of(self.model).stages.sums_replicas else None
         return Content(values, names, states, self.params.get("steps"), replicas=replicas, built=built, kernels=kernels)
@@ -306,7 +309,7 @@ class Backup(keras.callbacks.Callback):
         return [*([history] if isinstance(history, keras.callbacks.History) else ()), *self.callbacks]
 
     def _agree_on_settings(self) -> None:
-        """Refuses settings that differ between workers."""
+        """Raises on every worker if their settings differ."""
         settings = {
             "batches between backups": 0 if self.every == "epoch" else int(self.every),
             "as on_sigterm": int(self.on_sigterm),
@@ -339,6 +342,7 @@ class Backup(keras.callbacks.Callback):
             _log.warning("Training resumes in %s, from the backup %s.", resumed.position, resumed.path)
 
     def _remove_all(self) -> None:
+        """Removes the shards, and on the chief the backups too; a failure is only logged."""
         try:
             # Other workers' directories may be on other file systems.
             self.files.remove_all(only_shards=not self._is_chief)
@@ -346,6 +350,7 @@ class Backup(keras.callbacks.Callback):
             _log.warning("The backups could not be removed: %s. The next fit would resume from them.", error)
 
     def _stop(self) -> None:
+        """Backs up and raises `TrainingInterrupted`; every worker calls this."""
         # All leave once the chief has written: one that ended before would have a launcher end the chief.
         saved = bool(gather(self._strategy, [int(self.save())]).all())
         self.leave()

@@ -14,7 +14,7 @@ from keras_paragrad.plain_text import read_json
 
 _DEEPEST = 64
 _JSON_TYPES = (type(None), bool, int, float, str)
-# Python refuses to parse longer integers in decimal.
+# Integers from here on are stored in hexadecimal: Python refuses to parse long ones in decimal.
 _LONGEST_INT = 1 << 63
 STORABLE = (
     "A backup can hold None, bool, int, float, str and bytes, NumPy arrays and scalars that contain no Python objects, "
@@ -90,8 +90,8 @@ def decode(encoded: Any, arrays: list[np.ndarray]) -> Any:
     """Decodes the result of `encode`.
 
     Args:
-        encoded: Its result.
-        arrays: The arrays that it appended to.
+        encoded: The JSON that `encode` returned.
+        arrays: The arrays that `encode` appended to.
     """
     if isinstance(encoded, list):
         return [decode(item, arrays) for item in encoded]
@@ -141,7 +141,8 @@ class VariableInShards(NamedTuple):
         shape: The shape of the whole variable.
         dtype: Its dtype.
         size: Number of elements of a replica's shard; concatenated, shards are the flat and padded variable.
-        begin: Offset in bytes of a replica's shard in a file of one replica.
+        begin: Offset in bytes of a replica's shard in a file of one replica. Files of `n` replicas have `n` shards of a
+            variable after one another, from offset `n * begin`.
     """
 
     shape: tuple[int, ...]
@@ -150,7 +151,7 @@ class VariableInShards(NamedTuple):
     begin: int
 
     def described(self) -> list[Any]:
-        """The description as JSON."""
+        """The attributes as JSON, which `_value` reads."""
         return [list(self.shape), self.dtype.name, self.size, self.begin]
 
 
@@ -161,7 +162,7 @@ class Content(NamedTuple):
     """The state to resume from.
 
     Attributes:
-        values: The variables' values, by owner.
+        values: The variables' values, by section: `"model"`, `"optimizer"` and `"metrics"`.
         names: The variables' names, in the same order.
         callbacks: The state of each callback that has any.
         steps: Number of batches per epoch, or `None` if unknown.
@@ -200,6 +201,7 @@ class Content(NamedTuple):
             "dtypes": [dtype_name(array.dtype) for array in arrays],
         }
         if shards:
+            # For each variable, where its shards are, or `None` if it is whole.
             cut = [value.described() if isinstance(value, VariableInShards) else None for value in all_values]
             described["shards"] = {"files": shards, "replicas": self.replicas, "cut": cut}
         if self.built is not None:
@@ -220,6 +222,7 @@ class Content(NamedTuple):
             described = _read_description(archive)
             arrays = [_view_dtype(archive[str(index)], name) for index, name in enumerate(described["dtypes"])]
         shards = described.get("shards", {"files": [], "replicas": 1, "cut": itertools.repeat(None)})
+        # The arrays of whole variables come first, followed by the arrays of callbacks.
         whole, cut = iter(arrays), iter(shards["cut"])
         values = {name: [_value(next(cut), whole) for _ in variables] for name, variables in described["names"].items()}
         callbacks = {name: decode(state, arrays) for name, state in described["callbacks"].items()}
@@ -242,7 +245,7 @@ class Content(NamedTuple):
 
 
 def shard_files_of(packed: bytes) -> list[ShardFile]:
-    """The files of shards named in a content, without reading its arrays."""
+    """The files of shards that a packed content names, without reading its arrays."""
     with np.load(io.BytesIO(packed), allow_pickle=False) as archive:
         return [ShardFile(*file) for file in _read_description(archive).get("shards", {}).get("files", ())]
 
@@ -263,6 +266,7 @@ def _read_description(archive: np.lib.npyio.NpzFile) -> dict[str, Any]:
 
 
 def _value(cut: list[Any] | None, whole: Iterator[np.ndarray]) -> np.ndarray | VariableInShards:
+    """A variable's value: in shards as `cut` describes them, or the next of the whole ones if it is `None`."""
     if cut is None:
         return next(whole)
     shape, dtype, size, begin = cut

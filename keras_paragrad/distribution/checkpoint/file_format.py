@@ -1,4 +1,7 @@
-"""The files of a backup and of the workers' shards: the names and first lines that identify them."""
+"""The files of a backup and of the workers' shards: the names and first lines that identify them.
+
+A backup's first line is its manifest. A key distinguishes the shards of different attempts at a backup.
+"""
 
 import contextlib
 import hashlib
@@ -56,7 +59,7 @@ def digest_words(digest: str) -> list[int]:
 
 
 def make_manifest(position: Position, content: bytes, shards: str = "") -> bytes:
-    """The first line of a backup, with the key of its shards if it has any."""
+    """The first line of a backup; `shards` is the key of its shards, if it has any."""
     described = {"format": FORMAT_OF_SHARDS, "shards": shards} if shards else {"format": FORMAT}
     return _line({**described, "position": list(position), "bytes": len(content)}, content)
 
@@ -98,6 +101,7 @@ def read_manifest(path: Path) -> dict[str, Any] | None:
 
 
 def _line(described: Mapping[str, object], content: bytes) -> bytes:
+    """A manifest's line, with a SHA-256 of its other fields and of the content."""
     digest = hashlib.sha256(json.dumps(described).encode())
     digest.update(content)
     return json.dumps({**described, "sha256": digest.hexdigest()}).encode() + b"\n"
@@ -171,7 +175,7 @@ def has_shard_file(directory: Path, shards: ShardFile) -> bool:
 
 
 def is_intact(directory: Path, shards: ShardFile) -> bool:
-    """Whether a file has the checksum of what was written."""
+    """Whether a file of shards in a directory has the checksum that was recorded when it was written."""
     try:
         with (directory / shards.name).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == shards.digest
@@ -185,15 +189,15 @@ def read_shards(directory: Path, shards: ShardFile, begin: int, size: int) -> np
     Args:
         directory: The directory of the backups.
         shards: The file.
-        begin: Their offset from the first shard.
-        size: Their number.
+        begin: The first byte, counted from the start of the first shard.
+        size: The number of bytes.
     """
     offset = len(_header(shards.name)) + begin
     return np.fromfile(directory / shards.name, np.uint8, size, offset=offset)
 
 
 def remove_shards(directory: Path, keep: Collection[str] = ()) -> None:
-    """Removes all files of shards, except the files of attempts with some keys."""
+    """Removes all files of shards, except files of the attempts whose keys are in `keep`."""
     # Another worker may remove the same ones.
     with contextlib.suppress(FileNotFoundError):
         for path in list(directory.iterdir()):

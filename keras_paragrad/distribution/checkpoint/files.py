@@ -33,7 +33,7 @@ class StoredBackup(NamedTuple):
         position: The position of training.
         digest: The SHA-256 of the file's content, in hexadecimal.
         content: The bytes that were written.
-        shards: Reads the variables in shards, once these are located.
+        shards: A `ShardReader` of the variables in shards, once the shards are located; else `None`.
     """
 
     path: Path
@@ -93,7 +93,7 @@ class BackupFiles:
         Args:
             position: The position of training.
             content: The content.
-            shards: The key of its shards, if any.
+            shards: The key of its shards, which distinguishes attempts at a backup; empty if it has none.
 
         Returns:
             The new file.
@@ -143,7 +143,7 @@ class BackupFiles:
         return StoredBackup(path, manifest["position"], manifest["sha256"], content)
 
     def newest(self, before: Position | None = None) -> tuple[StoredBackup | None, list[str]]:
-        """The newest intact backup before a position, or `None`, and the damage to newer ones; ignores shards."""
+        """The newest intact backup before a position, or `None`, and the damage to newer ones; doesn't check shards."""
         damage = []
         for path in self.paths():
             if before is not None and _position(path) >= before:
@@ -185,6 +185,7 @@ class BackupFiles:
 
 
 def _plain_name(path: Path) -> str | None:
+    """The name of a backup without `.partial` or `.damaged`; `None` for other files."""
     position = position_of(path)
     return position and backup_name(position)
 
@@ -204,7 +205,7 @@ def _create(path: Path) -> bool:
 
 @contextlib.contextmanager
 def _new_file(path: Path, suffix: str = "partial") -> Generator[Path]:
-    """Creates a new file next to another; removed on failure."""
+    """Context with a new, empty file next to another, under its name, the suffix and a number; removed on failure."""
     names = (f"{path.name}.{suffix}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
     new = next(candidate for candidate in map(path.with_name, names) if _create(candidate))
     try:

@@ -74,6 +74,7 @@ class StopRequest:
         self._listening = False
 
     def _restore_handler(self) -> bool:
+        """Restores the previous handler, unless another one was installed since; returns whether it did."""
         installed = signal.getsignal(signal.SIGTERM) == self._handle
         if installed:
             signal.signal(signal.SIGTERM, signal.SIG_DFL if self._previous is None else self._previous)  # pyright: ignore
@@ -121,6 +122,7 @@ class StopChecks:
         """Whether a worker has received SIGTERM."""
         if self._workers == 1:
             return received
+        # All workers take the chief's interval, from its row of answers.
         answers = gather(self._strategy, np.array([received, self._next_interval()], np.int64))
         self._interval = self._remaining = int(answers[0, 1])
         self._checked_at = time.monotonic()
@@ -136,6 +138,7 @@ class StopChecks:
         return max(1, min(int(SECONDS / max(seconds, 1e-6)), 8 * self._interval))
 
 
+# Parts of the messages of TensorFlow's errors after a worker was lost.
 _SIGNS = (
     "Collective ops is aborted",
     "coordination service",
@@ -212,5 +215,6 @@ def _suspects(cluster: Cluster, text: str) -> str:
 
 
 def _first_line(error: tf.errors.OpError) -> str:
+    """The first line of an error that shows a lost worker, without the name of a graph's node before it."""
     lines = [re.sub(r"^\{\{.*?\}\} ", "", line.strip()) for line in str(error).splitlines()]
     return next((line for line in lines if any(sign in line for sign in _SIGNS)), type(error).__name__)[:300]

@@ -19,7 +19,7 @@ from keras_paragrad.distribution.kernels import describe_kernels, kernel_differe
 from keras_paragrad.distribution.workers import from_chief
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.plain_text import counted
-from keras_paragrad.storage import model_variables as seam
+from keras_paragrad.storage import model_variables
 
 _NONE, _FOUND, _DAMAGED = range(3)
 
@@ -46,6 +46,7 @@ def common_backup(strategy: tf.distribute.Strategy, files: BackupFiles) -> tuple
         reader, reason = locate_shards(strategy, files.directory, shards) if shards else (None, "")
         if reader or not shards:
             return StoredBackup(*stored[:-1], reader), damage
+        # Without its shards, it is as useless as a damaged one.
         damage.append(f"{stored.path}: {reason}")
         before = stored.position
     return None, damage
@@ -60,6 +61,7 @@ def _newest(
     damage += damaged
     state = _FOUND if mine else _DAMAGED if damage else _NONE
     words = digest_words(mine.digest) if mine else [0] * 4
+    # The chief's row of answers describes its backup; only the count of backups is taken from other workers.
     answers = gather(strategy, np.array([state, *(mine.position if mine else (0, 0)), *words, len(files.paths())]))
     state, epoch, batch, *digest = (int(number) for number in answers[0, :7])
     if state == _DAMAGED:
@@ -88,6 +90,7 @@ def _find_copy(files: BackupFiles, position: tuple[int, int], digest: list[int])
 def _from_chief(
     strategy: tf.distribute.Strategy, files: BackupFiles, mine: StoredBackup | None, position: tuple[int, int]
 ) -> StoredBackup:
+    """Sends the chief's backup, at a position, to all workers, which may have no copy."""
     content = from_chief(strategy, mine.content if mine else None)
     return mine or StoredBackup(files.directory, Position(*position), "", content)
 
@@ -123,7 +126,7 @@ class Resumption:
         model: The model, in `on_train_begin` of `fit`.
         stored: The backup.
         source: Its source, named in errors.
-        epochs: The last epoch of `fit`.
+        epochs: The argument `epochs` of `fit`.
         steps: Number of batches per epoch, or `None` if unknown.
 
     Raises:
@@ -140,7 +143,7 @@ class Resumption:
         variables = self._fitting_variables()
         self._check_run(steps)
         self._restore(variables)
-        seam.set_initial_epoch(model, self.position.epoch)
+        model_variables.set_initial_epoch(model, self.position.epoch)
 
     @property
     def ends(self) -> bool:
@@ -149,7 +152,7 @@ class Resumption:
 
     @property
     def other_kernels(self) -> str:
-        """How this process computes otherwise than the one that wrote the backup; of deterministic training."""
+        """How this process's kernels differ from the backup's, in deterministic training; else empty."""
         ordered = StepBuilder.of(self.model).stages.sums_replicas
         return (
             kernel_differences(describe_kernels(), self._content.kernels) if ordered and self._content.kernels else ""
@@ -161,7 +164,7 @@ class Resumption:
         Raises:
             ValueError: `fit` started with an epoch other than the backup's.
         """
-        seam.set_initial_epoch(self.model, None)
+        model_variables.set_initial_epoch(self.model, None)
         if epoch != self.position.epoch:
             raise ValueError(
                 f"fit starts with epoch {epoch + 1}, but the backup in {self._source} is at {self.position}. Leave out "
@@ -171,15 +174,17 @@ class Resumption:
         if self.position.batch:
             # Restore again: Keras has reset the metrics, and callbacks may have changed state at the epoch's start.
             self._restore(self._fitting_variables())
-            self._restore_metrics(seam.assign_all)
+            self._restore_metrics(model_variables.assign_all)
             # If Keras creates the metrics' variables in the first step, a skipped batch does that: a real step could
             # close a window whose first micro-batches are in the backup.
-            on_resumed = None if self._metrics_restored else functools.partial(self._restore_metrics, seam.assign_all)
+            on_resumed = (
+                None if self._metrics_restored else functools.partial(self._restore_metrics, model_variables.assign_all)
+            )
             StepBuilder.of(self.model).skip_batches(self.position.batch, on_resumed)
 
     def after_first_batch(self) -> None:
         """Adds the restored values to metrics whose variables the first step created."""
-        self._restore_metrics(seam.add_all)
+        self._restore_metrics(model_variables.add_all)
 
     def restore_callbacks(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Restores the state of the other callbacks."""
@@ -214,17 +219,18 @@ class Resumption:
                 "batch, or start it with keras.Input(shape)."
             )
         if self._content.built is None:
-            seam.build_model_optimizer(self.model)
+            model_variables.build_model_optimizer(self.model)
         else:
-            seam.build_as_before(self.model, self._content.built)
-        variables = seam.variables_of_run(self.model)
+            model_variables.build_as_before(self.model, self._content.built)
+        variables = model_variables.variables_of_run(self.model)
         for section in _BUILT_SECTIONS:
             self._content.check_fits(section, variables[section], self._source)
         return variables
 
     def _restore(self, variables: dict[str, list[keras.Variable]]) -> None:
+        """Assigns the values of the backup to the variables, except metrics."""
         for section in _BUILT_SECTIONS:
-            seam.assign_all({section: variables[section]}, {section: self._values(section)})
+            model_variables.assign_all({section: variables[section]}, {section: self._values(section)})
 
     def _values(self, section: str) -> Iterator[np.ndarray]:
         """The values of a section's variables; variables in shards are read one at a time."""
@@ -232,9 +238,14 @@ class Resumption:
             yield self._shards.read(value, self._content.replicas) if isinstance(value, VariableInShards) else value
 
     def _restore_metrics(self, assign: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
-        """Restores the metrics' states once, when the model has as many as the backup."""
-        metrics = {"metrics": seam.training_variables(self.model)["metrics"]}
-        waits = assign is seam.assign_all and len(metrics["metrics"]) < len(self._content.values["metrics"])
+        """Restores the metrics' states, once.
+
+        Args:
+            assign: `assign_all`, which waits until the model has as many variables as the backup; or, after the first
+                step, `add_all`.
+        """
+        metrics = {"metrics": model_variables.training_variables(self.model)["metrics"]}
+        waits = assign is model_variables.assign_all and len(metrics["metrics"]) < len(self._content.values["metrics"])
         if self._metrics_restored or waits:
             return
         self._content.check_fits("metrics", metrics["metrics"], self._source)

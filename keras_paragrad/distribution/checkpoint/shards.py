@@ -69,6 +69,7 @@ def locate_shards(
     """
     worker = replica_placement(strategy).worker
     seen = gather(strategy, np.array([has_shard_file(directory, file) for file in files], np.int64))
+    # By worker and file: whether it sees the file, and hasn't found it damaged.
     intact, checked = seen.copy(), set()
     while True:
         readers = [_choose_worker(np.flatnonzero(column), index) for index, column in enumerate(intact.T)]
@@ -82,6 +83,7 @@ def locate_shards(
         damaged_on_workers = gather(strategy, np.array(damaged, np.int64))
         if not damaged_on_workers.any():
             return ShardReader(strategy, directory, files, readers), ""
+        # Another worker may see an intact copy.
         intact = intact - damaged_on_workers
 
 
@@ -104,7 +106,7 @@ class ShardReader:
     ):
         self._strategy, self._directory = strategy, directory
         worker = replica_placement(strategy).worker
-        self._parts = len(files)
+        self._file_count = len(files)
         self._mine = {index: file for index, file in enumerate(files) if readers[index] == worker}
 
     def read(self, variable: VariableInShards, replicas: int) -> np.ndarray:
@@ -114,11 +116,11 @@ class ShardReader:
             variable: The layout of its shards.
             replicas: Number of replicas that wrote them.
         """
-        of_worker = replicas // self._parts
-        size = of_worker * variable.size * variable.dtype.itemsize
-        flat = np.zeros(self._parts * size, np.uint8)
+        replicas_per_file = replicas // self._file_count
+        size = replicas_per_file * variable.size * variable.dtype.itemsize
+        flat = np.zeros(self._file_count * size, np.uint8)
         for index, file in self._mine.items():
-            flat[index * size : (index + 1) * size] = shards_in(self._directory, file, variable, of_worker)
+            flat[index * size : (index + 1) * size] = shards_in(self._directory, file, variable, replicas_per_file)
         return join_shards(sum_bytes(self._strategy, flat), variable)
 
 
@@ -134,4 +136,5 @@ def join_shards(shards: np.ndarray, variable: VariableInShards) -> np.ndarray:
 
 
 def _choose_worker(workers: np.ndarray, index: int) -> int | None:
+    """The worker that reads the file of this index, of the workers that see it; `None` if none does."""
     return int(workers[index % len(workers)]) if len(workers) else None

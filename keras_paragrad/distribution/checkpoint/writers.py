@@ -58,7 +58,7 @@ def with_one_writer(callbacks: Sequence[keras.callbacks.Callback], is_chief: boo
         _refuse(callback)
     if is_chief:
         return callbacks
-    return [name for callback in callbacks for name in _without_files(callback)]
+    return [replacement for callback in callbacks for replacement in _without_files(callback)]
 
 
 def check_callbacks(callbacks: object) -> list[keras.callbacks.Callback]:
@@ -86,6 +86,7 @@ def _without_files(callback: keras.callbacks.Callback) -> list[keras.callbacks.C
     attribute = next((name for kind, name in _READ_BY_ALL.items() if isinstance(callback, kind)), None)
     if attribute is None:
         return [callback]
+    # TensorBoard keeps its files open until training ends.
     scratch = ScratchDirectory(emptied=attribute == "filepath")
     elsewhere = copy.copy(callback)
     setattr(elsewhere, attribute, str(scratch.path / Path(getattr(callback, attribute)).name))
@@ -132,12 +133,14 @@ class ScratchDirectory(keras.callbacks.Callback):
                 path.unlink(missing_ok=True)
 
 
+# The attributes that hold the state of Keras's callbacks.
 _ATTRIBUTES = {
     keras.callbacks.EarlyStopping: ("wait", "best", "best_epoch", "stopped_epoch", "best_weights"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
     keras.callbacks.ModelCheckpoint: ("best",),
     keras.callbacks.History: ("history", "epoch"),
 }
+# The name of the state of `fit`'s own `History`, the first callback of its class.
 HISTORY = "History 0"
 
 
@@ -197,7 +200,7 @@ def restore_callback_states(callbacks: Iterable[keras.callbacks.Callback], state
 
 
 def _callbacks_by_name(callbacks: Iterable[keras.callbacks.Callback]) -> dict[str, keras.callbacks.Callback]:
-    """Callbacks with a state, by class and number."""
+    """The callbacks that have a state, by their class and their index among the callbacks of the class."""
     count: Counter[str] = Counter()
     named = {}
     for callback in callbacks:
@@ -209,6 +212,7 @@ def _callbacks_by_name(callbacks: Iterable[keras.callbacks.Callback]) -> dict[st
 
 
 def _callback_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
+    """The state of a callback of the user's, or the values of the attributes of one of Keras's."""
     if isinstance(callback, HasState):
         return callback.get_state()
     return {name: getattr(callback, name) for name in _state_attributes(callback) if hasattr(callback, name)}
