@@ -1,4 +1,8 @@
-"""A gang: processes that start and end together."""
+"""A gang: processes of one machine that start and end together.
+
+A member is one of them; its guard is a process that ends it even if the launcher dies. A node is one of several
+machines, each with its own gang; after a failure, or when a machine joins, all meet again and start new gangs.
+"""
 
 import queue
 import signal
@@ -60,8 +64,8 @@ class Gang:
         output: Receives the members' output.
         events: Delivers signals to the launcher.
         number: The number of this gang; events about others are ignored.
-        on_failure: Called with the exit status, the reason and whether this machine leaves, when the gang is ended: a
-            member or another machine has failed, a signal was received, or all meet again.
+        on_failure: Called with the exit status, the reason and whether this machine won't meet the others again, when
+            the gang is ended: a member or another machine has failed, a signal was received, or all meet again.
 
     Attributes:
         status: The failed member's exit status, by the shell's convention (128 plus the signal that killed
@@ -90,6 +94,7 @@ class Gang:
         self._grace = grace
         self._output = output
         self._events = events
+        # Whether the gang is being ended; in order to be resized; and whether a member then ended before it was done.
         self._ending = self._resizing = self._cut_short = False
         # Whether a worker, here or elsewhere, has ended well: then a larger gang would have nothing left to do.
         self._is_done = False
@@ -101,7 +106,7 @@ class Gang:
         ]
 
     def run(self) -> int:
-        """Waits until all members have ended."""
+        """Handles events until all members have ended; returns `status`."""
         while self._running:
             try:
                 event = self._events.get(timeout=self._grace + _GUARD_SECONDS if self._ending else None)
@@ -119,6 +124,7 @@ class Gang:
                 self._output.say(f"{event.member.task.label} did not exit within {self._grace:g} s and is killed")
             else:
                 self._handle_exit(event.member)
+        # If all members ended with status 0, training is done.
         if self._resizing and self._cut_short and not self.signalled:
             self.status = MEETS_AGAIN
         return self.status
@@ -149,7 +155,7 @@ class Gang:
             self._end(signal.SIGTERM)
 
     def _handle_node(self, ended: NodeEnded) -> None:
-        """Ends the gang if another machine's has failed, or is to be resized."""
+        """Ends the gang if another machine's has failed, or if all meet again."""
         if ended.gang != self._number or self._ending:
             return
         if ended.status == MEETS_AGAIN:
@@ -182,7 +188,7 @@ class Gang:
         self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
-        """Interrupts or terminates all processes that run."""
+        """Interrupts (SIGINT) or terminates all members that still run."""
         self._ending = True
         for member in self._running:
             if number == signal.SIGINT:
@@ -193,6 +199,7 @@ class Gang:
     def _forward(self, number: int) -> None:
         """Forwards a signal once; kills on the second SIGINT."""
         self._interrupts += number == signal.SIGINT
+        # A signal during a resize ends the launcher as well.
         if not self._ending or (self._resizing and not self.signalled):
             self.status = 128 + number
             if not self._ending:
@@ -206,13 +213,14 @@ class Gang:
         self.signalled = True
 
     def _destroy(self) -> None:
+        """Kills all members and their guards, which should have ended them by now."""
         for member in self._running:
             self._output.say(f"the guard of {member.task.label} does not respond, so both are killed")
             member.destroy()
 
 
 def _exit_status(status: int | None) -> int:
-    """An exit status by the shell's convention."""
+    """A failed member's status by the shell's convention: 128 plus the signal that killed it."""
     if status is None:
         return 128 + signal.SIGKILL
     return status if status > 0 else 128 - status

@@ -54,6 +54,7 @@ class Guard:
         self._deadline.start()
 
     def _overdue(self) -> None:
+        """Reports that the grace period is over, and kills the process group."""
         self._say("overdue")
         self._kill_group()
 

@@ -20,7 +20,7 @@ _LOG_LINE = re.compile(
 )
 # Differences between processes with the same failure: memory and task addresses, and numbers of graph functions.
 _OF_PROCESS = re.compile(r"0x[0-9a-f]+|(?<=:)\d{4,5}\b|(?<=task:)\d+|(?<=[Ww]orker )\d+|(?<=_)\d+(?=\])")
-# Exceptions of workers that lost another worker, or were told to end.
+# The names of exceptions of workers that lost another worker, or were told to end.
 _CONSEQUENCE = re.compile(
     r"WorkerLostError|TrainingInterrupted|KeyboardInterrupt|(?:Unavailable|Aborted|Cancelled|DeadlineExceeded)Error"
 )
@@ -38,6 +38,7 @@ class Kind(enum.Enum):
     CONSEQUENCE = enum.auto()
 
 
+# Lines to show, in order, with their kind.
 Shown = list[tuple[Kind, list[str]]]
 
 
@@ -111,7 +112,7 @@ class Tracebacks:
         return _PAUSE_MILLISECONDS if self._held else None
 
     def feed(self, lines: Iterable[str]) -> Shown:
-        """Adds lines; returns the ones that aren't held."""
+        """Adds lines; returns the lines that are not, or no longer, held."""
         shown: Shown = []
         for line in lines:
             if self._held and not _LOG_LINE.match(line):

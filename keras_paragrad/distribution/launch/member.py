@@ -59,7 +59,7 @@ class Lines:
         self._rest = ""
 
     def feed(self, data: bytes) -> list[str]:
-        """Adds output."""
+        """Adds output; returns the lines that it completes, and a snapshot of a redrawn line if one is due."""
         *ended, rest = (self._rest + self._decoder.decode(data)).split("\n")
         lines = [*map(_final_state, ended), *self._unfinished(rest)]
         if lines:
@@ -127,7 +127,7 @@ class Output:
         self._launcher_prefix = self.prefix("launch", None, sys.stderr)
 
     def prefix(self, label: str, number: int | None, stream: TextIO) -> str:
-        """The prefix of a process's lines, in the colour of its index if the stream supports colours."""
+        """The prefix of a process's lines, coloured by its `number` (`None`: the launcher's) if the stream allows."""
         console = Console(file=stream)
         colour = "bold" if number is None else _COLOURS[number % len(_COLOURS)]
         with console.capture() as written:
@@ -167,7 +167,10 @@ class Output:
         self._write(sys.stdout.fileno(), prefix, lines)
 
     def write_errors(self, prefix: str, shown: Shown) -> None:
-        """Writes lines of a process to standard error, or where it is diverted to; tracebacks only once."""
+        """Writes lines of a process: new errors to standard error, all others there or where it is diverted to.
+
+        Tracebacks that another process has printed too are only written to the diverted file.
+        """
         for kind, lines in shown:
             if kind is Kind.REPEATED and self._diverted is None:
                 continue
@@ -227,6 +230,7 @@ class Member:
         self._on_ended = on_ended
         self._on_overdue = on_overdue
         self._started = time.monotonic()
+        # For the guard's reports.
         reads, writes = os.pipe()
         # Isolated from user code, and without this package, which is slow to import.
         self._guard = subprocess.Popen(
@@ -283,11 +287,12 @@ class Member:
             self._orders.write(order)
 
     def _listen(self, report: TextIO, pumps: Sequence[threading.Thread]) -> None:
-        """Reads the guard's reports until end of file."""
+        """Reads the guard's reports until it ends, then waits for the rest of the output; runs in a thread."""
         with report:
             for line in report:
                 self._handle_report(*line.split())
         self.seconds = time.monotonic() - self._started
+        # The guard was killed before it could report, and the process may still run.
         if self.status is None:
             self.destroy()
         self._guard.wait()
@@ -296,6 +301,7 @@ class Member:
         self._on_ended(self)
 
     def _handle_report(self, word: str, number: str = "") -> None:
+        """Handles a report: `started <pid>`, `overdue` or `ended <status>`."""
         if word == "started":
             self._pid = int(number)
         elif word == "overdue":

@@ -1,4 +1,7 @@
-"""The launchers of several machines: they meet on the first machine, end together, and meet again."""
+"""The launchers of several machines, or nodes: they meet on the first machine, end together, and meet again.
+
+Each machine runs a gang, its own workers. When all meet again, they start new gangs.
+"""
 
 import contextlib
 import dataclasses
@@ -54,9 +57,10 @@ class Nodes:
     Args:
         rendezvous: Where they met.
         connections: The connections, by rank.
-        plan: What the first machine has told all.
+        plan: The first machine's message to all: the addresses of the cluster's `jobs`, the index of each machine's
+            first worker (`firsts`), the `ranks` of the machines, the number of `restarts`, and a key of the `run`.
         gang: The number of this machine's gang.
-        on_ended: Called, in another thread, when another launcher has ended.
+        on_ended: Called, in another thread, when another launcher reports how its workers ended, or is lost.
 
     Attributes:
         place: This machine's part of the cluster.
@@ -97,7 +101,7 @@ class Nodes:
         return bool(self._running)
 
     def wait_for_end(self, rank: int, seconds: float) -> None:
-        """Waits until it is known how a machine of this cluster ended: one that comes again may have failed before."""
+        """Waits until it is known how another machine ended: it may join again before its end was read."""
         if rank in self._has_ended:
             self._has_ended[rank].wait(seconds)
 
@@ -113,7 +117,7 @@ class Nodes:
             connection.close()
 
     def _tell(self, ended: NodeEnded) -> None:
-        """Sends an end to all others but the one that it is about; the first failure alone."""
+        """Sends an end to all machines but the one that ended; nothing after the first failure."""
         with self._telling_lock:
             if self._failed:
                 return
@@ -125,7 +129,7 @@ class Nodes:
                         connection.sendall(line)
 
     def _listen(self, rank: int, connection: socket.socket) -> None:
-        """Reads what another launcher says, until it has ended."""
+        """Reads another launcher's messages until it has failed or its connection closes; runs in a thread."""
         ended = None
         with contextlib.suppress(OSError, ValueError), connection.makefile("rb") as lines:
             while (ended is None or ended.status == 0) and (line := lines.readline(LONGEST)):
@@ -183,13 +187,14 @@ class RepeatedRendezvous:
             ValueError: The machines were started with different options, or two with the same rank.
             StoppedError: The launcher received a signal.
         """
-        before, rendezvous = self._nodes, self._rendezvous
-        seconds, option = (rendezvous.seconds, "--startup-timeout") if before is None else (rendezvous.again, "--wait")
+        previous, rendezvous = self._nodes, self._rendezvous
+        first_time = rendezvous.seconds, "--startup-timeout"
+        seconds, option = first_time if previous is None else (rendezvous.again, "--wait")
         wait = Wait(seconds, option, self._signal_received, self._say)
         if self._host is None:
             connections, plan = _join(rendezvous, self._layout, wait)
         else:
-            survivors = set(before.ranks) - before.gone if before else set[int]()
+            survivors = set(previous.ranks) - previous.gone if previous else set[int]()
             connections, plan = self._host.gather(self._layout, wait, survivors, restarts)
         try:
             if "missing" in plan:
@@ -209,10 +214,10 @@ class RepeatedRendezvous:
         nodes = self._nodes = Nodes(rendezvous, connections, plan, gang, on_ended)
         if self._host is not None and self._goes_on:
 
-            def meet_again(comers: list[int]) -> None:
-                for rank in comers:
+            def meet_again(joined: list[int]) -> None:
+                for rank in joined:
                     nodes.wait_for_end(rank, _PATIENCE)
-                on_ended(NodeEnded(0, MEETS_AGAIN, f"{nodes_in_words(comers)} joined", gang=gang))
+                on_ended(NodeEnded(0, MEETS_AGAIN, f"{nodes_in_words(joined)} joined", gang=gang))
 
             self._host.watch(meet_again)
         elif self._host is not None:
@@ -228,17 +233,18 @@ class RepeatedRendezvous:
 def _join(
     rendezvous: RendezvousSettings, layout: Layout, wait: Wait
 ) -> tuple[dict[int, socket.socket], dict[str, Any]]:
-    """Another machine's side: finds the first, and waits for its plan."""
+    """Connects to the first machine, retrying; returns the connection, by rank, and the first machine's plan."""
     signer, failure = rendezvous.signer(), "no answer"
     source = None if rendezvous.host is None else (rendezvous.host, 0)
-    here = host_of(rendezvous.address), port_of(rendezvous.address)
+    first_machine = host_of(rendezvous.address), port_of(rendezvous.address)
     while wait.goes_on():
         connection = None
         try:
-            connection = socket.create_connection(here, timeout=5, source_address=source)
+            connection = socket.create_connection(first_machine, timeout=5, source_address=source)
             keep_alive(connection)
             host = rendezvous.host or str(connection.getsockname()[0]).partition("%")[0]
             number = secrets.token_hex(8)
+            # Node 0 repeats the number, so that an answer to another machine can't be taken for this one's.
             message = {
                 "rank": rendezvous.rank,
                 "number": number,

@@ -1,4 +1,8 @@
-"""The server on the first of several machines, which other machines' launchers join at the start or later."""
+"""The server on the first of several machines, which other machines' launchers join at the start or later.
+
+A machine's facts are values that have to be the same on all, and the addresses of its workers. The plan, sent to all
+that have joined, is the cluster made of them; or `missing` machines, or the reason why a machine is `refused`.
+"""
 
 import contextlib
 import secrets
@@ -34,6 +38,7 @@ class _NodeServer(RendezvousServer):
     facts: Mapping[str, Any] | None = None
 
     def admit(self, caller: Caller, rank: int) -> None:
+        """Adds a machine, or refuses its rank or facts."""
         if rank in self.callers:
             first = self.callers[rank].host
             refusal = f"Node {rank} has already joined, from {first}. Give each machine its own --node-rank, from 0."
@@ -45,6 +50,7 @@ class _NodeServer(RendezvousServer):
             super().admit(caller, rank)
 
     def _refuse(self, caller: Caller, refusal: str, why: str) -> None:
+        """Tells a machine of the refusal, logs why, and closes the connection."""
         _answer(caller, self._signer, {"refused": refusal})
         caller.message = {}
         self._reject(caller, why)
@@ -70,7 +76,7 @@ class RendezvousHost:
         self._stack = contextlib.ExitStack()
         self._server: _NodeServer | None = None
         self._watcher: threading.Thread | None = None
-        self._meets = threading.Event()
+        self._stops_watching = threading.Event()
 
     def gather(
         self, layout: Layout, wait: Wait, survivors: Collection[int], restarts: int
@@ -82,6 +88,9 @@ class RendezvousHost:
             wait: The time that is left.
             survivors: Ranks to wait for even if fewer would suffice.
             restarts: How often all have been restarted.
+
+        Returns:
+            The connections by rank, and the plan.
         """
         self._stop_watching()
         server = self._server or self._open(wait)
@@ -109,7 +118,7 @@ class RendezvousHost:
 
     def watch(self, on_join: Callable[[list[int]], None]) -> None:
         """Listens while training goes on, and calls `on_join`, in a thread, with the first machines that join then."""
-        self._meets.clear()
+        self._stops_watching.clear()
         cast("_NodeServer", self._server).facts = node_facts(self._rendezvous, {"worker": []})
         self._watcher = threading.Thread(target=self._watch, args=(on_join,), daemon=True)
         self._watcher.start()
@@ -120,7 +129,9 @@ class RendezvousHost:
         self._stack.close()
 
     def _open(self, wait: Wait) -> "_NodeServer":
+        """Starts to listen; `close` ends it."""
         rendezvous = self._rendezvous
+        # The other machines' addresses aren't known; any other host tells `listen_at` that there are some.
         elsewhere = ["another machine:1"] * (rendezvous.most > 1)
         servers = listen_at(rendezvous.address, elsewhere, wait.until, "Node 0", "--rendezvous")
         selector = self._stack.enter_context(selectors.DefaultSelector())
@@ -129,7 +140,14 @@ class RendezvousHost:
         return server
 
     def _is_complete(self, server: "_NodeServer", survivors: Collection[int], began: float, changed: float) -> bool:
-        """Whether to stop waiting: all machines have joined, or all that trained before, or none joined for a while."""
+        """Whether to stop waiting: all machines have joined, or all that trained before, or none joined for a while.
+
+        Args:
+            server: The server.
+            survivors: The ranks that trained before and are expected again.
+            began: When the wait began, by `time.monotonic()`.
+            changed: When the number of machines last changed.
+        """
         present, now = {0, *server.callers}, time.monotonic()
         if len(present) < self._rendezvous.least:
             return False
@@ -138,15 +156,16 @@ class RendezvousHost:
         return now - changed >= _SETTLE and (not survivors or now - began >= _SURVIVOR_SECONDS)
 
     def _watch(self, on_join: Callable[[list[int]], None]) -> None:
+        """Serves callers until `_stop_watching`; calls `on_join` once, when the first have joined."""
         server, has_told = cast("_NodeServer", self._server), False
-        while not self._meets.is_set():
+        while not self._stops_watching.is_set():
             server.wait(LOOK)
             if server.callers and not has_told:
                 has_told = True
                 on_join(sorted(server.callers))
 
     def _stop_watching(self) -> None:
-        self._meets.set()
+        self._stops_watching.set()
         if self._watcher is not None:
             self._watcher.join()
             self._watcher = None
@@ -164,7 +183,7 @@ def nodes_in_words(ranks: Sequence[int]) -> str:
 
 
 def _plan(facts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """The cluster of all machines' workers, in order of ranks; or what differs between them."""
+    """The plan: the cluster of all machines' workers, in order of ranks, or `refused` if their facts differ."""
     for rank, machine in facts.items():
         if differs := _difference(facts[0], rank, machine):
             return {"refused": differs}
@@ -177,7 +196,7 @@ def _plan(facts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _difference(first: Mapping[str, Any], rank: int, other: Mapping[str, Any]) -> str:
-    """What has to be the same on the first and another machine and isn't; empty if nothing."""
+    """The first forbidden difference between the facts of node 0 and of another machine; empty if there is none."""
     for name in ("--nodes", "keras_paragrad"):
         if other.get(name) != first[name]:
             differs = f"Node 0 has {name} {first[name]}, and node {rank} {other.get(name)}."

@@ -65,7 +65,7 @@ class Layout:
         servers: The number of parameter servers; if there are any, there is also a chief.
         devices: The number of GPUs visible to each worker; `None` leaves it unchanged.
         first_port: The lowest port to try; `None` for any free ports.
-        gpu_slots: For each worker, which share of the GPUs it sees; by default the first has the first.
+        gpu_slots: For each worker, the index of its share of the GPUs; by default its own index.
         world: The numbers of workers or machines that there may be, if these change.
 
     Example:
@@ -136,6 +136,7 @@ def free_ports(count: int, first: int | None = None, host: str = HOST) -> list[i
             if len(ports) == count:
                 break
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            # Stays bound until all ports are found, so that they are distinct.
             probe = stack.enter_context(socket.socket(family))
             with contextlib.suppress(OSError):
                 probe.bind((host, candidate))

@@ -108,6 +108,7 @@ class _Worlds:
     def run_here(self, layout: Layout) -> int:
         """Runs the workers of this machine. One that is lost is left out, if enough are left, and tried again later."""
         supervision, gangs, losses = self._supervision, 0, 0
+        # The GPU shares of the workers that are left; a lost worker's GPUs aren't given to another worker.
         gpu_slots = list(range(layout.workers))
         while True:
             gangs += 1
@@ -166,7 +167,7 @@ class _Worlds:
     def _run_gang_of(
         self, nodes: Nodes, layout: Layout, rendezvous: RendezvousSettings, number: int
     ) -> tuple[int, Gang]:
-        """Runs this machine's part of a cluster, until all machines' parts have ended."""
+        """Runs this machine's gang, until all machines' gangs have ended; returns the exit status and the gang."""
         try:
             workers = counted(len(nodes.place.jobs["worker"]), "worker")
             elsewhere = "" if rendezvous.rank == 0 or self._output.all_epochs else "; epochs are shown on node 0"
@@ -207,7 +208,7 @@ class _Worlds:
         return Gang(tasks, self._command, self._supervision.grace, self._output, self._events, number, on_failure)
 
     def _regrowth(self, gang: int, losses: int) -> threading.Timer | None:
-        """A timer that ends a gang, so that one of all workers of this machine can go on."""
+        """Starts a timer after which a gang ends, so that one with all workers can follow; `None` if none is wanted."""
         if not self._supervision.regrow:
             return None
         # Cap the exponent at 20, as larger powers may overflow a float.
@@ -219,7 +220,7 @@ class _Worlds:
         return timer
 
     def _may_restart(self, stopped: bool) -> bool:
-        """Whether to start again; a gang that was told to stop hasn't failed."""
+        """Whether to start again. Counts a restart, unless the gang was told to stop and so hasn't failed."""
         self._restarts += not stopped
         return self._restarts <= self._supervision.max_restarts and self._supervision.max_restarts > 0
 
@@ -228,6 +229,7 @@ class _Worlds:
         self._output.say(f"restarting all processes{what}, {'as one was told to stop' if stopped else why}")
 
     def _signal_received(self) -> int:
+        """The number of a received signal, or 0; drops other events, which are about gangs that have ended."""
         with contextlib.suppress(queue.Empty):
             event = self._events.get_nowait()
             return event.number if isinstance(event, Signalled) else 0
