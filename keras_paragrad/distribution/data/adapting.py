@@ -73,6 +73,7 @@ class Moments(NamedTuple):
         return cls(float(vector[0]), mean.reshape(shape), deviations.reshape(shape))
 
 
+# Selects the values that a layer normalizes from an `x` of the data.
 Select = Callable[[Structure], Structure]
 NO_ROWS = "The data has no rows to compute a mean of. Pass the training data."
 
@@ -83,7 +84,7 @@ def adapt_all(
     strategy: tf.distribute.Strategy,
     policy: str,
 ) -> None:
-    """Adapts several layers in one pass; each comes with the function that selects its values from an `x`."""
+    """Sets the mean and variance of several layers in one pass; each comes with its `Select`."""
     placement = replica_placement(strategy)
     moments = all_or_none(strategy, lambda: _worker_moments(layers, data, policy, placement))
     vectors = gather(strategy, np.concatenate([moment.to_vector() for moment in moments]))
@@ -100,12 +101,13 @@ def adapt_all(
 def _worker_moments(
     layers: list[tuple[keras.layers.Normalization, Select]], data: Any, policy: str, placement: ReplicaPlacement
 ) -> list[Moments]:
-    """The moments of this worker's shard of the data, for each layer."""
+    """The moments of this worker's shard of the data, for each layer; fails if the worker has no batch."""
     _check_data(data)
     totals: list[Moments | None] = [None] * len(layers)
     policy = choose_policy(policy, data, placement.workers)
     if policy == "file":
         data = shard_files_of_worker(data, placement.workers, placement.worker)
+    # Under other policies, all that this worker reads is its shard.
     sharding = placement if policy == "data" else ReplicaPlacement(1, 1, 0)
     for x in _batches(data):
         for index, (layer, select) in enumerate(layers):
@@ -145,7 +147,7 @@ def _batches(data: Any) -> Iterator[Structure]:
 
 
 def only_input(x: Structure) -> Structure:
-    """The only input in `x`; an error if there are several."""
+    """The `Select` of data with one input; an error if there are several."""
     leaves = keras.tree.flatten(x)
     if len(leaves) != 1:
         raise ValueError(
@@ -165,7 +167,7 @@ def _values(leaf: Any) -> np.ndarray:
 
 
 def _reduced_axes(layer: keras.layers.Normalization, values: np.ndarray) -> tuple[int, ...]:
-    """The axes that the layer averages over; builds the layer if necessary."""
+    """The axes that the layer averages over; builds the layer if necessary, and refuses values that it can't take."""
     if layer.input_mean is not None:
         raise ValueError(f"The layer {layer.name!r} was created with a mean already. Leave mean= and variance= out.")
     feature_axes = {axis % max(1, values.ndim) for axis in layer.axis}
@@ -191,7 +193,7 @@ def _assign(layer: keras.layers.Normalization, moments: Moments) -> None:
         raise ValueError(NO_ROWS)
     if not np.isfinite(moments.mean).all():
         raise ValueError(
-            f"The input of the layer {layer.name!r} contains NaN or infinite values, and so has no mean. Remove them "
+            f"The input of the layer {layer.name!r} contains NaN or infinite values, and so has no mean. Remove their "
             "rows, or replace the values."
         )
     layer.adapt_mean.assign(moments.mean.astype(np.float32))

@@ -19,7 +19,10 @@ SEED_IT = (
 
 
 def common_steps(strategy: tf.distribute.Strategy, source: Source, policy: str) -> int | None:
-    """The number of steps per epoch on all workers; an error if their data differ."""
+    """The number of steps per epoch on all workers, or `None` if it is unknown; an error if their data differ.
+
+    Under `"already_sharded"`, it is the most of any worker.
+    """
     agree(strategy, {"checksum": _checksum_of_layout(source)}, "nesting, types or shapes of the data")
     if policy == "data":
         _agree_on_content(strategy, source)
@@ -31,6 +34,7 @@ def common_steps(strategy: tf.distribute.Strategy, source: Source, policy: str) 
 
 
 def _agree_on_content(strategy: tf.distribute.Strategy, source: Source) -> None:
+    """Raises on every worker if their numbers of rows and batches, or their first batches, differ."""
     counts = {"examples": source.rows, "batches": source.steps, "rows per batch": source.batch_size}
     agree(strategy, {name: -1 if count is None else count for name, count in counts.items()}, "data")
     agree(strategy, {"checksum": checksum(source.first_batch())}, "first batches of data", SEED_IT)
@@ -82,19 +86,21 @@ class Tally:
     """Records the shapes and dtypes of batches as they are read, before they are sharded.
 
     Batches are prefetched, and which one was the last to be trained on is known only afterwards: so each is recorded
-    with a checksum of all batches up to it.
+    with a checksum of all batches up to it. Iterators over the data are numbered; a reading is the number of one.
     """
 
     def __init__(self):
         self._reading = 0
+        # A row for each batch: the reading, the batch's index, and the checksum.
         self._log: Any = None
-        self._number: Any = None
+        # The newest reading, for the graph.
+        self._reading_variable: Any = None
 
     def begin(self) -> None:
         """Call when a new iterator is created, before it is read."""
         self._reading += 1
-        if self._number is not None:
-            self._number.assign(self._reading)
+        if self._reading_variable is not None:
+            self._reading_variable.assign(self._reading)
 
     @property
     def reading(self) -> int:
@@ -105,7 +111,7 @@ class Tally:
         """The batches, each recorded as it is read."""
         if self._log is None:
             with tf.init_scope(), tf.device("CPU:0"):
-                self._number = tf.Variable(tf.constant(self._reading, tf.int64), trainable=False)
+                self._reading_variable = tf.Variable(tf.constant(self._reading, tf.int64), trainable=False)
                 self._log = tf.Variable(tf.zeros((_CAPACITY, 3), tf.int64), trainable=False)
         layout = zlib.crc32(repr(batches.element_spec).encode())
         start = (tf.constant(0, tf.int64), tf.constant(layout, tf.int64))
@@ -116,7 +122,7 @@ class Tally:
             index, total = state
             for size in _sizes(batch):
                 total = (total ^ tf.cast(size, tf.int64)) * _FACTOR
-            entry = tf.stack([self._number.read_value(), index, total])
+            entry = tf.stack([self._reading_variable.read_value(), index, total])
             stored = tf.raw_ops.ResourceScatterUpdate(
                 resource=self._log.handle, indices=index % _CAPACITY, updates=entry
             )
@@ -126,7 +132,7 @@ class Tally:
         return batches.scan(start, record)
 
     def up_to(self, reading: int, batches: int) -> tuple[int, int]:
-        """How many of an iterator's first `batches` were read, and the checksum of their shapes."""
+        """How many of the first `batches` of a reading were read, and the checksum of their shapes."""
         if self._log is None or not batches:
             return 0, 0
         log = self._log.numpy()
@@ -152,5 +158,6 @@ def _sizes(batch: Batch) -> list[tf.Tensor]:
 
 
 def _weighted(leaf: tf.Tensor) -> tf.Tensor:
+    """A tensor's sizes, each times a number of its axis, so that their sum depends on their order."""
     shape = tf.shape(leaf, out_type=tf.int64)
     return shape * (tf.range(tf.size(shape, out_type=tf.int64)) * 2654435761 + 40503)

@@ -77,7 +77,7 @@ class DataOptions:
 
     @property
     def shares_rows(self) -> bool:
-        """Whether a worker may read its rows of each batch alone, where data has random access."""
+        """Whether each worker may read only its own rows of a batch, from data with random access."""
         return self.shard_policy == "auto" and self.batch == "global"
 
     def cache_file(self, worker: int) -> str:

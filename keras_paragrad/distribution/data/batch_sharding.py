@@ -40,7 +40,7 @@ def choose_policy(policy: str, x: FitData, workers: int) -> str:
 
 
 def worker_batches(batches: Dataset, policy: str, placement: ReplicaPlacement) -> tuple[Dataset, ReplicaPlacement]:
-    """The batches that this worker reads, and the replicas that they are sharded over."""
+    """The batches that this worker reads, and the replicas that they are sharded over: all, or this worker's."""
     if policy == "data" or placement.workers == 1:
         return batches, placement
     if policy == "file":
@@ -141,7 +141,7 @@ def check_batches(spec: Specs, replicas: int, rows: int | None = None) -> None:
 
 
 def _sharded(batches: Dataset, selection: range, placement: ReplicaPlacement) -> Dataset:
-    """The selected shards of each batch, one after another."""
+    """The shards of each batch for the selected replicas, one after another."""
     indices = tf.data.Dataset.range(selection.start, selection.stop)
 
     @_unconverted
@@ -186,7 +186,7 @@ def _rows(leaf: Any) -> tf.Tensor:
 def _slice(leaf: Any, start: tf.Tensor | int, stop: tf.Tensor | int) -> Any:
     """The rows of a leaf from `start` to `stop`."""
     if _is_absent(leaf):
-        return None  # As Keras's own step does with an empty Optional.
+        return None  # As in Keras's own step, where an empty Optional becomes `None`.
     if isinstance(leaf, tf.SparseTensor):
         rest = leaf.dense_shape[1:]
         return tf.sparse.slice(leaf, tf.concat([[start], tf.zeros_like(rest)], 0), tf.concat([[stop - start], rest], 0))

@@ -101,7 +101,7 @@ def distributed_dataset(
         return request
 
     request = all_or_none(strategy, check_options)
-    common = common_seed(strategy, request.seed)
+    shared_seed = common_seed(strategy, request.seed)
 
     def open_data() -> tuple[str, Source]:
         policy = choose_policy(request.shard_policy, x, placement.workers)
@@ -111,10 +111,11 @@ def distributed_dataset(
                 "workers, and deterministic training can't. Pass all the data on every worker, and write "
                 'shard_policy="data".'
             )
-        return policy, open_source((x, y, sample_weight), request, policy, placement, common)
+        return policy, open_source((x, y, sample_weight), request, policy, placement, shared_seed)
 
     policy, source = all_or_none(strategy, open_data)
     steps = common_steps(strategy, source, policy) if placement.workers > 1 else source.steps
+    # Workers that read other data than each other may run out of it at different steps.
     equal_steps = placement.workers == 1 or (policy == "data" and steps is not None)
     tally = Tally() if placement.workers > 1 and policy == "data" and not source.own_rows else None
     shards = WorkerShards(source, request, "already_sharded" if source.own_rows else policy, placement, tally)
@@ -123,7 +124,7 @@ def distributed_dataset(
 
 
 def undivided_dataset(strategy: tf.distribute.Strategy, x: FitData, *arrays: Any, **options: Any) -> DistributedData:
-    """Data whose whole batches every worker reads, in the same order."""
+    """Data for a mesh: every worker reads the whole batches, in the same order."""
     policy = options.get("shard_policy", "auto")
     if policy not in ("auto", "data"):
         raise ValueError(
@@ -139,7 +140,7 @@ def undivided_dataset(strategy: tf.distribute.Strategy, x: FitData, *arrays: Any
 def open_source(
     data: tuple[Any, FitData, FitData], request: DataOptions, policy: str, placement: ReplicaPlacement, seed: int
 ) -> Source:
-    """The source of batches for some data and options."""
+    """The source of the batches of `(x, y, sample_weight)`, checked, and rebatched as the options ask."""
     x, reordered = data[0], None
     if request.shuffle and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
         x = reordered = ReorderedDataset(x, seed)
@@ -166,13 +167,14 @@ def open_source(
 
 
 def _rows_of_array_batches(request: DataOptions, placement: ReplicaPlacement) -> int | None:
+    """The `batch_size` for Keras's adapter of arrays, of all replicas; `None` leaves it to Keras."""
     if request.batch == "global" or (request.steps_per_epoch and not request.batch_size):
         return request.batch_size
     return (request.batch_size or KERAS_BATCH_SIZE) * placement.replicas
 
 
 def _rows_of_this_worker(batch_size: int, policy: str, placement: ReplicaPlacement) -> int:
-    """Rows of a batch that this worker reads."""
+    """The number of rows of a batch of arrays that this worker reads."""
     if policy != "already_sharded":
         return batch_size
     rows, rest = divmod(batch_size, placement.workers)
@@ -180,7 +182,7 @@ def _rows_of_this_worker(batch_size: int, policy: str, placement: ReplicaPlaceme
 
 
 def _rows_of_stream(batches: Dataset, request: DataOptions) -> int:
-    """The number of rows in a batch of a stream."""
+    """The number of rows per replica of data that is batched already."""
     rows = request.batch_size or static_rows(batches)
     if rows is None:
         raise ValueError(

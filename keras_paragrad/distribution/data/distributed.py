@@ -85,7 +85,7 @@ class Feed(tf.distribute.DistributedDataset):
         self.begin(0)
 
     def begin(self, epoch: int, skip: int = 0) -> None:
-        """Sets the epoch of the next iterator; later ones continue with the epochs after it."""
+        """Sets the epoch of the next iterator, and how many batches it skips; later iterators take the next epochs."""
         self._epoch, self._skip = epoch, skip
 
     def __iter__(self) -> Iterator[Batch]:
@@ -135,14 +135,14 @@ class DistributedData(CustomAdapter):
         placement: ReplicaPlacement,
         policy: str,
         steps: int | None,
-        endless: bool,
+        iterators_span_epochs: bool,
         tally: Tally | None = None,
     ):
         self.tally = tally
         self._source = source
         self._feed = feed
         self._steps = steps
-        self._endless = endless
+        self._iterators_span_epochs = iterators_span_epochs
         self.placement = placement
         self.shard_policy = policy
         self.batch_spec = source.batches(0).element_spec
@@ -164,11 +164,11 @@ class DistributedData(CustomAdapter):
 
     def count_batch_rows(self) -> int | None:
         """The most rows in a global batch; reads the first one, without consuming it, if nothing else says it."""
-        rows, own = self._source.count_batch_rows(), self.shard_policy == "already_sharded"
-        return rows and rows * (self.placement.workers if own else 1)
+        rows, is_sharded = self._source.count_batch_rows(), self.shard_policy == "already_sharded"
+        return rows and rows * (self.placement.workers if is_sharded else 1)
 
     def set_epoch(self, epoch: int, skip: int = 0) -> None:
-        """Sets the epoch to read next; by default, epochs are counted from the first one read."""
+        """Sets the epoch to read next, without its first `skip` batches; by default, epochs are read from 0 on."""
         self.next_epoch, self._skip = epoch, skip
         self._feed.begin(epoch, skip)
 
@@ -191,7 +191,8 @@ class DistributedData(CustomAdapter):
 
     def on_epoch_begin(self) -> None:
         """Begins the next epoch. Keras calls this."""
-        if not self._endless:
+        # With `steps_per_epoch`, Keras goes on with the iterator of the epoch before.
+        if not self._iterators_span_epochs:
             self._feed.begin(self.next_epoch, self._skip)
         self._source.begin()
         self.next_epoch, self._skip = self.next_epoch + 1, 0

@@ -35,8 +35,8 @@ def plain_batches(x: FitData) -> PlainBatches | None:
     rows = parent if hasattr(parent, "__len__") else _source_of_iterator(parent)
     if rows is None:
         return None
-    # One of them is the size, if it is made of batches.
-    for size in {number for number in vars(dataset).values() if type(number) is int and number > 0}:
+    # Grain keeps the batch size in a private attribute: try all integers, and compare with what `batch` makes of each.
+    for size in {value for value in vars(dataset).values() if type(value) is int and value > 0}:
         for drop_remainder in (False, True):
             if _is_like(dataset, parent.batch(size, drop_remainder=drop_remainder)):
                 try:
@@ -64,7 +64,7 @@ def _is_like(dataset: Any, made: Any) -> bool:
 
 
 class _WorkerRows:
-    """The rows of each batch that the replicas of a worker get, by the number of the batch."""
+    """The rows of each batch that the replicas of a worker get, by the index of the batch."""
 
     def __init__(self, batches: PlainBatches, placement: ReplicaPlacement):
         self._batches = batches
@@ -80,8 +80,7 @@ class _WorkerRows:
         start = index * size
         count = min(size, self._total - start)
         bounds = [placement.first_row(count, placement.first + local) for local in (0, placement.local)]
-        numbers = range(start + bounds[0], start + bounds[1])
-        rows = [elements[number] for number in numbers]
+        rows = [elements[row] for row in range(start + bounds[0], start + bounds[1])]
         if any(row is None for row in rows):
             raise ValueError(
                 "Elements of the Grain dataset are None, which to_iter_dataset() leaves out, so workers can't tell "
@@ -93,6 +92,7 @@ class _WorkerRows:
 
 
 def _stacked(rows: list[Any]) -> Batch:
+    """The rows as one batch, stacked by Grain."""
     grain: Any = importlib.import_module("grain")
     return grain.MapDataset.source(rows).batch(len(rows))[0]
 

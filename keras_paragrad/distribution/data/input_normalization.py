@@ -116,7 +116,7 @@ def normalization_layers(model: keras.Model) -> list[keras.layers.Normalization]
 
 
 def selector(model: keras.Model, layer: keras.layers.Normalization) -> Callable[[Structure], Structure]:
-    """A function from the inputs of a model to the one that a layer normalizes."""
+    """A function that selects the input that a layer normalizes from an `x` of a model."""
     if model.layers[:1] == [layer] and isinstance(model, keras.Sequential):
         return lambda x: x
     inputs = list(getattr(model, "inputs", None) or [])

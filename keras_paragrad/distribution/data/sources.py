@@ -134,7 +134,7 @@ class Source(abc.ABC):
         return min(known) if known else rows_of_batches(self.adapter)
 
     def reorder(self, epoch: int) -> None:  # noqa: B027  (most sources have one order)
-        """Call before creating an iterator; one iterator may serve several epochs of `fit`."""
+        """Draws the order of an epoch. Call it before creating an iterator, which may serve several epochs of `fit`."""
 
     def begin(self) -> None:
         """Call before an epoch is read."""
@@ -168,23 +168,23 @@ class ArraySource(Source):
 
     def batches(self, epoch: int) -> Dataset:
         rows, size = self._arrays.count, self._size
-        known = None if rows % size else size
+        static_size = None if rows % size else size
         steps = tf.data.Dataset.range(-(-rows // size))
         order = tf.constant(row_order(rows, size, self._shuffle, self._seed, epoch)) if self._shuffle else None
 
         # AutoGraph takes longer to convert this than tracing takes.
         @tf.autograph.experimental.do_not_convert
-        def numbers(step: tf.Tensor) -> tf.Tensor:
+        def indices_of(step: tf.Tensor) -> tf.Tensor:
             start, stop = step * size, tf.minimum((step + 1) * size, rows)
             indices = tf.range(start, stop) if order is None else order[start:stop]
             # With a static shape, steps need no branch for empty shards.
-            return tf.ensure_shape(indices, [known])
+            return tf.ensure_shape(indices, [static_size])
 
-        return self._arrays.batches(steps.map(numbers))
+        return self._arrays.batches(steps.map(indices_of))
 
     def first_batch(self) -> Batch:
-        numbers = tf.data.Dataset.from_tensors(tf.range(min(self._arrays.count, self._size)))
-        return next(iter(self._arrays.batches(numbers)))
+        indices = tf.data.Dataset.from_tensors(tf.range(min(self._arrays.count, self._size)))
+        return next(iter(self._arrays.batches(indices)))
 
 
 class StreamSource(Source):
@@ -226,11 +226,12 @@ def is_endless(x: Any) -> bool:
     if isinstance(x, tf.data.Dataset):
         return int(x.cardinality()) == tf.data.INFINITE_CARDINALITY
     if is_grain(x):
-        # Repeated forever, a `MapDataset` has as many elements as a sequence can have; and then they are batched.
+        # A `MapDataset` repeated forever has about `sys.maxsize` elements, and fewer once they are batched.
         return hasattr(x, "__len__") and len(x) > sys.maxsize // 2**20
     return isinstance(x, keras.utils.PyDataset) and x.num_batches is None
 
 
 def _cardinality(dataset: Dataset) -> int | None:
+    """The number of batches; `None` if it is infinite or unknown."""
     count = int(dataset.cardinality())
     return count if count >= 0 else None

@@ -58,7 +58,7 @@ class Nodes:
         rendezvous: Where they met.
         connections: The connections, by rank.
         plan: The first machine's message to all: the addresses of the cluster's `jobs`, the index of each machine's
-            first worker (`firsts`), the `ranks` of the machines, the number of `restarts`, and a key of the `run`.
+            first worker (`firsts`), the machines' `ranks`, the number of `restarts`, and an identifier of the `run`.
         gang: The number of this machine's gang.
         on_ended: Called, in another thread, when another launcher reports how its workers ended, or is lost.
 
