@@ -65,7 +65,7 @@ def _is_remote(host: str, others: Sequence[str]) -> bool:
 
 
 def _open_sockets(address: str, hosts: list[str], is_remote: bool, who: str, where: str) -> list[socket.socket]:
-    """Listens at the addresses of a name, or on all interfaces if these are not of this machine."""
+    """Listens at the addresses `hosts`; on all interfaces if this machine lacks them, or others can't reach them."""
     port = port_of(address)
     if is_remote and any(ipaddress.ip_address(host.partition("%")[0]).is_loopback for host in hosts):
         return [_listen_on_all_interfaces(address, port, f"here it resolves to {', '.join(hosts)}", who, where)]

@@ -104,7 +104,7 @@ class FitArguments:
         return {**sizes, "cache": cache, "prefetch": self.prefetch, "seed": self.seed}
 
     def non_default(self, names: Iterable[str]) -> dict[str, Any]:
-        """The named arguments that differ from their defaults."""
+        """The named arguments that aren't their default objects; data may be arrays, which `!=` compares by element."""
         values = {name: getattr(self, name) for name in names}
         return {name: value for name, value in values.items() if value is not getattr(FitArguments, name)}
 
@@ -137,6 +137,7 @@ def train(run: PlannedRun, request: FitArguments, data: FitData, arguments: dict
     model, callbacks, verbose = request.model, request.callbacks or [], request.verbose
     distributed = data if isinstance(data, DistributedData) else None
     one_worker = hardware.worker_count == 1 and replica_placement(strategy).workers == 1
+    # The plan has no factor if it was made before the number of a TPU's replicas was known.
     factor = plan.lr_scaling.value or float(strategy.num_replicas_in_sync)
     # A `Backup` comes last, as it saves the state of all others.
     backups = [callback for callback in callbacks if isinstance(callback, Backup)]

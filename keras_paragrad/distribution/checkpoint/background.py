@@ -1,6 +1,6 @@
 """Writes a backup in a thread while training goes on; workers tell each other when they have written their shards.
 
-Each attempt at a backup has a key, which is in the names of its files of shards and in the backup.
+Each attempt at a backup with shards has a key, which is in the names of its files of shards and in the backup.
 """
 
 import contextlib

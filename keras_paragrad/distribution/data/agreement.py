@@ -119,6 +119,7 @@ class Tally:
         # AutoGraph takes longer to convert this than tracing takes.
         @tf.autograph.experimental.do_not_convert
         def record(state: Any, batch: Batch) -> tuple[tuple[tf.Tensor, ...], Batch]:
+            # The index of the batch, and the checksum of the layout and of the sizes of all batches before it.
             index, total = state
             for size in _sizes(batch):
                 total = (total ^ tf.cast(size, tf.int64)) * _FACTOR

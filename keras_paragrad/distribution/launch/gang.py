@@ -227,6 +227,7 @@ def _exit_status(status: int | None) -> int:
 
 
 def _describe_exit(status: int | None) -> str:
+    """How a failed member ended, by its status, as the end of a sentence."""
     if status is None:
         return "lost its guard, and was killed,"
     if status > 0:

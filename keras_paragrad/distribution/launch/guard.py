@@ -46,6 +46,7 @@ class Guard:
         self._end(signal.SIGTERM)
 
     def _end(self, number: signal.Signals) -> None:
+        """Sends a signal to the process and starts the grace period; later calls do nothing."""
         if self._is_ending:
             return
         self._is_ending = True
