@@ -14,8 +14,7 @@ from keras_paragrad.engine.tracing.untouched import trace_untouched
 
 # The key of the telemetry's latest values in a step's logs: an output is free, while reading a variable costs time.
 LATEST = "_keras_paragrad_latest"
-
-
+# How many functions within functions are searched for compiled ones.
 _DEPTH = 8
 
 
