@@ -213,6 +213,7 @@ class StepBuilder:
         configuration = self.model._compile_config
         if self._built_for is configuration:
             return
+        # Outside of `fit`, stages of callbacks are left over from one that failed.
         if self._of_callbacks and fit_frame(inspect.currentframe(), self.model) is None:
             self._drop_leftovers()
         self._built_for, self._built, self.loss_window = configuration, {}, None

@@ -102,6 +102,7 @@ def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Struc
     model, normalize, scale = context.model, context.normalize, context.scale_by_replicas
     # Then losses aren't divided by the number of replicas.
     undivided = normalize is not None or scale is not None
+    # Weights in shards are read gathered: `source` maps a variable to the tensor or variable that the tape watches.
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
         # Around the forward pass too: layers may compute and add losses.
         with as_one_replica() if undivided else contextlib.nullcontext():

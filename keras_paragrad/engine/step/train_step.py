@@ -151,6 +151,7 @@ class TrainStep(NamedTuple):
         if self._accumulator.weighting != "uniform":
             return Contribution.of(weight)
         if weight.of_one_device:
+            # The first replica has the whole batch's gradient, and the others have zeros.
             first = tf.constant(float(replica_index() == 0))
             return Contribution(first, first)
         if replica_weight is None or weight.summed:

@@ -65,7 +65,7 @@ def newest_trace(function: Any) -> TracedGraph:
 
 
 def _tensors(spec: Specs) -> list[Any]:
-    """The specs of the tensors in an argument, which may be an iterator."""
+    """The specs of the tensors in an argument, which may be an iterator; of replicas' tensors, the first's."""
     elements = getattr(spec, "element_spec", None) or getattr(spec, "_element_spec", None)
     leaves = tf.nest.flatten(elements, expand_composites=True) if elements is not None else [spec]
     leaves = [part for leaf in leaves for part in getattr(leaf, "_value_specs", (leaf,))[:1]]

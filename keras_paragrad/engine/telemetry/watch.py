@@ -96,6 +96,7 @@ class Observation(MethodPatch):
         """Passes on the gradients of an update, before it is applied."""
         if not self.before_optimizer:
             self.observe_gradient(gradients)
+        # Otherwise, `_sum` passes them on.
         if self.before_optimizer or replica_count() == 1:
             self.observer.update(gradients)
 

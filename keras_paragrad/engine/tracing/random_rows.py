@@ -54,7 +54,7 @@ class Rows:
     def draw(self, make: Callable[..., Any], shape: Any, arguments: dict[str, Any]) -> Any:
         """Draws the numbers of these rows; `None` if the shape isn't static.
 
-        Tensors with a different number of rows get other numbers in each part.
+        Tensors with another number of rows get other numbers in each part; scalars and single rows get the same ones.
         """
         if self.count is None:
             raise ValueError("random numbers are drawn for rows whose number isn't known while the graph is traced")
