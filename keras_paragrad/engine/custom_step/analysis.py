@@ -110,6 +110,7 @@ class _PhaseAnalysis:
         self._added_before = 0
 
     def analyze(self) -> StepAnalysis:
+        """Finds the phase of each value, then all that the phase reads to compute it."""
         step = self.step
         calls = [self._call(call) for call in step.applies]
         self._add_assignments(before=sys.maxsize)
@@ -124,13 +125,13 @@ class _PhaseAnalysis:
             if log:
                 computed[log.phase].append(value)
         by_slice = {id(state.variable) for state in states if state.by_slice}
-        closures = [self._transitive_reads(computed[phase], by_slice) for phase in range(1 + max(computed))]
-        versions = [self._overwritten_versions(reads, phase) for phase, (reads, _) in enumerate(closures)]
+        needs = [self._transitive_reads(computed[phase], by_slice) for phase in range(1 + max(computed))]
+        versions = [self._overwritten_versions(reads, phase) for phase, (reads, _) in enumerate(needs)]
         states = [
             state._replace(
                 needed=frozenset(
                     phase
-                    for phase, (_, carried) in enumerate(closures)
+                    for phase, (_, carried) in enumerate(needs)
                     if phase == state.phase or id(state.variable) in carried
                 )
             )
@@ -143,11 +144,11 @@ class _PhaseAnalysis:
             {key: step.variables[key] for key in step.weights},
             self.changes,
             versions,
-            [{variable for variable, _ in reads} for reads, _ in closures],
+            [{variable for variable, _ in reads} for reads, _ in needs],
         )
 
     def _call(self, apply: CapturedApply) -> ApplyCall:
-        """Adds the changes made by an optimizer call."""
+        """Finds the phase of an optimizer call, and adds the call's changes of variables."""
         self._add_assignments(before=apply.position)
         # A phase never precedes an earlier update of the same weights.
         earlier = [change.phase for variable in apply.updated for change in self.changes.get(id(variable), ())]
@@ -182,6 +183,7 @@ class _PhaseAnalysis:
         self._added_before = before
 
     def _state(self, key: int, value: object) -> StateUpdate:
+        """Finds the phase in which a variable, by its id, is assigned a value; `needed` isn't known yet."""
         sources = self.step.sources([value])
         by_slice = key in self.step.seeds | self.step.metrics or sources.by_slice
         return StateUpdate(self.step.variables[key], self._phase_of(sources, by_slice=by_slice), by_slice, frozenset())
@@ -192,6 +194,7 @@ class _PhaseAnalysis:
         sources = self.step.sources([value])
         is_result = any(variable in self.step.metrics for variable, _ in sources.reads)
         results = [state for key, state in self.step.values.items() if key in self.step.metrics]
+        # Mixed, if it depends on the rows also where it doesn't depend on a metric's new state.
         is_mixed = is_result and self.step.sources([value], given=results).by_slice
         phase = self._phase_of(sources, by_slice=sources.by_slice)
         return LoggedValue(

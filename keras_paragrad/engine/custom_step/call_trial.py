@@ -43,6 +43,7 @@ def find_divided_calls(model: keras.Model, calls: Sequence[ApplyCall], data: Bat
 
         def compare(batch: Any) -> bool:
             expected = whole.effects(batch)
+            # Made after the first run of `whole`, which finds the calls to divide.
             parts[:] = parts or [_CallTrial(model, calls, remote, rows, whole.divides)]
             found = parts[0].effects(batch)
             if not any(np.any(gradient) for gradients in expected[: len(calls)] for gradient in gradients):
@@ -94,6 +95,7 @@ class _CallTrial(TrialStep):
         return [*results, [tf.cast(value, "float32") for variable, value in states if not is_seed(variable)]]
 
     def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
+        """Runs a layer call whole, and notes whether its outputs have its rows; or runs it in two unequal parts."""
         sizes = {int(leaf.shape[0]) for leaf in keras.tree.flatten((arguments, keywords)) if has_rows(leaf)}
         total = max(sizes, default=0)
         if self._finds:
@@ -117,6 +119,7 @@ class _CallTrial(TrialStep):
 
     @staticmethod
     def _part(call: Callable[..., Structure], arguments: Any, keywords: Any, begin: int, end: int, total: int) -> Any:
+        """Runs a layer call on the rows from `begin` to `end`, of `total`."""
         positional, named = keras.tree.map_structure(lambda leaf: rows_of_leaf(leaf, begin, end), (arguments, keywords))
         with random_numbers_of_part(begin, end - begin, total):
             return call(*positional, **named)

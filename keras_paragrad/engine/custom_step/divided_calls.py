@@ -41,10 +41,10 @@ class Handler(Protocol):
 
 
 class _Interception:
-    """The interceptions of a thread: none without a handler, or within an intercepted call.
+    """What is intercepted on a thread.
 
     Args:
-        handler: The handler.
+        handler: Gets the calls; `None` within an intercepted call, where nothing is intercepted.
         differentiates: Whether an intercepted `tape.gradient` is running.
     """
 
@@ -70,6 +70,7 @@ def differentiates() -> bool:
 def _call(
     interception: _Interception, original: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any
 ) -> Any:
+    """Replaces `Layer.__call__`: passes the call to the handler, during which nothing is intercepted."""
     if interception.handler is None:
         return original(layer, *args, **kwargs)
     with _PATCH.open(_Interception(None)):
@@ -86,6 +87,7 @@ def _gradient(interception: _Interception, original: Callable[..., Any], *args: 
 
 
 def _get_seed(interception: _Interception, original: Callable[..., Any], op_seed: int | None) -> Any:
+    """Replaces TensorFlow's `get_seed`: numbers random operations without a seed, to seed them by their order."""
     if op_seed is None and interception.handler is not None:
         interception.draws += 1
         op_seed = interception.draws

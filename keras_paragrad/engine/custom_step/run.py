@@ -153,6 +153,7 @@ class _Phase:
         return {**{index: flat[index] for index in self.logs}, **dict(zip(self.averaged, averaged, strict=True))}
 
     def _start(self) -> _Sums:
+        """The values before the first slice: sums of zeros, and the states."""
         calls = [self.step.analysis.calls[index] for index in self.calls]
         variables = [[call.variables[index] for index in call.indices] for call in calls]
         gradients = [[tf.zeros(variable.shape, sum_dtype(variable)) for variable in group] for group in variables]
@@ -225,6 +226,7 @@ class _Phase:
         return [accumulate_gradient(*arguments, weight) for arguments in zip(variables, total, present, strict=True)]
 
     def _add_logs(self, total: list[tf.Tensor], logs: StepLogs, rows: Batch) -> list[tf.Tensor]:
+        """Adds a slice's averaged logs, weighted by its share of the examples; sums over rows aren't weighted."""
         flat, share = keras.tree.flatten(logs), self._share_of_examples(rows)
         made_up_by = self.step.scalars.logs if self.step.scalars else [None] * len(flat)
 

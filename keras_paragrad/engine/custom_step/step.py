@@ -1,4 +1,8 @@
-"""`CustomStep`: runs a custom `train_step` exactly in slices, on replicas or on a window's micro-batches."""
+"""`CustomStep`: runs a custom `train_step` exactly in slices, on replicas or on a window's micro-batches.
+
+A window is the micro-batches between two updates of an accumulating optimizer. A phase is a pass over all slices; see
+`keras_paragrad.engine.custom_step.analysis`.
+"""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -64,7 +68,7 @@ class CustomStep:
         """Describes how the step is divided."""
         pairs = zip(self.calls, self.weightings, strict=True)
         listed = "; ".join(
-            f"{call.optimizer.name}: {variable.name}, phase {call.phase + 1}" for call, variable in pairs
+            f"{call.optimizer.name}: {weighting.name}, phase {call.phase + 1}" for call, weighting in pairs
         )
         name = type(self.model).__name__
         return f"The train_step of {name} is divided. Parts of a batch are weighted by: {listed}."
@@ -102,13 +106,14 @@ class CustomStep:
     ) -> StepLogs:
         """Runs the step on a whole (replica) batch, and updates with the gradients of all replicas; returns its logs.
 
-        In a window, `end` updates the weights at the window's end and is `None` before it, when only the states change
-        that each slice of a batch changes.
+        In a window, `end` updates the weights after the last micro-batch. For the others it is `None`: then the step's
+        assignments have no effect, except for states with `by_slice`, such as metrics and seeds.
         """
         if in_window:
             self._check_window()
         batch = replica_batch.filled(data)
         weights = _BatchWeights(batch, replica_batch, self.weightings)
+        # Holds the step's assignments, unless the micro-batch ends the window.
         scope = PhaseScope([], self.versions, 0, last=False) if in_window and not end else None
 
         def run() -> StepLogs:
@@ -116,14 +121,14 @@ class CustomStep:
 
             def apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: object) -> None:
                 call = next_call(self.model, calls, optimizer)
-                with released(), suspended_scope():
+                with not_capturing(), suspended_scope():
                     weights.apply(call, next(weightings), gradients)
                     if end:
                         end()
                 if scope:
                     scope.advance(call.variables)
 
-            with capturing_applies(apply) as released:
+            with capturing_applies(apply) as not_capturing:
                 return train_step_of(self.model)(batch)
 
         reducer = self._log_reducer(batch, replica_batch)
@@ -149,6 +154,7 @@ class CustomStep:
             )
 
     def _check_window(self) -> None:
+        """Refuses steps whose micro-batches can't be accumulated: with several updates, or by another optimizer."""
         name, optimizers = type(self.model).__name__, [call.optimizer for call in self.analysis.calls]
         if len(optimizers) > 1 or self.analysis.phases > 1:
             raise IndivisibleError(
@@ -181,12 +187,12 @@ def run_inexact_step(model: keras.Model, data: Batch) -> StepLogs:
 
     def capture(optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]) -> None:
         factor = tf.constant(1.0 if next(calls, False) else 1 / replica_count())
-        with released():
+        with not_capturing():
             optimizer.apply(scale_gradients(gradients, variables, factor), variables)
 
     summed = bool(sums) and all(sums)
     reducer = LogReducer(model, data, ReplicaBatch.of(data), None, [], summed=summed, scalars=scalars)
-    with capturing_applies(capture) as released:
+    with capturing_applies(capture) as not_capturing:
         return reducer.run(lambda: model.train_step(data))
 
 

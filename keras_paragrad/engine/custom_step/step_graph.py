@@ -125,6 +125,7 @@ class StepGraph:
     def _capture(
         self, optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
     ) -> None:
+        """Records a call of `apply`; refuses one in another graph, such as a branch's."""
         tensors = [getattr(gradient, "values", gradient) for gradient in gradients if gradient is not None]
         if any(getattr(tensor, "graph", self._graph) is not self._graph for tensor in tensors):
             raise self.refusal(
@@ -172,7 +173,7 @@ class StepGraph:
             )
 
     def refusal(self, does: str, ends: str = ", so its batches can't be divided") -> IndivisibleError:
-        """The error for a step that can't be divided."""
+        """The error for a step that can't be divided: a sentence about what it `does`, and its end."""
         return IndivisibleError(f"The train_step of {type(self.model).__name__} {does}{ends}.")
 
     @property

@@ -1,4 +1,8 @@
-"""The versions of weights that the phases of a custom `train_step` read, and a phase's scope."""
+"""The versions of weights that the phases of a custom `train_step` read, and a phase's scope.
+
+A phase runs the step on all slices of a batch, and makes some of its updates in the last one. Version n of a weight is
+its value after n changes in the step.
+"""
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -68,18 +72,18 @@ class PhaseScope(WeightScope):
         self,
         variables: Sequence[keras.Variable],
         update: Callable[[], object],
-        released: Callable[[], AbstractContextManager[object]],
+        not_capturing: Callable[[], AbstractContextManager[object]],
     ) -> None:
-        """Runs the update of an optimizer call if this slice makes it, and advances the weights' versions.
+        """Handles an optimizer call: calls `update` if it belongs to this phase, and advances the weights' versions.
 
-        `update` collects the gradients, and updates the weights in the last slice. Within `released`, `apply` isn't
-        intercepted.
+        `update` collects the gradients, and updates the weights in the last slice. Within `not_capturing`, `apply`
+        isn't intercepted.
         """
         phases = {self._changes[id(variable)][self._version[id(variable)]].phase for variable in variables}
         if phases == {self._phase} and self._last:
             for variable in variables:
                 self._versions.save(variable, self._version[id(variable)])
-            with released(), suspended_scope():
+            with not_capturing(), suspended_scope():
                 update()
         elif self._phase in phases:
             update()

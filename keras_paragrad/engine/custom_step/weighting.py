@@ -129,7 +129,8 @@ def _dependent_states(step: TrialStep, analysis: StepAnalysis, rows: Batch, spli
 
     def run(rows: Batch, values: State, first: int) -> tuple[Any, State]:
         given = dict(zip(indices, values, strict=True))
-        results, after = step(rows, [given.get(*item) for item in enumerate(step.start)], first)
+        state = [given.get(index, value) for index, value in enumerate(step.start)]
+        results, after = step(rows, state, first)
         return results[: len(step.calls)], [after[index] for index in indices]
 
     start = [step.start[index] for index in indices]
@@ -194,11 +195,11 @@ def find_step_weightings(
         if stated is None:
             raise IndivisibleError(message)
         warn_once(model, message)
-    taken = [[weighting for weighting in trial.fitting if stated in (None, weighting)] for trial in result.trials]
-    misfits = {index: trial for index, trial in enumerate(result.trials) if not taken[index]}
+    usable = [[weighting for weighting in trial.fitting if stated in (None, weighting)] for trial in result.trials]
+    misfits = {index: trial for index, trial in enumerate(result.trials) if not usable[index]}
     if misfits:
         raise IndivisibleError(_misfit_message(model, analysis.calls, misfits, stated))
-    return [fitting[0] for fitting in taken], result.scalars
+    return [weightings[0] for weightings in usable], result.scalars
 
 
 def sums_in_step(model: keras.Model, data: Batch) -> tuple[list[bool], NumberParts | None]:
@@ -250,7 +251,7 @@ def warn_of_uniform_step(model: keras.Model, data: Batch) -> None:
 def _compare(
     step: TrialStep, data: Batch, candidates: Sequence[Weighting]
 ) -> tuple[list[list[float]], NumberParts | None]:
-    """For each call, the errors of the candidates; and the reduction of the step's numbers."""
+    """For each call, the errors of the candidates; and the reduction of the step's numbers, or `None` if unknown."""
     whole, *of_parts = results = compute_parts(step, data)
     arguments = [arguments_of(take_rows(data, *rows)) for rows in ((0, ROWS), *BOUNDS)]
     shares = part_weights([[candidate.value(rows) for candidate in candidates] for rows in arguments])

@@ -96,11 +96,11 @@ class WholeStep:
         def apply(optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]) -> None:
             call = next_call(self.model, calls, optimizer)
             mean = scale_gradients(gradients, call.variables, 1 / replica_count())
-            with released():
+            with not_capturing():
                 apply_gradient(call.optimizer, call.variables, mean, whole=True)
 
         handler = _OnReplica(self.model, self.divides, self.reduced_late)
-        with capturing_applies(apply) as released, intercepting(handler):
+        with capturing_applies(apply) as not_capturing, intercepting(handler):
             return train_step_of(self.model)(batch)
 
 
@@ -123,10 +123,12 @@ def divide_on_replicas(model: keras.Model, data: Batch, normalize: LossNormaliza
 
 
 class _Trace:
-    """Records gradients and each call's position in a graph that never runs."""
+    """Records layer calls, and the results of `tape.gradient`, in a graph that never runs."""
 
     def __init__(self) -> None:
+        # The positions in the graph at which each call begins and ends.
         self.calls: list[tuple[int, int]] = []
+        # The results of each `tape.gradient`, and the position after it.
         self._gradients: list[tuple[list[Any], int]] = []
 
     def call(self, call: Callable[..., Structure], arguments: Any, keywords: Any) -> Any:
@@ -141,7 +143,7 @@ class _Trace:
         return gradients
 
     def reduced_late(self, graph: StepGraph) -> list[bool]:
-        """For each gradient, whether only optimizers use it, so that it can be reduced later."""
+        """For each `tape.gradient`, whether only optimizers use its results, so that `apply` can sum them."""
         position = {operation.name: index for index, operation in enumerate(graph.operations)}
         applied = {id(gradient) for call in graph.applies for gradient in call.gradients}
         logged = {id(log) for log in graph.logs}
@@ -178,6 +180,7 @@ class _OnReplica:
         if divides is None:
             raise changed_calls_error(self.model)
         if not divides:
+            # The call gets all rows, even if this replica's batch is empty.
             with counting_examples(None):
                 return call(*arguments, **keywords)
         share = _Share([leaf for leaf in keras.tree.flatten((arguments, keywords)) if has_rows(leaf)])
@@ -246,7 +249,7 @@ class _Rows:
         return gather(local)
 
     def _scatter(self, upstream: Any) -> Any:
-        """Sums over the replicas, and takes this replica's rows."""
+        """The gradient of `gather`: sums over the replicas, and takes this replica's rows. Differentiable itself."""
         _check_differentiates()
 
         @tf.custom_gradient

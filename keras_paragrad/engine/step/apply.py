@@ -1,4 +1,8 @@
-"""The *apply* stage: passes a batch's gradient to the optimizer on every replica."""
+"""The *apply* stage: passes a batch's gradient to the optimizer on every replica.
+
+An accumulation window is the micro-batches between two updates of an accumulating optimizer. A variable is divided if
+each replica holds a shard of it.
+"""
 
 import functools
 from collections.abc import Sequence
@@ -58,10 +62,13 @@ class Contribution(NamedTuple):
     def of(cls, normalizer: Normalizer | None) -> "Contribution":
         """The contribution of a `Gradient` whose loss was divided by a normalizer; if `None`, all count equally."""
         if normalizer is not None and normalizer.summed and normalizer.of_one_device:
+            # The value is 1 on the first replica, and 0 on the others.
             return cls(1.0, normalizer.value, decay=0.0)
         if normalizer is None or normalizer.summed:
+            # The replicas' weights sum to 1.
             return cls(1.0, 1.0 / replica_count(), decay=1.0 if normalizer is None else 0.0)
         value = tf.cast(normalizer.value, "float32")
+        # The gradient's loss was multiplied by the equal share.
         return cls(value / equal_share(normalizer), value)
 
 
@@ -81,7 +88,8 @@ def apply_gradient(
             `None`.
         contribution: Their contribution to an accumulation window, or `None` if all count equally.
         whole: Whether the sum over the replicas is exactly the batch's gradient. Then gradients are all-reduced
-            before they are clipped, as on one device. An accumulating optimizer all-reduces them itself.
+            before they are clipped, as on one device. Otherwise Keras's optimizer all-reduces them, after clipping. An
+            accumulating optimizer all-reduces them itself.
         also_reduce: Other tensors to all-reduce in the same collective.
 
     Returns:
@@ -94,6 +102,7 @@ def apply_gradient(
     gradients = reduce_overwritten(gradients, variables)
     accumulator = find_accumulator(optimizer)
     divided = [pair for pair in zip(gradients, variables, strict=True) if any_divided(pair[1:])]
+    # Logs once that gradients of embeddings are summed by row before the optimizer squares or clips them.
     say_rows_are_summed(optimizer, [gradient for gradient, _ in divided], [variable for _, variable in divided])
     if accumulator or replica_count() == 1 or not whole:
         if accumulator:
@@ -121,6 +130,7 @@ def apply_gradient(
     total = [by_index.get(index) for index in range(len(gradients))]
     if any_divided(variables) and unwrap_loss_scale(optimizer) is not optimizer:
         total = _nonfinite_everywhere(total)
+    # The optimizer clips shards by the norms of whole gradients.
     norms = squared_norms(optimizer, total, variables)
     cross_replica(
         lambda per_replica, total, norms: apply_everywhere(per_replica, optimizer, total, variables, norms),
@@ -131,7 +141,7 @@ def apply_gradient(
 
 
 def _skips_nonfinite(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> bool:
-    """Whether an overflow on one replica has to be known on all."""
+    """Whether the optimizer skips gradients that overflow, and can miss an overflow on another replica."""
     skips = unwrap_loss_scale(optimizer) is not optimizer
     # Replicas hold different shards of the same gradients.
     return skips or (
@@ -167,12 +177,12 @@ def apply_everywhere(
         gradients, norms: Grouped by replica: a gradient or `None` for each variable, and the results of
             `squared_norms`.
     """
-    by_replica: dict[int, Sequence[tf.Tensor | None]] = {}
+    norms_by_replica: dict[int, Sequence[tf.Tensor | None]] = {}
     unreduced = UnreducedOptimizers()
 
     def apply(gradients: Gradients, norms: Sequence[tf.Tensor | None]):
-        by_replica[replica_index()] = norms
-        # Notices every optimizer that updates, however it is nested.
+        norms_by_replica[replica_index()] = norms
+        # No optimizer that updates, however it is nested, sums the gradients over the replicas again.
         with noticing_applies(unreduced.add):
             optimizer.apply(gradients, variables)
 
@@ -183,14 +193,14 @@ def apply_everywhere(
         # Keras would overwrite weights in a branch on each replica, where a strategy can't update variables.
         inner.ema_overwrite_frequency = None
     try:
-        with updating(optimizer, variables, by_replica):
+        with updating(optimizer, variables, norms_by_replica):
             per_replica(apply, gradients, norms)
     finally:
         for inner, frequency in frequencies:
             inner.ema_overwrite_frequency = frequency
         unreduced.restore()
-    # Copies of shards predate the update, and constraints read the averages.
-    with updating(optimizer, variables, by_replica):
+    # Constraints read the averages: within `updating`, from the shards, as their copies are outdated until `refresh`.
+    with updating(optimizer, variables, norms_by_replica):
         for (inner, frequency), earlier in zip(frequencies, counts, strict=True):
             if earlier is not None and inner.built:
                 now = _update_count(inner)
@@ -213,6 +223,6 @@ def _overwrite_with_average(per_replica: OnReplicas, optimizer: keras.optimizers
             if variable.constraint is not None:
                 variable.assign(variable.constraint(variable))
 
-    # As at the end of `fit`, without what a user's optimizer does there.
+    # Keras does this at the end of `fit`. Called on the base class: a user's optimizer may do more there.
     BaseOptimizer.finalize_variable_values(optimizer, variables)
     per_replica(constrain)

@@ -1,4 +1,7 @@
-"""A part's contribution to its batch. Slices, fixed parts and replicas are orders of one addition."""
+"""A part's contribution to its batch, and the addition of parts.
+
+A part has some of the batch's rows: a slice, a micro-batch of a pipeline, or a fixed part of deterministic training.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,9 +25,9 @@ class BatchPart(NamedTuple):
     Attributes:
         model: The model.
         gradients: For each trainable weight, its gradient times `weight`, or `None` if there is none.
-        weight: The divisor of the part's losses.
-        losses: The losses.
-        effects: Changes of states, nested; sums too.
+        weight: The divisor of the part's losses, by which parts are weighted.
+        losses: The numerators and denominators of the losses to log.
+        effects: Nested tensors that add up too, such as changes of the states of metrics.
     """
 
     model: keras.Model
@@ -37,7 +40,10 @@ class BatchPart(NamedTuple):
     def of(
         cls, model: keras.Model, gradient: Gradient, share: Scalar | None = None, *, alike: bool = False
     ) -> "BatchPart":
-        """Makes a part from the gradient of a loss times `share`; its weight is 1 if all parts count `alike`."""
+        """Makes a part from the gradient of its loss times `share` (1, if `None`).
+
+        If all parts count `alike`, its weight is 1, and otherwise the divisor of its loss.
+        """
         assert gradient.weight is not None, "the split stage weights every part"
         assert gradient.sums is not None, "losses of parts are not left to Keras"
         weight = tf.constant(1.0) if alike else tf.cast(gradient.weight.value, "float32")
@@ -59,7 +65,7 @@ class BatchPart(NamedTuple):
         return [tensor for tensor in keras.tree.flatten(self._nested) if tensor is not None]
 
     def with_sums(self, sums: Sequence[Any]) -> "BatchPart":
-        """The part with other `sums`."""
+        """The part with these tensors in place of its `sums`, in the same order."""
         following = iter(sums)
         gradients, weight, losses, effects = _map(lambda _: next(following), self._nested)
         weight, losses = self.weight._replace(value=weight), self.losses._replace(vector=losses)
@@ -70,7 +76,7 @@ class BatchPart(NamedTuple):
         return list(self.gradients), self.weight.value, self.losses.vector, self.effects
 
     def by_replica(self) -> list["BatchPart"]:
-        """Gathers the parts of all replicas, in order, on every replica: adding zeros moves bits and changes none."""
+        """Gathers the parts of all replicas, in order, on every replica: by sums with zeros, which don't round."""
         count, here = replica_count(), replica_index()
         rows = [
             tf.stack([tensor if replica == here else tf.zeros_like(tensor) for replica in range(count)])
@@ -80,7 +86,7 @@ class BatchPart(NamedTuple):
         return [self.with_sums(sums) for sums in zip(*gathered, strict=True)]
 
     def finish(self) -> Gradient:
-        """Divides the sums over all parts by their weight, once; returns the gradient of the batch."""
+        """The gradient of the batch, if this part is the sum of all its parts; divided by their weights' sum."""
         variables = self.model.trainable_weights
         divisor = tf.constant(1.0) if self.weight.summed else self.weight.value
         means: Sequence[Any] = self.gradients
@@ -96,7 +102,10 @@ class BatchPart(NamedTuple):
 def compute_part(
     context: StepContext, data: Batch, rows: tf.Tensor | int, *, alike: bool = False, **fields: Any
 ) -> BatchPart:
-    """Computes a slice of a batch of `rows` rows; `fields` update the context, `alike` is as in `of`."""
+    """Computes a part, with rows `data`, of a batch of `rows` rows.
+
+    `fields` replace fields of the context, and `alike` is as in `BatchPart.of`.
+    """
     share, model = None, context.model
     if scales_loss(model):
         share = tf.cast(rows_of(data), "float32") / tf.cast(rows, "float32")
@@ -110,7 +119,7 @@ def scales_loss(model: keras.Model) -> bool:
 
 
 def weigh(model: keras.Model, gradients: Gradients, factor: Scalar | None = None) -> list[Any]:
-    """Multiplies gradients by a factor, in the dtypes in which they are summed."""
+    """Casts gradients to the dtypes in which they are summed, and multiplies them by a factor, if any."""
     pairs = zip(model.trainable_weights, gradients, strict=True)
     return [
         None if gradient is None else accumulate_gradient(variable, None, gradient, factor)
@@ -122,6 +131,7 @@ def sum_in_loop(model: keras.Model, count: tf.Tensor | int, compute: Callable[[t
     """Sums `compute(index)` over `count` parts; `count` is at least 1 outside of a graph."""
     variables = model.trainable_weights
     zeros = [tf.zeros(variable.shape, sum_dtype(variable)) for variable in variables]
+    # The part traced in the loop: it has the form of the sums, and `None` where a weight has no gradient.
     parts: list[BatchPart] = []
 
     def add(index: tf.Tensor, sums: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:

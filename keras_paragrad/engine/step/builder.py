@@ -74,13 +74,17 @@ class StepBuilder:
         self.loss_window: LossWindow | None = None
         self._seen = SeenBatches()
         self._built: dict[Stages, TrainFunction] = {}
+        # The model's `compile` configuration when they were built.
         self._built_for: object = None
         # The optimizer whose `apply` runs the last stages, and others whose updates are watched.
         self._installed: list[keras.optimizers.Optimizer] = []
         # The optimizer that keeps the order of the data.
         self._ordered: keras.optimizers.Optimizer | None = None
+        # The names of the stages that the callbacks of the running `fit` have filled.
         self._of_callbacks: dict[Fillers, tuple[str, ...]] = {}
+        # The `trainable` flags with which all steps are traced; `None` before the first trace.
         self._trainable: Trainable | None = None
+        # Returns the iterator of the running `fit`, if known.
         self._reads: Callable[[], EpochIterator | None] = lambda: None
         self._divisions = Divisions(model)
 
@@ -127,7 +131,7 @@ class StepBuilder:
             self.stages = stages
 
     def _install(self) -> None:
-        """Replaces the model's `make_train_function` while it is needed."""
+        """Replaces the model's `make_train_function` while a stage is filled or batches are to be skipped."""
         if self.stages.filled or self._seen.left:
             self.model.__dict__["make_train_function"] = self.make_train_function
         else:
@@ -140,7 +144,7 @@ class StepBuilder:
         self.model.train_function = None
 
     def begin_fit(self, fillers: Fillers) -> None:
-        """Fills stages until `end_fit`; again, if a callback calls `compile` during this `fit`."""
+        """Fills stages until `end_fit`; calls `fillers` again if a callback calls `compile` during this `fit`."""
         filled = fillers()
         self.fill(**filled)
         self._of_callbacks[fillers] = tuple(filled)
@@ -172,7 +176,7 @@ class StepBuilder:
             self.fill(split=choose(self.model, iterator.data_adapter if iterator else None))
 
     def _fit_has_begun(self, frame: FrameType | None) -> bool:
-        """Whether the caller is a callback of the running `fit`, and not `fit` itself before its callbacks begin."""
+        """Whether a callback of the running `fit` has called the frame, and not `fit` itself before callbacks begin."""
         caller = frame and frame.f_back
         running = fit_frame(caller, self.model)
         return running is not None and running is not caller
@@ -209,6 +213,7 @@ class StepBuilder:
         configuration = self.model._compile_config
         if self._built_for is configuration:
             return
+        # Outside of `fit`, stages of callbacks are left over from one that failed.
         if self._of_callbacks and fit_frame(inspect.currentframe(), self.model) is None:
             self._drop_leftovers()
         self._built_for, self._built, self.loss_window = configuration, {}, None
@@ -220,7 +225,7 @@ class StepBuilder:
         functions = compiled_functions(self.model.train_function)
         traced = any(function.experimental_get_tracing_count() for function in functions)
         known = traced and optimizer is not None and optimizer.built
-        # Otherwise, the first trace determines which weights are trained.
+        # The flags with which Keras's step was traced. If it wasn't, the first trace of ours reads them.
         self._trainable = Trainable.by_optimizer(self.model) if known else None
         for fillers in self._of_callbacks:
             self.stages = self.stages._replace(**fillers())
@@ -240,6 +245,7 @@ class StepBuilder:
             save_states(self.model.optimizer, self.stages.transforms or ())
             self._installed.append(optimizer)
         self._ordered = follow_data_order(self.model, self._ordered, follow=self.stages.sums_replicas)
+        # The first is `model.optimizer`.
         for outer in self._watched()[1:]:
             install_transform(innermost_optimizer(outer), None, shown=True)
             self._installed.append(innermost_optimizer(outer))
@@ -248,6 +254,7 @@ class StepBuilder:
         return watched_optimizers(self.model) if self.stages.telemetry else []
 
     def _compiled(self) -> TrainFunction:
+        """Makes the train function of the current stages; steps are traced when it is called."""
         divisions, stages, telemetry = self._divisions, self.stages, self.stages.telemetry
         guard = IndivisibleBatchGuard(self.model, stages.split, lambda: divisions.undivided)
         watched = None
@@ -283,8 +290,8 @@ class StepBuilder:
     def _make_loss_window(self) -> None:
         if self.loss_window is None:
             strategy = self.model.distribute_strategy
-            inside = tf.distribute.has_strategy() or strategy is tf.distribute.get_strategy()
-            with tf.init_scope(), contextlib.nullcontext() if inside else strategy.scope():
+            in_scope = tf.distribute.has_strategy() or strategy is tf.distribute.get_strategy()
+            with tf.init_scope(), contextlib.nullcontext() if in_scope else strategy.scope():
                 self.loss_window = LossWindow(self.model)
 
     def _build_variables(self, iterator: Any) -> None:
@@ -299,6 +306,7 @@ class StepBuilder:
             build_optimizer(model.optimizer, model.trainable_variables)
 
     def _window_of(self, data: Batch) -> LossWindow | None:
+        """The `loss_window` for a step on a batch; `None` if no stage needs it."""
         if not self.stages.apply or overrides_train_step(self.model):
             return None
         build_losses(self.model, data)
@@ -330,11 +338,15 @@ class StepBuilder:
         return self._step(data, True, None)
 
     def _steps(self, telemetry: Telemetry | None) -> list[Step]:
+        """The steps to compile: with the *apply* stage, one that only accumulates, and one that ends with an update."""
         choices = (False, True) if self.stages.apply else (False,)
         return [functools.partial(self._step, update=update, telemetry=telemetry) for update in choices]
 
     def _step(self, data: Batch, update: bool, telemetry: Telemetry | None) -> StepLogs:
-        """Runs a step on one replica, with all fillers in effect."""
+        """Runs a step on one replica, with all fillers in effect; ends with an update of accumulated gradients if told.
+
+        `data` may have no rows, and `telemetry`, if any, watches the updates.
+        """
         replica_batch = ReplicaBatch.of(data)
         place = self.stages.place() if self.stages.place else contextlib.nullcontext()
         self._trainable = self._trainable or Trainable.of(self.model)
@@ -352,6 +364,7 @@ class StepBuilder:
                 check = functools.partial(refuse_unwatched, self.model)
                 with noticing_applies(check) if self.stages.telemetry else contextlib.nullcontext():
                     logs = step.run_own(data, replica_batch)
+                # The backward pass of a custom step reuses gathered weights.
                 forget_gathers()
             else:
                 logs = step(data, replica_batch)

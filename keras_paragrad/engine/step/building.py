@@ -60,9 +60,10 @@ def has_build(layer: keras.layers.Layer) -> bool:
 
 
 def build_from_data(model: keras.Model, iterator: EpochIterator | None = None, data_batch: Batch = None) -> None:
-    """Builds what Keras's `_maybe_symbolic_build` builds, from the batch of one replica.
+    """Builds what Keras's `_maybe_symbolic_build` builds, from one replica's part of an iterator's first batch.
 
-    Keras averages the replica batches to read their shape, which fails if their sizes differ.
+    Without an iterator, `data_batch` is that batch. Keras averages the replica batches to read their shape, which fails
+    if their sizes differ.
     """
     if all(layer.built for layer in model._flatten_layers()) and is_fully_built(model):
         return
@@ -137,13 +138,13 @@ def _zeros(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """The gradients of mirrored variables, which TensorFlow can't compute outside of replicas."""
+    """Replaces `tape.gradient` by zeros on several replicas: outside of them, TensorFlow can't differentiate."""
     if replicas == 1:
         return original(tape, target, sources, *args, **kwargs)
     return tf.nest.map_structure(lambda source: tf.zeros(source.shape, source.dtype), sources)
 
 
-# Variables are made and not assigned, on this many replicas.
+# Variables are made and not assigned. Opened with the number of replicas.
 _WITHOUT_UPDATES = ProcessPatch[int](
     lambda: (
         Replacement(Variable, "assign", lambda replicas, original, variable, value: variable),

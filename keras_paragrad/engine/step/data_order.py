@@ -1,4 +1,8 @@
-"""A checksum of the batches that deterministic training has read, in their order."""
+"""A checksum of the batches that deterministic training has read, in their order.
+
+Deterministic training computes each batch in a fixed number of parts. A batch's checksum is a sum over its parts, so it
+doesn't depend on the replicas that read them.
+"""
 
 from typing import Any
 
@@ -10,7 +14,8 @@ from keras_paragrad.compat.variables import SavedVariables
 
 # Odd numbers whose bits are mixed, as in the finalizer of MurmurHash3.
 _MULTIPLIERS = (-49064778989728563, -4265267296055464877)
-_HALF = 31
+_SHIFT = 31
+# The modulus of the checksum, and as a mask, the lowest 31 bits.
 _PRIME = 2**31 - 1
 _ATTRIBUTE = "data_order"
 
@@ -33,7 +38,10 @@ class DataOrder(SavedVariables):
 
 
 def follow_data_order(model: keras.Model, before: Any, *, follow: bool) -> keras.optimizers.Optimizer | None:
-    """Attaches a `DataOrder` to a model's optimizer if `follow`; detaches it from `before`; returns the optimizer."""
+    """Attaches a `DataOrder` to a model's optimizer if `follow`, and returns the optimizer; otherwise, returns `None`.
+
+    `before` is the optimizer that the last call returned; if it is another one, its checksum is detached.
+    """
     optimizer = model.optimizer if follow and model.compiled else None
     if before is not None and before is not optimizer:
         delattr(before, _ATTRIBUTE)
@@ -44,13 +52,13 @@ def follow_data_order(model: keras.Model, before: Any, *, follow: bool) -> keras
 
 
 def checksum_of_part(data: Batch, number: tf.Tensor) -> tf.Tensor:
-    """Hashes a part's values, their positions and the part's number to two int64 numbers."""
+    """Hashes a part's values, their positions and the part's number in the batch to two int64 numbers."""
     total = tf.zeros([], tf.int64)
     present = [leaf for leaf in tf.nest.flatten(data, expand_composites=True) if leaf is not None]
     for index, leaf in enumerate(present):
         values = _as_integers(leaf)
-        places = tf.range(1, tf.size(values, tf.int64) + 1, dtype=tf.int64) * (2 * index + 1)
-        total += tf.reduce_sum(_mixed(values) * _mixed(places))
+        positions = tf.range(1, tf.size(values, tf.int64) + 1, dtype=tf.int64) * (2 * index + 1)
+        total += tf.reduce_sum(_mixed(values) * _mixed(positions))
     mixed = _mixed(total + tf.cast(number, tf.int64))
     mask = tf.constant(_PRIME, tf.int64)
     return tf.stack([tf.bitwise.bitwise_and(mixed, mask), tf.bitwise.bitwise_and(_shifted(mixed), mask)])
@@ -73,4 +81,4 @@ def _mixed(values: tf.Tensor) -> tf.Tensor:
 
 
 def _shifted(values: tf.Tensor) -> tf.Tensor:
-    return tf.bitwise.right_shift(values, tf.constant(_HALF, tf.int64))
+    return tf.bitwise.right_shift(values, tf.constant(_SHIFT, tf.int64))

@@ -1,4 +1,7 @@
-"""The outermost part of a train function: takes batches from the iterator, and runs compiled steps on them."""
+"""The outermost part of a train function: takes batches from the iterator, and runs compiled steps on them.
+
+Keras calls the train function with an iterator; a call runs the next `steps_per_execution` batches.
+"""
 
 import contextlib
 import functools
@@ -29,7 +32,7 @@ from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 # Makes a compiled step run on a mesh of devices, with batches from the host.
 OnMesh = Callable[[Step], Step]
-# Gets a batch before its step is traced, and may return a function to call after that.
+# Gets a batch before its step is traced; may return a function to call after the trace, before the step runs.
 Check = Callable[[Batch], Conclusion | None]
 
 
@@ -76,10 +79,11 @@ class CompiledStep:
         compiled = without_optionals(model, guard.watch(one_step) if guard else one_step)
         self._run = on_mesh(compiled) if on_mesh else compiled
         self._function: Any = one_step
-        # TensorFlow can't pass a mesh's batches to a function.
+        # Whether a `tf.function` takes the batches. TensorFlow can't pass a mesh's batches to one.
         self._in_functions = on_mesh is None and not model.run_eagerly
         self._get_next = tf.function(lambda iterator: iterator.get_next(), reduce_retracing=True, autograph=False)
         self._take = tf.function(lambda iterator: self(iterator.get_next()), reduce_retracing=True, autograph=False)
+        # The iterator for which the step was last traced, and whether its batches get to the step through Python.
         self._iterator: Callable[[], object] = lambda: None
         self._through_python = True
 
@@ -89,7 +93,7 @@ class CompiledStep:
     def run_next(self, iterator: Any, check: Check | None = None) -> StepLogs:
         """Runs the step on the next batch, traced for the iterator's element spec rather than the batch's shape.
 
-        A function that also takes the batch would store the step's graph twice: 5 kB per operation.
+        A function that gets the batch and runs the step would store the step's graph twice: 5 kB per operation.
         """
         if check is not None or not self._in_functions:
             with announcing_part("waiting for the first batch"):
@@ -99,7 +103,7 @@ class CompiledStep:
         return self(self._get_next(iterator)) if self._through_python else self._take(iterator)
 
     def run_checked(self, batch: Batch, check: Check | None, trace: Callable[[], object] | None = None) -> StepLogs:
-        """Runs the step on a batch that `check` gets before the trace; it may return a function to call after it."""
+        """Runs the step on a batch, after `check`; `trace` traces the step otherwise than for the batch's shape."""
         with announcing_part("proving on the first batch how it is divided"):
             conclude = check(batch) if check else None
         if trace:
@@ -125,6 +129,7 @@ class CompiledStep:
 
 
 def _without_optional(spec: Specs) -> Specs:
+    """Replaces the spec of an optional by `None`, which the step gets for an empty one."""
     return None if isinstance(spec, tf.OptionalSpec) else spec
 
 
@@ -144,7 +149,7 @@ class WatchedSteps(NamedTuple):
     updates_each_batch: bool
 
     def wants(self, planned: list[bool] | None, batches: int) -> bool:
-        """Whether telemetry watches a call with these batches, whose updates the host may have planned."""
+        """Whether telemetry watches the next call; `planned` says which batches update, or is `None` if unknown."""
         known = batches if self.updates_each_batch else None
         return self.telemetry.wants(known if planned is None else sum(planned))
 
@@ -180,14 +185,14 @@ def compile_steps(
     """
     in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and on_mesh is None
 
-    def compile_alike(steps: Sequence[Step]) -> tuple[Execute, Execute]:
-        """Returns an executor for batches of tensors, and one for other batches."""
+    def compile_pair(steps: Sequence[Step]) -> tuple[Execute, Execute]:
+        """Returns an executor for iterators of TensorFlow, and one for any iterator."""
         compiled = [CompiledStep(model, step, take, guard, by_xla, on_mesh) for step in steps]
         by_host = _by_host(model, compiled, proof, take)
         return _in_graph(model, compiled) if in_graph else by_host, by_host
 
-    plain = compile_alike(steps)
-    watching = compile_alike(watched.steps) if watched else plain
+    plain = compile_pair(steps)
+    watching = compile_pair(watched.steps) if watched else plain
 
     has_run = False
 
@@ -211,6 +216,7 @@ def compile_steps(
         updates = schedule.plan(batches) if schedule else [False] * batches
         watches = watched is not None and not skipped and watched.wants(updates if schedule else None, batches)
         run, by_host = watching if watches else plain
+        # After skipped batches, fewer are left than `_in_graph` runs.
         of_tensors = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not skipped
         execute = run if of_tensors else by_host
         if prepare and of_tensors and not model.run_eagerly:
@@ -254,7 +260,7 @@ def without_batches(model: keras.Model) -> ValueError:
 
 
 def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
-    """Runs all batches of a call in one graph."""
+    """Makes a function that runs all batches of a call in one graph."""
     per_call = model.steps_per_execution
 
     # The second step, if there is one, ends with an update; the first accumulates only.
@@ -297,7 +303,7 @@ def _by_host(
     proof: Proof | None,
     take: Take | None,
 ) -> Execute:
-    """Runs batches one by one: TensorFlow can't run collectives inside `tf.cond`."""
+    """Makes a function that runs batches one by one from Python: TensorFlow can't run collectives inside `tf.cond`."""
     strategy = model.distribute_strategy
     parts = take.ordered.parts if take and take.ordered else None
 
@@ -340,7 +346,7 @@ def divide_batch(strategy: tf.distribute.Strategy, batch: Batch, parts: int | No
         whole = leaf if isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)) else tf.convert_to_tensor(leaf)
 
         def part(context: tf.distribute.experimental.ValueContext) -> Any:
-            return _rows_of_replica(whole, int(context.replica_id_in_sync_group), placement)
+            return _rows_for_replica(whole, int(context.replica_id_in_sync_group), placement)
 
         return strategy.experimental_distribute_values_from_function(part)
 
@@ -356,10 +362,10 @@ def predict_on_batch(model: keras.Model, x: Structure) -> Structure:
     )
 
 
-def _rows_of_replica(whole: Any, number: int, placement: ReplicaPlacement) -> Any:
-    """A replica's rows of a batch."""
+def _rows_for_replica(whole: Any, index: int, placement: ReplicaPlacement) -> Any:
+    """The rows of a batch's tensor that the replica with this index gets."""
     rows = int(whole.nrows() if isinstance(whole, tf.RaggedTensor) else whole.shape[0])
-    start, stop = (placement.first_row(rows, replica) for replica in (number, number + 1))
+    start, stop = (placement.first_row(rows, replica) for replica in (index, index + 1))
     if isinstance(whole, tf.SparseTensor):
         rest = list(whole.shape[1:])
         return tf.sparse.slice(whole, [start, *(0 for _ in rest)], [stop - start, *rest])

@@ -26,6 +26,7 @@ from keras_paragrad.engine.step.part_function import PartFunction, on_first_repl
 from keras_paragrad.engine.step.stages import BatchSlices, ComputeLosses
 
 _ANY_ROWS = 2**31 - 1
+# The option that turns off TensorFlow's graph optimizers: in a large graph, they merge sums of parts.
 _NO_REWRITING = "disable_meta_optimizer"
 
 
@@ -43,9 +44,9 @@ class FixedParts(NamedTuple):
         prove: Whether the first batch must prove that its parts give the same results as the whole.
         most_rows: The most rows that a part may have.
         by_xla: Whether XLA compiles parts.
-        for_replicas: Advice where several replicas divide batches.
-        replicas: The number of replicas that divide the parts.
-        sums_replicas: See `OrderedSplit`.
+        for_replicas: Advice, for the error on replicas that don't get whole parts.
+        replicas: The number of replicas among which the parts are divided.
+        sums_replicas: True: the gradient is the whole batch's on the first replica, and zero on the others.
     """
 
     parts: int
@@ -77,7 +78,7 @@ class FixedParts(NamedTuple):
         return f"With deterministic={self.parts} every batch is computed in {self.parts} parts."
 
     def part_rows(self, rows: int) -> int:
-        """The rows of the largest part of a replica's rows."""
+        """The number of rows of the largest part, for a replica batch of `rows` rows."""
         return max(1, -(-rows // min(self.parts, parts_per_replica(self.parts, self.replicas))))
 
     def cuts(self, data: Batch) -> bool:
@@ -100,7 +101,7 @@ class FixedParts(NamedTuple):
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
-        """Context in which steps are traced and run: TensorFlow leaves the order of their operations as it is."""
+        """Context in which steps are traced and run, without TensorFlow's graph optimizers."""
         options = tf.config.optimizer.get_experimental_options()
         tf.config.optimizer.set_experimental_options({_NO_REWRITING: True})
         try:
@@ -122,6 +123,7 @@ class FixedParts(NamedTuple):
 
         def evaluated(context: StepContext, data: Batch) -> tuple[Gradient, Structure]:
             y_pred, losses = compute(data)
+            # Nothing uses the weight.
             return Gradient([None] * len(model.trainable_weights), None, Normalizer(tf.constant(1.0)), losses), y_pred
 
         part = PartFunction(StepContext(model, batch, by_xla=self.by_xla), self.parts, evaluated)
@@ -155,7 +157,10 @@ class FixedParts(NamedTuple):
             )
 
     def _bounds(self, batch: ReplicaBatch, data: Batch) -> list[tuple[int, tuple[Any, Any]]]:
-        """The number, first row and number of rows of each part that this replica computes: at least one."""
+        """For each part that this replica computes: its number in the batch, and its first row and row count here.
+
+        A replica beyond the last part computes that part without rows.
+        """
         count = parts_per_replica(self.parts, replica_count())
         first = min(replica_index() * count, self.parts - 1)
         count = max(1, min(count, self.parts - replica_index() * count))

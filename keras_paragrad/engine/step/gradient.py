@@ -1,4 +1,8 @@
-"""The *gradient* stage: forward and backward pass of a slice, and the weight of its gradient in the batch."""
+"""The *gradient* stage: forward and backward pass of a slice, and the weight of its gradient in the batch.
+
+A gradient's weight is a `Normalizer`: the divisor of its loss. A replica's loss is multiplied by a factor, so that the
+replicas' gradients sum to the batch's.
+"""
 
 import contextlib
 import functools
@@ -27,7 +31,7 @@ from keras_paragrad.storage.row_gradients import scale_gradients
 
 Data = TypeVar("Data")
 Result = TypeVar("Result")
-# By replica, the weight of a model's loss in the backward pass that is being traced.
+# By replica, the factor of a model's loss in the backward pass that is being traced.
 _WEIGHTS = Slot[Mapping[int, Scalar]]("replica_weights", {})
 # Maps a model, the arguments of its `compute_loss` and the recorded loss terms to the weight.
 Normalize = Callable[[keras.Model, LossArguments, list[LossTerm]], Normalizer]
@@ -35,7 +39,7 @@ Normalize = Callable[[keras.Model, LossArguments, list[LossTerm]], Normalizer]
 Look = Callable[[keras.Model, LossArguments, list[LossTerm]], None]
 # Takes a model, the loss, the arguments of a `Normalize`; returns the scaled loss, and the normalizer for the logs.
 ScaleByReplicas = Callable[[keras.Model, tf.Tensor, LossArguments, list[LossTerm]], tuple[tf.Tensor, Normalizer | None]]
-# Maps a weight to the factor of the loss in the backward pass.
+# Maps the weight of a replica's gradient to the factor of its loss in the backward pass.
 WeighReplica = Callable[[Normalizer], Scalar]
 # Maps a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
 Present = Callable[[Batch], tf.Tensor]
@@ -96,9 +100,11 @@ class Gradient(NamedTuple):
 def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Structure]:
     """Runs Keras's `train_step` from the inputs to the gradients; also returns the outputs."""
     model, normalize, scale = context.model, context.normalize, context.scale_by_replicas
+    # Then losses aren't divided by the number of replicas.
     undivided = normalize is not None or scale is not None
+    # Weights in shards are read gathered: `source` maps a variable to the tensor or variable that the tape watches.
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
-        # Layers may compute and add losses too.
+        # Around the forward pass too: layers may compute and add losses.
         with as_one_replica() if undivided else contextlib.nullcontext():
             loss, arguments, terms = compute_loss(model, data, untracked=context.sums)
         scaled_loss, shown = scale(model, loss, arguments, terms) if scale else (loss, None)
@@ -142,9 +148,9 @@ def call_in_function(function: Callable[[Data], Result], data: Data, *, by_xla: 
 
 
 def in_function(function: Callable[[Data], Result], *, by_xla: bool = True) -> Callable[[Data], Result]:
-    """A function of one replica that TensorFlow doesn't inline; its tensors keep their masks.
+    """Wraps a function for one replica, so that TensorFlow doesn't inline it, or so that XLA compiles it if `by_xla`.
 
-    Other results keep their values from the last trace. XLA compiles it, if `by_xla`.
+    Tensors in its result keep their Keras masks. All other objects in it are the last trace's.
     """
     attributes = None if by_xla else {NO_INLINE: True}
     traced: list[Result] = []
@@ -167,7 +173,7 @@ def in_function(function: Callable[[Data], Result], *, by_xla: bool = True) -> C
 def equal_share(weight: Normalizer) -> float:
     """The factor of a replica's loss if all replicas count equally: 1 / replicas for means, as in Keras, 1 for sums.
 
-    Gradients carry it until their weights are known; without it, they would overflow sooner in half precision.
+    Losses are multiplied by it until their weights are known; without it, gradients in half precision overflow sooner.
     """
     return 1.0 if weight.summed or weight.of_one_device else 1 / replica_count()
 
@@ -179,7 +185,7 @@ def replica_weight_of(model: keras.Model) -> Scalar | None:
 
 @contextlib.contextmanager
 def _with_replica_weight(model: keras.Model, factor: Scalar | None) -> Generator[None]:
-    """Context in which this replica's loss is multiplied with a factor."""
+    """Context of a backward pass in which `replica_weight_of` returns this factor of the loss."""
     if factor is None:
         yield
         return
@@ -197,7 +203,7 @@ _CONVOLUTIONS = tuple(layer for name, layer in vars(keras.layers).items() if "Co
 
 
 class ReplicaWeight:
-    """The weight of this replica's gradient in the batch's; reduced over the replicas once."""
+    """Computes the factor of this replica's loss in the batch; all-reduces weights in the first call only."""
 
     def __init__(self, replica_batch: ReplicaBatch):
         self.replica_batch = replica_batch
@@ -210,20 +216,22 @@ class ReplicaWeight:
         return self._factor
 
     def _reduce(self, weight: Normalizer) -> tf.Tensor:
+        """The weight's share of the sum over the replicas; an equal share if all weights are 0."""
         value = self.replica_batch.weight(tf.cast(weight.value, "float32"))
         (total,) = sum_over_replicas([value])
         return tf.where(total > 0, value / total, equal_share(weight))
 
 
-def gradient_of(context: StepContext, data: Batch, **how: Any) -> Gradient:
+def gradient_of(context: StepContext, data: Batch, **fields: Any) -> Gradient:
     """Runs Keras's `train_step` up to the optimizer: forward pass, loss, backward pass, metrics.
 
-    Keyword arguments replace fields of the context. The loss is not tracked yet, nor are the metrics of a whole batch.
+    `fields` replace fields of the context. For a whole batch, `Gradient.show` tracks the loss and metrics later. For
+    others, metrics are updated here, and the loss isn't tracked.
     """
-    context = context._replace(**how)
+    context = context._replace(**fields)
     model, replica_batch = context.model, context.replica_batch
-    in_function = context.by_xla or (context.in_loop and is_slower_in_loop(model))
-    gradient, y_pred = (forward_backward_in_function if in_function else forward_backward)(context, data)
+    apart = context.by_xla or (context.in_loop and is_slower_in_loop(model))
+    gradient, y_pred = (forward_backward_in_function if apart else forward_backward)(context, data)
     assert gradient.loss is not None, "a pass has computed it"
     batch = arguments_of(data, y_pred)
     sums = gradient.sums and gradient.sums.zero_unless(replica_batch.nonempty)
@@ -268,7 +276,7 @@ def track_batch(model: keras.Model, loss: tf.Tensor, batch: LossArguments) -> St
 
 
 def scale_by_replica(model: keras.Model, gradient: Gradient, weigh_replica: WeighReplica | None) -> Gradient:
-    """Multiplies a gradient by this replica's weight, if it has a weight and `weigh_replica` is given."""
+    """Replaces the factor `equal_share` of a gradient by `weigh_replica`'s, if given and the gradient has a weight."""
     if gradient.weight is None or weigh_replica is None:
         return gradient
     factor = weigh_replica(gradient.weight) / equal_share(gradient.weight)

@@ -1,4 +1,7 @@
-"""Batches that fit in one slice: trained whole where larger ones would be refused."""
+"""Batches that fit in one slice: trained whole where larger ones would be refused.
+
+A refusal is the message of the `IndivisibleError` for batches that can't be divided into parts: why, and what to do.
+"""
 
 import contextlib
 import dataclasses
@@ -23,7 +26,7 @@ from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of, s
 from keras_paragrad.engine.tracing.untouched import trace_rows
 
 _log = logging.getLogger("keras_paragrad")
-# The `compile` of a model for which a `DeferredRefusal` was last checked, by its words.
+# By `DeferredRefusal.where`, the model's `compile` configuration when `look` last checked it.
 _LOOKED = Slot[Mapping[str, Any]]("deferred_refusals", {})
 # Matches shape-mismatch errors from TensorFlow and Keras, never our own.
 _OF_SHAPES = re.compile(
@@ -53,7 +56,7 @@ class DeferredRefusal:
             self.say(model, refusal)
 
     def look(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> None:
-        """Warns about problems that a step's arguments of a `LossNormalization` show; once for each `compile`."""
+        """Warns about problems that only a batch shows; checks the first batch after each `compile`."""
         looked = _LOOKED.of(model)
         if self.where in LOGGED.of(model) or looked.get(self.where) is model._compile_config:
             return
@@ -64,6 +67,7 @@ class DeferredRefusal:
             try:
                 self.normalize.check(model)
                 data = tuple(arguments[name] for name in ("x", "y", "sample_weight"))
+                # True if the loss compares rows, or the reason why such a loss can't be computed.
                 compares = find_row_comparison(model, data, self.normalize)
                 if isinstance(compares, str):
                     self.say(model, compares)
@@ -83,9 +87,9 @@ class DeferredRefusal:
 
 @contextlib.contextmanager
 def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable[[Any], object]) -> Generator[None]:
-    """Context in which a part of a batch is traced; explains an error that the whole batch doesn't raise.
+    """Context in which a part of a batch is traced; explains a shape error that the whole batch doesn't raise.
 
-    `data` is the batch, or one of its equal `parts`; `trace` traces a part's computation, for any rows.
+    `data` is one of `parts` equal parts of the batch. `trace` gets the whole batch, and traces the same computation.
 
     Raises:
         IndivisibleError: The rows of a batch aren't examples.
@@ -116,7 +120,7 @@ class IndivisibleBatchGuard:
         self.split, self._refusal = split, refusal
 
     def watch(self, step: Step) -> Callable[[Any], Any]:
-        """Makes a compiled step check its batches; outside of the step, as XLA drops assertions."""
+        """Wraps a compiled step: checks before it that a batch fits in a slice, as XLA drops a step's assertions."""
 
         def check(data: Batch) -> None:
             rows = rows_of(data)

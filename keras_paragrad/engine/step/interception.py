@@ -26,8 +26,9 @@ PlainApply = Callable[[Gradients, Sequence[keras.Variable] | None], None]
 Interceptor = Callable[[PlainApply, Gradients, Sequence[keras.Variable] | None], None]
 # Called in place of any optimizer's `apply`, with the optimizer, the gradients and their variables.
 Handler = Callable[[keras.optimizers.Optimizer, list[GradientTensor | None], list[keras.Variable]], None]
-# What an optimizer's intercepted `apply` replaces on the instance, and its *transform* stage.
+# The `apply` that an intercepted optimizer had as an attribute of its own, in a dict, which is empty if it had none.
 _REPLACED = Slot[dict[str, Any] | None]("interception", None)
+# An optimizer's *transform* stage.
 _TRANSFORM = Slot[Transform | None]("transform", None)
 
 
@@ -51,6 +52,7 @@ def _apply(
     trainable_variables: Sequence[keras.Variable] | None = None,
     **keywords: object,
 ) -> None:
+    """Replaces `apply` of any optimizer: this thread's handler gets the call, if any, and otherwise the original."""
     if calls is not None and calls.handler is not None:
         variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
         calls.handler(optimizer, list(grads), list(variables))
@@ -75,7 +77,7 @@ _PATCH = ProcessPatch[_Calls](
 
 
 def intercept_apply(optimizer: keras.optimizers.Optimizer, intercept: Interceptor | None) -> None:
-    """Replaces an optimizer's `apply`, or restores it, if `None`."""
+    """Makes an optimizer's `apply` call `intercept` instead; restores it, if `None`."""
     replaced = _REPLACED.of(optimizer)
     if replaced is not None:
         restore_methods(optimizer, "apply")
@@ -100,7 +102,7 @@ def intercept_apply(optimizer: keras.optimizers.Optimizer, intercept: Intercepto
 def capturing_applies(handler: Handler) -> Generator[Callable[[], contextlib.AbstractContextManager[object]]]:
     """Context in which calls of any optimizer's `apply` on this thread go to a handler instead.
 
-    Yields a context, within which `apply` updates variables again.
+    Yields a function that returns a context, within which `apply` updates variables again.
     """
     calls = _PATCH.value or _Calls()
     with _PATCH.open(calls._replace(handler=handler)):

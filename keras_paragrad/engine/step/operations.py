@@ -1,4 +1,7 @@
-"""The operations of a traced graph: their tensors' sizes, and whether they can be repeated."""
+"""The operations of a traced graph: their tensors' sizes, and whether they can be repeated.
+
+A graph's tensors are numbered in the order in which their operations were created.
+"""
 
 import itertools
 import math
@@ -71,7 +74,8 @@ class Block:
 class Numbered(NamedTuple):
     """A graph's operations, and the numbers of its tensors, by their `ref()`.
 
-    `positions` has, for the n-th operation of the graph, the number of operations before it in the block.
+    `positions` has, for the n-th operation of the graph, the number of operations before it in the block, and at its
+    end the number of all operations in the block, which leaves some out.
     """
 
     block: Block
@@ -102,11 +106,12 @@ class Resized(NamedTuple):
         return math.prod(known) * tensor.dtype.size
 
     def flops_of(self, operation: tf.Operation) -> float:
-        """The counted floating-point operations of an operation."""
+        """An operation's counted floating-point operations, for `rows` rows."""
         flops = (self.count_flops and self.count_flops(operation)) or 0
         if not (flops and self.traced):
             return flops
         axes = [sum(map(self._counts_rows, tensor.shape)) for tensor in (*operation.inputs, *operation.outputs)]
+        # A tensor of rows by rows has two such axes, and grows with their square.
         return flops * (self.rows / self.traced) ** max(axes)
 
     def _counts_rows(self, size: int | None) -> bool:
@@ -114,22 +119,22 @@ class Resized(NamedTuple):
 
 
 def block_of(graph: tf.Graph, sizes: Resized) -> Numbered:
-    """The operations of a `FuncGraph`."""
+    """Reads a `FuncGraph` and the functions that it calls; `sizes` says for which batch size."""
     inputs = {tensor.ref() for tensor in graph.inputs}
     numbers: dict[Hashable, int] = {}
     for operation in graph.get_operations():
         for tensor in operation.outputs:
             numbers[tensor.ref()] = len(numbers)
 
-    def all_of(tensors: Iterable[tf.Tensor]):
+    def numbers_of(tensors: Iterable[tf.Tensor]):
         return tuple(numbers[tensor.ref()] for tensor in tensors)
 
     operations, positions = _in_order(graph, inputs)
     traced = [
         TracedOperation(
             operation.type,
-            all_of(operation.inputs),
-            all_of(operation.outputs),
+            numbers_of(operation.inputs),
+            numbers_of(operation.outputs),
             tuple(map(sizes.bytes_of, operation.outputs)),
             _value(operation),
             tuple(block_of(function, sizes).block for function in called_graphs(operation)),
@@ -137,12 +142,16 @@ def block_of(graph: tf.Graph, sizes: Resized) -> Numbered:
         )
         for operation in operations
     ]
-    block = Block(traced, list(all_of(graph.inputs)), list(all_of(graph.outputs)), [*map(sizes.bytes_of, graph.inputs)])
+    input_sizes = [*map(sizes.bytes_of, graph.inputs)]
+    block = Block(traced, list(numbers_of(graph.inputs)), list(numbers_of(graph.outputs)), input_sizes)
     return Numbered(block, numbers, positions)
 
 
 def _in_order(graph: tf.Graph, inputs: set[Hashable]) -> tuple[list[tf.Operation], list[int]]:
-    """Operations in the order of their creation, but after their inputs: a gradient adds inputs to an earlier loop."""
+    """Operations in the order of their creation, but after their inputs: a gradient adds inputs to an earlier loop.
+
+    Leaves out placeholders and what TensorFlow prunes. Also returns `Numbered.positions`.
+    """
     ordered: dict[tf.Operation, None] = {}
     positions = []
     for operation in graph.get_operations():
@@ -242,7 +251,7 @@ class HiddenState(NamedTuple):
 
 
 def find_hidden_state(operations: Iterable[tf.Operation]) -> HiddenState | None:
-    """Finds the first operation that reads or changes a state unknown to Keras."""
+    """Finds the first operation that draws random numbers or changes a state unknown to Keras, if any."""
     for operation in _stateful(operations):
         if any(word in operation.type for word in _RANDOM):
             advice = "Draw with keras.random, with seed=a keras.random.SeedGenerator that is an attribute of the layer"

@@ -1,4 +1,7 @@
-"""A part of a batch as a function without side effects, and the addition of parts in a fixed order."""
+"""A part of a batch as a function without side effects, and the addition of parts in a fixed order.
+
+Deterministic training computes each batch in a fixed number of parts, whatever the number of replicas.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -54,7 +57,7 @@ class PartFunction:
         metrics = {id(variable): variable for metric in step_metrics(self.model) for variable in metric.variables}
         weights = set(map(id, self.variables))
         self.metrics = list(metrics.values())
-        known = [
+        others = [
             variable
             for variable in all_variables(self.model)
             if id(variable) not in weights and id(variable) not in metrics
@@ -62,11 +65,11 @@ class PartFunction:
         # All states that a part may change: seeds, and statistics of batches.
         layers = layers_of_batch_statistics(self.model)
         statistics = {id(variable) for layer in layers for variable in layer.non_trainable_variables}
-        self.states = [variable for variable in known if is_seed(variable) or id(variable) in statistics]
+        self.states = [variable for variable in others if is_seed(variable) or id(variable) in statistics]
         self._check()
         self._compute = in_function(self._part, by_xla=context.by_xla)
         self._add = in_function(_add_pair, by_xla=False)
-        # A mean over a part is larger than over the batch, and could overflow where the loss is scaled.
+        # The factor of a part's loss: its mean is larger than the batch's, and could overflow where losses are scaled.
         self._share = 1 / parts if scales_loss(self.model) else 1.0
         self._order = DataOrder.of(self.model) if run is forward_backward else None
 
@@ -92,7 +95,10 @@ class PartFunction:
         return self._compute((batch.filled(rows), tf.constant(number, tf.uint32), batch.nonempty))
 
     def _part(self, arguments: tuple[Batch, tf.Tensor, tf.Tensor | None]) -> BatchPart:
-        """Computes a part without side effects."""
+        """Computes a part without side effects, from its rows, its number, and whether it has rows (`None` if it does).
+
+        The contribution of a part without rows is zero; its rows are filler.
+        """
         data, number, nonempty = arguments
         starts = {id(seed): _seed_of_part(seed, number) for seed in self.states if is_seed(seed)}
         mapping = [(seed, starts[id(seed)]) for seed in self.states if is_seed(seed)]
@@ -151,7 +157,11 @@ class PartFunction:
         return sums[0]
 
     def assign(self, effects: Effects) -> None:
-        """Adds the sums to the states of metrics, on the first replica, and of layers, on all."""
+        """Adds a batch's effects to the states of metrics and layers.
+
+        Only the first replica's metrics change, as the replicas' states are summed. Layers' states change on all
+        replicas, by the mean of the parts' changes.
+        """
         if replica_index() == 0:
             for variable, added in zip(self.metrics, effects.metrics, strict=True):
                 variable.assign_add(added)
@@ -211,7 +221,8 @@ class RecordingScope(keras.StatelessScope):
         value = super().get_current_value(variable)
         if value is not None or self._reads or variable.regularizer is None:
             return value
-        # Keras asks a stateless scope for weights with a regularizer, and these aren't mapped.
+        # Keras's regularizers read weights from the scope, which doesn't hold them. `value` asks the scope again, and
+        # then has to get `None`.
         self._reads = True
         try:
             return variable.value

@@ -51,6 +51,7 @@ class _Captured(NamedTuple):
 
     @classmethod
     def of(cls, variables: Sequence[keras.Variable]) -> Self:
+        """Captures variables, some of which may be repeated, with their present values."""
         unique = list({id(variable): variable for variable in variables}.values())
         weights = [variable for variable in unique if variable.trainable]
         state = [variable for variable in unique if not variable.trainable]
@@ -77,7 +78,7 @@ class _Function(NamedTuple):
 
 
 class _Run:
-    """One call of a function, and its effects."""
+    """One call of a function: its two runs, and its effects."""
 
     def __init__(
         self,
@@ -95,6 +96,7 @@ class _Run:
         self.indices = [index for index, tensor in enumerate(self.tensors) if has_gradient(tensor)]
         # The name scope of the second run.
         self.scope = "/".join(["second_run", *filter(None, [tf.compat.v1.get_default_graph().get_name_scope()])])
+        # Found by the first run; `missing` are variables that it reads, and that aren't among `variables`.
         self.result: Structure = None
         self.missing: list[keras.Variable] = []
         self.losses: list[tf.Tensor] = []
@@ -107,8 +109,8 @@ class _Run:
         return [*(self.tensors[index] for index in self.indices), *self.captured.stored]
 
     def __call__(self) -> Structure:
-        """Runs the function, and returns its outputs."""
-        first_run: list[Any] = []
+        """Runs the function for the first time, and returns its outputs."""
+        first_results: list[Any] = []
 
         @tf.custom_gradient
         def recomputed(*tensors: tf.Tensor):
@@ -121,11 +123,11 @@ class _Run:
                 )
             if not self.missing:
                 check_repeatable(self.function.name, operations)
-            first_run[:] = [parts, masks, values]
+            first_results[:] = [parts, masks, values]
             return [part for leaf in parts for part in leaf if has_gradient(part)] + losses, self._gradient(tensors)
 
         returned: Any = recomputed(*self.differentiable)
-        parts, masks, values = first_run
+        parts, masks, values = first_results
         remaining = iter(returned)
         parts = [[next(remaining) if has_gradient(part) else part for part in leaf] for leaf in parts]
         self.losses = list(remaining)
@@ -188,7 +190,7 @@ class _Run:
     def _call(
         self, tensors: Sequence[tf.Tensor], weights: Sequence[tf.Tensor], state: Sequence[tf.Tensor]
     ) -> tuple[Structure, ReadScope]:
-        """Calls the function with these tensors in place of its arguments' and variables'."""
+        """Calls the function on these tensors in place of its arguments, and of the values of its variables."""
         remaining = iter(tensors)
         parts = [[next(remaining) for _ in dense_parts(leaf)] for leaf in self.leaves]
         arguments, keywords = keras.tree.pack_sequence_as(
@@ -229,12 +231,14 @@ class Recomputed:
         run = _Run(self.function, arguments, keywords, self.function.variables)
         if not run.differentiable:
             return self.function.call(*arguments, **keywords)
+        # On data of unknown length, the optimizer would count a batch that turns out not to exist.
         count_after(run.tensors)
         outputs = run()
         if run.missing:
             # It also reads variables outside of its layers, such as the global seed.
             run = _Run(self.function, arguments, keywords, [*self.function.variables, *run.missing])
             outputs = run()
+        # TensorFlow's registry would keep the gradient function, and so the graph, forever.
         keep_with_graphs([tf.compat.v1.get_default_graph()])
         for loss in run.losses:
             # Not `owner.add_loss`: a Functional model refuses it.
@@ -268,10 +272,10 @@ def _after(cotangents: Sequence[tf.Tensor | None]) -> Generator[Callable[[Sequen
         zero = tf.add_n([tf.cast(value > float("inf"), "float32") for value in first])
 
         def later(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-            numbers = [tensor.dtype.is_floating or tensor.dtype.is_integer for tensor in tensors]
+            numeric = [tensor.dtype.is_floating or tensor.dtype.is_integer for tensor in tensors]
             return [
-                tensor - tf.cast(zero, tensor.dtype) if number else tf.identity(tensor)
-                for tensor, number in zip(tensors, numbers, strict=True)
+                tensor - tf.cast(zero, tensor.dtype) if is_numeric else tf.identity(tensor)
+                for tensor, is_numeric in zip(tensors, numeric, strict=True)
             ]
 
         yield later

@@ -23,9 +23,9 @@ class SeenBatches:
         """Skips the next batches, and then calls `then` with the last of them."""
         self.left, self._then = batches, then
 
-    def skip(self, iterator: Any, most: int) -> int:
-        """Skips up to `most` batches of an iterator, and returns their number."""
-        skipped, batch = min(self.left, most), None
+    def skip(self, iterator: Any, limit: int) -> int:
+        """Takes up to `limit` of the batches to skip from an iterator, and returns how many it has taken."""
+        skipped, batch = min(self.left, limit), None
         try:
             for _ in range(skipped):
                 batch = iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)

@@ -1,4 +1,7 @@
-"""Runs a Functional model in parts of consecutive operations; a single tensor connects neighboring parts."""
+"""Runs a Functional model in parts of consecutive operations: in stages, or in segments, or in segments of stages.
+
+A stage runs on one device of a pipeline. A segment may run again in the backward pass.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -88,6 +91,7 @@ def parts_of(functional: Functional) -> list[Part]:
     nodes = calls_of(functional)
     last_use = {id(tensor): index for index, node in enumerate(nodes) for tensor in node.input_tensors}
     outputs = {id(tensor) for tensor in functional.outputs}
+    # The `id`s of tensors of floats that later operations take.
     alive: set[int] = set()
     groups: list[list[KerasNode]] = [[]]
     for index, node in enumerate(nodes):
@@ -223,6 +227,7 @@ class _GraphRunner:
         operation_fn: OperationFn = lambda op: op,
         call_fn: Callable[..., Structure] | None = None,
     ) -> Structure:
+        """Replaces Keras's `_run_through_graph`; calls it on symbolic tensors, and where Keras passes `call_fn`."""
         functional = self.functional
         flat = keras.tree.flatten(inputs)
         if call_fn is not None or any(isinstance(tensor, keras.KerasTensor) for tensor in flat):

@@ -1,4 +1,8 @@
-"""The stages of a step, and the protocols of what fills them."""
+"""The stages of a step, and the protocols of what fills them.
+
+A batch may be divided among replicas, and a replica's batch into slices. Accumulated batches are the micro-batches of a
+window, which ends with an update. A part is any of these: a replica batch, a slice or a micro-batch.
+"""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -305,6 +309,6 @@ class Stages(NamedTuple):
 
     @property
     def deferred_refusal(self) -> DeferredRefusal | None:
-        """Warns about models that slices, several replicas or larger windows would refuse, where there are none."""
+        """Warns about a model that slices, several replicas or larger windows would refuse, while there are none."""
         stages = (self.split, self.take, self.apply)
         return next((stage.deferred_refusal for stage in stages if stage and stage.deferred_refusal), None)

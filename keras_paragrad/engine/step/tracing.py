@@ -60,6 +60,8 @@ class TracedStep(NamedTuple):
 
 
 class _Call(NamedTuple):
+    """A call of an optimizer's `apply` in a graph, after `position` operations."""
+
     graph: tf.Graph
     position: int
     pairs: list[tuple[GradientTensor, keras.Variable]]
@@ -176,6 +178,7 @@ def _traced_step_of(
 
 
 def _step_of(model: keras.Model) -> Step:
+    """The step to trace: in slices, if `microbatch` divides batches, or the model's own."""
     builder = STEP_BUILDER.of(model)
     return builder.one_step if isinstance(builder, StepBuilder) and builder.stages.split else model.train_step
 

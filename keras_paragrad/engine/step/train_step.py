@@ -45,7 +45,7 @@ class TrainStep(NamedTuple):
     """One replica's step on a batch.
 
     If the *apply* stage is filled, `window` has the losses of the micro-batches since the last update, and `update`
-    says whether the step ends with an update.
+    says whether the step ends with an update. `division` says whether the batch is cut into slices.
     """
 
     model: keras.Model
@@ -55,7 +55,7 @@ class TrainStep(NamedTuple):
     division: Division
 
     def run_own(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
-        """Runs the custom `train_step`, and returns its logs."""
+        """Runs the custom `train_step`, divided as analyzed if `division` has a `step`, and returns its logs."""
         step, split = self.division.step, self.stages.split
         if step is None:
             return self._run_undivided(data)
@@ -104,11 +104,14 @@ class TrainStep(NamedTuple):
         if weigh and tf.executing_eagerly():
             _check_rows(self.model, data, gradient.gradients)
         losses = self._track_losses(gradient, replica_batch)
+        # Whether gradients are all-reduced before the optimizer gets them.
         whole = gradient.weight is not None or self.stages.chain is not None
         if weigh and whole:
+            # The observer gets this replica's gradients without the factor by which they are weighted.
             weight = gradient.weight
             factor = tf.constant(1.0) if weight is None else weigh(weight) / equal_share(weight)
             observe_before_all_reduce(self.model, gradient.gradients, factor)
+        # Losses and metrics may be summed in one collective with the gradients.
         shared = AllReducedResults(self.model, losses) if self.stages.take and several else None
         if losses and shared is None:
             losses.track()
@@ -148,6 +151,7 @@ class TrainStep(NamedTuple):
         if self._accumulator.weighting != "uniform":
             return Contribution.of(weight)
         if weight.of_one_device:
+            # The first replica has the whole batch's gradient, and the others have zeros.
             first = tf.constant(float(replica_index() == 0))
             return Contribution(first, first)
         if replica_weight is None or weight.summed:
@@ -205,7 +209,7 @@ class TrainStep(NamedTuple):
 
     @property
     def _is_uniform(self) -> bool:
-        """Whether `fit` accumulates micro-batches that all count the same."""
+        """Whether `fit` accumulates micro-batches that all count the same, by `weighting="uniform"`."""
         accumulator = self._accumulator
         return (
             self.stages.apply is not None

@@ -197,6 +197,7 @@ class _WholeBatch(NamedTuple):
 
 
 def _gather(model: keras.Model, data: Batch, tensors: Sequence[tf.Tensor], rows: _RowGatherer) -> _WholeBatch:
+    """Gathers the rows of all replicas: the tensors of their forward passes, and their data."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     # Keras's own `compute_loss` ignores the inputs, which may be large.
     inputs = x if overrides_compute_loss(model) else None

@@ -14,8 +14,7 @@ from keras_paragrad.engine.tracing.untouched import trace_untouched
 
 # The key of the telemetry's latest values in a step's logs: an output is free, while reading a variable costs time.
 LATEST = "_keras_paragrad_latest"
-
-
+# How many functions within functions are searched for compiled ones.
 _DEPTH = 8
 
 
@@ -66,7 +65,7 @@ def newest_trace(function: Any) -> TracedGraph:
 
 
 def _tensors(spec: Specs) -> list[Any]:
-    """The specs of the tensors in an argument, which may be an iterator."""
+    """The specs of the tensors in an argument, which may be an iterator; of replicas' tensors, the first's."""
     elements = getattr(spec, "element_spec", None) or getattr(spec, "_element_spec", None)
     leaves = tf.nest.flatten(elements, expand_composites=True) if elements is not None else [spec]
     leaves = [part for leaf in leaves for part in getattr(leaf, "_value_specs", (leaf,))[:1]]

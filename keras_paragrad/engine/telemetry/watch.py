@@ -96,10 +96,12 @@ class Observation(MethodPatch):
         """Passes on the gradients of an update, before it is applied."""
         if not self.before_optimizer:
             self.observe_gradient(gradients)
+        # Otherwise, `_sum` passes them on.
         if self.before_optimizer or replica_count() == 1:
             self.observer.update(gradients)
 
     def _sum(self, grads_and_vars: Iterable[tuple[GradientTensor, keras.Variable]]) -> list[tf.Tensor]:
+        """Replaces Keras's sum of gradients over the replicas: passes the result to the observer, too."""
         optimizer: keras.optimizers.Optimizer = self.optimizer
         summed = list(type(optimizer)._all_reduce_sum_gradients(optimizer, grads_and_vars))
         self.observer.update([gradient for gradient, _ in summed])
@@ -131,6 +133,7 @@ class WeightDeltas:
 
 
 def _delta(weight: keras.Variable, changing: list[tf.Operation]) -> tf.Tensor | None:
+    """The tensor that the only operation which changes a weight adds or subtracts, or `None`."""
     if len(changing) != 1 or changing[0].type not in _ADDITIONS or weight.dtype not in _PRECISE_DTYPES:
         return None
     return changing[0].inputs[1]
@@ -291,6 +294,7 @@ class UpdateWatch(MethodPatch):
             record = self.records[replica_index()]
             record.learning_rate = learning_rate
             positions = [record.positions[id(variable)] for variable in variables]
+            # Before and after clipping: whole gradients of sharded variables, in one call.
             gathered = gather_gradients([*record.unclipped, *gradients], [*variables, *variables])
             both = [_dense(gradient, variables[index % len(variables)]) for index, gradient in enumerate(gathered)]
             # Otherwise the optimizer gets all-reduced gradients.

@@ -100,6 +100,8 @@ def _enclosing_graphs(graph: Any) -> Iterator[tf.Graph]:
 
 
 def _by_reference(reference: Callable[[], Callable[..., Structure] | None]) -> Callable[..., Structure]:
+    """A gradient function for the registry, which calls a weakly referenced one."""
+
     def gradient(*arguments: tf.Tensor):
         function = reference()
         if function is None:

@@ -43,13 +43,19 @@ _DRAWS: list[tuple[Any, str, Callable[..., Any]]] = [
 
 
 class Rows:
-    """The rows of a part, and the number of draws for them (none if the number of rows is unknown)."""
+    """The `count` rows from `first` on, of a batch of `total` rows; `draws` counts the random operations so far.
+
+    `count` is `None` if the number of rows is unknown.
+    """
 
     def __init__(self, first: int, count: int | None, total: int):
         self.first, self.count, self.total, self.draws = first, count, total, 0
 
     def draw(self, make: Callable[..., Any], shape: Any, arguments: dict[str, Any]) -> Any:
-        """Draws the numbers of these rows; tensors with a different number of rows get other numbers in each part."""
+        """Draws the numbers of these rows; `None` if the shape isn't static.
+
+        Tensors with another number of rows get other numbers in each part; scalars and single rows get the same ones.
+        """
         if self.count is None:
             raise ValueError("random numbers are drawn for rows whose number isn't known while the graph is traced")
         sizes = tf.get_static_value(tf.convert_to_tensor(shape))
@@ -67,6 +73,7 @@ class Rows:
 def _draw(
     make: Callable[..., Any], rows: Rows, original: Callable[..., tf.Tensor], shape: Any, *args: Any, **kwargs: Any
 ):
+    """Replaces a random operation of TensorFlow: calls it, and replaces its values by those of `rows`, if any."""
     # The original's result gives the dtype.
     drawn = original(shape, *args, **kwargs)
     values = rows.draw(make, shape, {**dict(zip(("minval", "maxval"), args, strict=False)), **kwargs})

@@ -139,6 +139,7 @@ def _restorers(pending: list[Any], but: tuple[object, ...]) -> list[Callable[[],
 
 
 def _is_followed(kind: type) -> bool:
+    """Whether the attributes of a class's instances are restored: of Keras's classes, and the user's."""
     if issubclass(kind, _LEFT_ALONE):
         return False
     return issubclass(kind, _OF_KERAS) or not _is_library(kind.__module__.partition(".")[0])
@@ -151,6 +152,7 @@ def _is_library(package: str) -> bool:
 
 
 def _fill(container: Any, kind: type, add: str, content: Any) -> None:
+    """Restores a container's content by methods of the class `kind`, unless it has the same objects."""
     if _members(container) != _members(content):
         kind.clear(container)
         getattr(kind, add)(container, content)
