@@ -39,7 +39,7 @@ def detection(machine: Machine) -> Line:
 def doctor(machine: Machine) -> Line:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        status = diagnose(seconds=120)
+        status = diagnose(120, print)
     last = printed.getvalue().strip().splitlines()[-1]
     return Line(last, HOLDS if status == 0 else FAILS, {"printed": printed.getvalue()})
 

@@ -19,6 +19,7 @@ from keras_paragrad.distribution.checkpoint.interruptions import explained_failu
 from keras_paragrad.distribution.checkpoint.writers import check_callbacks, with_one_writer
 from keras_paragrad.distribution.consistency import AgreeEachEpoch, with_agreement
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs
+from keras_paragrad.distribution.decisions.batch import scaling_factor
 from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.engine.step.execution import without_batches
@@ -137,8 +138,8 @@ def train(run: PlannedRun, request: FitArguments, data: FitData, arguments: dict
     model, callbacks, verbose = request.model, request.callbacks or [], request.verbose
     distributed = data if isinstance(data, DistributedData) else None
     one_worker = hardware.worker_count == 1 and replica_placement(strategy).workers == 1
-    # The plan has no factor if it was made before the number of a TPU's replicas was known.
-    factor = plan.lr_scaling.value or float(strategy.num_replicas_in_sync)
+    # Not the plan's factor, which is `None` if it was made before the number of a TPU's replicas was known.
+    factor = scaling_factor(run.options.lr_scaling, strategy.num_replicas_in_sync) or 1.0
     # A `Backup` comes last, as it saves the state of all others.
     backups = [callback for callback in callbacks if isinstance(callback, Backup)]
     others = [callback for callback in callbacks if not isinstance(callback, Backup)]

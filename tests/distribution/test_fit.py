@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, GradientNoiseScale, PerExampleGradients, wrap
+from keras_paragrad.distribution.decisions.batch import decide_lr_scaling
 
 pytestmark = pytest.mark.own_process(seconds=240)
 ROWS = 90
@@ -221,7 +222,8 @@ def test_the_noise_scale_sees_replicas_that_are_clipped_after_the_sum():
     assert np.isfinite(noise.noise.variance)
 
 
-def test_the_learning_rate_grows_with_the_batch_and_falls_back():
+@pytest.mark.parametrize(("rule", "known", "factor"), [("linear", True, 2.0), ("sqrt", False, 2**0.5)])
+def test_the_learning_rate_grows_with_the_batch_and_falls_back(rule, known, factor):
     rates = []
 
     class Rates(keras.callbacks.Callback):
@@ -229,11 +231,14 @@ def test_the_learning_rate_grows_with_the_batch_and_falls_back():
             rates.append(float(self.model.optimizer.learning_rate.numpy()))
 
     x, y = data(96)
-    dist = DistributedFit(strategy="mirrored", batch="per_replica", lr_scaling="linear", warmup_steps=2)
+    dist = DistributedFit(strategy="mirrored", batch="per_replica", lr_scaling=rule, warmup_steps=2)
+    if not known:
+        # As of a TPU, before it is connected.
+        dist.plan = dist.plan.with_decision(decide_lr_scaling(dist.options, None))
     with dist.scope():
         made = model(keras.optimizers.SGD(0.25))
     dist.fit(made, x, y, batch_size=12, verbose=0, callbacks=[Rates()])
-    assert rates == [0.25, 0.375, 0.5, 0.5]
+    np.testing.assert_allclose(rates, [0.25, 0.25 * (1 + factor) / 2, 0.25 * factor, 0.25 * factor], rtol=1e-6)
     assert float(made.optimizer.learning_rate.numpy()) == 0.25
 
 
