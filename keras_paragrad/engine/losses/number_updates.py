@@ -1,4 +1,7 @@
-"""Replaces the batch-level numbers that a custom step gives to `Mean`s and `Sum`s."""
+"""Replaces the batch-level numbers that a custom step gives to `Mean`s and `Sum`s.
+
+A number is a scalar for a whole batch. Where a step runs on parts of a batch, each part gives one of its own.
+"""
 
 import contextlib
 import functools
