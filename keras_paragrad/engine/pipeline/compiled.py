@@ -1,4 +1,8 @@
-"""Compiles a stage of a pipeline with XLA, and reads the programs' names from a trace."""
+"""Compiles a stage of a pipeline with XLA, and reads the programs' names from a trace.
+
+A stage runs a *part* of a Functional model: consecutive operations. Tensors are passed by their index among the part's
+inputs, or among its outputs.
+"""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -24,7 +28,13 @@ _COMPILED = "_keras_paragrad_compiled_parts"
 
 
 class _Trace(NamedTuple):
-    """Filled in by a trace: indices of the part's outputs and of inputs whose masks it removes, assigned variables."""
+    """Filled in by a trace of a part.
+
+    Attributes:
+        outputs: The indices of its outputs.
+        unmasked: The indices of the inputs without a mask after it, which attention removes.
+        assigned: The variables that it assigns.
+    """
 
     outputs: list[int]
     unmasked: list[int]
@@ -35,6 +45,12 @@ class CompiledPart:
     """Runs a part of a Functional model as a function that XLA compiles, once for all calls in a graph.
 
     Profiles tell stages apart by the function's name, which XLA gives to its program.
+
+    Args:
+        part: The part.
+        run: Runs the part on the values of its inputs, by index, and returns the values of its outputs. Its argument
+            `operation_fn` maps each operation to what is called in its place.
+        name: The function's name.
     """
 
     def __init__(self, part: Part, run: Callable[..., dict[int, Any]], name: str):

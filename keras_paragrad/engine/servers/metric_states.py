@@ -1,4 +1,7 @@
-"""The states of a model's metrics as a vector: steps on workers return increments, and the chief sums them."""
+"""The states of a model's metrics as a vector: steps on workers return increments, and the chief sums them.
+
+The variables of metrics are on parameter servers; the chief is the process that calls `fit`.
+"""
 
 import contextlib
 import functools
@@ -33,6 +36,7 @@ class MetricStates:
         self._compiled = tf.function(self._results, autograph=False)
 
     def _check(self) -> None:
+        """Refuses states that are not sums."""
         others = {variable.path: variable.aggregation for variable in self._variables if variable.aggregation != "sum"}
         if others:
             raise ValueError(
@@ -74,6 +78,7 @@ class MetricStates:
             variable.assign(value)
 
     def _results(self, total: tf.Tensor) -> StepLogs:
+        """The results of the metrics for a vector of their states."""
         with _holding_tensors(self._variables):
             for variable, value in zip(self._variables, _unpacked(total, self._variables), strict=True):
                 variable.assign(value)
