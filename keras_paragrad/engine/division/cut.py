@@ -77,10 +77,7 @@ def local_rows(batch: Batch) -> Batch:
 
 
 def part_size(model: keras.Model, stages: Stages, batch: Batch) -> tuple[int, int]:
-    """The number of rows in one part of a batch, and the number of parts of an update.
-
-    A part is what is computed at once: a replica's share of a batch, or a slice of it.
-    """
+    """The number of rows of a part, a slice or else a replica's share, and the number of parts of an update."""
     leaf = next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
     size = max(int(rows_of(value)) for value in local_replica_values(leaf))
     parts = model.distribute_strategy.num_replicas_in_sync

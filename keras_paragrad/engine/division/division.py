@@ -129,10 +129,7 @@ class Divisions:
         return division
 
     def _divide_custom_step(self, stages: Stages, data: Batch) -> Division:
-        """Finds the division for a model with a custom `train_step`: its step is analyzed for the part that it gets.
-
-        That is a slice, else a micro-batch of a window, else a replica's share.
-        """
+        """Finds the division for a model with a custom `train_step`, analyzed for a slice, or for all the data."""
         split, take = stages.split, stages.take
         undivided = split.normalize.find_refusal(self.model) if split else None
         if split and undivided and split.cuts(data):

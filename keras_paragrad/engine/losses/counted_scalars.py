@@ -91,11 +91,7 @@ def _is_number(tensor: tf.Tensor) -> bool:
 
 
 def compare_scalars(whole: Sequence[Array], parts: Sequence[Sequence[Array]], *, half_precision: bool) -> NumberParts:
-    """Finds how parts make up the numbers of a trial, from the results of `scalars_of_trial` for each.
-
-    Raises:
-        Inconclusive: A part has more or fewer numbers than the whole.
-    """
+    """Finds how parts make up the numbers of a trial, `scalars_of_trial`; inconclusive if their counts differ."""
     tolerance = NUMBER.of(half_precision)
     return NumberParts(
         *(_compare(np.asarray(kind[0]), kind[1:], tolerance) for kind in zip(whole, *parts, strict=True))

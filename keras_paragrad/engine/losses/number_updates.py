@@ -1,7 +1,4 @@
-"""Replaces the batch-level numbers that a custom step gives to `Mean`s and `Sum`s.
-
-A number is a scalar for a whole batch. Where a step runs on parts of a batch, each part gives one of its own.
-"""
+"""Replaces the numbers, scalars for a whole batch or a part of it, that a custom step gives to `Mean`s and `Sum`s."""
 
 import contextlib
 import functools

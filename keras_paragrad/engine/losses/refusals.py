@@ -1,7 +1,4 @@
-"""Errors for models whose batches can't be divided, with advice.
-
-The normalizer of a loss is what it is divided by. A trial, on made-up rows, compares parts of a batch with the whole.
-"""
+"""Errors for models whose batches can't be divided, with advice. A loss's *normalizer* is what it is divided by."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

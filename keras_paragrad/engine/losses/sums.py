@@ -126,14 +126,8 @@ def loss_sums(
 class _Outputs:
     """The numerators and divisors of a model's compiled losses, in the order of its outputs.
 
-    Args:
-        unknown: The divisor of losses whose divisor is unknown.
-        divided: As in `loss_sums`.
-
-    Attributes:
-        factors, called, by_rows, proportional: As in `LossForm`.
-        weighted: The losses times their factors.
-        known: Whether all divisors are known.
+    `unknown` replaces unknown divisors; `known` says whether there are none. `weighted` has the losses times their
+    factors. For the other attributes, see `LossForm`.
     """
 
     def __init__(self, model: keras.Model, terms: Sequence[LossTerm], unknown: tf.Tensor, divided: bool, dtype: str):

@@ -28,13 +28,7 @@ _COMPILED = "_keras_paragrad_compiled_parts"
 
 
 class _Trace(NamedTuple):
-    """Filled in by a trace of a part.
-
-    Attributes:
-        outputs: The indices of its outputs.
-        unmasked: The indices of the inputs without a mask after it, which attention removes.
-        assigned: The variables that it assigns.
-    """
+    """Filled in by a trace: indices of outputs, and of inputs that have no mask afterwards, and assigned variables."""
 
     outputs: list[int]
     unmasked: list[int]
@@ -45,12 +39,8 @@ class CompiledPart:
     """Runs a part of a Functional model as a function that XLA compiles, once for all calls in a graph.
 
     Profiles tell stages apart by the function's name, which XLA gives to its program.
-
-    Args:
-        part: The part.
-        run: Runs the part on the values of its inputs, by index, and returns the values of its outputs. Its argument
-            `operation_fn` maps each operation to what is called in its place.
-        name: The function's name.
+    `run` maps the values of the part's inputs, by index, to the values of its outputs; its argument `operation_fn` maps
+    each operation to what is called in its place.
     """
 
     def __init__(self, part: Part, run: Callable[..., dict[int, Any]], name: str):

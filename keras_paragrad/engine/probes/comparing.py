@@ -48,13 +48,7 @@ def find_row_comparison(model: Any, data: Batch, normalize: LossNormalization, *
 
 
 class _Traced(NamedTuple):
-    """A traced loss on synthetic rows.
-
-    Attributes:
-        arguments: The arguments of `compute_loss`.
-        terms: The calls of the compiled losses.
-        refusal: The reason why outputs of parts can't be joined, or `None`.
-    """
+    """A loss traced on synthetic rows: its arguments and terms, and why outputs of parts can't be joined, or `None`."""
 
     arguments: LossArguments
     terms: list[LossTerm]

@@ -65,11 +65,7 @@ def loss_mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
 def _mixes(
     term: LossTerm, compute: Callable[..., tf.Tensor], one_value_each: bool, labels: bool, low: float, high: float
 ) -> bool:
-    """Whether the losses of some rows change when other rows change, or when the batch is split.
-
-    `compute` maps targets and predictions to the loss of each element. The other arguments are as in `loss_mixes_rows`
-    and `_DRAWS`.
-    """
+    """Whether the losses of some rows, as `compute` returns them, change with other rows or when the batch is split."""
 
     def values(y_true: Structure, y_pred: Structure) -> np.ndarray:
         losses = np.asarray(compute(y_true, y_pred), "float64")

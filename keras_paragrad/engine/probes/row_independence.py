@@ -135,10 +135,7 @@ def _has_custom_gradient(node: Any) -> bool:
 
 
 def _mixes_gradients(model: keras.layers.Layer, first: Batch, second: Batch, half_precision: bool) -> bool:
-    """Whether the gradients of some rows depend on other rows, or on the cotangents of other rows' outputs.
-
-    Compares the gradients of the weights: they must add up over rows.
-    """
+    """Whether the weights' gradients by some rows depend on other rows, or on the cotangents of other rows' outputs."""
 
     def gradient(data: Any) -> list[tf.Tensor]:
         arguments, weights = data

@@ -122,14 +122,7 @@ def split_dependent_states(
 ) -> list[keras.Variable]:
     """The variables whose values differ after two parts and after the whole, or that the second part reads changed.
 
-    Leaves out variables that other seeds change.
-
-    Args:
-        variables: The variables.
-        run: Maps rows, the variables' values and the index of the first row to results and new values.
-        start: The variables' values before the batch.
-        batch: At least `split.rows` rows.
-        split: How the batch is split.
+    Leaves out variables that other seeds change. `start` has the variables' values before the batch.
     """
     reseeded = [value + 1 if is_seed(variable) else value for variable, value in zip(variables, start, strict=True)]
     part, rest = take_rows(batch, 0, split.first), take_rows(batch, split.first, split.rows)

@@ -1,7 +1,4 @@
-"""Trial runs of a model on synthetic rows, without side effects.
-
-A trial answers a question about a model before it trains, or is `Inconclusive`.
-"""
+"""Trial runs of a model on synthetic rows, without side effects."""
 
 import logging
 import threading

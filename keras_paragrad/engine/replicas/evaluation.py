@@ -1,7 +1,4 @@
-"""Evaluates and predicts on replicas: every example once, and in order.
-
-A replica without examples computes a row of zeros, the *filler*, whose results are dropped.
-"""
+"""Evaluates and predicts on replicas: every example once, and in order. A replica without any computes a filler row."""
 
 import contextlib
 import functools

@@ -1,7 +1,4 @@
-"""The states of a model's metrics as a vector: steps on workers return increments, and the chief sums them.
-
-The variables of metrics are on parameter servers; the chief is the process that calls `fit`.
-"""
+"""The states of a model's metrics as a vector: steps on workers return increments, and the chief sums them."""
 
 import contextlib
 import functools
