@@ -100,7 +100,7 @@ def _create(
 ) -> TensorVariable:
     """`StrategyExtended._create_variable`: draws one initial value, and gives each replica its shard of it.
 
-    Other variables than large trained ones, and the slots of sharded ones, are created as usual.
+    Creates all variables but large trained ones, and the slots of sharded ones, as usual.
     """
     create = functools.partial(type(strategy.extended)._create_variable, strategy.extended, next_creator)
     # Keras creates a slot next to its variable.

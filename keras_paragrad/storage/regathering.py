@@ -1,6 +1,6 @@
 """Frees gathered weights after the forward pass: the backward pass reads weights that are gathered again.
 
-The *position* of an operation is its index in the graph. The backward pass begins at a known one.
+The *position* of an operation is its index in the graph; from `backward_start` on, it belongs to the backward pass.
 """
 
 import contextlib

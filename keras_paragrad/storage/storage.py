@@ -205,7 +205,7 @@ def reduce_gradients(
 
 
 def reduce_overwritten(gradients: Gradients, variables: Sequence[keras.Variable]) -> list[GradientTensor | None]:
-    """Replaces gradients that `is_overwritten` variables are assigned by their maximum over replicas, as Keras does."""
+    """Replaces the gradients of `is_overwritten` variables by their maximum over the replicas, as Keras does."""
     results = list(gradients)
     pairs = enumerate(zip(gradients, variables, strict=True))
     own = {index: pair for index, (pair, variable) in pairs if pair is not None and is_overwritten(variable)}

@@ -64,7 +64,7 @@ class EvaluationProof:
         return self._proves
 
     def __call__(self, batch: Batch, update: bool) -> Conclusion | None:
-        """Takes the first batch before its step is traced; returns the proof of its metrics; ignores `update`."""
+        """Takes the first batch before its step is traced; returns the proof of its metrics. Ignores `update`."""
         self._proves = False
         model, normalize, rows = self.model, self._stages.normalization(of_slices=False), local_rows(batch)
         if rows is None or normalize is None:

@@ -21,8 +21,9 @@ from keras_paragrad.engine.probes.tolerances import NUMBER
 from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial
 from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, compute_parts, over_draws
 
-# Relations that may hold. The batch's number is the sum of the parts' numbers, or their mean weighted by rows; its
-# weight is the sum of the weights; its product with its weight is the sum of the products; weights go by rows.
+# Relations between a batch's number and its parts'. NUMBERS: it is their sum. MEANS: it is their mean by rows.
+# WEIGHTS, PRODUCTS: its weight, or its product with its weight, is the sum of theirs. BY_ROWS: the parts' weights are
+# proportional to their rows.
 NUMBERS, MEANS, WEIGHTS, PRODUCTS, BY_ROWS = "numbers", "means", "weights", "products", "by rows"
 
 # The relations that hold for one number.

@@ -90,7 +90,7 @@ def _is_required(model: Any) -> bool:
 
 def _try_comparison(model: Any, arguments: LossArguments) -> bool | str:
     """Whether the loss compares examples, or the reason why outputs of parts can't be joined for it."""
-    # No question to log if the trial fails: a later refusal gives the reason.
+    # A failed trial isn't logged: a later refusal gives the reason.
     traced = run_trial(lambda size: _trace(model, arguments, size), *SIZES, otherwise=None, question=None)
     return traced is not None and _loss_compares_rows(model, traced) and (traced.refusal or True)
 

@@ -107,6 +107,7 @@ class PureFunction:
             raise UnknownState(assigned_resources(traced.graph))
 
     def _trace_for_any_rows(self, data: Batch, state: State) -> None:
+        """Traces the function for data like this with an unknown number of rows, if that works."""
         rows = row_count(data)
 
         def spec(tensor: tf.Tensor | None) -> tf.TensorSpec | None:

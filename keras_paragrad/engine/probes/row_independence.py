@@ -82,7 +82,7 @@ class RowPair(NamedTuple):
 
 
 def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_train: bool) -> str | None:
-    """The first layer or operation by which outputs or gradients of equal rows differ in the two batches, or `None`.
+    """The first layer or operation whose outputs, or gradients, for equal rows differ in the two batches; or `None`.
 
     Compares them in training if `may_train`, and in inference if they are random in training.
     """

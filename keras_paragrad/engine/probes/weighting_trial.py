@@ -157,6 +157,7 @@ class _Trial:
             others = [part.gradients_of_added for part in compute_parts(self.compute, batch, self._drawn)]
             values = [result.added for result in results]
             for added in ([result.gradients_of_added for result in results], others, values):
+                # Added losses may have no gradient.
                 with contextlib.suppress(Inconclusive):
                     errors = list(map(max, errors, errors_with(added, rounding=ROUNDING_OF_ADDED)))
         names = [candidate.name for candidate in self.candidates]
