@@ -82,7 +82,7 @@ def add_copies(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
 
 
 def _sharded_variables(model: keras.Model, *sections: str) -> Iterator[tuple[keras.Variable, ShardedVariable]]:
-    """The variables of a model's sections that are in shards."""
+    """The variables that are in shards, with their values, of these sections of `training_variables`."""
     variables = training_variables(model)
     for variable in [variable for section in sections for variable in variables[section]]:
         value = sharded_value(variable)
@@ -98,8 +98,12 @@ def _create(
     min_bytes: float,
     **kwargs: Any,
 ) -> TensorVariable:
-    """`StrategyExtended._create_variable`: one initial value is drawn, and every replica gets its shard."""
+    """`StrategyExtended._create_variable`: draws one initial value, and gives each replica its shard of it.
+
+    Creates all variables but large trained ones, and the slots of sharded ones, as usual.
+    """
     create = functools.partial(type(strategy.extended)._create_variable, strategy.extended, next_creator)
+    # Keras creates a slot next to its variable.
     reference = kwargs.get("colocate_with")
     slot_of = reference.partition if isinstance(reference, ShardedVariable) else None
     trained = reference is None and kwargs.get("trainable") is not False

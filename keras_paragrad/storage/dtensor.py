@@ -28,7 +28,8 @@ class _MeshContext(threading.local):
 
     Attributes:
         mesh: The mesh, if any.
-        assigned: Discarded assignments by the `id` of the variable; `None` if assignments are carried out.
+        assigned: The values of discarded assignments, by the `id` of the variable, so that the step can read them;
+            `None` if assignments are carried out.
     """
 
     mesh: Mesh | None = None
@@ -63,7 +64,7 @@ def span_workers(workers: Sequence[str], worker: int) -> None:
 
     Args:
         workers: The addresses of all workers.
-        worker: The number of this worker.
+        worker: The index of this worker.
     """
     os.environ |= {"DTENSOR_JOB_NAME": "worker", "DTENSOR_JOBS": ",".join(workers)}
     os.environ |= {"DTENSOR_CLIENT_ID": str(worker), "DTENSOR_NUM_CLIENTS": str(len(workers))}
@@ -77,7 +78,7 @@ def make_mesh(shape: Mapping[str, int], devices: Sequence[str], workers: int = 1
         devices: The names of this process's devices, such as `"CPU:0"`, in row-major order; each worker has the same
             number.
         workers: The number of workers.
-        worker: The number of this worker.
+        worker: The index of this worker.
     """
     if workers == 1:
         return dtensor.create_mesh(list(shape.items()), devices=list(devices))
@@ -153,6 +154,7 @@ def _local_positions(layout: Layout) -> list[tuple[int, ...]]:
 
 
 def _is_whole_on_each_worker(layout: Layout) -> bool:
+    """Whether the devices of each worker together have all parts of a tensor."""
     positions, local = [tuple(position) for position in layout.offset_to_shard()], len(layout.mesh.local_device_ids())
     return all(set(positions[i : i + local]) == set(positions) for i in range(0, len(positions), local))
 

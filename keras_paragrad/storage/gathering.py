@@ -87,7 +87,7 @@ def gather_before_pass(model: keras.Model) -> Generator[None]:
 
 
 def _not_copied(variables: Sequence[keras.Variable]) -> list[ShardedVariable]:
-    """The variables that have to be gathered to be read."""
+    """The sharded variables that have to be gathered to be read, as replicas have no whole copies."""
     return [value for variable in variables if (value := sharded_value(variable)) and value.copies is None]
 
 
@@ -138,6 +138,7 @@ def _call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Struct
     read = _not_copied(_read_by(layer))
     # A loop within the layer would add up gradients of shards.
     linked = {id(value): value.value() for value in read if id(value) in READING.linked}
+    # What an outer layer, a pass or a loop has gathered.
     gathered = {*READING.values, *READING.cast, *linked}
     missing = [value for value in read if id(value) not in gathered]
     if _looks_up_rows(layer, missing, keywords):
@@ -151,6 +152,7 @@ def _call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Struct
         dtype = dtypes.get(id(value))
         (cast if dtype else whole)[id(value)] = value.gathered(dtype, after)
     if missing and is_compiled_by_layer(layer):
+        # Layers within this one would leave theirs, which are tensors of the compiled function.
         own_inputs = _ORDER.inputs
         result = compiled_call(layer, call, arguments, keywords, (whole, cast), read_as)
         _ORDER.inputs = own_inputs
@@ -195,6 +197,7 @@ def _call_embedding(
     call: Callable[..., Structure], table: ShardedVariable, indices: tf.Tensor, *arguments: Any, **keywords: Any
 ) -> Structure:
     """Calls an embedding with a table of only the rows that it looks up, and with indices into this table."""
+    # `reverse`, given by position, reads the whole table.
     if any(arguments):
         with read_as({id(table): table.gathered()}):
             return call(indices, *arguments, **keywords)

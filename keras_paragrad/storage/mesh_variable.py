@@ -170,6 +170,7 @@ class MeshVariable(BaseResourceVariable):
         return self.assign(value)
 
     def _record(self, value: tf.Tensor) -> Any:
+        """Discards an assignment, which later reads of the step see."""
         assert CONTEXT.assigned is not None
         CONTEXT.assigned[id(self)] = value
         return value
@@ -187,7 +188,7 @@ class MeshVariable(BaseResourceVariable):
 
 
 class Meshed(Whole):
-    """The storage of a variable whose value is a `MeshVariable`. A step uses it as it would on one device."""
+    """The storage of a variable whose value is a `MeshVariable`, which a step uses as on one device; see `Storage`."""
 
     # A `MeshVariable`.
     variable: Any

@@ -14,6 +14,7 @@ from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Array
 from keras_paragrad.compat.variables import SavedVariables, assign_sum
 
+# Variables by owner: "model", "optimizer" or "metrics".
 Sections = dict[str, list[keras.Variable]]
 # The `StepBuilder` of a model, whose variables are saved with the model's.
 STEP_BUILDER = Slot[Any]("step_builder", None)
@@ -59,26 +60,26 @@ def built_with(model: keras.Model) -> list[list[int] | None]:
     Raises:
         ValueError: An optimizer was built with variables outside of the model.
     """
-    numbers = {id(variable): number for number, variable in enumerate(model.variables)}
+    index_of = {id(variable): index for index, variable in enumerate(model.variables)}
     built: list[list[int] | None] = []
     for optimizer in optimizers_of(model):
         variables = optimizer._trainable_variables if optimizer.built else None
-        others = [variable.path for variable in variables or () if id(variable) not in numbers]
+        others = [variable.path for variable in variables or () if id(variable) not in index_of]
         if others:
             raise ValueError(
                 f"{optimizer.name} updates {', '.join(others)}, and backups hold the model's variables alone. Make the "
                 "layers that have them attributes of the model."
             )
-        built.append(None if variables is None else [numbers[id(variable)] for variable in variables])
+        built.append(None if variables is None else [index_of[id(variable)] for variable in variables])
     return built
 
 
 def build_as_before(model: keras.Model, built: Sequence[Sequence[int] | None]) -> None:
-    """Builds a model's optimizers with the variables whose indices `built_with` has returned."""
-    for optimizer, numbers in zip(optimizers_of(model), built, strict=False):
-        if numbers is not None and not optimizer.built and max(numbers, default=0) < len(model.variables):
+    """Builds a model's optimizers with the variables whose indices `built_with` has returned, for each optimizer."""
+    for optimizer, indices in zip(optimizers_of(model), built, strict=False):
+        if indices is not None and not optimizer.built and max(indices, default=0) < len(model.variables):
             with model.distribute_strategy.scope():
-                optimizer.build([model.variables[number] for number in numbers])
+                optimizer.build([model.variables[index] for index in indices])
 
 
 def assign_all(sections: Sections, values: dict[str, Iterable[np.ndarray]]) -> None:
@@ -132,7 +133,7 @@ def accumulated_variables(optimizer: keras.optimizers.Optimizer) -> dict[int, ke
 
 
 class TracedState:
-    """The `compile` call, variables and storages with which a model's functions were traced."""
+    """The `compile` call, variables, storages and frozen layers with which a model's functions were traced."""
 
     def __init__(self):
         self._configuration: object = None

@@ -1,4 +1,7 @@
-"""Frees gathered weights after the forward pass: the backward pass reads weights that are gathered again."""
+"""Frees gathered weights after the forward pass: the backward pass reads weights that are gathered again.
+
+The *position* of an operation is its index in the graph; from `backward_start` on, it belongs to the backward pass.
+"""
 
 import contextlib
 import functools
@@ -57,33 +60,35 @@ def regather_in_backward(loss: tf.Tensor) -> Generator[None]:
     if not gathered:
         yield
         return
-    before = len(graph.get_operations())
+    backward_start = len(graph.get_operations())
     yield
     operations = graph.get_operations()
     positions = {operation.name: position for position, operation in enumerate(operations)}
     collectives = [
-        (at, operation) for at, operation in enumerate(operations) if at >= before and _is_collective(operation)
+        (position, operation)
+        for position, operation in enumerate(operations)
+        if position >= backward_start and _is_collective(operation)
     ]
-    weights = [_Weight(tensor, before, positions, collectives) for tensor in gathered]
+    weights = [_Weight(weight, backward_start, positions, collectives) for weight in gathered]
     # In the order in which the backward pass uses them, the same on every replica.
     after = [loss]
-    for weight in sorted((weight for weight in weights if weight.uses), key=lambda weight: weight.first):
+    for weight in sorted((weight for weight in weights if weight.uses), key=lambda weight: weight.first_use):
         after = weight.regather(after)
     _GATHERED.weights = []
 
 
 class _Weight:
-    """A gathered weight, and the backward pass's uses of it and of its views."""
+    """A gathered weight, and the backward pass's uses of it and of its views, which operations in `_VIEWS` make."""
 
     def __init__(
         self,
         gathered: tuple[TensorVariable, DType | None, tf.Tensor],
-        before: int,
+        backward_start: int,
         positions: dict[str, int],
         collectives: list[tuple[int, tf.Operation]],
     ):
         self._variable, self._dtype, self._tensor = gathered
-        self._before, self._positions, self._collectives = before, positions, collectives
+        self._backward_start, self._positions, self._collectives = backward_start, positions, collectives
         # The regathered counterparts of views, by `id`.
         self._regathered: dict[int, tf.Tensor] = {}
         # Keeps the tensors alive, whose `id`s are keys.
@@ -94,7 +99,7 @@ class _Weight:
             for use in view.consumers()
             if self._is_backward(use) and use.type not in _SHAPE_OPERATIONS
         ]
-        self.first = min((positions[use.name] for use, _ in self.uses), default=-1)
+        self.first_use = min((positions[use.name] for use, _ in self.uses), default=-1)
 
     def regather(self, after: list[tf.Tensor]) -> list[tf.Tensor]:
         """Gathers the weight again, and rewires the backward pass to it.
@@ -105,7 +110,7 @@ class _Weight:
         Returns:
             The tensors that this one waits for: inputs of its first use, which do not depend on it.
         """
-        first = next(use for use, _ in self.uses if self._positions[use.name] == self.first)
+        first = next(use for use, _ in self.uses if self._positions[use.name] == self.first_use)
         after = [input_ for input_ in first.inputs if self._is_backward(input_.op)] or after
         self._regathered[id(self._tensor)] = self._gather(after)
         for use, view in self.uses:
@@ -116,7 +121,7 @@ class _Weight:
 
     def _gather(self, after: list[tf.Tensor]) -> tf.Tensor:
         """Gathers the weight a second time, ordered among the worker's other collectives."""
-        if all(position < self.first for position, _ in self._collectives):
+        if all(position < self.first_use for position, _ in self._collectives):
             return self._variable.gathered(self._dtype, after)
         # Collectives of a synchronized BatchNormalization follow, whose gradients may need this weight. A token orders
         # a worker's collectives as they were traced, but this one is traced last and has to run before them.
@@ -125,7 +130,7 @@ class _Weight:
         for gather in self._collectives_behind(tensor):
             for position, other in self._collectives:
                 if other.device == gather.device:
-                    first, then = (other, gather) if position < self.first else (gather, other)
+                    first, then = (other, gather) if position < self.first_use else (gather, other)
                     then._add_control_input(first)
         return tensor
 
@@ -141,7 +146,7 @@ class _Weight:
 
     def _is_backward(self, operation: tf.Operation) -> bool:
         # Operations that gather another weight again have no position.
-        return self._positions.get(operation.name, -1) >= self._before
+        return self._positions.get(operation.name, -1) >= self._backward_start
 
     def _views_of(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """A tensor and its views in the forward pass."""
@@ -206,6 +211,7 @@ def _get_token() -> Callable[..., tf.Tensor]:
 
 
 def _second_token(launcher: Any) -> tf.Tensor:
+    """Replaces `_get_ordering_token`: a token that orders only collectives of the context."""
     if not hasattr(launcher, _SECOND_TOKEN):
         with tf.init_scope(), tf.device(launcher._device):
             setattr(launcher, _SECOND_TOKEN, ResourceVariable(0.0))

@@ -10,7 +10,9 @@ from keras_paragrad.compat.collectives import sum_over_replicas
 from keras_paragrad.compat.operations import SAME_BUFFER
 from keras_paragrad.compat.types import GradientTensor, Scalar
 
+# Operations that leave row numbers as they are.
 _SAME_NUMBERS = SAME_BUFFER | {"Cast"}
+# Operations whose first output, and gradients whose second output, is a vector of unique row numbers.
 _UNIQUE = {"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"}
 _SEGMENTS = {f"SparseSegment{reduction}GradV2" for reduction in ("Sum", "Mean", "SqrtN")}
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
@@ -79,7 +81,7 @@ def accumulate_gradient(
 
 
 def _merge_rows(total: Any, read: GradientTensor) -> Any:
-    """Merges duplicate rows of a sum if `read` has unique rows."""
+    """Merges duplicate rows of the sum over replicas of a gradient, `read`, if it has unique rows itself."""
     if not isinstance(read, tf.IndexedSlices) or not _has_unique_rows(read.indices):
         return total
     rows, positions = tf.unique(total.indices)
@@ -88,7 +90,7 @@ def _merge_rows(total: Any, read: GradientTensor) -> Any:
 
 
 def _split_reads(gradient: GradientTensor) -> Sequence[GradientTensor]:
-    """Splits a gradient by reads of the variable, if one of them reads each row once."""
+    """Splits the gradient of a variable that is read several times by reads, if one of these has unique rows."""
     if not isinstance(gradient, tf.IndexedSlices):
         return [gradient]
     reads = list(_indices_by_read(gradient.indices))

@@ -52,6 +52,7 @@ class ShardedVariable(DistributedVariable):
         super().__init__(strategy, values, aggregation, var_policy=policy)
         self.partition = partition
         self.copies = copies
+        # False while optimizers update the shards.
         self.copies_are_current = copies is not None
         # Whether optimizers receive the shards.
         self.being_updated = False
@@ -119,6 +120,7 @@ class ShardedVariable(DistributedVariable):
         return getattr(self.values[0], name)
 
     def _read(self) -> tf.Tensor:
+        """The whole, or within an update the shard; on a replica, a tensor of `READING` in its place, if any."""
         update = get_update_replica_id()
         if update is not None:
             return self.values[update]
@@ -183,6 +185,7 @@ class ShardedVariable(DistributedVariable):
                 gathered = self.distribute_strategy.run(lambda: all_gather(self.shard.read_value()))
             shards = self.distribute_strategy.experimental_local_results(gathered)[0]
             if tf.executing_eagerly():
+                # Other workers may still read from this process, and fail if it exits.
                 barrier()
             return self._join(shards)
         with tf.device("CPU:0"):
@@ -190,7 +193,6 @@ class ShardedVariable(DistributedVariable):
 
     def _join(self, shards: tf.Tensor) -> tf.Tensor:
         """Joins all shards. The whole gradient flows to the first shard, which tapes outside of replicas watch."""
-
         return _linked(self.partition.whole(tf.stop_gradient(shards)), self.values[0].read_value())
 
     def _update_cross_replica(self, update_fn: Callable[..., object], value: Any, **kwargs: Any) -> object:
@@ -238,7 +240,7 @@ class ShardedVariable(DistributedVariable):
 
 
 class Sharded(Whole):
-    """The storage of a variable whose value is a `ShardedVariable`."""
+    """The storage of a variable whose value is a `ShardedVariable`; see `Storage`."""
 
     # A `ShardedVariable`.
     variable: Any
@@ -271,7 +273,7 @@ class Sharded(Whole):
         return self.variable.partition.shard(gradient, replica_index())
 
     def accumulate(self, gradient: GradientTensor, scale: Scalar | None, first: tf.Tensor | bool) -> None:
-        # The gradient was scaled when it was reduced. A slice of the sum would keep the whole sum in memory.
+        # The gradient was scaled when it was reduced. It is copied, as a slice of the sum would keep the sum in memory.
         super().accumulate(tf.raw_ops.DeepCopy(x=gradient), None, first)
 
     def takes_steps_of(self, optimizer: keras.optimizers.Optimizer) -> bool:

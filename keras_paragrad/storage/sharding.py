@@ -125,7 +125,7 @@ def look_up_rows(table: tf.Tensor, indices: tf.Tensor, partition: Partition) -> 
 
         def look_up(requests: Sequence[tf.Tensor], index: int) -> tf.Tensor:
             wanted = requests[index][1]
-            return tf.add_n([_rows_in(shard, at, wanted, rows, width) for at, (shard, _) in enumerate(requests)])
+            return tf.add_n([_rows_in(shard, k, wanted, rows, width) for k, (shard, _) in enumerate(requests)])
 
         return _exchange(look_up, (table, indices))
     context: Any = tf.distribute.get_replica_context()
@@ -155,7 +155,7 @@ def _check_rows(indices: tf.Tensor, partition: Partition) -> tf.Tensor:
 
 
 def _rows_in(shard: tf.Tensor, index: int, indices: tf.Tensor, rows: int, width: int) -> tf.Tensor:
-    """Looks up the rows that are in one shard; rows of other shards read as zeros."""
+    """Looks up the rows that are in the shard of this index, which has `rows` rows; all others read as zeros."""
     local = indices - index * rows
     inside = tf.logical_and(local >= 0, local < rows)
     values = tf.gather(tf.reshape(shard, [rows, width]), tf.where(inside, local, tf.zeros_like(local)))
@@ -163,7 +163,7 @@ def _rows_in(shard: tf.Tensor, index: int, indices: tf.Tensor, rows: int, width:
 
 
 def _sum_shards(gradients: Sequence[tf.Tensor], index: int, partition: Partition) -> tf.Tensor:
-    """One shard of a sum of gradients."""
+    """The shard with this index of a sum of gradients, dense or `tf.IndexedSlices`."""
     if not all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
         return tf.add_n([partition.shard(tf.convert_to_tensor(gradient), index) for gradient in gradients])
     values = tf.concat([gradient.values for gradient in gradients], 0)
@@ -178,7 +178,7 @@ def _sum_shards(gradients: Sequence[tf.Tensor], index: int, partition: Partition
 
 
 def _exchange(compute: Callable[[Sequence[Any], int], tf.Tensor], value: Structure) -> tf.Tensor:
-    """Computes each replica's result, on its device, from the values of all replicas in this process."""
+    """Computes each replica's result, on its device: `compute` gets all local replicas' values, and its index."""
 
     def merge(strategy: tf.distribute.Strategy, grouped: Any) -> PerReplica:
         local = strategy.experimental_local_results

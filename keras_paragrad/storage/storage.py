@@ -1,4 +1,8 @@
-"""`Storage`: where a variable's value lives, and the operations that steps, optimizers, windows and backups use."""
+"""`Storage`: where a variable's value lives, and the operations that steps, optimizers, windows and backups use.
+
+A gradient is *reduced* when it is summed over the replicas; each replica has a part of it if the variable is
+divided. A window is the micro-batches of one update.
+"""
 
 import contextlib
 import functools
@@ -42,7 +46,7 @@ class Storage(Protocol):
     Attributes:
         variable: The Keras or TensorFlow variable.
         divided: Whether each replica holds a part. Then gradients are reduced before they are accumulated.
-        replaces: Whether the first gradient of a window replaces an accumulator's value; else the value is zeroed.
+        replaces: Whether the first gradient of a window replaces an accumulator's value; else `reset` zeroes it.
         mesh: The mesh on which functions that use the variable have to run, or `None`.
     """
 
@@ -201,7 +205,7 @@ def reduce_gradients(
 
 
 def reduce_overwritten(gradients: Gradients, variables: Sequence[keras.Variable]) -> list[GradientTensor | None]:
-    """Replaces gradients that `is_overwritten` variables are assigned by their maximum over replicas, as Keras does."""
+    """Replaces the gradients of `is_overwritten` variables by their maximum over the replicas, as Keras does."""
     results = list(gradients)
     pairs = enumerate(zip(gradients, variables, strict=True))
     own = {index: pair for index, (pair, variable) in pairs if pair is not None and is_overwritten(variable)}
@@ -243,7 +247,7 @@ def reduce_replicated_gradients(
 def _replace_by_sums(
     gradients: Gradients, scaled: Sequence[GradientTensor | None], storages: Sequence[Storage], indices: Sequence[int]
 ) -> list[Any]:
-    """Replaces gradients at some indices by sums over replicas, in one exchange for each class of storage."""
+    """Replaces the gradients at `indices` by the sums of `scaled` over replicas, in one exchange for each class."""
     results, by_reduction = list(gradients), {}
     for index, gradient in zip(indices, scaled, strict=True):
         by_reduction.setdefault(storages[index].reduce, []).append((index, gradient))

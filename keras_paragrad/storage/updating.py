@@ -34,13 +34,13 @@ _METHODS = (
     *("apply", "apply_gradients", "_backend_apply_gradients", "_backend_update_step"),
     *("_clip_gradients", "_clip_by_norm", "_update_model_variables_moving_average"),
 )
-# Of optimizers that update shards: the keys of variables and, by replica, their gradients' squared norms; `()` between
-# updates.
+# Of optimizers that update shards: in an update, the keys of variables, and by replica the squared norms of their
+# gradients in the same order; `()` between updates.
 _NORMS = Slot[tuple[Any, ...] | None]("norms", None)
 
 
 def overridden_method(optimizer: keras.optimizers.Optimizer) -> str | None:
-    """The name of an overridden method, other than `update_step`, that would get shards, or `None`."""
+    """The method, as `Class.method`, that a user's optimizer overrides and that would get shards, or `None`."""
     for inner in held_optimizers(optimizer):
         for name in _METHODS:
             if getattr(type(inner), name).__module__.partition(".")[0] not in ("keras", "keras_paragrad"):
@@ -86,7 +86,7 @@ def squared_norms(
 
     Args:
         optimizer: The optimizer that gets the gradients, and may unscale them.
-        gradients: The reduced gradients on this replica, or `None`.
+        gradients: The gradients of the update, summed over the replicas, or `None`; of divided variables, parts.
         variables: Their variables.
 
     Returns:

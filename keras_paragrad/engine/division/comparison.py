@@ -1,4 +1,7 @@
-"""Compares the parts' gradients with the whole batch's, and distinguishes errors from rounding and randomness."""
+"""Compares the parts' gradients with the whole batch's, and distinguishes errors from rounding and randomness.
+
+The *whole* is rows of the first batch; its parts are cut from it. A gradient is a list with an array for each weight.
+"""
 
 import abc
 import functools
@@ -61,11 +64,11 @@ class PartComparison(abc.ABC):
         """
 
     def compare(self, data: Batch, cut: RowCut) -> Difference | None:
-        """The first difference between the parts and the whole that noise doesn't explain."""
+        """The first difference between the parts and the whole that noise doesn't explain, or `None`."""
         rows = self.prepare(cut.take(data), cut)
         if rows is None:
             return None
-        # Changes that affect only rounding and random numbers.
+        # Computed once, and only if a difference has to be explained.
         changed = functools.cache(lambda: list(self._changed(rows)))
         for call, (whole, total) in enumerate(self.gradients(rows, cut)):
             error = _unexplained_error(
@@ -90,15 +93,16 @@ class PartComparison(abc.ABC):
         return [(whole.gradient, total) for whole, total in zip(wholes, totals, strict=True)]
 
     def prepare(self, rows: Batch, cut: RowCut) -> Batch | None:
-        """Prepares the rows from which gradients are computed; `None` if that isn't possible."""
+        """The data for `run`, from the whole's rows; `None` if it can't be made."""
         return rows
 
     def add(self, total: list[np.ndarray], gradient: list[np.ndarray], share: float, start: int, stop: int) -> None:
-        """Adds the weighted gradient of a part."""
+        """Adds the gradient of the part with the rows `start` to `stop`, times its weight `share`, to the total."""
         for sums, part in zip(total, gradient, strict=True):
             sums += share * part
 
     def _changed(self, rows: Batch) -> Iterable[list[list[np.ndarray]]]:
+        """The whole's gradients for each optimizer call, after changes that affect only rounding and random numbers."""
         yield [call.gradient for call in self.run(rows, 0, changed=True)]
         if not self.function.draws:
             # In another order, rows would draw other random numbers.
@@ -115,7 +119,7 @@ def _unexplained_error(
     changed: Callable[[], Iterable[list[np.ndarray]]],
     half_precision: bool,
 ) -> float:
-    """The relative error of the summed gradients; 0 if it is within the noise, measured on the `changed` gradients."""
+    """The relative error of the parts' summed gradients, `total`; 0 if it is within the noise of the `changed` ones."""
     error = relative_error(whole, total)
     if error is None or error <= GRADIENT.of(half_precision):
         return 0.0

@@ -22,7 +22,7 @@ class RowCut(NamedTuple):
 
     Attributes:
         rows: For each row of the whole, its index in the first batch.
-        bounds: The first row of each part, and the one after its last.
+        bounds: For each part, the index in the whole of its first row, and of the row after its last.
     """
 
     rows: np.ndarray
@@ -55,7 +55,7 @@ class RowCut(NamedTuple):
 
 
 def join_rows(batches: Sequence[Batch]) -> Batch:
-    """Concatenates batches; leaves out batches whose rows have other shapes than the first one's (other padding)."""
+    """Concatenates batches; leaves out those whose rows have other shapes than the first batch's (other padding)."""
 
     def shapes(batch: Batch) -> list[Any]:
         return [None if leaf is None else tuple(leaf.shape[1:]) for leaf in keras.tree.flatten(batch)]
@@ -77,7 +77,7 @@ def local_rows(batch: Batch) -> Batch:
 
 
 def part_size(model: keras.Model, stages: Stages, batch: Batch) -> tuple[int, int]:
-    """The number of rows in one part of a batch, and the number of parts of an update."""
+    """The number of rows of a part, a slice or else a replica's share, and the number of parts of an update."""
     leaf = next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
     size = max(int(rows_of(value)) for value in local_replica_values(leaf))
     parts = model.distribute_strategy.num_replicas_in_sync

@@ -22,8 +22,8 @@ class Divider:
         on_whole_batches: A clause: how a loss is computed on the outputs of the whole batch, or `None`.
         in_sequence: Whether a part sees the states that earlier parts leave.
         divides_steps: Whether a custom `train_step` is divided.
-        takes_weighting: Whether a `weighting` can be stated. Where none can, other states than the whole batch's are
-            warned of, and not refused.
+        takes_weighting: Whether a `weighting` can be stated. If not, layers whose states differ from the states after
+            the whole batch are warned of, and not refused.
         whole_batches: A sentence: what trains on whole batches instead.
         for_any_loss: A sentence: what takes any loss.
         for_compiled_losses: A sentence: what takes any loss if no layer adds one, if not the same.

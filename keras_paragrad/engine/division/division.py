@@ -1,4 +1,8 @@
-"""`Division`: how a batch is divided, decided for each signature of batches before a step is traced."""
+"""`Division`: how a batch is divided, decided for each signature of batches before a step is traced.
+
+`Stages` hold what components do in a step: `take` divides batches among replicas, `split` cuts them into slices, and
+`apply` accumulates micro-batches, weighted by `combine`.
+"""
 
 import functools
 import weakref
@@ -33,7 +37,7 @@ class Division(NamedTuple):
     """How a batch is divided.
 
     Attributes:
-        cut: Whether the batch is cut into slices.
+        cut: Whether the batch is cut into slices, if it is larger than one.
         whole_loss: Whether the loss is computed on the outputs of the whole batch.
         step: The analyzed custom `train_step` run on each part, or `None`.
         undivided: Why the batch can't be cut, or `None`; if set, a batch larger than one slice raises.
@@ -57,7 +61,7 @@ class Divisions:
         self.model = model
         self.steps: dict[tuple[object, ...], CustomStep | WholeStep] = {}
         self.undivided: str | None = None
-        # The specs of a replica's batch, and the batch specs for which they were computed.
+        # The specs of the last batches on a replica, and the stages and the iterator for which they were found.
         self._specs: Specs = None
         self._found_for: tuple[Stages | None, weakref.ref[Any] | None] = None, None
 
@@ -90,7 +94,7 @@ class Divisions:
             return self._trace(stages, lambda data: self._describe(stages, data))
 
     def _trace(self, stages: Stages, function: Callable[[Batch], Result]) -> Result:
-        """Calls a function with a batch of the last specs, in a graph that never runs."""
+        """The result of a function of a batch of the last specs, in a graph that never runs."""
         results: list[Result] = []
 
         def call(data: Batch) -> None:
@@ -125,7 +129,7 @@ class Divisions:
         return division
 
     def _divide_custom_step(self, stages: Stages, data: Batch) -> Division:
-        """Finds the division for a model with a custom `train_step`."""
+        """Finds the division for a model with a custom `train_step`, analyzed for a slice, or for all the data."""
         split, take = stages.split, stages.take
         undivided = split.normalize.find_refusal(self.model) if split else None
         if split and undivided and split.cuts(data):
@@ -162,6 +166,7 @@ class Divisions:
         split, replicas = stages.split, replica_count()
         # Whether the batch is larger than a slice; `None` if its number of rows isn't known.
         cuts = False if split is None else split.cuts(data)
+        # The stage whose parts have to be combined, if any.
         divides = split if cuts is not False else stages.take if replicas > 1 else None
         undivided = None
         if divides and divides.normalize and not stages.combine and divides.normalize.divider.on_whole_batches:
@@ -180,7 +185,7 @@ class Divisions:
         return Division(cut=cuts is not False and not undivided, undivided=undivided)
 
     def _needs_whole_outputs(self, stages: Stages, data: Batch, normalize: LossNormalization) -> bool | str:
-        """Whether the loss has to be computed on the whole batch's outputs; or the reason why it can't be."""
+        """Whether the loss has to be computed on the whole batch's outputs; a string says why it can't be."""
         model = self.model
         # A model without compiled losses may not be built yet, and trials need a built one.
         build_by_calling(model, keras.utils.unpack_x_y_sample_weight(data)[0])

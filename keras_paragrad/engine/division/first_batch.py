@@ -1,4 +1,8 @@
-"""Proves the division on the first batch, before the first update, and acts on a difference."""
+"""Proves the division on the first batch, before the first update, and acts on a difference.
+
+A proof computes rows of the batch whole and in *parts*: replicas' shares, slices or micro-batches. In all functions,
+`size` is the number of rows of a part, `parts` the number of parts of an update, and `normalize` weights a part.
+"""
 
 import functools
 from collections.abc import Callable
@@ -60,7 +64,7 @@ class EvaluationProof:
         return self._proves
 
     def __call__(self, batch: Batch, update: bool) -> Conclusion | None:
-        """Takes the first batch before its step is traced; returns the action on metrics that differ."""
+        """Takes the first batch before its step is traced; returns the proof of its metrics. Ignores `update`."""
         self._proves = False
         model, normalize, rows = self.model, self._stages.normalization(of_slices=False), local_rows(batch)
         if rows is None or normalize is None:
@@ -72,6 +76,7 @@ class EvaluationProof:
         return functools.partial(all_or_none, worker_strategy(model), prove)
 
     def _prove_loss(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
+        """Sets `whole_losses` if the loss differs, or warns if its weighting is stated."""
         difference = find_difference(self.model, data, size, parts, normalize, loss_alone=True)
         if normalize.weighting == "auto":
             self.whole_losses = _any_worker(self.model, difference is not None)
@@ -112,7 +117,10 @@ class FirstBatchProof:
         )
 
     def __call__(self, batch: Batch, update: bool) -> Conclusion | None:
-        """Takes a batch before its step runs; at the first update's last batch, returns the action on a difference."""
+        """Takes a batch before its step runs; at the first update's last batch, returns the action on a difference.
+
+        `update` says whether the batch ends an update.
+        """
         size, parts = part_size(self.model, self.stages, batch)
         normalize, rows = self.stages.normalization(of_slices=True), local_rows(batch)
         if self._window is None or parts == 1 or rows is None:
@@ -127,6 +135,7 @@ class FirstBatchProof:
         return conclusion and functools.partial(all_or_none, worker_strategy(self.model), conclusion)
 
     def _conclude(self, data: Batch, size: int, parts: int, normalize: LossNormalization | None) -> Conclusion | None:
+        """Proves the gradient, now or after the trace; without `normalize`, all parts weigh the same."""
         if overrides_train_step(self.model):
             return functools.partial(self._prove_step, data, size, parts, normalize) if normalize else None
         if normalize is None:

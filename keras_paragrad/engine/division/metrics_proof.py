@@ -19,7 +19,7 @@ from keras_paragrad.engine.probes.trial import row_count, run_trial, take_rows
 
 
 class MetricDifference(NamedTuple):
-    """A metric's largest result on the whole first batch, and on its `number` parts."""
+    """A metric's largest result on the whole first batch (`whole`), and on its `number` parts (`parts`)."""
 
     name: str
     whole: float
@@ -53,6 +53,7 @@ def find_metric_differences(
     """
 
     def results(batch: Any) -> dict[str, Any]:
+        """The metrics' results after an update with a batch and its outputs; without one, if `None`."""
         if batch is not None:
             data, outputs = batch
             model.compute_metrics(**arguments_of(data, mark_outputs(outputs)))

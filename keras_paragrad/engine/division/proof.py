@@ -1,4 +1,7 @@
-"""The proof on the first batch: parts of its rows, weighted as `fit` weights them, give the gradient of the whole."""
+"""The proof on the first batch: parts of its rows, weighted as `fit` weights them, give the gradient of the whole.
+
+In all functions, `size` is the number of rows of a part, and `parts` the number of parts of an update.
+"""
 
 from typing import Any
 
@@ -58,8 +61,6 @@ def find_difference(
     """Computes rows of the first batch whole and in parts; `None` if they differ only by rounding or randomness.
 
     Args:
-        size: The rows that one part holds.
-        parts: The number of parts of an update.
         normalize: Computes the weight of a part; all weigh the same, if `None`.
         loss_alone: Whether to differentiate only the loss, with respect to the outputs.
     """
@@ -71,6 +72,7 @@ def find_difference(
             division = _DividedPass(model, normalize, len(cut.rows))
             if bytes_of(division.function.graph(take_rows(data, 0, size))) * len(cut.bounds) <= MOST_BYTES:
                 return division.compare(data, cut)
+            # The whole takes too much memory: compare half of a part, and then only the loss, on all rows.
             difference = None
             if size > 1:
                 half = RowCut.of_part(size)
@@ -116,6 +118,7 @@ def measure_batch_statistics(
                 return None
             cut = RowCut.of_parts(count, size, fitting) if fitting > 1 else RowCut.of_parts(count, size // 2, 2)
             if division.function.draws:
+                # Random numbers by row depend on the whole's number of rows, which has changed.
                 division = _DividedPass(model, normalize, len(cut.rows), as_trained=True)
         return division.difference(rows, cut)
 
@@ -152,7 +155,7 @@ class _DividedPass(PartComparison):
         return gradients_of(loss), divisor
 
     def loss(self, data: Batch, y_pred: Structure = None) -> tuple[tf.Tensor, tf.Tensor]:
-        """The loss and its divisor: 0 for a sum."""
+        """The loss and its divisor: 0 for a sum, and the number of rows if all parts weigh the same."""
         loss, arguments, terms = compute_loss(self.model, data, y_pred=y_pred)
         # Keras differentiates the sum of an unreduced loss.
         total = tf.cast(tf.reduce_sum(loss), "float32")
@@ -199,7 +202,7 @@ class _DividedLoss(_DividedPass):
 def outputs_of_parts(model: keras.Model, rows: Batch, cut: RowCut) -> Structure | None:
     """The outputs for all rows, computed part by part, and their masks; `None` if they take too many bytes.
 
-    They may take as many as the tensors of one part's forward pass.
+    They may take as many as the tensors of one part's forward pass. See `mark_outputs`.
     """
 
     def forward(data: Any) -> tuple[Structure, list[tf.Tensor | None]]:

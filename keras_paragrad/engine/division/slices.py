@@ -25,7 +25,7 @@ def trace_loss(model: keras.Model, data: Batch) -> tuple[LossArguments, list[Los
 
 
 def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str | None:
-    """The reason why slices of such a batch can't be combined, from a trace that never runs; or `None`."""
+    """The reason why slices of a batch can't be combined, or `None`; from a trace of it that never runs."""
 
     def trace(data: Batch) -> None:
         split.normalize(model, *trace_loss(model, data))

@@ -37,7 +37,7 @@ def find_difference_of_step(
 
 
 class _DividedStep(PartComparison):
-    """Computes the gradients of a step's calls of optimizers."""
+    """Computes the gradients of a step's calls of optimizers, on `total` rows and on parts of them."""
 
     def __init__(self, step: CustomStep, total: int):
         self.weightings = step.weightings
@@ -53,4 +53,5 @@ class _DividedStep(PartComparison):
 
 
 def _change_inputs(rows: Batch) -> Batch:
+    """Perturbs the inputs `x` of a batch, and not its targets or weights."""
     return (perturb(rows[0]), *rows[1:]) if isinstance(rows, tuple) else perturb(rows)

@@ -1,4 +1,8 @@
-"""Finds on synthetic rows how parts make up a batch's numbers: arguments of `Mean`s and `Sum`s, and returned logs."""
+"""Finds on synthetic rows how parts make up a batch's numbers: arguments of `Mean`s and `Sum`s, and returned logs.
+
+A *number* is a scalar for the whole batch, as opposed to values per example. The trial computes it on some rows, and on
+two parts of them.
+"""
 
 import contextlib
 from collections.abc import Generator, Sequence
@@ -17,10 +21,12 @@ from keras_paragrad.engine.probes.tolerances import NUMBER
 from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial
 from keras_paragrad.engine.probes.weighting_trial import BOUNDS, ROWS, compute_parts, over_draws
 
-# How parts make up a batch's number: by sums of numbers, of numbers times rows, of weights, or of numbers times
-# weights; and whether weights are proportional to rows.
+# Relations between a batch's number and its parts'. NUMBERS: it is their sum. MEANS: it is their mean by rows.
+# WEIGHTS, PRODUCTS: its weight, or its product with its weight, is the sum of theirs. BY_ROWS: the parts' weights are
+# proportional to their rows.
 NUMBERS, MEANS, WEIGHTS, PRODUCTS, BY_ROWS = "numbers", "means", "weights", "products", "by rows"
 
+# The relations that hold for one number.
 MadeUpBy = set[str]
 
 
@@ -36,13 +42,15 @@ class NumberParts(NamedTuple):
     logs: list[MadeUpBy | None]
 
 
-def is_sum_of_parts(adds: MadeUpBy | None, otherwise: bool) -> bool:
-    """Whether a number is the sum of its parts' numbers, and not their mean."""
-    return otherwise if adds is None or (NUMBERS in adds) == (MEANS in adds) else NUMBERS in adds
+def is_sum_of_parts(made_up_by: MadeUpBy | None, otherwise: bool) -> bool:
+    """Whether a number is the sum of its parts' numbers, and not their mean; `otherwise`, if it is both or neither."""
+    if made_up_by is None or (NUMBERS in made_up_by) == (MEANS in made_up_by):
+        return otherwise
+    return NUMBERS in made_up_by
 
 
 class _Noted:
-    """Records the numbers that metrics receive, each with its weight, and leaves them unchanged."""
+    """A `NumberCounter` that records the numbers that metrics receive, each with its weight, and keeps them."""
 
     def __init__(self):
         self.numbers: list[tf.Tensor] = []
@@ -65,14 +73,14 @@ class _Noted:
 
 @contextlib.contextmanager
 def noting_scalars(model: keras.Model) -> Generator[list[tf.Tensor]]:
-    """Context of a trial that records the numbers that metrics receive, each with its weight."""
+    """Context of a trial; yields a list to which each number that a metric receives is added, as `[number, weight]`."""
     noted = _Noted()
     with counting_numbers(model, noted):
         yield noted.numbers
 
 
 def scalars_of_trial(noted: Sequence[tf.Tensor], logs: StepLogs) -> list[tf.Tensor]:
-    """The results of a trial: the recorded numbers, and the step's returned values, `(numbers, 2)` each."""
+    """The recorded numbers, and the step's returned values with weights of 1: tensors of shape `(numbers, 2)`."""
     leaves = [tf.convert_to_tensor(leaf) for leaf in keras.tree.flatten(logs)]
     numbers = [tf.reduce_mean(tf.cast(leaf, "float32")) if _is_number(leaf) else tf.zeros([]) for leaf in leaves]
     returned = [tf.stack([number, 1.0]) for number in numbers]
@@ -84,7 +92,7 @@ def _is_number(tensor: tf.Tensor) -> bool:
 
 
 def compare_scalars(whole: Sequence[Array], parts: Sequence[Sequence[Array]], *, half_precision: bool) -> NumberParts:
-    """Finds how parts make up the numbers of a trial; inconclusive if they have more or fewer numbers."""
+    """Finds how parts make up the numbers of a trial, `scalars_of_trial`; inconclusive if their counts differ."""
     tolerance = NUMBER.of(half_precision)
     return NumberParts(
         *(_compare(np.asarray(kind[0]), kind[1:], tolerance) for kind in zip(whole, *parts, strict=True))
@@ -99,10 +107,10 @@ def _compare(whole: np.ndarray, parts: Sequence[Array], tolerance: float) -> lis
     shares = np.array([[(end - start) / ROWS] for start, end in BOUNDS])
 
     def close(found: np.ndarray, expected: np.ndarray) -> np.ndarray:
-        # Numbers of both signs may cancel.
+        # Relative to the addends too: if they have both signs, they may cancel.
         return np.abs(found.sum(0) - expected) <= tolerance * np.maximum(np.abs(expected), np.abs(found).sum(0))
 
-    adds = {
+    relations = {
         NUMBERS: close(values, total),
         MEANS: close(values * shares, total),
         WEIGHTS: close(weights, weight),
@@ -111,12 +119,13 @@ def _compare(whole: np.ndarray, parts: Sequence[Array], tolerance: float) -> lis
     }
     finite: np.ndarray = np.all(np.isfinite(np.stack([whole, *pieces])), axis=(0, 2))
     return [
-        {what for what, holds in adds.items() if holds[index]} if finite[index] else None for index in range(len(whole))
+        {relation for relation, holds in relations.items() if holds[index]} if finite[index] else None
+        for index in range(len(whole))
     ]
 
 
 def in_all_draws(draws: Sequence[NumberParts | None]) -> NumberParts | None:
-    """The relations that hold in all conclusive draws; `None` without any."""
+    """The relations that hold in all conclusive draws; `None` without any, or if draws have more or fewer numbers."""
     known = [draw for draw in draws if draw is not None]
     if not known or len({tuple(map(len, draw)) for draw in known}) > 1:
         return None

@@ -1,4 +1,4 @@
-"""The divisors of compiled losses."""
+"""The divisors of compiled losses: what a sum over elements is divided by, such as their number."""
 
 from typing import Any, NamedTuple
 
@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from keras_paragrad.engine.losses.terms import LossTerm
 
-# Identifies a divisor: a word, and the identities of tensors.
+# Identifies what a divisor counts: a word, and the `id`s of the tensors that it is computed from.
 DivisorKey = tuple[Any, ...]
 SUM = ("sum",)
 SIZE = ("size",)
@@ -34,7 +34,7 @@ class UnknownDivisorError(ValueError):
 
 
 def divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
-    """A key and the divisor, a float32 scalar, of one loss.
+    """A key and the divisor, a float32 scalar, of one loss; 1 for a sum.
 
     Keys are equal for two terms if their divisors are proportional: `SUM` for a loss that is not divided, and `SIZE`
     for one that is divided by a fixed multiple of the rows.
@@ -45,7 +45,7 @@ def divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
     if term.reduces_itself:
         raise UnknownDivisorError(f"The loss {term.loss.name!r} overrides __call__, so its normalizer is unknown.")
     values = term.values
-    # The sum of one number may be a mean over the batch.
+    # Even with reduction "sum": the one number may be a mean over the batch.
     if values.shape.rank == 0:
         raise UnknownDivisorError(
             f"The loss {term.loss.name!r} returns one number for the whole batch, so its normalizer is unknown. Let it "
@@ -59,6 +59,7 @@ def divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
         return ("weights", id(term.sample_weight), *map(id, term.masks)), weights
     if term.mask is not None:
         return ("mask", *map(id, term.masks)), size * tf.reduce_mean(tf.cast(term.mask, "float32"))
+    # Rows of unknown size may have other sizes in another part, so the divisor is no fixed multiple of the rows.
     inner = values.shape[1:]
     return SIZE if inner.is_fully_defined() else ("size", id(values)), size
 

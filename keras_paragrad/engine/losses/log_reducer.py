@@ -1,4 +1,7 @@
-"""The metrics and logs of a custom step over several replicas."""
+"""The metrics and logs of a custom step over several replicas.
+
+A *scalar* or number is computed from a replica batch as a whole. Its *share* weights it in the mean over the replicas.
+"""
 
 import contextlib
 import functools
@@ -51,7 +54,7 @@ class LogReducer(PartNumbers):
     """Reduces the metrics and logs of a custom step over the replicas; one for each replica.
 
     Args:
-        data, batch: The replica batch, filled, and its rows.
+        data, batch: The replica's data, filled if it has no rows, and its number of rows.
         normalize: Computes the weight of the replica batch in a `test_step`, or `None` to weight it by its rows.
         terms: The terms of the compiled losses that the step computes.
         summed: Whether to sum a number if no trial shows how parts make it up.
@@ -78,14 +81,16 @@ class LogReducer(PartNumbers):
         self._before = (
             {} if batch.nonempty is None else {id(variable): tf.identity(variable.value) for variable in self.variables}
         )
+        # Results of metrics, which are reduced already, by which they are recognized in the logs.
         self._results: list[tf.Tensor] = []
         self._found: tuple[tf.Tensor, bool] | None = None
 
     def share(self, what: str) -> tf.Tensor:
+        """This replica's share of the whole batch; errors name the scalar `what`."""
         return self._weight(what)[0]
 
     def _weight(self, what: str) -> tuple[tf.Tensor, bool]:
-        """The share of the whole batch, and whether the scalars are sums; errors name the scalar `what`."""
+        """The share, and whether scalars of unknown make-up are summed; errors name the scalar `what`."""
         if self._found is None:
             normalizer = None
             if self.normalize is not None:
@@ -106,6 +111,7 @@ class LogReducer(PartNumbers):
         return self._sum(scalar if is_sum_of_parts(made_up_by, summed) else scalar * tf.cast(weight, scalar.dtype))
 
     def weighted(self, value: tf.Tensor, what: str, made_up_by: MadeUpBy | None) -> tf.Tensor:
+        """The number to give to a `Mean` with a weight, whose states are summed over the replicas."""
         if made_up_by is None:
             if self.normalize is not None:
                 return self.of_batch(value, what, None)
@@ -115,6 +121,7 @@ class LogReducer(PartNumbers):
         if WEIGHTS not in made_up_by and self.exact:
             raise counted_scalar_refusal("train_step", self.model, what)
         if PRODUCTS in made_up_by:
+            # Summing the states adds up weights and products as they are.
             return value
         if self.exact and not {NUMBERS, MEANS} & made_up_by:
             raise weighted_scalar_refusal(self.model, what)
@@ -140,7 +147,7 @@ class LogReducer(PartNumbers):
         return value if nonempty is None else tf.where(nonempty, value, self._before[id(variable)])
 
     def result(self, metric: keras.metrics.Metric, compute: Callable[[], Structure]) -> Structure:
-        """A metric's result over the examples of all replicas."""
+        """A metric's result over the examples of all replicas; `compute` is its own `result`."""
         variables = metric.variables
         if any(variable.aggregation != "sum" for variable in variables):
             return compute()
@@ -189,7 +196,7 @@ class _ReducedResults(MethodPatch):
             self.replace(metric, "result", functools.partial(self._result, metric, metric.result))
 
     def _result(self, metric: keras.metrics.Metric, compute: Callable[[], Structure]) -> Structure:
-        # A replica that runs its first slices reduces nothing, while another one runs its last.
+        # Replicas are traced in turns: while one runs its last slice, another may run earlier ones, without a reducer.
         reducer = None if is_trial() else self.reducers.get(replica_index())
         return reducer.result(metric, compute) if reducer else compute()
 

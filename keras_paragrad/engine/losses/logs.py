@@ -67,6 +67,7 @@ class AllReducedResults:
     def results(self, sums: Sequence[tf.Tensor]) -> StepLogs:
         """The result of `metrics_result` for the all-reduced `parts`."""
         state = {}
+        # The last sum is the losses', if any.
         for group, total in zip(self._groups, sums, strict=False):
             pieces = tf.split(total, [variable.shape.num_elements() for variable in group])
             state |= {

@@ -1,4 +1,8 @@
-"""Loss normalization: the divisor of a micro-batch's loss, and so the weight of its gradient."""
+"""Loss normalization: the divisor of a micro-batch's loss, and so the weight of its gradient.
+
+The *normalizer* of a loss is its divisor. All this holds for any part of a batch: a micro-batch, a slice or a replica's
+share.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -51,13 +55,14 @@ class LossNormalization:
 
     def __call__(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
         """The normalizer of the loss that was just computed; see `keras_paragrad.engine.step.gradient.Normalize`."""
+        # Of a loss that mixes rows, as warned, a trial would refuse any weighting.
         mixes = self._check_rows(model, arguments, terms, training=True)
         return self.normalizer(model, arguments, terms, tried=not mixes)
 
     def normalizer(
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, tried: bool
     ) -> Normalizer:
-        """The normalizer as stated (and checked by a trial, if `tried`), or as the losses or a trial show it."""
+        """The normalizer as stated, or as the losses or a trial show it; if `tried`, a trial checks a stated one."""
         stated = self._stated(model, arguments, terms)
         if stated is not None:
             if tried and self.weighting != "auto":
@@ -88,9 +93,9 @@ class LossNormalization:
     def _check_rows(
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, training: bool
     ) -> bool:
-        """Raises if parts of a batch don't give the whole's loss and states; returns whether they may not.
+        """Raises if parts of a batch don't give the whole's loss and states.
 
-        With a stated weighting, only warns.
+        With a stated weighting, only warns, and returns whether they don't.
         """
         refused = self.weighting == "auto"
         reasons = mixing_reasons(model, arguments, terms, self.divider, training=training, refused=refused)
@@ -157,7 +162,7 @@ class LossNormalization:
         trial = find_weightings(model, arguments, stated)
         fit = next((tried for tried in trial.fits if tried.weighting.name == stated.name), None) if trial else None
         if trial is None or fit is None or not fit.error:
-            # Without a mask, "mask" is the number of examples.
+            # Fits, or wasn't tried: "mask" isn't without a mask, where it is the number of examples.
             return
         fitting = [weighting.argument for weighting in trial.fitting]
         advice = f"Write weighting={fitting[0]}, or leave it out." if fitting else self.refusals.advice(model, trial)
@@ -226,8 +231,8 @@ def scale_by_replicas(
     """Scales a replica's loss so that, for equal replica batches, the replicas' losses sum to the batch's loss.
 
     Divides means and added losses by the number of replicas, as Keras does, but not sums. For a custom
-    `compute_loss`, or a loss that returns one number, a trial shows which it is. Also returns the normalizer of
-    such a sum, for the logs.
+    `compute_loss`, or a loss that returns one number, a trial shows which it is. Also returns, for the logs, the
+    normalizer of a sum that a trial has shown, or `None`.
     """
     share = 1 / replica_count()
     unknown = overrides_compute_loss(model) or any(term.reduces_itself or term.values.shape.rank == 0 for term in terms)

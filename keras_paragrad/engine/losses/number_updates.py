@@ -1,4 +1,4 @@
-"""Replaces the batch-level numbers that a custom step gives to `Mean`s and `Sum`s."""
+"""Replaces the numbers, scalars for a whole batch or a part of it, that a custom step gives to `Mean`s and `Sum`s."""
 
 import contextlib
 import functools

@@ -1,4 +1,8 @@
-"""The numbers that a custom step gives to metrics in parts: slices, and the micro-batches of a window."""
+"""The numbers that a custom step gives to metrics in parts: slices, and the micro-batches of a window.
+
+A number is a scalar for the whole batch. A window is the micro-batches of one update. A part's *share* of the batch
+weights its number in the batch's mean.
+"""
 
 import abc
 import functools
@@ -56,7 +60,7 @@ class PartNumbers(abc.ABC):
 
     @abc.abstractmethod
     def of_batch(self, value: Any, what: str, made_up_by: MadeUpBy | None) -> tf.Tensor:
-        """The number whose mean over the parts, weighted by their shares, is the batch's number."""
+        """The number to use in place of `value`: its mean over the parts, weighted by shares, is the batch's number."""
 
     @abc.abstractmethod
     def weighted(self, value: tf.Tensor, what: str, made_up_by: MadeUpBy | None) -> tf.Tensor:
@@ -77,6 +81,7 @@ class PartNumbers(abc.ABC):
             return value
         if self.in_window or (self.exact and MEANS not in made_up_by):
             raise added_scalar_refusal(self.model, what, in_window=self.in_window)
+        # Summed over the parts, number times share is the batch's number.
         number, share = self.of_batch(value, what, made_up_by), self.share(what)
         return tf.cast(number, share.dtype) * share
 
@@ -113,6 +118,7 @@ class SliceNumbers(PartNumbers):
             raise counted_scalar_refusal("train_step", self.model, what)
         if PRODUCTS in made_up_by:
             return value
+        # Weights are proportional to rows, as shares are.
         if {NUMBERS, BY_ROWS} <= made_up_by:
             return self._sum(value)
         if not self.in_window:

@@ -1,4 +1,4 @@
-"""Errors for models whose batches can't be divided, with advice."""
+"""Errors for models whose batches can't be divided, with advice. A loss's *normalizer* is what it is divided by."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -115,7 +115,7 @@ def added_scalar_refusal(model: keras.Model, what: str, *, in_window: bool = Fal
 
 
 def problem_of(trial: WeightingTrial | None) -> str | None:
-    """Why a trial doesn't find a loss's divisor."""
+    """Why a trial doesn't find a loss's divisor, or `None` if it does; `trial` is `None` if it failed."""
     if trial is None:
         return "It could not be tried on made-up rows; the log says why."
     if trial.random:

@@ -1,4 +1,7 @@
-"""The losses of a batch as sums over its parts, and their way into Keras's loss trackers."""
+"""The losses of a batch as sums over its parts, and their way into Keras's loss trackers.
+
+The *total* is the model's loss: the weighted losses of its outputs, and losses that layers and regularizers add.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -92,7 +95,7 @@ def loss_sums(
 
     Args:
         rows: Number of examples in the part.
-        weight: The weight of the part's gradient, if measured.
+        weight: The normalizer of the part's loss, or `None`; used if the user or a trial stated it.
         divided: Whether Keras divided the losses by the number of replicas.
     """
     dtype = model._loss_tracker.dtype
@@ -102,6 +105,7 @@ def loss_sums(
     outputs = _Outputs(model, terms, divisor, divided, dtype)
     value = _mean(loss, dtype)
     summed = stated is not None and stated.summed
+    # Whether the total follows from the outputs' losses, so that only the rest has to be summed with it.
     composed = outputs.known and (stated is None or summed) and not overrides_compute_loss(model)
     if composed:
         # The rest is weight regularizers, which are the same for every part, and losses that layers add.
@@ -120,7 +124,11 @@ def loss_sums(
 
 
 class _Outputs:
-    """The numerators and divisors of a model's compiled losses, in the order of its outputs."""
+    """The numerators and divisors of a model's compiled losses, in the order of its outputs.
+
+    `unknown` replaces unknown divisors; `known` says whether there are none. `weighted` has the losses times their
+    factors. For the other attributes, see `LossForm`.
+    """
 
     def __init__(self, model: keras.Model, terms: Sequence[LossTerm], unknown: tf.Tensor, divided: bool, dtype: str):
         count = outputs_of(model)
@@ -145,7 +153,7 @@ class _Outputs:
             self.divisors[index] += zero if divisor is None else divisor
 
     def _divisor(self, term: LossTerm, unknown: tf.Tensor, dtype: str) -> tuple[bool, tf.Tensor | None]:
-        """Whether Keras may have divided the result by the number of replicas, and its other divisor."""
+        """Whether Keras may have divided the result by the number of replicas, and its divisor, or `None` for a sum."""
         if term.result.shape.rank != 0:
             # Not reduced. Keras logs the mean of the elements.
             return False, tf.cast(tf.size(term.result), dtype)
@@ -220,7 +228,10 @@ class TrackedLosses:
         return [self.model._loss_tracker, *(self.model._compile_loss.metrics if self.model._compile_loss else ())]
 
     def _add(self, total: tf.Tensor, replicas: int) -> list[tuple[keras.Variable, tf.Tensor]]:
-        """Adds the sums' changes to the trackers; `replicas` replicas add the same."""
+        """Adds a `part`, or a sum of parts, to the trackers on each of `replicas` replicas that share it.
+
+        Leaves out what earlier micro-batches of the window have added.
+        """
         entries = 1 + len(self.form.factors)
         sums, added_totals, added_counts = tf.split(total, [2 * entries + 1, entries, entries])
         values, rows = total_losses(sums, self.form)

@@ -1,4 +1,4 @@
-"""Records the terms of a compiled loss as the model computes them."""
+"""Records the terms of a compiled loss, one for each call of an output's loss, as the model computes them."""
 
 import contextlib
 import dataclasses
@@ -34,7 +34,8 @@ class LossTerm:
         y_true, y_pred, sample_weight: Its arguments.
         result: Its result.
         computed: The loss of every element, if the call has computed it.
-        by_example: Whether to take the gradient of the mean of the examples' masked means.
+        by_example: Whether to take the gradient of the mean of the examples' masked means: each example then counts
+            the same, however many of its elements the mask keeps.
     """
 
     loss: keras.losses.Loss
@@ -119,6 +120,8 @@ def loss_weights_of(model: keras.Model) -> list[Any]:
 
 
 class _Listener(NamedTuple):
+    """What one `recorded_terms` context asks for, on one replica."""
+
     replica: int
     terms: list[LossTerm]
     untracked: bool
@@ -162,6 +165,7 @@ class _Recordings(MethodPatch):
             self.replace(tracker, "update_state", functools.partial(self._track, tracker.update_state))
 
     def _set(self, losses: list[Any]) -> None:
+        """Replaces the losses in the compiled loss's entries, in order."""
         if losses:
             pairs = zip(self.compiled._flat_losses, losses, strict=True)
             self.compiled._flat_losses = [flat._replace(loss=loss) for flat, loss in pairs]

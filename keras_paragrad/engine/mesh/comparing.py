@@ -18,7 +18,7 @@ from keras_paragrad.storage.storage import storage_of
 if TYPE_CHECKING:
     from keras_paragrad.engine.mesh.running import ModelOnMesh
 
-# Gradients that are smaller, relative to the largest, are rounding errors. An attention's key bias has one.
+# Gradients smaller than this, relative to the largest, are rounding errors, such as an attention's key bias has.
 _SMALL = 1e-3
 _TINY = 1e-30
 _ZERO = tf.UnconnectedGradients.ZERO
@@ -27,8 +27,8 @@ _ZERO = tf.UnconnectedGradients.ZERO
 def gradient_error(model: keras.Model, data: Batch, model_on_mesh: "ModelOnMesh") -> tuple[float, str]:
     """The largest error of a variable's gradient on a mesh, without dropout, and the variable's path.
 
-    The error is relative to the largest entry of the variable's gradient on one device, or to a small share of the
-    largest entry of all gradients.
+    The error is relative to the largest entry of the variable's gradient on one device, or, if that is smaller, to
+    `_SMALL` times the largest entry of all gradients.
     """
     variables = list(model.trainable_variables)
     if not variables:
@@ -82,6 +82,7 @@ def _gradients_on_one_device(model: keras.Model, data: Batch, trainable: list[ke
 def _gradients_on_mesh(
     model: keras.Model, data: Batch, trainable: list[keras.Variable], model_on_mesh: "ModelOnMesh"
 ) -> list[tf.Tensor]:
+    """Traces the gradients on a mesh; the variables keep their values."""
     with model_on_mesh.tracing():
         with tf.GradientTape() as tape, untouched(model, discard_assignments()):
             loss = compute_loss(model, data, training=False).loss

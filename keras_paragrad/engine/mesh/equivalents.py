@@ -1,6 +1,7 @@
 """Replaces operations that DTensor lacks or computes wrong by equivalent ones.
 
-Each function has the signature of the operation that it replaces, and returns `None` to keep the original.
+Each function has the signature of the operation that it replaces, and returns `None` to keep the original. To *pin* a
+tensor is to divide it among the devices by rows only.
 """
 
 import contextlib
@@ -51,9 +52,11 @@ def space_to_batch(input: tf.Tensor, block_shape: Array, paddings: Array, name: 
     tensor = pin_on_mesh(tf.convert_to_tensor(input))
     tensor = tf.pad(tensor, [[0, 0], *padding, *[[0, 0]] * (len(tensor.shape) - len(block) - 1)])
     rows, *sizes = _static_sizes(tensor)
+    # Axes that aren't divided into blocks, such as channels.
     others = sizes[len(block) :]
     inner = [size // factor for size, factor in zip(sizes, block, strict=False)]
     tensor = tf.reshape(tensor, [rows, *(part for pair in zip(inner, block, strict=True) for part in pair), *others])
+    # From [rows, inner, block, inner, block, ..., others] to [rows, blocks, inners, others].
     order = [0, *range(2, 2 * len(block) + 1, 2), *range(1, 2 * len(block), 2)]
     tensor = tf.transpose(tensor, [*order, *range(2 * len(block) + 1, len(tensor.shape))])
     return tf.reshape(tensor, [rows * math.prod(block), *inner, *others])
@@ -68,6 +71,7 @@ def batch_to_space(input: tf.Tensor, block_shape: Array, crops: Any, name: str |
     count, (rows, *sizes) = len(block), _static_sizes(tensor)
     rows //= math.prod(block)
     tensor = pin_on_mesh(tf.reshape(tensor, [rows, *block, *sizes]))
+    # From [rows, blocks, inners, others] to [rows, inner, block, inner, block, ..., others].
     order = [position for axis in range(1, count + 1) for position in (count + axis, axis)]
     tensor = tf.transpose(tensor, [0, *order, *range(2 * count + 1, len(tensor.shape))])
     whole = [size * factor for size, factor in zip(sizes, block, strict=False)]
@@ -81,6 +85,7 @@ def _static_sizes(tensor: tf.Tensor) -> list[Any]:
 
 
 def _static_pair(block_shape: Any, pairs: Any) -> tuple[list[int] | None, list[list[int]]]:
+    """The values of a block shape, and of pairs of paddings or crops; `(None, [])` unless both are static."""
     block, values = tf.get_static_value(block_shape), tf.get_static_value(pairs)
     return (None, []) if block is None or values is None else (block.tolist(), values.tolist())
 
@@ -131,7 +136,7 @@ def _permute(tensor: tf.Tensor, axis: int, reorder: Callable[[np.ndarray], np.nd
 
 
 def _take(tensor: tf.Tensor, axis: int, order: np.ndarray) -> tf.Tensor:
-    """Gathers a tensor in another order along an axis; devices exchange rows if it is the axis of rows."""
+    """Gathers a tensor in another order along an axis; each device gets all rows first if it is the axis of rows."""
     exchange = axis == 0 and computing_on_mesh()
     local = relayout(tensor, (None,) * len(tensor.shape)) if exchange else pin_on_mesh(tensor)
     return pin_on_mesh(tf.gather(local, order.astype("int32"), axis=axis))
@@ -146,7 +151,10 @@ def average_pool_gradient(
     data_format: str | None = None,
     name: str | None = None,
 ) -> tf.Tensor | None:
-    """`tf.raw_ops.AvgPoolGrad` and `AvgPool3DGrad`, as a product with the windows' weights along each axis."""
+    """`tf.raw_ops.AvgPoolGrad` and `AvgPool3DGrad`, as a product with a matrix along each axis.
+
+    The matrix has a row for each window, with the weight of each input in the window's mean.
+    """
     shape: Any = tf.get_static_value(orig_input_shape)
     gradient = pin_on_mesh(grad)
     for axis, (size, window, stride) in enumerate(zip(shape, ksize, strides, strict=True)):
@@ -154,8 +162,8 @@ def average_pool_gradient(
             continue
         count = _static_sizes(grad)[axis]
         before = _padding(size, window, stride, count, padding)[0]
-        positions, first = np.arange(size), np.arange(count)[:, np.newaxis] * stride - before
-        inside = ((positions >= first) & (positions < first + window)).astype("float64")
+        inputs, starts = np.arange(size), np.arange(count)[:, np.newaxis] * stride - before
+        inside = ((inputs >= starts) & (inputs < starts + window)).astype("float64")
         gradient = _multiply_along(gradient, axis, tf.constant(inside / inside.sum(1, keepdims=True), grad.dtype))
     return pin_on_mesh(gradient)
 
@@ -216,18 +224,21 @@ def depthwise_filter_gradient(
     layout = _ChannelsLast(data_format)
     inputs, cotangent = pin_on_mesh(layout.to(input)), pin_on_mesh(layout.to(out_backprop))
     height, width, channels, multiplier = (int(size) for size in tf.get_static_value(filter_sizes))
-    rows, down, along = _static_sizes(cotangent)[:3]
-    steps = layout.order(strides)[1:3]
+    rows, out_height, out_width = _static_sizes(cotangent)[:3]
+    both_strides = layout.order(strides)[1:3]
     paddings, dtype = [[0, 0]], tf.float64 if inputs.dtype == tf.float64 else tf.float32
-    for axis, (window, stride) in enumerate(zip((height, width), steps, strict=True), 1):
+    for axis, (window, stride) in enumerate(zip((height, width), both_strides, strict=True), 1):
         shape = _static_sizes(inputs)[axis], window, stride, _static_sizes(cotangent)[axis]
         paddings.append(_padding(*shape, padding, layout.pair(explicit_paddings, axis)))
     inputs = tf.expand_dims(tf.pad(tf.cast(inputs, dtype), [*paddings, [0, 0]]), -1)
-    cotangent = tf.reshape(tf.cast(cotangent, dtype), [rows, down, along, channels, multiplier])
+    cotangent = tf.reshape(tf.cast(cotangent, dtype), [rows, out_height, out_width, channels, multiplier])
     sums = []
     for y in range(height):
         for x in range(width):
-            ys, xs = (slice(i, i + (n - 1) * s + 1, s) for i, n, s in zip((y, x), (down, along), steps, strict=True))
+            ys, xs = (
+                slice(i, i + (n - 1) * s + 1, s)
+                for i, n, s in zip((y, x), (out_height, out_width), both_strides, strict=True)
+            )
             sums.append(tf.reduce_sum(inputs[:, ys, xs] * cotangent, (1, 2)))
     # Sum over rows last, in a single collective.
     total = tf.reduce_sum(tf.stack(sums, 1), 0)
@@ -237,7 +248,7 @@ def depthwise_filter_gradient(
 def _padding(
     size: int, window: int, stride: int, count: int, padding: str | bytes, explicit: Sequence[int] = ()
 ) -> list[int]:
-    """The padding before and after an axis."""
+    """The padding before and after an axis of `size` inputs, over which a window moves to `count` outputs."""
     padding = padding.decode() if isinstance(padding, bytes) else padding
     if padding == "EXPLICIT":
         return [int(pad) for pad in explicit]
@@ -290,6 +301,7 @@ EQUIVALENTS: tuple[tuple[ModuleType, str, Callable[..., tf.Tensor | None]], ...]
 def _compute(
     equivalent: Callable[..., tf.Tensor | None], _: bool, plain: Callable[..., tf.Tensor], *args: Any, **kwargs: Any
 ) -> tf.Tensor:
+    """Computes an equivalent on a mesh, and the plain operation elsewhere, or where the equivalent returns `None`."""
     result = equivalent(*args, **kwargs) if computing_on_mesh() else None
     return plain(*args, **kwargs) if result is None else result
 

@@ -18,7 +18,7 @@ from keras_paragrad.storage.dtensor import Layout, computing_on_mesh, relayout
 
 
 class OutputLayouts:
-    """Wraps a Keras distribution, and records as `requested` the paths of the outputs whose layouts are read."""
+    """Wraps a Keras distribution, and records in `requested` the paths of the outputs whose layouts Keras asks for."""
 
     def __init__(self, distribution: keras.distribution.ModelParallel):
         self._distribution = distribution
@@ -153,6 +153,7 @@ def explaining_errors(model: keras.Model) -> Generator[None]:
 
 
 def _refusal(model: keras.Model, operation: str, layer: str | None) -> str:
+    """The error for an operation that DTensor can't run, without a period; `layer` is `None` outside of layers."""
     where = f"The layer {layer!r}" if layer else f"The model {model.name!r}, outside of its layers,"
     return (
         f"{where} needs the operation {operation}, for which TensorFlow has no rule on a mesh, or none for how its "
@@ -162,7 +163,7 @@ def _refusal(model: keras.Model, operation: str, layer: str | None) -> str:
 
 
 def _layer_of(model: keras.Model, text: str) -> str | None:
-    """The innermost layer whose name scope is in a text."""
+    """The innermost layer whose name scope is in a text, such as an operation's name or an error; or `None`."""
     words = set(re.split(r"[^\w.-]+", text))
     # TensorFlow numbers scopes of the same name.
     words |= {re.sub(r"_\d+$", "", word) for word in words}

@@ -1,4 +1,4 @@
-"""Divides tensors between layers by rows only: DTensor's own choices of layouts are sometimes wrong."""
+"""Pins tensors between layers, that is, divides them by rows only: DTensor's own layouts are sometimes wrong."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ _UNPINNED = (
     keras.layers.Dropout,
     keras.layers.Identity,
 )
-# Sublayers of these are not pinned: attention keeps heads divided, and cells compute with whole weights.
+# Layers in these are not pinned: attention keeps heads divided, and cells compute with whole weights.
 _PINNED_AS_A_WHOLE = (keras.layers.MultiHeadAttention, keras.layers.GroupQueryAttention, keras.layers.RNN)
 
 

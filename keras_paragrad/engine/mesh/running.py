@@ -29,7 +29,7 @@ from keras_paragrad.storage.model_variables import (
     training_variables,
 )
 
-# The mesh axes that divide a variable's dimensions, and whether steps read it whole.
+# The mesh axes that divide a variable's dimensions, and whether steps read it whole on each device.
 Placement = tuple[Axes, bool]
 
 
@@ -42,6 +42,7 @@ def put_on_mesh(model: keras.Model, mesh: Mesh, place: Callable[[keras.Variable]
     sections = training_variables(model)
     by_name = {variable.path.replace("/", "_"): variable for variable in sections["model"]}
     accumulators = accumulated_variables(model.optimizer)
+    # An optimizer finds a variable by a key that changes with the storage.
     keys = []
     for section, variables in sections.items():
         for variable in variables:
@@ -56,6 +57,7 @@ def put_on_mesh(model: keras.Model, mesh: Mesh, place: Callable[[keras.Variable]
                 mesh=mesh,
                 axes=axes,
                 name=variable.name,
+                # Tapes watch by this flag, which stays when a layer is frozen.
                 trainable=variable._value.trainable,
             )
             storage.whole_in_steps = whole and section == "model"
@@ -180,7 +182,7 @@ class ModelOnMesh:
             yield
 
     def _wrap(self, step: Callable[[Batch], Structure], prepare: Callable[[Batch], None]) -> Callable[[Batch], Any]:
-        """Moves batches to the mesh for a step, and its logs back; prepares the model with the first batch."""
+        """Moves batches to the mesh for a step, and its logs back; before the first, calls `prepare` with the batch."""
         ready = False
 
         def run(data: Batch) -> Structure:

@@ -1,4 +1,8 @@
-"""Compiles a stage of a pipeline with XLA, and reads the programs' names from a trace."""
+"""Compiles a stage of a pipeline with XLA, and reads the programs' names from a trace.
+
+A stage runs a *part* of a Functional model: consecutive operations. Tensors are passed by their index among the part's
+inputs, or among its outputs.
+"""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -24,7 +28,7 @@ _COMPILED = "_keras_paragrad_compiled_parts"
 
 
 class _Trace(NamedTuple):
-    """Filled in by a trace: indices of the part's outputs and of inputs whose masks it removes, assigned variables."""
+    """Filled in by a trace: indices of outputs, and of inputs that have no mask afterwards, and assigned variables."""
 
     outputs: list[int]
     unmasked: list[int]
@@ -35,6 +39,8 @@ class CompiledPart:
     """Runs a part of a Functional model as a function that XLA compiles, once for all calls in a graph.
 
     Profiles tell stages apart by the function's name, which XLA gives to its program.
+    `run` maps the values of the part's inputs, by index, to the values of its outputs; its argument `operation_fn` maps
+    each operation to what is called in its place.
     """
 
     def __init__(self, part: Part, run: Callable[..., dict[int, Any]], name: str):

@@ -1,4 +1,7 @@
-"""Runs a stage of a pipeline on its devices, forward and backward."""
+"""Runs a stage of a pipeline on its devices, forward and backward.
+
+A stage runs a *part* of a Functional model, and may have several devices, on which micro-batches take turns.
+"""
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
@@ -17,14 +20,14 @@ from keras_paragrad.compat.layers import (
     pack_dense_parts,
 )
 from keras_paragrad.compat.private import record_operation_backprop_only, stop_recording
-from keras_paragrad.compat.types import TensorVariable
 from keras_paragrad.engine.probes.trial import is_trial
 from keras_paragrad.engine.step.segments import OperationFn, Part, Tensors
 
 # Profiles attribute operations, and XLA's programs, to stages by these names.
 STAGE = "pipeline_stage_{stage}_column_{column}"
 _SCOPE = STAGE + "_micro_batch_{micro_batch}"
-# Maps the values of a part's inputs, by index, to the values of its outputs.
+# Maps the values of a part's inputs, by their index in the part, to the values of its outputs. Its argument
+# `operation_fn` maps each operation to what is called in its place.
 Run = Callable[..., Tensors]
 _REMOTE_WEIGHT = (
     "its device is not the one that this micro-batch is computed on. Name one device for each stage, as in "
@@ -37,11 +40,15 @@ class Columns:
 
     A column has one device of each stage. A variable is on its stage's first device; each batch copies it once to the
     devices of other columns.
+
+    Attributes:
+        micro_batch: The index of the micro-batch that is being computed; its remainder is the column.
     """
 
     def __init__(self):
         self.micro_batch = 0
-        self._copies: dict[tuple[int, str], tuple[TensorVariable, tf.Tensor]] | None = None
+        # By variable's `id` and device: the graph in which a copy was made, and the copy; `None` between batches.
+        self._copies: dict[tuple[int, str], tuple[tf.Graph | None, tf.Tensor]] | None = None
 
     @contextlib.contextmanager
     def batch(self) -> Generator[None]:
@@ -78,7 +85,7 @@ class StageOnDevices:
     Args:
         runs: For each device, by name, a function that runs the part. Variables are on the first.
         columns: Says which micro-batch is computed: they take turns on the devices.
-        owner: The model to which losses are added that layers add on other devices than the first.
+        owner: The model that gets the losses that layers add on devices other than the first.
     """
 
     def __init__(self, part: Part, index: int, runs: dict[str, Run], columns: Columns, owner: keras.Model):
@@ -99,7 +106,14 @@ class StageOnDevices:
 
 
 class _StageCall:
-    """One call of a stage, differentiated by its own tape; `remote` if its variables are on another device."""
+    """One call of a stage, differentiated by its own tape; `remote` if its variables are on another device.
+
+    Attributes:
+        leaves: The inputs, some of them sparse or ragged.
+        tensors: The dense tensors that they consist of.
+        indices: The indices of the tensors that have a gradient.
+        weights, state: If remote, the part's trainable variables, and its others.
+    """
 
     def __init__(self, stage: StageOnDevices, inputs: Tensors, device: str, *, remote: bool):
         self.stage, self.inputs, self.device, self.remote = stage, inputs, device, remote
@@ -113,6 +127,7 @@ class _StageCall:
         self.state = [variable for variable in variables.values() if not variable.trainable]
 
     def __call__(self, operation_fn: OperationFn) -> Tensors:
+        # Filled in by `run`, which may return only the tensors that have a gradient.
         outputs: Tensors = {}
         scopes: list[ReadScope] = []
 
@@ -152,7 +167,7 @@ class _StageCall:
         return dict(zip(outputs, pack_dense_parts(results, parts), strict=True))
 
     def _with_inputs(self, sources: Sequence[tf.Tensor]) -> Tensors:
-        """The inputs, with their differentiable tensors replaced."""
+        """The inputs, with their differentiable tensors replaced by the first of `sources`."""
         replaced = list(self.tensors)
         for index, tensor in zip(self.indices, sources, strict=False):
             replaced[index] = tensor
@@ -171,5 +186,6 @@ class _StageCall:
 
 
 def _differentiable(outputs: Tensors, scope: ReadScope | None) -> list[tf.Tensor]:
+    """The dense tensors of outputs that have a gradient, and the losses that layers have added in a scope."""
     parts = [part for leaf in outputs.values() for part in dense_parts(leaf)]
     return [part for part in parts if has_gradient(part)] + (scope.losses if scope else [])

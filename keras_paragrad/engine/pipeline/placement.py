@@ -53,6 +53,7 @@ def _device_function() -> Callable[[tf.Operation], str]:
         return by_name.setdefault(tensor.op.name, None)
 
     def device_of_tensor(tensor: tf.Tensor) -> str:
+        """The device on which a tensor is computed, or `""` if it isn't placed."""
         if not tf.is_symbolic_tensor(tensor):
             return tensor.device
         operation = tensor.op

@@ -1,4 +1,8 @@
-"""Finds, by trials on synthetic rows, whether a model's loss compares examples while its layers don't."""
+"""Finds, by trials on synthetic rows, whether a model's loss compares examples while its layers don't.
+
+Such a loss is computed on the outputs of the whole batch, joined from the outputs of its *parts*: replicas' shares, or
+slices.
+"""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,7 +36,8 @@ def needs_whole_outputs(model: Any, data: Batch, normalize: LossNormalization, *
 
 
 def find_row_comparison(model: Any, data: Batch, normalize: LossNormalization, *, training: bool = True) -> bool | str:
-    """Whether the loss compares examples, and so needs a whole batch's outputs; or why it can't have them."""
+    """Whether the loss compares examples, and so needs a whole batch's outputs; a string if it can't have them."""
+    # A stated weighting is taken at its word.
     if normalize.weighting != "auto" or not normalize.divider.on_whole_batches or overrides_train_step(model):
         return False
     if not _is_required(model) and not overrides_compute_loss(model) and has_losses_per_example(model):
@@ -43,7 +48,7 @@ def find_row_comparison(model: Any, data: Batch, normalize: LossNormalization, *
 
 
 class _Traced(NamedTuple):
-    """A traced loss on synthetic rows: the arguments of `compute_loss`, the compiled losses' terms, and a refusal."""
+    """A loss traced on synthetic rows: its arguments and terms, and why outputs of parts can't be joined, or `None`."""
 
     arguments: LossArguments
     terms: list[LossTerm]
@@ -51,7 +56,7 @@ class _Traced(NamedTuple):
 
 
 def _run_trials(model: Any, arguments: LossArguments, divider: Divider, training: bool) -> bool | str:
-    """Runs the trials; returns a refusal if a layer mixes examples too."""
+    """Whether the loss compares examples; the error if it does, and parts' outputs don't give the whole batch's."""
     # Training and evaluation share this answer.
     key = ("comparison", _is_required(model))
     comparison = once_per_compile(key, model, arguments, lambda: _try_comparison(model, arguments))
@@ -78,13 +83,14 @@ def require_whole_losses(model: Any) -> None:
 
 
 def _is_required(model: Any) -> bool:
+    """Whether `require_whole_losses` was called since the last `compile`; looks up the key that it caches."""
     results = RESULTS.of(model)
     return results is not None and results[0] is model._compile_config and ("whole losses", False) in results[1]
 
 
 def _try_comparison(model: Any, arguments: LossArguments) -> bool | str:
     """Whether the loss compares examples, or the reason why outputs of parts can't be joined for it."""
-    # The refusal gives the reason.
+    # A failed trial isn't logged: a later refusal gives the reason.
     traced = run_trial(lambda size: _trace(model, arguments, size), *SIZES, otherwise=None, question=None)
     return traced is not None and _loss_compares_rows(model, traced) and (traced.refusal or True)
 
@@ -105,6 +111,7 @@ def _loss_compares_rows(model: Any, traced: _Traced) -> bool:
 
 
 def _trace(model: Any, arguments: LossArguments, size: int) -> _Traced:
+    """Traces the loss on synthetic rows, whose axes of unknown size get `size`."""
     inputs = synthetic_rows((arguments["x"], arguments["sample_weight"]), _ROWS, seed=1, size=size)
     targets = synthetic_rows(arguments["y"], _ROWS, seed=0, size=size, labels=True)
     results: list[_Traced] = []
@@ -148,6 +155,7 @@ def _refuse_outputs(y_pred: Structure, added: Sequence[Any]) -> str | None:
 
 def _mixing_layer(model: Any, x: Structure, divider: Divider, training: bool) -> str | None:
     """The error for a layer that mixes examples, or `None`."""
+    # `find_mixing_layer` has these use their moving statistics.
     norms = [
         layer for layer in all_layers(model) if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
     ]

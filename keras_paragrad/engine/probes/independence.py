@@ -1,4 +1,7 @@
-"""Refuses models whose parts of a batch can't be combined into the whole batch, or warns of them."""
+"""Refuses models whose parts of a batch can't be combined into the whole batch, or warns of them.
+
+A *part* of a batch is a replica's share of it, a slice, or a micro-batch of an accumulated window.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -28,13 +31,13 @@ USE_SUMS = (
     "Let each metric accumulate sums over examples, with add_variable(..., aggregation='sum') and assign_add, or use a "
     "function that returns one value per example."
 )
-# What probes have found, and the `compile` that it is valid for.
+# The `compile` for which results of probes are valid, and the results by key; see `once_per_compile`.
 RESULTS = Slot[tuple[Any, dict[Any, Any]] | None]("probes", None, kept=True)
 TRAIN_ANYWAY = "To train anyway, write DistributedFit(..., exact=False)."
 
 
 class _Problems(NamedTuple):
-    """Messages about problems that make results wrong, and about problems that make them inexact."""
+    """Messages about problems that make results wrong, to refuse, and that make them inexact, to warn of."""
 
     wrong: list[str]
     inexact: list[str]
@@ -51,7 +54,7 @@ def mixing_reasons(
 ) -> str | None:
     """Lists the reasons why parts of a batch can't be combined into the whole; tries once for each `compile`.
 
-    Warns of the reasons, unless the caller refuses the model.
+    Returns them as sentences, or `None`. Warns of the reasons, unless `refused`: then the caller raises them.
     """
     key = (divider, training)
     problems = once_per_compile(key, model, arguments, lambda: _find_problems(model, arguments, terms, *key))
@@ -85,9 +88,9 @@ def once_per_compile(
     *,
     by_replicas: bool = True,
 ) -> Result:
-    """The result of `find`, cached for each `compile` and each signature of the arguments.
+    """The result of `find`, cached by `key` for each `compile` and each signature of the arguments.
 
-    If `by_replicas`, several replicas have separate results.
+    If `by_replicas`, one replica and several replicas have separate results.
     """
     key = (*key, by_replicas and replica_count() > 1, *map(_signature, keras.tree.flatten(arguments)))
     configuration = model._compile_config
@@ -102,6 +105,7 @@ def once_per_compile(
 
 
 def _signature(tensor: Any) -> object:
+    """What a trial may depend on: the dtype, and the sizes of a row."""
     return (tensor.dtype, *tensor.shape[1:]) if tf.is_tensor(tensor) and tensor.shape.rank else None
 
 
@@ -131,6 +135,7 @@ def _find_problems(
     if not training:
         return _Problems(wrong, inexact)
     if message := state_problem(model, arguments["x"], divider):
+        # See `Divider.takes_weighting`.
         (wrong if divider.takes_weighting else inexact).append(message)
     return _Problems(wrong, inexact)
 
@@ -142,7 +147,7 @@ def state_problem(model: keras.Model, x: Structure, divider: Divider) -> str | N
 
 
 def find_layers_dependent_on(model: keras.Model, x: Structure, most_rows: int, divider: Divider) -> list[str]:
-    """Finds layers whose states after these rows depend on the split; computes at most `most_rows` rows at once."""
+    """Finds layers whose states after the rows of `x` depend on the split; uses at most the first `most_rows`."""
     rows = min(row_count(x), most_rows)
     # Different sizes make the parts distinguishable.
     split = BatchSplit(model.distribute_strategy.num_replicas_in_sync > 1, divider.in_sequence, rows, rows // 2 + 1)
@@ -173,13 +178,14 @@ def _mixing_problems(
             "combined into the whole."
         )
 
-    whole = [term for term in terms if not term.reduces_itself]
+    # A loss that reduces itself has no value for each example to compare.
+    comparable = [term for term in terms if not term.reduces_itself]
     # Training and evaluation share this answer.
     mixing = once_per_compile(
         ("mixing losses",),
         model,
         arguments,
-        lambda: [output_loss.loss.name for output_loss in whole if loss_mixes_rows(output_loss)],
+        lambda: [term.loss.name for term in comparable if loss_mixes_rows(term)],
     )
     for name in dict.fromkeys(mixing):
         instead = f" {divider.for_comparing_losses}" if divider.for_comparing_losses else ""
@@ -190,7 +196,7 @@ def _mixing_problems(
 
 
 def _metric_problems(model: keras.Model, arguments: LossArguments, *, summed: bool) -> _Problems:
-    """Messages about metrics that depend on how a batch is split."""
+    """Messages about metrics that depend on how a batch is split; without summed states, none makes results wrong."""
     even, uneven = split_dependent_metrics(model, **arguments, on_replicas=summed)
     wrong, inexact = [], []
     if even:

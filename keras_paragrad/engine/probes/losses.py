@@ -24,7 +24,7 @@ from keras_paragrad.engine.step.operations import assigned_resources
 _ROWS = 8
 # The size of the first of two parts of different sizes.
 _FIRST = 3
-# Pairs: whether targets are labels, and the range of predictions (probabilities, logits or embeddings).
+# Whether targets are labels, and the range of predictions: probabilities, logits and embeddings.
 _DRAWS = ((True, 0.1, 0.9), (True, -3.0, 3.0), (False, -3.0, 3.0))
 # Changed rows lie before, between and after the compared ones, to find losses of neighbouring pairs.
 _CHANGED = [0, 3]
@@ -33,8 +33,9 @@ _CHANGED = [0, 3]
 def loss_mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
     """Whether a loss's value for an example changes with the other examples in its batch, or with their number.
 
-    Also `False` if the loss can't be called on synthetic rows, or returns a scalar. If `one_value_each`, a loss that
-    flattens examples and their elements into one axis counts as mixing.
+    Tries the loss on synthetic rows with the shapes of the term's targets and predictions. Also `False` if it can't be
+    called on these, or returns a scalar. If `one_value_each`, a loss that flattens examples and their elements into one
+    axis counts as mixing.
     """
     traced = tf.function(lambda y_true, y_pred: LossTerm(term.loss, y_true, y_pred, None).values, autograph=False)
 
@@ -57,13 +58,14 @@ def loss_mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
             raise failures[0]
         return any(answers)
 
+    # One choice: all draws.
     return run_trial(find, _DRAWS, otherwise=False, question=f"whether the loss {term.loss.name!r} compares examples")
 
 
 def _mixes(
     term: LossTerm, compute: Callable[..., tf.Tensor], one_value_each: bool, labels: bool, low: float, high: float
 ) -> bool:
-    """Whether the losses of some rows change when other rows change, or when the batch is split."""
+    """Whether the losses of some rows, as `compute` returns them, change with other rows or when the batch is split."""
 
     def values(y_true: Structure, y_pred: Structure) -> np.ndarray:
         losses = np.asarray(compute(y_true, y_pred), "float64")

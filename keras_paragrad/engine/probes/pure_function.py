@@ -59,7 +59,7 @@ class PureFunction:
         variables: The variables that make up the state.
         start: Their values.
         half_precision: Whether the model computes in half precision.
-        draws: Whether random numbers are drawn by row, once that is known.
+        draws: Whether the computation draws random numbers by row; `None` before it is traced.
     """
 
     def __init__(
@@ -85,7 +85,9 @@ class PureFunction:
         self._function = tf.function(self._compute, autograph=False)
 
     def __call__(self, data: Batch, state: State | None = None, first: int = 0) -> tuple[Any, State]:
-        """Returns the results for the rows from `first` on, and the new state. By default, `state` is `start`.
+        """Returns the results for `data` and the new state. By default, `state` is `start`.
+
+        `first` is the index in the whole batch of the first row of `data`; random numbers by row depend on it.
 
         Raises:
             UnknownState: The model uses a table, or a variable unknown to Keras, and might change it.
@@ -94,7 +96,7 @@ class PureFunction:
         if self._any_rows:
             self._trace_for_any_rows(data, state)
             self._any_rows = False
-        # Only random numbers depend on the seed.
+        # Without random numbers, one trace serves all parts.
         first = 0 if self.draws is False else first
         self.check(self._function.get_concrete_function(data, state, first))
         return self._function(data, state, first)
@@ -105,6 +107,7 @@ class PureFunction:
             raise UnknownState(assigned_resources(traced.graph))
 
     def _trace_for_any_rows(self, data: Batch, state: State) -> None:
+        """Traces the function for data like this with an unknown number of rows, if that works."""
         rows = row_count(data)
 
         def spec(tensor: tf.Tensor | None) -> tf.TensorSpec | None:
@@ -140,13 +143,14 @@ class PureFunction:
 
     def _compute(self, data: Batch, state: State, first: int) -> tuple[Any, State]:
         """Runs the computation with given values of the variables; returns its results and their new values."""
-        numbers = contextlib.nullcontext()
+        random_numbers = contextlib.nullcontext()
         if self.total is not None:
-            numbers = random_numbers_by_row(first, static_row_count(data), self.total)
-        with untouched(self.model, self.scope(state)) as scope, numbers as drawn:
+            random_numbers = random_numbers_by_row(first, static_row_count(data), self.total)
+        with untouched(self.model, self.scope(state)) as scope, random_numbers as drawn:
             if not self.as_trained:
                 normalize_by_moving_statistics(self.model)
             if self.loss_weights:
+                # Values in place of variables: `check` refuses variables that the state doesn't hold.
                 compiled = self.model._compile_loss
                 pairs = zip(compiled._flat_losses, self.loss_weights, strict=True)
                 compiled._flat_losses = [loss._replace(loss_weights=weight) for loss, weight in pairs]
@@ -165,7 +169,7 @@ def is_seed(variable: keras.Variable) -> bool:
 
 
 class _KnownVariablesScope(keras.StatelessScope):
-    """A scope that refuses to read other variables: reading a metric's state starts a collective."""
+    """A scope that refuses to read variables for which it has no value: a metric's would start a collective."""
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor:
         value = super().get_current_value(variable)
@@ -222,7 +226,7 @@ def value_of(variable: keras.Variable, *, replace_tiny: bool = True) -> tf.Tenso
 
 
 def _values_of_loss_weights(model: keras.layers.Layer, *, replace_tiny: bool) -> list[float]:
-    """The weights of the compiled losses, if some are variables; if `replace_tiny`, 1 in place of weights near 0."""
+    """The weights of the compiled losses if some are variables, else `[]`; if `replace_tiny`, 1 for weights near 0."""
     if not getattr(model, "_compile_loss", None) or not model._compile_loss._flat_losses:
         return []
     weights: list[Any] = list(loss_weights_of(model))

@@ -32,7 +32,7 @@ from keras_paragrad.engine.probes.trial import (
 _ROWS, _CHANGED, _COMPARED = 4, [0, 3], slice(1, 3)
 # The seed and the largest value of each pair of batches.
 _DRAWS = ((0, 0.9), (1, 3.0))
-# The weight of each row's outputs in the scalar that is differentiated.
+# The weight of each row's outputs in the scalar that is differentiated: the compared rows, and the changed ones.
 _INNER, _OUTER = np.array([[0, 1, 1, 0], [1, 0, 0, 1]], "float32")
 
 
@@ -59,13 +59,13 @@ def find_mixing_layer(model: keras.layers.Layer, *arguments: Any, training: bool
 
 
 class RowPair(NamedTuple):
-    """Two batches, and the rows of each that must have equal outputs."""
+    """Two batches, and the rows of each that must have equal outputs, within `tolerance` times the largest output."""
 
     first: Batch
     second: Batch
     rows_in_first: slice
     rows_in_second: slice
-    atol: float
+    tolerance: float
 
     def outputs_match(self, first: tf.Tensor, second: tf.Tensor) -> bool:
         """Whether the two batches' outputs are equal in these rows; true for outputs without rows."""
@@ -78,11 +78,14 @@ class RowPair(NamedTuple):
             return np.array_equal(one, other)
         one, other = one.astype("float64"), other.astype("float64")
         scale = np.abs(one[np.isfinite(one)]).max(initial=0)
-        return np.allclose(one, other, rtol=0, atol=self.atol * scale, equal_nan=True)
+        return np.allclose(one, other, rtol=0, atol=self.tolerance * scale, equal_nan=True)
 
 
 def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_train: bool) -> str | None:
-    """Compares outputs and gradients of batches with equal rows: in training, or in inference if they are random."""
+    """The first layer or operation whose outputs, or gradients, for equal rows differ in the two batches; or `None`.
+
+    Compares them in training if `may_train`, and in inference if they are random in training.
+    """
     half_precision = uses_half_precision(model)
     changed = RowPair(first, second, _COMPARED, _COMPARED, OUTPUT.of(half_precision))
     tolerance = OUTPUT_OF_PART.of(half_precision)
@@ -132,7 +135,7 @@ def _has_custom_gradient(node: Any) -> bool:
 
 
 def _mixes_gradients(model: keras.layers.Layer, first: Batch, second: Batch, half_precision: bool) -> bool:
-    """Whether the gradients of some rows depend on other rows, or on the cotangents of other rows' outputs."""
+    """Whether the weights' gradients by some rows depend on other rows, or on the cotangents of other rows' outputs."""
 
     def gradient(data: Any) -> list[tf.Tensor]:
         arguments, weights = data
@@ -160,7 +163,8 @@ def _weighted_sum(outputs: list[tf.Tensor], weights: tf.Tensor) -> tf.Tensor:
 
 
 def _first_mixing(model: keras.layers.Layer, pair: RowPair, training: bool) -> str:
-    """Finds the name of the first layer or operation whose outputs differ."""
+    """Finds the name of the first layer or operation whose outputs differ; the model's, if only its own do."""
+    # Of the operations, in the order of their calls; filled in by the trace.
     names: list[str] = []
     recorded: list[tuple[str, list[tf.Tensor]]] = []
 
@@ -274,6 +278,7 @@ def _is_row_wise(operation: keras.Operation) -> bool:
 
 
 def _keeps_rows(equation: str) -> bool:
+    """Whether an einsum of inputs and a kernel keeps the first axis of the inputs, which the kernel doesn't have."""
     inputs, kernel, output = equation.replace("->", ",").split(",")
     return inputs[0] == output[0] and inputs[0] not in kernel.replace(".", "")
 

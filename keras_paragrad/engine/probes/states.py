@@ -1,4 +1,8 @@
-"""Finds, by a trial on synthetic rows, whether metrics and states of layers depend on how a batch is split."""
+"""Finds, by a trial on synthetic rows, whether metrics and states of layers depend on how a batch is split.
+
+The parts run on replicas, where each starts with the same state and the states are aggregated, or in sequence, where
+each starts with the state that the part before it leaves.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +29,7 @@ from keras_paragrad.engine.probes.trial import (
 )
 
 _ROWS = 8
-# The size of the first part, for equal parts and for unequal ones (as in the last batch of an epoch).
+# The rows of the first of two parts, if they are equal, and if they are unequal (as in the last batch of an epoch).
 _EVEN, _UNEVEN = 4, 6
 # The ranges of rows. The second, larger one also moves minima and maxima.
 RANGES = ((0.1, 0.9), (-1e3, 1e3))
@@ -37,10 +41,9 @@ RunFromState = Callable[[Any, State, int], tuple[Any, State]]
 def split_dependent_metrics(
     model: keras.Model, y: Structure, y_pred: Structure, sample_weight: Structure, *, on_replicas: bool
 ) -> tuple[list[str], list[str]]:
-    """The compiled metrics that equal parts of a batch change, and the ones that only unequal parts change.
+    """The compiled metrics whose results equal parts of a batch change, and the others that unequal parts change.
 
-    On replicas, the parts' states are summed; otherwise the parts run in sequence. None if the metrics can't be called
-    on synthetic rows.
+    The parts run `on_replicas`, or in sequence. Both lists are empty if the metrics can't be called on synthetic rows.
     """
 
     def results(batch: Batch):
@@ -68,8 +71,8 @@ def split_dependent_metrics(
 def split_dependent_layers(model: keras.Model, x: Any, *, on_replicas: bool, in_sequence: bool) -> list[str]:
     """Finds layers whose state depends on how synthetic rows are split, or is read after other parts.
 
-    Ignores batch normalization, seeds, and states that depend on random numbers that aren't drawn per row. On
-    replicas, parts run at the same time and their states are aggregated; if `in_sequence`, one part after another.
+    Ignores batch normalization, seeds, and states that depend on random numbers that aren't drawn per row. Tries parts
+    `on_replicas` and `in_sequence`, as requested.
     """
     split = BatchSplit(on_replicas, in_sequence, _ROWS, _UNEVEN)
 
@@ -117,13 +120,14 @@ class BatchSplit(NamedTuple):
 def split_dependent_states(
     variables: Sequence[keras.Variable], run: RunFromState, start: State, batch: Batch, split: BatchSplit
 ) -> list[keras.Variable]:
-    """The variables whose values differ after two parts and after the whole, or are read after the first part.
+    """The variables whose values differ after two parts and after the whole, or that the second part reads changed.
 
-    Leaves out variables that other seeds change. `run` maps rows and the variables' values to results and new values.
+    Leaves out variables that other seeds change. `start` has the variables' values before the batch.
     """
     reseeded = [value + 1 if is_seed(variable) else value for variable, value in zip(variables, start, strict=True)]
     part, rest = take_rows(batch, 0, split.first), take_rows(batch, split.first, split.rows)
     (_, whole), (_, random), (_, first) = run(batch, start, 0), run(batch, reseeded, 0), run(part, start, 0)
+    # The results of the second part, as if there were no first one.
     alone, last = run(rest, start, split.first)
     # Try both orders: without aggregation, a replica keeps its own value.
     orders = ((first, last), (last, first)) if split.on_replicas else ()
@@ -132,7 +136,7 @@ def split_dependent_states(
     read = False
     if split.in_sequence:
         ends.append(run(rest, first, split.first)[1])
-        # The random numbers are the same, so a difference comes from the first part's changes.
+        # With the seeds of the start, random numbers are the same: a difference comes from the first part's changes.
         seeds = zip(variables, start, first, strict=True)
         after = run(rest, [before if is_seed(variable) else value for variable, before, value in seeds], split.first)[0]
         same = zip(*map(_numbers, (alone, run(rest, start, split.first)[0], after)), strict=True)
@@ -233,6 +237,7 @@ def _owners_of_resources(model: keras.layers.Layer, resources: list[tf.Tensor]) 
 
 
 def _train(model: keras.layers.Layer, inputs: tuple[Structure, ...]) -> list[tf.Tensor]:
+    """The outputs and added losses of a call in training, for its changes of state."""
     outputs = call_model(model, *inputs, training=True)
     return [tensor for tensor in (*keras.tree.flatten(outputs), *added_losses(model)) if tf.is_tensor(tensor)]
 
@@ -240,7 +245,10 @@ def _train(model: keras.layers.Layer, inputs: tuple[Structure, ...]) -> list[tf.
 def _results(
     model: keras.Model, results: Callable[[Any], Any], batch: Batch, *firsts: int, on_replicas: bool
 ) -> list[Any]:
-    """The results after a batch, after the batch with other seeds, and after two parts, for each size of the first."""
+    """The results after a batch, after the batch with other seeds, and after two parts, for each size in `firsts`.
+
+    `results` is called with data to update metrics, and with `None` to return their results only.
+    """
     compute, start = PureFunction(model, results), reset_state(model)
     whole = [compute(batch, state)[0] for state in (start, compute.reseed(start))]
     parts = [[take_rows(batch, 0, first), take_rows(batch, first, _ROWS)] for first in firsts]
@@ -253,7 +261,7 @@ def reset_state(model: keras.Model) -> State:
 
 
 def results_after_parts(compute: PureFunction, parts: Sequence[Batch], start: State, *, on_replicas: bool) -> Any:
-    """The results in the state after all parts, which run at once on replicas, and in sequence otherwise."""
+    """The results in the state after all parts; `compute` returns the results of a state for the data `None`."""
     if on_replicas:
         states = [compute(part, start)[1] for part in parts]
         state = [_aggregate(*values) for values in zip(compute.variables, *states, strict=True)]
@@ -265,7 +273,7 @@ def results_after_parts(compute: PureFunction, parts: Sequence[Batch], start: St
 
 
 def _aggregate(variable: keras.Variable, *values: tf.Tensor) -> tf.Tensor:
-    """Aggregates a variable's values over replicas."""
+    """Aggregates a variable's values over replicas; without an aggregation, takes the first replica's."""
     if variable.aggregation == "sum":
         return tf.add_n(values)
     return tf.add_n(values) / len(values) if variable.aggregation == "mean" else values[0]
@@ -276,11 +284,11 @@ def _close(one: Any, other: Any) -> bool:
 
 
 def _changed_alike(start: Any, one: Any, other: Any) -> bool:
-    """Whether a state has changed equally, within the tolerance."""
+    """Whether a state has changed equally from `start` to `one` and to `other`, within the tolerance."""
     before, one, other = (np.asarray(state, "float64") for state in (start, one, other))
-    most = np.abs(one - before)[np.isfinite(one)].max(initial=0)
+    largest_change = np.abs(one - before)[np.isfinite(one)].max(initial=0)
     rounding = STATE_ROUNDING * np.abs(one[np.isfinite(one)]).max(initial=0)
-    return np.allclose(one, other, rtol=0, atol=STATE_CHANGE * most + rounding, equal_nan=True)
+    return np.allclose(one, other, rtol=0, atol=STATE_CHANGE * largest_change + rounding, equal_nan=True)
 
 
 def _numbers(results: Any) -> list[np.ndarray]:

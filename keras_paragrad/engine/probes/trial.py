@@ -146,7 +146,7 @@ def check_finite(results: Sequence[Array], what: str) -> None:
 
 
 def gradients_match(first: Sequence[Array], second: Sequence[Array], *, half_precision: bool) -> bool:
-    """Whether two gradients, each a tensor per weight, differ only by rounding."""
+    """Whether two gradients, each with a tensor per weight, differ only by rounding."""
     pairs = [(np.asarray(a, "float64"), np.asarray(b, "float64")) for a, b in zip(first, second, strict=True)]
     largest = [np.abs(np.concatenate([a.ravel(), b.ravel()])).max(initial=0) for a, b in pairs]
     of_all = max(largest, default=0)
@@ -160,7 +160,7 @@ def gradients_match(first: Sequence[Array], second: Sequence[Array], *, half_pre
 
 
 def relative_error(whole: list[np.ndarray], other: list[np.ndarray]) -> float | None:
-    """The norm of the difference over the norm of the whole; `None` if that is 0 or not finite."""
+    """The norm of the difference over the norm of the whole; `None` if the whole's norm is 0 or not finite."""
     norm = _norm(whole)
     if not np.isfinite(norm) or not norm:
         # Nothing can be learned from it, nor by the model.

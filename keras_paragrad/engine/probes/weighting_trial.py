@@ -1,4 +1,8 @@
-"""Finds, by a trial on synthetic rows, the weighting with which parts' gradients sum to the whole batch's gradient."""
+"""Finds, by a trial on synthetic rows, the weighting with which parts' gradients sum to the whole batch's gradient.
+
+A weighting is a candidate for the divisor of the loss. The weight of a part is its share of the whole's divisor, or 1
+if the loss is a sum.
+"""
 
 import contextlib
 import functools
@@ -32,13 +36,13 @@ from keras_paragrad.engine.probes.trial import (
 )
 
 Result = TypeVar("Result")
-# The rows of the whole, and of the first of two parts of different sizes.
+# The number of rows of the whole, and of the first of two parts of different sizes.
 ROWS, FIRST = 8, 3
 BOUNDS = ((0, FIRST), (FIRST, ROWS))
 _WHOLE_AND_PARTS = ((0, ROWS), *BOUNDS)
 # Values that programs use for ignored labels.
 _IGNORED = (-100, -1, 255, math.nan)
-# The numbers of samples over which a random loss is averaged.
+# The number of samples over which a random loss is averaged.
 _SAMPLES = 16
 _QUESTION = "what the loss is divided by"
 
@@ -67,7 +71,7 @@ class WeightingTrial(NamedTuple):
     """The result of a trial.
 
     Attributes:
-        fits: What was tried, in the order of preference.
+        fits: The error of each weighting that was tried, in the order of preference.
         ambiguous: Whether a mask hid nothing, so that it can't be told from the number of examples.
         random: Whether random numbers could not be drawn by row, so that averages of losses were compared.
     """
@@ -102,7 +106,7 @@ def try_weightings(model: keras.Model, arguments: LossArguments, stated: Weighti
 
 
 class _Draw(NamedTuple):
-    """The candidates' errors, and whether the output's mask keeps different shares of the parts and of the whole."""
+    """The candidates' errors on one batch, and whether the output's mask keeps different shares of the parts' rows."""
 
     errors: list[float]
     mask_hides: bool
@@ -147,25 +151,27 @@ class _Trial:
             return _Draw(self._errors_on_average(batch), False)
         results = compute_parts(self.compute, batch)
         shares = part_weights([result.divisors for result in results])
-        how = functools.partial(errors_of, shares=shares, half_precision=self.compute.half_precision)
-        errors = how([result.gradients for result in results])
+        errors_with = functools.partial(errors_of, shares=shares, half_precision=self.compute.half_precision)
+        errors = errors_with([result.gradients for result in results])
         if results[0].added:
             others = [part.gradients_of_added for part in compute_parts(self.compute, batch, self._drawn)]
             values = [result.added for result in results]
             for added in ([result.gradients_of_added for result in results], others, values):
+                # Added losses may have no gradient.
                 with contextlib.suppress(Inconclusive):
-                    errors = list(map(max, errors, how(added, rounding=ROUNDING_OF_ADDED)))
+                    errors = list(map(max, errors, errors_with(added, rounding=ROUNDING_OF_ADDED)))
         names = [candidate.name for candidate in self.candidates]
         by_rows, by_mask = (shares[:, names.index(name)] for name in ("examples", "mask"))
         return _Draw(errors, not np.allclose(by_rows, by_mask))
 
     @functools.cached_property
     def _drawn(self) -> State:
-        """Replaces kernels, because the model's may route all rows to one expert."""
+        """The state with kernels drawn at random: the model's kernels may route all rows to one expert."""
         pairs = zip(self.compute.variables, self.compute.start, strict=True)
         return [draw_kernel(variable, value) for variable, value in pairs]
 
     def _gradients(self, data: Any) -> _Computed:
+        """What `self.compute` traces."""
         with watch_weights(self.model) as gradients_of:
             loss, inputs, _ = compute_loss(self.model, data)
             # Keras differentiates the sum of an unreduced loss.
@@ -180,6 +186,7 @@ class _Trial:
         return _Computed(gradients, loss, divisors, gradients_of(total[0]) if added else [], total)
 
     def _is_random(self, batch: Batch) -> bool:
+        """Whether the gradient of the whole changes with the seeds."""
         whole, reseeded = self.compute(batch)[0], self.compute(batch, self.compute.reseed())[0]
         return not gradients_match(whole.gradients, reseeded.gradients, half_precision=self.compute.half_precision)
 
@@ -187,6 +194,7 @@ class _Trial:
         """Compares mean losses of samples instead of gradients: a wrong divisor is usually off by an integer factor."""
 
         def sample(number: int, start: int, stop: int) -> tuple[np.ndarray, Any]:
+            """The losses of some rows with `_SAMPLES` seeds, different for each `number`, and their divisors."""
             states = (self.compute.reseed(by=_SAMPLES * number + draw) for draw in range(_SAMPLES))
             results = [self.compute(take_rows(batch, start, stop), state, start)[0] for state in states]
             return np.array([float(result.loss) for result in results]), results[-1].divisors
@@ -225,7 +233,7 @@ def errors_of(
         gradients: The gradients of the whole and of the parts, with a tensor for each weight.
         shares: The weight of each part, for each candidate: `(parts, candidates)`.
         half_precision: Whether they were computed in half precision.
-        rounding: The largest relative error that only rounding makes; by what computed it, if `None`.
+        rounding: The largest relative error that only rounding makes; if `None`, as coarse as this machine's products.
 
     Raises:
         Inconclusive: The gradient of the whole is 0 or not finite.
@@ -249,6 +257,7 @@ def errors_of(
 
 @functools.cache
 def _rounding() -> float:
+    """The largest relative error that only rounding makes, with or without TF32."""
     coarse = tf.config.experimental.tensor_float_32_execution_enabled() and tf.config.list_physical_devices("GPU")
     return ROUNDING_OF_TF32 if coarse else ROUNDING
 
@@ -263,7 +272,7 @@ def over_draws(
 
     Args:
         model: The model, whose `Masking` layers say what is padded with.
-        batch: Tensors with its shapes and dtypes: `x`, `y` and `sample_weight`, or the first of them.
+        batch: Tensors with the shapes and dtypes to draw: `(x, y, sample_weight)`, a shorter tuple, or `x` alone.
         size, count: The size of axes of unknown size, and the number of rows.
         compare: Takes a batch of the same nesting.
 
@@ -296,6 +305,7 @@ def over_draws(
             nothing_told = nothing_told or reason
         except Exception:
             # A loss for classes rejects fractional labels, and a loss that ignores no label rejects the ignored ones.
+            # The first batch is a typical one.
             if not index:
                 raise
     if not results:
@@ -314,7 +324,7 @@ def _is_padded(shape: list[int], draw: np.random.Generator) -> np.ndarray:
 
 
 def _is_ignored(shape: list[int], draw: np.random.Generator) -> np.ndarray:
-    """Masks some elements, but none in the first row of each part."""
+    """Masks some elements, at least one, but none in the first row of each part."""
     chosen = draw.uniform(size=shape) < 0.3
     chosen.reshape(len(chosen), -1)[1, 0] = True
     chosen[[0, FIRST]] = False
@@ -322,7 +332,10 @@ def _is_ignored(shape: list[int], draw: np.random.Generator) -> np.ndarray:
 
 
 def _replace(tensor: Any, value: float, choose: Callable[[list[int], np.random.Generator], np.ndarray]) -> Any:
-    """Replaces masked elements by a value; leaves integers if the value is 0, which is drawn anyway, or no integer."""
+    """Replaces the elements that `choose` masks by a value.
+
+    Keeps a tensor of integers if the value is 0, which is drawn anyway, or not an integer of the tensor's dtype.
+    """
     if tensor is None or tensor.dtype.is_bool:
         return tensor
     if tensor.dtype.is_integer and not (value and tensor.dtype.min <= value <= tensor.dtype.max):

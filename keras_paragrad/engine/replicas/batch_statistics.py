@@ -33,7 +33,7 @@ def _moments(
     inputs: tf.Tensor,
     mask: tf.Tensor | None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """The mean and variance of a batch, each `(channels,)`."""
+    """Replaces `BatchNormalization._moments`: the mean and variance of a batch, each `(channels,)`."""
     by_rows = 0 in _reduction_axes(layer, inputs)
     if not (layer.synchronized and by_rows) or replica_count() == 1 or is_trial():
         return original(layer, inputs, mask)

@@ -1,4 +1,4 @@
-"""Evaluates and predicts on replicas: every example once, and in order."""
+"""Evaluates and predicts on replicas: every example once, and in order. A replica without any computes a filler row."""
 
 import contextlib
 import functools
@@ -34,6 +34,7 @@ from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_
 
 def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
     """Builds `model.test_function`."""
+    # Of the first batch: whether the replicas' losses and metrics give the whole batch's.
     proof = EvaluationProof(model, take)
 
     def step(data: Batch) -> StepLogs:
@@ -74,7 +75,7 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
 
 
 def _results(model: keras.Model, losses: TrackedLosses) -> StepLogs:
-    """The logs of all replicas, after metrics were updated with a batch."""
+    """The logs of all replicas; the metrics have been updated with this replica's examples."""
     shared = AllReducedResults(model, losses)
     return shared.results(sum_over_replicas(shared.parts))
 
@@ -135,7 +136,7 @@ ModelFunction = Callable[[keras.Model, Batch], Any]
 
 
 def _compiled_alone(function: ModelFunction, take: Take) -> ModelFunction:
-    """A function of a model and data that XLA compiles on each replica, if the stage asks for it."""
+    """The function, or one that XLA compiles on each of several replicas, if the stage asks for it."""
     if not take.by_xla or replica_count() == 1:
         return function
 

@@ -32,7 +32,7 @@ _WARNS = Slot[bool]("warns", False)
 
 
 class _ListPerThread(collections.UserList[Any]):
-    """A list with separate contents in each thread, and so for each replica, in place of Keras's."""
+    """A list with separate contents in each thread, and so for each replica, in place of Keras's, `replaced`."""
 
     def __init__(self, replaced: list[tf.Tensor]):
         self.replaced = replaced
@@ -66,7 +66,7 @@ def join_added_losses(model: keras.Model) -> None:
             vars(layer)[_LOSSES] = losses.replaced
 
 
-# Maps Keras's adapter and the steps of an epoch to a replacement, or to `None` to keep Keras's.
+# Maps Keras's adapter and the number of steps of an epoch to a replacement, or to `None` to keep Keras's.
 Distribute = Callable[[Adapter, int | None], Adapter | None]
 
 _METHODS = ("_maybe_symbolic_build", "make_test_function", "make_predict_function", "predict_on_batch")
@@ -75,7 +75,8 @@ _METHODS = ("_maybe_symbolic_build", "make_test_function", "make_predict_functio
 def install_on_replicas(model: keras.Model, take: Take, distribute: Distribute | None = None) -> None:
     """Makes a model's `fit`, `evaluate` and `predict` exact on replicas, until `uninstall_from_replicas`.
 
-    `distribute` distributes the data of `fit` and `evaluate` among workers; Keras does, if `None`.
+    `take` is the filler of the *take* stage, which divides batches among replicas and combines their logs. `distribute`
+    distributes the data of `fit` and `evaluate` among workers; Keras does, if `None`.
     """
     builder = StepBuilder.of(model)
     if builder.stages.take == take:
@@ -144,6 +145,7 @@ class _StrategyWithDatasets:
 
 
 def _distribute_data(iterator: Any, distribute: Distribute) -> None:
+    """Makes an iterator of Keras's read from the adapter that `distribute` returns, if any."""
     adapter = distribute(iterator.data_adapter, iterator.steps_per_epoch)
     if adapter is not None:
         iterator.data_adapter, iterator._num_batches = adapter, adapter.num_batches

@@ -1,4 +1,4 @@
-"""Replica batches, which are empty on some replicas if a batch has fewer examples than there are replicas."""
+"""Replica batches: the replicas' shares of a batch, some empty if it has fewer examples than there are replicas."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +24,7 @@ def static_row_count(batch: Structure) -> int | None:
     return next(tensor for tensor in keras.tree.flatten(batch) if tensor is not None).shape[0]
 
 
-# The message of TensorFlow's error.
+# Marks the error that TensorFlow raises in a step, for `explain_different_rows`.
 DIFFERENT_ROWS = "The tensors of a batch have different numbers of rows."
 
 
@@ -120,7 +120,7 @@ class ReplicaBatch(NamedTuple):
         return ReplicaBatch(count, count > 0)
 
     def filled(self, data: Batch) -> Batch:
-        """The data, or a row of zeros as filler if it is empty: not every layer accepts an empty batch."""
+        """The data, or if it is empty a row of zeros, the filler: not every layer accepts an empty batch."""
         return data if self.nonempty is None else tf.cond(self.nonempty, lambda: data, lambda: _zero_row(data))
 
     def drop_filler(self, outputs: Structure) -> Structure:

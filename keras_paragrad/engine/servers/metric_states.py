@@ -33,6 +33,7 @@ class MetricStates:
         self._compiled = tf.function(self._results, autograph=False)
 
     def _check(self) -> None:
+        """Refuses states that are not sums."""
         others = {variable.path: variable.aggregation for variable in self._variables if variable.aggregation != "sum"}
         if others:
             raise ValueError(
@@ -74,6 +75,7 @@ class MetricStates:
             variable.assign(value)
 
     def _results(self, total: tf.Tensor) -> StepLogs:
+        """The results of the metrics for a vector of their states."""
         with _holding_tensors(self._variables):
             for variable, value in zip(self._variables, _unpacked(total, self._variables), strict=True):
                 variable.assign(value)

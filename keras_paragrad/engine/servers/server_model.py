@@ -1,4 +1,4 @@
-"""Installs methods on a model that run its steps on workers."""
+"""Installs methods on a model that run its steps on workers; its variables are on parameter servers."""
 
 import contextlib
 import functools
@@ -24,6 +24,7 @@ Result = TypeVar("Result")
 
 
 def _compiled(model: keras.Model, step: Callable[[Batch], Result]) -> Callable[[Batch], Result]:
+    """Compiles a step for one worker."""
     strategy = model.distribute_strategy
     run = releasing(lambda data: strategy.run(step, args=(_open_batch_size(data),)))
     return tf.function(run, reduce_retracing=True, autograph=False)
@@ -156,7 +157,7 @@ class ParameterServerModel:
         return predict
 
     def _function(self, run_step: Step) -> TrainFunction:
-        """A train or test function that sends its steps to workers."""
+        """A train or test function that sends steps to workers; each returns its increments of metrics' states."""
         metric_states = self._metrics
 
         def contribute(data: Batch) -> tf.Tensor:
