@@ -78,6 +78,7 @@ class LossMatching(CompileLoss):
         ]
 
     def _match(self, y: Structure, y_pred: Structure, *, optional: bool = False) -> list[OutputLoss]:
+        """Lets Keras call each loss with its arguments, and returns them; targets may be missing if `optional`."""
         self._matched.clear()
         self(self._by_name(y, y_pred), y_pred)
         for output_loss in self._matched:
@@ -115,11 +116,11 @@ class LossMatching(CompileLoss):
         parts = {"`loss`": self._stated, "`y`": y}
         parts |= {"`sample_weight`": sample_weight} if keras.tree.is_nested(sample_weight) else {}
         nested = ", ".join(f"{name} {_nesting(part)}" for name, part in parts.items())
-        said = f" {error.args[0]}.".replace("..", ".") if isinstance(error, (KeyError, ValueError)) else ""
+        reason = f" {error.args[0]}.".replace("..", ".") if isinstance(error, (KeyError, ValueError)) else ""
         return ValueError(
             f"The model's outputs are nested as {_nesting(y_pred)}{names}, and these don't fit them: {nested}. Nest "
             "each as the outputs are, or write a dictionary from the names of the outputs, with None for an output "
-            f"without a loss.{said}"
+            f"without a loss.{reason}"
         )
 
 

@@ -1550,7 +1550,7 @@ _CUSTOM_STEPS = [
     _fault(
         "what users divide by the replicas is not undone",
         "compat/collectives.py",
-        "_CLAIMED: Any = property(lambda strategy: 1 if _claims.open else REPLICAS_IN_SYNC.fget(strategy))",
+        "_CLAIMED: Any = property(lambda strategy: 1 if _claims.depth else REPLICAS_IN_SYNC.fget(strategy))",
         "_CLAIMED: Any = REPLICAS_IN_SYNC",
         "distribution/test_divided_by_replicas.py::test_they_are_divided_by_one",
     ),
