@@ -91,7 +91,7 @@ def compiled_call(
         call: Its `call`.
         arguments: Positional arguments of the call.
         keywords: Keyword arguments of the call.
-        weights: The gathered weights by the `id` of the variable, as `reading` takes them: in the variables' own dtypes,
+        weights: The gathered weights by the `id` of the variable, as `reading` takes them: in the variables' dtypes,
             and in the dtype that the layer computes in.
         reading: Makes the context in which the layer reads these weights.
     """

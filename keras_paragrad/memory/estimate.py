@@ -202,6 +202,7 @@ def repeated_blocks(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def _recompute_layers(blocks: list[keras.layers.Layer]) -> Callable[[], None]:
+    """Makes layers run again in the backward pass, and returns a function that undoes it."""
     undo = [recompute_layer(block) for block in blocks]
 
     def end() -> None:

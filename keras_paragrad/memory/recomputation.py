@@ -176,7 +176,7 @@ def check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
 
 
 def _find_layer(model: keras.Model, name: str) -> keras.layers.Layer:
-    """The layer with a name; one at the top has precedence."""
+    """The layer with a name; one that is directly in the model has precedence over layers within layers."""
     layers = all_layers(model)
     matches = [layer for layer in layers if layer.name == name]
     top = [layer for layer in model.layers if layer.name == name]

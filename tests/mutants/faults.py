@@ -1595,7 +1595,7 @@ _MEMORY = [
     _fault(
         "the sums of slices' gradients take no memory",
         "memory/plan.py",
-        "held = column.parameters + whole if slices > 1 else 0",
+        "held = column.parameters + batch_bytes if slices > 1 else 0",
         "held = 0",
         "memory/test_plan.py::test_slices_are_estimated_with_what_they_hold",
     ),
