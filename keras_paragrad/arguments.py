@@ -300,7 +300,7 @@ def _plain(value: Any) -> Any:
 
 
 def _chosen(value: object, choices: Sequence[object]) -> object:
-    """The choice that a value is, or `_NO_CHOICE`."""
+    """The choice that equals a value, or `_NO_CHOICE`; constants are compared by identity, so 1 isn't `True`."""
     plain = _plain(value)
     for choice in choices:
         if plain is choice or (isinstance(plain, str) and plain == choice):

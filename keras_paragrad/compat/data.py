@@ -226,10 +226,7 @@ def loses_prefetched_batches(adapter: DataAdapter) -> bool:
 
 
 def read_once(adapter: DataAdapter) -> None:
-    """Makes every iterator over a generator resume where the one before it stopped.
-
-    Keras's own start with the generator's first two batches again.
-    """
+    """Makes a generator's iterators resume where the last one stopped; Keras's start with its first two batches."""
     if isinstance(adapter, GeneratorDataAdapter):
         stream = adapter.generator()
         adapter.generator = lambda: stream

@@ -94,12 +94,9 @@ class _Path(NamedTuple):
 
     As a `Differentiate`, it is called with the function to differentiate and `free`, the values of its inputs for a
     chunk of rows; it needs no extra arrays and no check.
-
-    Attributes:
-        baseline: A row for each input, or one number for all.
-        steps: Number of quadrature points.
     """
 
+    # A row for each input, or one number for all.
     baseline: list[np.ndarray]
     steps: int
 

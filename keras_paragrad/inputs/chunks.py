@@ -54,11 +54,7 @@ class Execution:
         self._function: Any = None
 
     def build(self, first: list[np.ndarray]) -> None:
-        """Builds the model on the first of some rows, if it is not built; refuses a model that can't be differentiated.
-
-        Raises:
-            ValueError: The model keeps a state, or mixes rows.
-        """
+        """Builds the model on the first row, if it is not built; refuses a model that keeps a state or mixes rows."""
         inputs = self._cast(first, slice(0, 1))[: len(self.selection.names)]
         if not self.model.built:
             with self.strategy.scope(), keras.StatelessScope():

@@ -123,10 +123,7 @@ class Jacobian(NamedTuple):
     def __call__(
         self, function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any], check: tf.Tensor
     ) -> Derivative:
-        """Differentiates `function` at `free`; if `check` is true, compares forward mode with reverse mode.
-
-        Takes no `extra` arrays.
-        """
+        """Differentiates `function` at `free`; compares the modes if `check` is true, in forward mode. `extra` is unused."""
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as inner:
                 inner.watch(free)

@@ -36,10 +36,7 @@ def outputs_exchanged(
 ) -> Generator[None]:
     """Context in which a source layer's call returns `exchange(source, output)`, with the mask of the output.
 
-    Args:
-        sources: The layers' outputs to replace.
-        rows: The number of rows of each, if it is known.
-        exchange: Called with each source and its layer's output, while the model is called.
+    `exchange` is called while the model is; `rows` is the number of rows of each output.
 
     Raises:
         ValueError: A layer is not called, or more than once, or returns something that has no derivative by row.

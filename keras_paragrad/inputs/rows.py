@@ -57,10 +57,7 @@ class InputRows:
         self.first = nonempty
 
     def chunks(self, batch_size: int, multiple: int = 1) -> Iterator[Chunk]:
-        """Yields all rows in chunks of one size, padded: at most `batch_size`, rounded up to a `multiple`.
-
-        `multiple` is the number of replicas. If there are fewer rows, the size is theirs, rounded up.
-        """
+        """Yields all rows in padded chunks of one size: at most `batch_size`, rounded up to a `multiple`."""
         size = None
         for batch in _rebatch(itertools.chain([self.first], self._batches), -(-batch_size // multiple) * multiple):
             size = size or -(-len(batch[0]) // multiple) * multiple

@@ -111,12 +111,10 @@ def least_free_gpu_bytes() -> int | None:
 
 
 def memory_of_device(device_bytes: int | None, steps: int) -> int:
-    """The number of bytes that training may take: `device_bytes`, if given, or a share of what is available.
-
-    `steps` is the number of steps of a trial; 0 if nothing is tried.
+    """The bytes that training may take: `device_bytes`, or by default a share of what is available.
 
     Raises:
-        ValueError: It is unknown, or the GPU can't run a trial. The message says what to write.
+        ValueError: It is unknown, or the GPU can't run a trial of `steps` > 0. The message says what to write.
     """
     gpus = tf.config.get_visible_devices("GPU")
     if steps and (problem := cannot_try_on_gpus()):

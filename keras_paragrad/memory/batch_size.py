@@ -316,7 +316,7 @@ class _Guess:
 
     Attributes:
         first: The index of the largest size that fits by the estimate, or of the one to begin with.
-        line: The fixed bytes and the bytes per row; `None` without an estimate.
+        line: The fixed bytes and the bytes per row, from the last two sizes; `None` without an estimate.
         problem: Why there is no estimate, or `None`.
     """
 
@@ -337,7 +337,6 @@ class _Guess:
         except ValueError as error:
             self.problem = error
             return
-        # Through the last two points, or the origin.
         (size, used), (other, used_there) = points[-1], points[-2] if len(points) > 1 else (0, 0)
         per_row = max(1.0, (used - used_there) / (size - other))
         self.line = used - per_row * size, per_row

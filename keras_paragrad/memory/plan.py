@@ -115,10 +115,7 @@ def _recomputations(model: keras.Model, left_out: list[str]) -> Iterable[tuple[s
 
 
 class _Estimator(NamedTuple):
-    """Estimates the bytes and seconds of ways to train, for one form of recomputation at a time.
-
-    `slices` are the numbers of slices to choose from, and `sizes` the rows of a slice for each.
-    """
+    """Estimates ways to train, with each number of `slices`, whose rows are in `sizes`, and each value of `shards`."""
 
     model: keras.Model
     replicas: int

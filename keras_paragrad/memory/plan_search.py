@@ -124,10 +124,7 @@ class PlanSearch:
 
 
 def _refuse(plan: MemoryPlan, *, tried: bool) -> None:
-    """Raises, as no candidate fits.
-
-    If none was tried, and the one that takes the least is estimated to fit barely, chooses it with a warning instead.
-    """
+    """Raises, as no candidate fits; if none was `tried`, may instead choose the one with the least bytes, and warn."""
     least = min(plan.candidates, key=lambda candidate: candidate.estimated.bytes)
     words = way_in_words(least, plan.recomputed)
     takes = bytes_in_words(least.estimated.bytes)

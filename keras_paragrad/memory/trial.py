@@ -282,8 +282,8 @@ def _pickled(request: dict[str, Any]) -> bytes:
     local = [item.__name__ for item in objects if item.__module__ == "__main__" or "<locals>" in item.__qualname__]
     if local:
         raise CannotTryError(
-            f"{', '.join(dict.fromkeys(local))} can't be imported in another process. Define it in a module, or install "
-            "cloudpickle"
+            f"{', '.join(dict.fromkeys(local))} can't be imported in another process. Define it in a module, or "
+            "install cloudpickle"
         )
     with _refusing():
         return pickle.dumps(request)
