@@ -47,6 +47,7 @@ class LossMatching(CompileLoss):
         return [None] * len(self._flat_losses or [])
 
     def build(self, y_true: Structure, y_pred: Structure) -> None:
+        """Flattens the losses as Keras does, and puts `_record` in the place of each."""
         # Keras creates variables that track several losses. A separate graph keeps them out of a running trace.
         with tf.Graph().as_default():
             super().build(y_true, y_pred)

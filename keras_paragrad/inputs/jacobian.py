@@ -123,7 +123,7 @@ class Jacobian(NamedTuple):
     def __call__(
         self, function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any], check: tf.Tensor
     ) -> Derivative:
-        """Differentiates `function` at `free`; compares the modes if `check` is true, in forward mode. `extra` is unused."""
+        """Differentiates `function` at `free`; `check` says whether to compare forward with reverse mode."""
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as inner:
                 inner.watch(free)

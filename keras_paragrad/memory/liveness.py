@@ -95,11 +95,11 @@ def step_peaks(
 
 
 class _Execution:
-    """Follows a step. Peaks are without buffers that are gradients.
+    """Follows the operations of a step.
 
     Attributes:
         _gradients: Numbers of the variables' gradients.
-        _live: Bytes of the buffers that are allocated now.
+        _live: Bytes of the buffers that are allocated now, except gradients.
         _peak: Peak of these since the latest gradient arrived.
         _before: The peak before the results of the current operation.
         _arrived, _peaks: The numbers of the gradients so far, and the peaks before each.
@@ -113,6 +113,7 @@ class _Execution:
         self._peaks: list[int] = []
 
     def step(self, block: Block, updates_from: int, gathered: Mapping[int | None, int]) -> Peaks:
+        """Follows a step; the arguments are as in `step_peaks`."""
         self._step = block
         inputs = zip(block.inputs, block.input_sizes, strict=True)
         arguments = [_Value(self._allocate(size), gathered=gathered.get(number, 0)) for number, size in inputs]
@@ -121,7 +122,7 @@ class _Execution:
             self._execute(block, operation, values)
         self._peaks.append(self._peak)
         self._peak = self._live
-        # The update works on shards.
+        # The update works on shards, and gathers no weights.
         values = {number: value.without_gather() for number, value in values.items()}
         for operation in block.operations[updates_from:]:
             self._execute(block, operation, values)

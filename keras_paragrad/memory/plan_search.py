@@ -68,7 +68,7 @@ class PlanSearch:
         return ""
 
     def _settle(self, index: int, why_not: str) -> bool:
-        """Tries a candidate, unless `why_not` says why it needn't be, and notes the result; returns if it is chosen."""
+        """Tries a candidate, unless `why_not` is given; notes the result in the plan, and says whether it is chosen."""
         plan = self._plan
         if not why_not and self._begin:
             why_not = self._try(index, self._begin)

@@ -121,7 +121,7 @@ def _best_cuts(model_cost: ModelCost) -> list[int]:
     total, least = _stored_bytes(model_cost.parts), max(cost.stored_bytes for cost in model_cost.parts)
     sizes = [least + (total - least) * (step / _TRIED) ** 2 for step in range(_TRIED + 1)]
     cuts = [_cuts_of_size(size, model_cost) for size in sizes]
-    input_bytes = [sum(model_cost.input_bytes[cut] for cut in segment[:-1]) for segment in cuts]
+    input_bytes = [sum(model_cost.input_bytes[first] for first in firsts) for *firsts, _ in cuts]
     return min(zip(sizes, input_bytes, cuts, strict=True), key=lambda candidate: candidate[0] + candidate[1])[2]
 
 
