@@ -96,6 +96,7 @@ def check_integer(
         return choice
     integer = _integer(value)
     if integer is None or not least <= integer <= most:
+        # The default maximum is shown only if the value is larger.
         bounds = f"from {least} to {most}" if most < LARGEST or (integer or 0) > most else f"of at least {least}"
         expected = ", ".join([*map(repr, also), f"an integer {bounds}"])
         raise refusal(name, value, _or_none(expected, optional), _text(example))

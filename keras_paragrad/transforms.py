@@ -223,7 +223,7 @@ class _State(SavedVariables):
 
 
 def _impure_operations(graph: tf.Graph) -> list[str]:
-    """The kinds of operations whose results differ between replicas."""
+    """The kinds of operations in a graph that draw random numbers or assign variables, and so differ by replica."""
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
     # Function calls are called stateful too.

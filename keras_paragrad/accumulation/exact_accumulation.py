@@ -110,6 +110,7 @@ class ExactAccumulation(keras.callbacks.Callback):
         self._schedule.prove = self.prove
         self._schedule.deferred_refusal = deferred_refusal = self._deferred_refusal(optimizer, normalize)
         if deferred_refusal:
+            # What weighting micro-batches would refuse is only logged: whole windows need no weights.
             deferred_refusal.check(self.model)
             normalize = None
         else:

@@ -67,6 +67,7 @@ class HostSchedule:
         return [self._count(number == last) for number in range(1, batches + 1)]
 
     def _read(self) -> None:
+        """Reads the counts from the optimizer."""
         # Before the first batch, the optimizer may not be built.
         built = self.optimizer.built
         self._position = int(self.optimizer.window.position.numpy()) if built else 0

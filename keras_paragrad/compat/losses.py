@@ -70,6 +70,7 @@ class LossMatching(CompileLoss):
             matched = self._match(y, y_pred)
             if not keras.tree.is_nested(sample_weight):
                 return [output_loss._replace(sample_weight=sample_weight) for output_loss in matched]
+            # Nested sample weights are matched like targets.
             weights = self._match(sample_weight, y_pred, optional=True)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise self._refusal(y, y_pred, sample_weight, error) from error

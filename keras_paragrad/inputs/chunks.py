@@ -85,6 +85,7 @@ class Execution:
         rows = min(len(first[0]), MOST_ROWS)
         specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._cast(first, slice(0, 1))]
 
+        # The entries of a row of each source, set by the trace.
         sizes: list[int] = []
 
         def forward(leaves: list[tf.Tensor]):

@@ -217,6 +217,7 @@ def _blocks_within(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     groups: dict[object, list[keras.layers.Layer]] = defaultdict(list)
     for child in children(layer):
         shapes = tuple(tuple(variable.shape) for variable in child.trainable_variables)
+        # A layer without weights or sublayers is in a group of its own.
         groups[(type(child), shapes) if shapes and children(child) else id(child)].append(child)
     return [block for group in groups.values() for block in (group if len(group) > 1 else _blocks_within(group[0]))]
 

@@ -217,9 +217,9 @@ def _parts(model: keras.Model) -> tuple[FunctionalModel | None, list[Part]]:
     """The innermost Functional model with most of the layers, and its smallest parts."""
     functional = functional_of(model)
     if functional is None or not model.built:
-        what = "is not built" if isinstance(model, keras.Sequential) else "is not a Functional or Sequential model"
+        problem = "is not built" if isinstance(model, keras.Sequential) else "is not a Functional or Sequential model"
         advice = "Begin it with keras.Input(shape)" if isinstance(model, keras.Sequential) else _ADVICE.rstrip(".")
-        raise ValueError(f"{model.name!r} {what}, and the order of its layers is not known. {advice}.")
+        raise ValueError(f"{model.name!r} {problem}, and the order of its layers is not known. {advice}.")
     if runs_in_segments(functional):
         raise ValueError(f"{model.name!r} is recomputed already. Call undo() of the handle that recompute returned.")
     for layer in all_layers(model):

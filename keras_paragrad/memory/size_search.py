@@ -27,7 +27,7 @@ def largest(
         limit: The limit, in bytes.
         measure: Returns the bytes that a size takes, or `None` if the memory ran out.
         first: The index of the size to begin with.
-        line: The expected cost: fixed bytes, and bytes per row.
+        line: The expected cost: fixed bytes, and bytes per row; `None` if unknown.
     """
     # The index of the largest size that fits, and of the smallest that doesn't, so far.
     low, high, index = -1, len(sizes), first
