@@ -96,6 +96,7 @@ def check_integer(
         return choice
     integer = _integer(value)
     if integer is None or not least <= integer <= most:
+        # The default maximum is shown only if the value is larger.
         bounds = f"from {least} to {most}" if most < LARGEST or (integer or 0) > most else f"of at least {least}"
         expected = ", ".join([*map(repr, also), f"an integer {bounds}"])
         raise refusal(name, value, _or_none(expected, optional), _text(example))
@@ -300,7 +301,7 @@ def _plain(value: Any) -> Any:
 
 
 def _chosen(value: object, choices: Sequence[object]) -> object:
-    """The choice that a value is, or `_NO_CHOICE`."""
+    """The choice that equals a value, or `_NO_CHOICE`; constants are compared by identity, so 1 isn't `True`."""
     plain = _plain(value)
     for choice in choices:
         if plain is choice or (isinstance(plain, str) and plain == choice):

@@ -30,6 +30,7 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
         `__all__`.
     """
     namespace, homes = vars(sys.modules[package]), dict(_public_imports(package))
+    # The modules directly in the package that the names come from; for an import of a module, its own name.
     modules = {home.removeprefix(package)[1:].partition(".")[0] or name for name, home in homes.items()}
 
     def get(name: str) -> Any:

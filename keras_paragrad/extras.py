@@ -15,7 +15,7 @@ EXTRAS = {
 }
 
 
-# What brings a package as well: its release, in the words of pip.
+# For a package, another one that contains it too, as a requirement for pip.
 ALSO_BRINGS = {"xprof": "tensorboard-plugin-profile>=2.20.7"}
 
 

@@ -56,6 +56,7 @@ def _sizes(tensor: tf.Tensor) -> list[Any]:
 
 
 def _matmul(operation: tf.Operation) -> int:
+    """The number of multiplications of a matrix product."""
     transposed = operation.get_attr("transpose_a")
     return math.prod(_sizes(operation.outputs[0])) * _sizes(operation.inputs[0])[-2 if transposed else -1]
 
@@ -66,7 +67,7 @@ def _batch_matmul(operation: tf.Operation) -> int:
 
 
 def _einsum(operation: tf.Operation) -> int:
-    """The multiplications of `tf.einsum`."""
+    """The multiplications of `tf.einsum`; raises `ValueError` where the sizes of labels aren't known."""
     subscripts = operation.get_attr("equation").decode().partition("->")[0].split(",")
     sizes: dict[str, int] = {}
     for labels, tensor in zip(subscripts, operation.inputs, strict=True):
@@ -82,7 +83,10 @@ _Tensor = Callable[[tf.Operation], tf.Tensor]
 
 
 def _convolution(output: _Tensor, kernel: _Tensor, output_axes: int = 1) -> Callable[[tf.Operation], int]:
-    """Multiplies the sizes of the output, or its gradient, and of the kernel without its last `output_axes` axes."""
+    """Makes a function that counts the multiplications of a convolution, or of one of its gradients.
+
+    It multiplies the sizes of the output, or its gradient, and of the kernel without its last `output_axes` axes.
+    """
     return lambda operation: math.prod(_sizes(output(operation))) * math.prod(_sizes(kernel(operation))[:-output_axes])
 
 

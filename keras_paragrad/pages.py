@@ -68,12 +68,13 @@ def read_page(name: str, known: Mapping[str, Path]) -> str:
     if name not in known:
         raise ValueError(f"There is no page {quote(name)}.")
     text = _FRONT_MATTER.sub("", known[name].read_text(encoding="utf-8")).lstrip()
-    # Links and comments in code are code.
+    # The parts with an odd index are code, in which links and comments stay.
     parts = _FENCE.split(text)
     return "".join(part if index % 2 else _without_links(part, name, known) for index, part in enumerate(parts))
 
 
 def _without_links(text: str, name: str, known: Mapping[str, Path]) -> str:
+    """Replaces the links, images and comments in some Markdown of the page `name` by text for a terminal."""
     folder = PurePosixPath(name).parent
 
     def shown(link: re.Match[str]) -> str:
@@ -97,7 +98,7 @@ def _resolved(path: PurePosixPath) -> str:
 
 
 def _instead(comment: re.Match[str]) -> str:
-    """Names where the text is that the site puts in the place of a comment."""
+    """What to show for a comment that the site replaces by generated text: where to find that text."""
     kind, _, name = comment[1].partition(": ")
     if kind == "reference":
         return f"In Python: `import keras_paragrad; help(keras_paragrad.{name})`.\n"

@@ -1,4 +1,4 @@
-"""Plain text: parses untrusted JSON, and shows objects of rich in sessions, notebooks and files."""
+"""Plain text: parses untrusted JSON, and shows rich's renderables in interactive sessions, notebooks and files."""
 
 import html
 import io
@@ -64,7 +64,7 @@ class Printable(InNotebooks):
 
 
 def plain_text(renderable: object, width: int = WIDTH) -> str:
-    """Renders an object of rich without colours, whatever rich finds around it."""
+    """Renders an object with rich, without colours and in any environment: a terminal, a notebook or a pipe."""
     from rich.console import Console
 
     page = io.StringIO()

@@ -35,6 +35,7 @@ def row_sums(values: tf.Tensor, by_xla: bool = False) -> tf.Tensor:
         return tf.reduce_sum(values, axis=list(range(1, values.shape.rank)))
     rows = tf.reshape(values, [-1, size])
     block = _DEPTH * _COLUMNS
+    # How many entries of a row are summed in blocks, and up to which entry the others are summed in columns.
     in_blocks = size // block * block if size >= _MIN_BLOCKS * block else 0
     in_columns = size // _COLUMNS * _COLUMNS
     parts = []
@@ -67,15 +68,15 @@ def row_sums_of_all(tensors: Iterable[tf.Tensor], by_xla: bool = False) -> tf.Te
     >>> row_sums_of_all([tf.ones([2, 3]), tf.ones([2, 3, 1]), tf.ones([2])]).numpy()
     array([7., 7.], dtype=float32)
     """
-    few: dict[object, list[tf.Tensor]] = {}
+    small: dict[object, list[tf.Tensor]] = {}
     sums: list[tf.Tensor] = []
     for tensor in tensors:
         size = tensor.shape[1:].num_elements()
         if size is None or size > _MAX_SMALL_COLUMNS:
             sums.append(row_sums(tensor, by_xla))
         else:
-            few.setdefault((size, tensor.dtype), []).append(tf.reshape(tensor, [-1, size]))
-    sums += [tf.reduce_sum(tf.add_n(group), 1) for group in few.values()]
+            small.setdefault((size, tensor.dtype), []).append(tf.reshape(tensor, [-1, size]))
+    sums += [tf.reduce_sum(tf.add_n(group), 1) for group in small.values()]
     return tf.add_n([tf.cast(tensor, "float32") for tensor in sums])
 
 

@@ -109,11 +109,16 @@ class transform_gradients:  # noqa: N801  (used as a function and as a context m
 
 
 class _Transform:
-    """Adapts `f` to a filler of the *transform* stage."""
+    """Adapts `f` to the step's stage `transforms`, which calls it with the gradients of an update.
+
+    Attributes:
+        known: The trainable variables that the state belongs to, or `None` without a state.
+        state: Saves the variables of the state with the optimizer, or `None`.
+        state_variables: The variables of the state, nested as `f` nests it, or `None`.
+    """
 
     def __init__(self, model: keras.Model, f: TransformFunction | StatefulTransform):
         self.model, self.state, self.state_variables = model, None, None
-        # The trainable variables that the state belongs to.
         self.known: list[keras.Variable] | None = None
         init, update = getattr(f, "init", None), getattr(f, "update", None)
         self.stateful = callable(init) and callable(update) and not isinstance(f, type)
@@ -126,7 +131,7 @@ class _Transform:
         self._try(model, f)
 
     def _try(self, model: keras.Model, f: TransformFunction | StatefulTransform) -> None:
-        """Traces `f` once, in a graph that is never run."""
+        """Traces `f` in a graph that is never run, and refuses what fails there, or differs between replicas."""
         specs = [tf.TensorSpec(transform.shape, transform.dtype) for transform in self._transformable()]
         try:
             graph = trace_untouched((model, f), lambda *gradients: self._apply(list(gradients)), *specs).graph
@@ -141,6 +146,7 @@ class _Transform:
             )
 
     def _add_state(self, init: Callable[[list[keras.Variable]], Structure]) -> None:
+        """Creates a variable for each tensor of the state that `init` returns."""
         self.known = list(self.model.trainable_variables)
         with self.model.distribute_strategy.scope():
             start = tf.nest.map_structure(tf.convert_to_tensor, init(list(self.known)))
@@ -152,6 +158,7 @@ class _Transform:
         self.state_variables = tf.nest.pack_sequence_as(start, variables)
 
     def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> list[tf.Tensor]:
+        """Transforms the gradients of an update, one for each of these variables, and assigns the new state."""
         self._check_storage(variables)
         by_variable = {id(variable): gradient for gradient, variable in zip(gradients, variables, strict=True)}
         transformable = self._transformable()
@@ -175,6 +182,7 @@ class _Transform:
         return [by_variable[id(variable)] for variable in variables]
 
     def _transformable(self) -> list[keras.Variable]:
+        """The variables whose gradients `f` gets, in order."""
         return list(self.model.trainable_variables) if self.known is None else self.known
 
     def _apply(self, gradients: list[tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -215,7 +223,7 @@ class _State(SavedVariables):
 
 
 def _impure_operations(graph: tf.Graph) -> list[str]:
-    """The kinds of operations whose results differ between replicas."""
+    """The kinds of operations in a graph that draw random numbers or assign variables, and so differ by replica."""
     definition = graph.as_graph_def()
     nodes = [*definition.node, *(node for function in definition.library.function for node in function.node_def)]
     # Function calls are called stateful too.
@@ -224,7 +232,7 @@ def _impure_operations(graph: tf.Graph) -> list[str]:
 
 
 def _check(name: str, returned: object, expected: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Checks that `f` returns as many tensors as it gets, of their shapes and dtypes."""
+    """Checks that `f` returned tensors like the `expected`, which it got, and returns them; `name` is for messages."""
     if not isinstance(returned, (list, tuple)) or len(returned) != len(expected):
         description = f"{len(returned)} items" if isinstance(returned, (list, tuple)) else type(returned).__name__
         raise ValueError(f"Return a list of {len(expected)} {name}, one for each given; this is {description}.")

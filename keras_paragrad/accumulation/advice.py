@@ -19,7 +19,7 @@ ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
 
 
 def check_parts(deterministic: object) -> int:
-    """The argument `deterministic`: the number of parts of a batch, 8 for `True`; or `False`."""
+    """Validates the argument `deterministic`: returns the number of parts of a batch, 8 for `True`, or `False`."""
     parts = check_integer("deterministic", deterministic, least=2, most=MOST_PARTS, also=(True, False), example=8)
     return 8 if parts is True else parts
 
@@ -56,6 +56,7 @@ def check_inner_optimizer(inner_optimizer: keras.optimizers.Optimizer | str | Co
 
 
 def _optimizer_refusal(value: object) -> ValueError:
+    """The error for an argument that is not an optimizer; suggests the optimizer whose name is closest."""
     expected = "a Keras optimizer: its name, its config or an instance"
     kinds = (value for value in vars(keras.optimizers).values() if isinstance(value, type))
     names = [kind.__name__.lower() for kind in kinds if issubclass(kind, keras.optimizers.Optimizer)]
@@ -64,7 +65,7 @@ def _optimizer_refusal(value: object) -> ValueError:
 
 
 def missing_accumulation_message(model: keras.Model) -> str:
-    """The error for a model compiled without an accumulating optimizer. It ends with code, which calls it `model`."""
+    """The error for a model compiled without an accumulating optimizer; ends with code that calls the model `model`."""
     problem = (
         "ExactAccumulation() needs a model that is compiled with an AccumulatingOptimizer; this one has "
         f"{_optimizer_name(model.optimizer)}."

@@ -1,4 +1,8 @@
-"""`ExactAccumulation`: gives an accumulating optimizer the micro-batch weights and epoch ends of `fit`."""
+"""`ExactAccumulation`: gives an accumulating optimizer the micro-batch weights and epoch ends of `fit`.
+
+A *window* is the micro-batches of one update. A `StepBuilder` makes the model's training step from *stages*; what a
+component puts into a stage is its *filler*.
+"""
 
 import keras
 
@@ -93,16 +97,20 @@ class ExactAccumulation(keras.callbacks.Callback):
             self._schedule = None
 
     def _fillers(self) -> dict[str, object]:
-        """The fillers for the optimizer that the model is compiled with now."""
+        """The fillers by stage, for the optimizer that the model is compiled with now.
+
+        `StepBuilder` calls this when `fit` begins, and again if a callback calls `compile`.
+        """
         optimizer = accumulating_optimizer(self.model)
         normalize = None if optimizer.weighting == "uniform" else LossNormalization(optimizer.weighting, DIVIDER)
         before, self._schedule = self._schedule, optimizer.host_schedule
         if before not in (None, self._schedule):
-            # Another optimizer in the middle of an epoch.
+            # A callback has compiled the model with another optimizer in the middle of an epoch.
             self._schedule.begin_epoch(before.batches_left)
         self._schedule.prove = self.prove
         self._schedule.deferred_refusal = deferred_refusal = self._deferred_refusal(optimizer, normalize)
         if deferred_refusal:
+            # What weighting micro-batches would refuse is only logged: whole windows need no weights.
             deferred_refusal.check(self.model)
             normalize = None
         else:
@@ -114,7 +122,7 @@ class ExactAccumulation(keras.callbacks.Callback):
     def _deferred_refusal(
         self, optimizer: AccumulatingOptimizer, normalize: LossNormalization | None
     ) -> DeferredRefusal | None:
-        """If every batch is a whole window: the error that larger windows would raise, to be logged."""
+        """The error that larger windows would raise, to be logged, if every batch is a whole window; else `None`."""
         opened = optimizer.built and int(optimizer.window.position.numpy()) > 0
         replicas = self.model.distribute_strategy.num_replicas_in_sync
         if normalize is None or not optimizer.schedule.is_always_one or opened or replicas > 1:

@@ -1,4 +1,7 @@
-"""Counts micro-batches on the host, which picks one of two compiled steps for each."""
+"""Counts micro-batches on the host, which picks one of two compiled steps for each: with an update, or without.
+
+A *window* is the micro-batches of one update; its *position* is how many of them have run.
+"""
 
 import contextlib
 import logging
@@ -13,7 +16,7 @@ _log = logging.getLogger("keras_paragrad")
 
 
 class HostSchedule:
-    """Fills the *combine* and *apply* stages: accumulates every micro-batch, and updates when the host says so.
+    """Fills the *apply* stage of a step: accumulates every micro-batch, and updates when the host says so.
 
     The host keeps its own count and does not wait for the device. At the start of an epoch it reads the window's
     position, so a restored window is resumed and data that ended early does not desynchronize the two.
@@ -32,9 +35,12 @@ class HostSchedule:
         self.batches_left: int | None = None
         self.prove = True
         self.deferred_refusal: DeferredRefusal | None = None
+        # The window's position and the number of updates, by the host's count.
         self._position = 0
         self._update = 0
+        # Whether the two are up to date; if not, `plan` reads them from the optimizer.
         self._counting = False
+        # The window's `restored` counter before the latest batches.
         self._restored: Any = None
 
     def begin_epoch(self, batches: int | None) -> None:
@@ -52,15 +58,16 @@ class HostSchedule:
         return self.optimizer.schedule.at(int(self.optimizer.iterations.numpy()))
 
     def plan(self, batches: int) -> list[bool]:
-        """Whether each of the next batches ends with an update."""
+        """Returns, for each of the next batches, whether it ends with an update; counts them."""
         if not self._counting:
             self._read()
         self._restored = self.optimizer.window.restored if self.optimizer.built else None
-        # The epoch's last batch closes its window within the step, which may do more after an update.
+        # The epoch's last batch closes its window within the step: a custom `train_step` may do more after an update.
         last = self.batches_left if self.optimizer.tail == "flush" else None
         return [self._count(number == last) for number in range(1, batches + 1)]
 
     def _read(self) -> None:
+        """Reads the counts from the optimizer."""
         # Before the first batch, the optimizer may not be built.
         built = self.optimizer.built
         self._position = int(self.optimizer.window.position.numpy()) if built else 0
@@ -77,12 +84,12 @@ class HostSchedule:
         return full
 
     def skipped(self, batches: int) -> None:
-        """Skips batches that have already been trained on."""
+        """Counts batches that a resumed epoch has skipped, as they were trained on before."""
         if self.batches_left is not None:
             self.batches_left -= batches
 
     def abandoned(self, name: str) -> None:
-        """Discards the window of a `fit` that failed, unless another window was restored since."""
+        """Discards the window of a `fit` of the model `name` that failed, unless another was restored since."""
         if not self.optimizer.built or self._restored != self.optimizer.window.restored:
             return
         position = int(self.optimizer.window.position.numpy())
@@ -95,7 +102,12 @@ class HostSchedule:
             )
 
     def ended(self, batches: int, exhausted: bool) -> None:
-        """Closes the window if the epoch has ended, before any callback sees the weights."""
+        """Counts batches that have run; closes the window if the epoch has ended, before any callback sees the weights.
+
+        Args:
+            batches: How many batches were planned.
+            exhausted: Whether the data ended before the first of them.
+        """
         if self.batches_left is not None:
             self.batches_left -= batches
         if exhausted or (self.batches_left is not None and self.batches_left <= 0):
@@ -105,7 +117,7 @@ class HostSchedule:
             self._counting = False
 
     def end_epoch(self) -> None:
-        """Closes the window according to the optimizer's `tail`, once for each epoch."""
+        """Closes the window according to the optimizer's `tail`; further calls in the same epoch do nothing."""
         if self._counting:
             self.optimizer.end_epoch()
             self._counting = False
@@ -115,5 +127,5 @@ class HostSchedule:
         return self.optimizer.gathering()
 
     def end(self, update: bool) -> None:
-        """Ends the micro-batch on this replica."""
+        """Ends the micro-batch on this replica, with an update or without."""
         self.optimizer.end_micro_batch(update)

@@ -1,4 +1,4 @@
-"""`AccumulatingOptimizer`: any Keras optimizer, with one update for several micro-batches."""
+"""`AccumulatingOptimizer`: any Keras optimizer, with one update for several micro-batches, which are a *window*."""
 
 import contextlib
 import functools
@@ -116,10 +116,11 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self.skip_nonfinite = skip_nonfinite
         self._window: GradientWindow | None = None
         self._strategy = tf.distribute.get_strategy()
-        # The number of replicas in `gathering`: their traces are interleaved.
+        # How many `gathering` contexts are open: replicas' traces are interleaved, so each opens one.
         self._gathering = 0
-        # Whether each variable, by index, was trainable when it last had a gradient. Bypass Keras's tracking.
+        # By the index of each variable that has had a gradient: whether it was trainable then. Bypass Keras's tracking.
         self.__dict__["_with_gradient"] = {}
+        # Whether `_advise` has warned.
         self._advised = False
         self.__dict__["_model"] = lambda: None
 
@@ -171,7 +172,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self._with_gradient.update({index: self.trainable_variables[index].trainable for index in indices})
         say_rows_are_summed(self, gradients, [v for _, v in pairs])
         if tf.inside_function():
-            # The settings may have changed since the other functions were traced.
+            # A step is traced anew. The settings may have changed since the functions of `_compiled` were traced.
             self.__dict__.pop("_compiled_functions", None)
         window.add_gradients(indices, gradients, contribution, drop_nonfinite=self._drops_nonfinite)
         # With data of unknown length, a counter must not advance for a batch that turns out not to exist.
@@ -213,13 +214,16 @@ class AccumulatingOptimizer(WrappingOptimizer):
         cross_replica(end)
 
     def _update(self, per_replica: OnReplicas) -> None:
-        """Updates the variables with the mean of the window, and clears it."""
+        """Updates the variables with the window's mean gradient, and clears the window; runs once for all replicas.
+
+        `per_replica(fn, *args)` calls `fn` on each replica, as in `cross_replica`.
+        """
         window, all_variables = self.window, self.trainable_variables
-        # A variable frozen since then gets no update, not even by its momentum.
+        # A variable that was frozen after its last gradient gets no update, not even by its momentum.
         frozen = {index for index, was in self._with_gradient.items() if was and not all_variables[index].trainable}
         updated = [index for index in range(len(all_variables)) if index not in frozen]
         variables = [all_variables[index] for index in updated]
-        # After a restore, it is unknown which variables get gradients.
+        # After a restore, it is unknown which variables get gradients: take all.
         indices = sorted(self._with_gradient.keys() - frozen) or updated
 
         def mean() -> Any:
@@ -275,7 +279,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         return HostSchedule(self)
 
     def _compiled(self, name: str, run: Callable[[], None]) -> Callable[[], None]:
-        """Compiles a function, again if the transform or the mesh has changed."""
+        """Compiles a function under a name, again if the gradient transform or the mesh of the weights has changed."""
         # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
         functions = self.__dict__.setdefault("_compiled_functions", {})
         transform, mesh = installed_transform(self.inner_optimizer), mesh_of(self.trainable_variables)
@@ -290,6 +294,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self.inner_optimizer.finalize_variable_values(var_list)
 
     def _advise(self) -> None:
+        """Warns once that `ExactAccumulation` is missing: the micro-batch came without a weight."""
         if self.weighting != "uniform" and not self.schedule.is_always_one and not self._advised:
             self._advised = True
             recommend_callback(self.name, self._model())

@@ -1,4 +1,8 @@
-"""`microbatch`: runs a large batch in slices inside the compiled step."""
+"""`microbatch`: runs a large batch in slices inside the compiled step.
+
+A `StepBuilder` makes the model's training step from *stages*. The fillers of its *split* stage here, `Slices` and
+`UnchosenSlices`, cut each batch.
+"""
 
 import logging
 from collections.abc import Callable
@@ -35,7 +39,7 @@ from keras_paragrad.memory.batch_size import (
 )
 from keras_paragrad.memory.trial import PreparationCall, Trials, preparations_of
 
-# The steps of a trial.
+# The steps of a trial, which trains in a separate process to measure the memory of a slice size.
 _STEPS = 2
 DIVIDER = Divider(
     configured_by="microbatch",
@@ -102,7 +106,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         check_instance("model", model, keras.Model, "a Keras model")
         check_flag("prove", prove)
         checked = check_integer("size", size, most=2**31 - 1, also=("auto",), example=64)
-        measure = LossNormalization(
+        normalize = LossNormalization(
             check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, PARAMETERS), DIVIDER
         )
         builder = StepBuilder.of(model)
@@ -127,10 +131,10 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         self._slices: Slices | UnchosenSlices | FixedParts
         if parts:
             on_replicas = f"Write DistributedFit(..., deterministic={parts}), and dist.fit(model, ...)."
-            self._slices = FixedParts(parts, measure, prove, checked, for_replicas=on_replicas)
+            self._slices = FixedParts(parts, normalize, prove, checked, for_replicas=on_replicas)
             enable_determinism()
         else:
-            self._slices = UnchosenSlices(measure, prove) if checked == "auto" else Slices(checked, measure, prove)
+            self._slices = UnchosenSlices(normalize, prove) if checked == "auto" else Slices(checked, normalize, prove)
         builder.fill(split=self._slices)
 
     @property
@@ -151,11 +155,11 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
 
 
 class Slices(NamedTuple):
-    """Fills the *split* stage.
+    """Fills the *split* stage with slices of a known size.
 
     Attributes:
         size: The maximum number of examples in a slice.
-        normalize: Computes the weight of a slice.
+        normalize: Computes the weight of a slice: the divisor of its loss.
         prove: Whether the first batch is to prove that its slices give what it gives.
     """
 
@@ -165,7 +169,7 @@ class Slices(NamedTuple):
 
     @property
     def preparation(self) -> PreparationCall:
-        """The call that fills the stage, to repeat in a trial's process."""
+        """The call that fills the stage, for the process of a trial to repeat."""
         return PreparationCall(__name__, "microbatch", {"size": self.size, "weighting": self.normalize.weighting})
 
     @property
@@ -190,7 +194,7 @@ class Slices(NamedTuple):
         return None if rows is None else rows > self.size
 
     def slices(self, data: Batch) -> BatchSlices:
-        """Cuts a batch, for a custom `train_step`: the last slice has at least one row."""
+        """Cuts a batch, for a custom `train_step`; the last slice has from 1 to `size` rows."""
         rows = cut_rows_of(data)
         full = (rows - 1) // self.size
         last = rows_at(data, full * self.size, rows - full * self.size)
@@ -251,11 +255,11 @@ class UnchosenSlices(NamedTuple):
         return None
 
     def choose(self, model: keras.Model, adapter: Adapter | None) -> Slices:
-        """The largest slices of equal size that fit.
+        """Searches for the largest slices of equal size that fit, by the estimate and then by trials.
 
         Args:
             model: The model.
-            adapter: The data of the running `fit`.
+            adapter: The data of the running `fit`; `None` for `train_on_batch`.
 
         Raises:
             ValueError: Not even a row fits, or nothing can be tried. The message says what to write.
@@ -282,7 +286,7 @@ class UnchosenSlices(NamedTuple):
         return Slices(int(found), self.normalize, self.prove)
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
-        """Refuses to run."""
+        """Raises a `ValueError`: a batch came before `fit` chose a size."""
         raise _no_fit()
 
 

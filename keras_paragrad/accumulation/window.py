@@ -1,4 +1,4 @@
-"""The window: how many micro-batches it has, and each replica's weighted sum of their gradients."""
+"""The window, the micro-batches of one update: how many it has, and each replica's weighted sum of their gradients."""
 
 from collections.abc import Callable, Sequence
 
@@ -92,7 +92,7 @@ class StepsSchedule:
 
 
 def _check_pairs(steps: object) -> list[tuple[int, int]]:
-    """The steps as pairs `(first update, steps)`."""
+    """Validates steps that are no function; returns them as pairs `(first update, steps)`."""
     listed = steps if isinstance(steps, (list, tuple)) else [(0, steps)]
     try:
         pairs = [(check_integer("steps", first, least=0), check_integer("steps", count)) for first, count in listed]
@@ -112,11 +112,18 @@ def _check_pairs(steps: object) -> list[tuple[int, int]]:
 class GradientWindow(SavedVariables):
     """Accumulators for the gradients of an optimizer's variables.
 
-    All methods but the constructor run in replica context and touch only that replica's state.
+    All methods but the constructor run in replica context and touch only that replica's state. Variables are known by
+    their index in the optimizer's `trainable_variables`.
 
     Args:
         optimizer: The optimizer, already built.
         dtype: The accumulators' dtype, or `None` for each variable's dtype.
+
+    Attributes:
+        position: The number of micro-batches since the last update.
+        weight: The sum of the micro-batches' weights, by which an update divides the sums of their gradients.
+        accumulators: The weighted sum of gradients of each variable.
+        overwrites: For each variable, whether its gradient is its new value, as of float8 scales.
     """
 
     _replaced: set[int]
@@ -124,16 +131,16 @@ class GradientWindow(SavedVariables):
 
     def __init__(self, optimizer: WrappingOptimizer, dtype: str | None):
         super().__init__()
-        # The indices of sums that a gradient has replaced, or was added to, in any trace. Bypass tracking.
+        # The indices of accumulators that a gradient may replace, or is only added to, in any trace. Bypass tracking.
         self.__dict__.update(_replaced=set(), _added=set())
         variables = optimizer.trainable_variables
         self.overwrites = [overwrites(variable) for variable in variables]
         self.position = self.add("position", dtype="int64")
         self.weight = self.add("weight", local=True, aggregation="sum")
-        # Outer optimizers, such as a LossScaleOptimizer, then pass its gradient on unchanged.
+        # Outer optimizers, such as a LossScaleOptimizer, then pass its "gradient", a `Contribution`, on unchanged.
         self.weight.overwrite_with_gradient = True
-        # A variable that is overwritten by its gradient, such as a float8 scale, takes the largest. Its values are the
-        # same on all replicas, and must not be summed when saved.
+        # The accumulator of a variable that its gradient overwrites holds the largest gradient. It is the same on all
+        # replicas, and must not be summed when saved.
         self.accumulators = [
             self.add(
                 f"accumulator_{index}",
@@ -158,7 +165,7 @@ class GradientWindow(SavedVariables):
         """Adds a micro-batch's gradients, or starts a window with them after an update.
 
         Args:
-            indices: Indices of the optimizer's variables that the gradients belong to.
+            indices: The indices of the variables that the gradients belong to.
             gradients: Dense or `tf.IndexedSlices`.
             contribution: Their `Contribution` as a tensor; if `None`, all micro-batches have the same.
             drop_nonfinite: Whether to skip the micro-batch if any gradient is infinite or NaN.
@@ -166,7 +173,8 @@ class GradientWindow(SavedVariables):
         parts = Contribution.of(None) if contribution is None else Contribution(*tf.unstack(contribution, 3))
         scale = None if contribution is None else parts.scale
         before = tf.convert_to_tensor(self.weight.value)
-        # A weight of zero marks a cleared window, whose stale sums are replaced; a started one of weight zero has -0.0.
+        # A weight of +0.0 marks a cleared window, whose stale sums are replaced. A begun one of weight zero gets -0.0
+        # below, whose reciprocal is -inf.
         first = tf.equal(tf.math.reciprocal(before), float("inf"))
         finite = _all_finite(gradients) if drop_nonfinite else None
         # With data of unknown length, a counter must not advance for a batch that turns out not to exist.
@@ -185,7 +193,8 @@ class GradientWindow(SavedVariables):
         }
         added = set(indices) - replaced
         for index, storage in enumerate(storages):
-            # Sums that are never replaced are cleared by each update: adding single rows must not touch the others.
+            # Stale are sums that this trace leaves alone, or adds to while another trace replaces them. Sums that are
+            # only ever added to are cleared by each update: adding single rows must not touch the others.
             if index not in replaced and (index not in added or index in self._replaced):
                 storage.reset(first)
         self._replaced |= replaced
@@ -201,7 +210,10 @@ class GradientWindow(SavedVariables):
         finite: tf.Tensor | None,
         first: tf.Tensor | bool,
     ) -> None:
-        """Adds a gradient to a variable's sum, or replaces the sum with it if `first`."""
+        """Adds a gradient times `scale` to a variable's sum, or replaces the sum with it if `first`.
+
+        Adds zeros if `finite` is false; `None` if it isn't checked.
+        """
         storage = storage_of(self.accumulators[index])
         sparse = isinstance(gradient, tf.IndexedSlices)
         values = tf.cast(gradient.values if sparse else gradient, storage.local.dtype)
@@ -217,8 +229,8 @@ class GradientWindow(SavedVariables):
         """The mean gradient of the window over all replicas, in one reduction, and the weight that it is divided by.
 
         Args:
-            indices: Indices of the optimizer's variables that have a gradient.
-            variables: Those variables.
+            indices: The indices of the variables that have a gradient.
+            variables: The variables with these indices.
         """
         # Without tf.identity, a multi-worker strategy can't place variables that are used inside a conditional.
         sums = [tf.identity(storage_of(self.accumulators[index]).local) for index in indices]
@@ -235,7 +247,7 @@ class GradientWindow(SavedVariables):
         return sums, weight
 
     def clear(self) -> None:
-        """Clears this replica's window. The next gradients replace the sums that aren't cleared."""
+        """Clears this replica's window. Sums that only get replaced are left to the next gradients."""
         self.weight.value.assign(0.0)
         for index, accumulator in enumerate(self.accumulators):
             if index not in self._replaced - self._added:

@@ -1,4 +1,4 @@
-"""Checks that the installed Keras and TensorFlow have the private names that the package uses."""
+"""Checks that the installed Keras and TensorFlow have the private names that the package uses, its *hooks*."""
 
 import dis
 import functools
@@ -83,6 +83,7 @@ def samples() -> list[object]:
 
 
 def _make_samples() -> list[object]:
+    """Makes the objects of `samples` without a trace in Keras's or TensorFlow's global state."""
     # At import, a missing name would raise before `check_internals` can explain it.
     from keras.src.trainers.compile_utils import CompileLoss
     from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -140,7 +141,7 @@ def users(hook: Hook) -> list[str]:
     """The modules that use a name, in the folders that may use private names."""
     package = Path(__file__).parents[1]
     name = hook.path.rpartition(".")[2] or hook.module.rpartition(".")[2]
-    # Other names are words too, such as `context`: as attributes, or imported.
+    # A name without an underscore may be an ordinary word, such as `context`: it counts as an attribute, or imported.
     imported = rf"^from keras_paragrad\.compat\.private import (?:\([^)]*|.*)\b{name}\b"
     pattern = re.compile(rf"\b{name}\b" if name.startswith("_") else rf"\.{name}\b|{imported}", re.MULTILINE)
     sources = {path: source for path, source in _sources(package).items() if path.parts[0] in _SEAM}

@@ -32,7 +32,7 @@ def replica_count(strategy: tf.distribute.Strategy | None = None) -> int:
 class _Claims(threading.local):
     """How many contexts are open in which this thread's code sees one replica."""
 
-    open = 0
+    depth = 0
 
 
 _claims = _Claims()
@@ -49,18 +49,18 @@ def as_one_replica() -> Generator[None]:
     sums, so the total can't be corrected afterwards. Collectives still sum over all replicas.
     """
     _count_contexts(1)
-    _claims.open += 1
+    _claims.depth += 1
     try:
         yield
     finally:
-        _claims.open -= 1
+        _claims.depth -= 1
         _count_contexts(-1)
 
 
 @contextlib.contextmanager
 def as_on_replica(strategy: tf.distribute.Strategy) -> Generator[None]:
-    """Context of a strategy, outside of a step, in which code is traced as on a single replica."""
-    # A worker has only its own replicas' values.
+    """Context of a strategy, outside of a step, in which code is traced as on the only replica."""
+    # A worker has only its own replicas' values, so the replica is the worker's first.
     first = replica_placement(strategy).first
     with strategy.scope(), tf.distribute.ReplicaContext(strategy, replica_id_in_sync_group=first), as_one_replica():
         yield
@@ -74,7 +74,7 @@ def _count_contexts(change: int) -> None:
         StrategyBase.num_replicas_in_sync = _CLAIMED if _contexts else REPLICAS_IN_SYNC
 
 
-_CLAIMED: Any = property(lambda strategy: 1 if _claims.open else REPLICAS_IN_SYNC.fget(strategy))
+_CLAIMED: Any = property(lambda strategy: 1 if _claims.depth else REPLICAS_IN_SYNC.fget(strategy))
 
 
 def strategy_name(strategy: tf.distribute.Strategy) -> str:
@@ -128,7 +128,7 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
     floats: list[Any] = [tf.cast(tensor, "float64") if tensor.dtype.is_integer else tensor for tensor in tensors]
     sums = _all_reduce_sum(floats)
     clock = WaitClock.here()
-    # Few values, such as the weights of replica batches, are summed while something else is computed.
+    # Not measured for few values, such as the weights of replica batches: something else is computed meanwhile.
     if clock and sum(map(_bytes_of, floats)) > SMALL:
         clock.wait(floats, sums)
     return [

@@ -84,18 +84,20 @@ def compiled_call(
     weights: tuple[Mapping[int, tf.Tensor], Mapping[int, tf.Tensor]],
     reading: Callable[..., contextlib.AbstractContextManager[None]],
 ) -> Structure:
-    """Calls a layer as a function that XLA compiles.
+    """Calls a layer as a function that XLA compiles; without XLA, if the layer contains a loop.
 
     Args:
         layer: The layer, whose added losses are returned from the function.
         call: Its `call`.
         arguments: Positional arguments of the call.
         keywords: Keyword arguments of the call.
-        weights: The gathered weights, as `reading` takes them.
+        weights: The gathered weights by the `id` of the variable, as `reading` takes them: in the variables' dtypes,
+            and in the dtype that the layer computes in.
         reading: Makes the context in which the layer reads these weights.
     """
     leaves = keras.tree.flatten((arguments, keywords))
     masks = [mask_of(leaf) for leaf in leaves]
+    # Filled in by the trace of `run`: the flattened arguments within the function, and in a list the layer's outputs.
     inner: list[Structure] = []
     outputs: list[Any] = []
     losses = _AddedLosses(layer)
@@ -115,11 +117,12 @@ def compiled_call(
     try:
         parts, masks, added = call_compiled(run, [dense_parts(leaf) for leaf in leaves], masks, named_weights)
     except _UncompilableLoopError:
+        # The abandoned trace has added its losses.
         losses.replace([])
         with reading(*weights):
             return call(*arguments, **keywords)
     losses.replace(added)
-    # Attention removes masks from its inputs.
+    # Attention removes masks from its inputs: remove them from the tensors outside of the function too.
     for leaf, inside in zip(leaves, inner, strict=True):
         if tf.is_tensor(leaf) and mask_of(inside) is None:
             copy_mask(inside, leaf)

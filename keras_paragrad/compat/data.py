@@ -47,7 +47,7 @@ def split_for_validation(x: FitData, y: FitData, sample_weight: FitData, share: 
 
 
 class CustomAdapter(DataAdapter):
-    """An `x` that Keras's trainer uses as its own adapter."""
+    """Base of data that `fit` takes as `x`, and that Keras's trainer uses as its own adapter."""
 
     @property
     def has_partial_batch(self) -> bool | None:
@@ -87,6 +87,7 @@ class ArrayRows:
         return self._mapped(elements, _take_rows_with)
 
     def _mapped(self, elements: Dataset, take: Callable[..., Structure]) -> Dataset:
+        """Maps elements by `take(element, arrays)`."""
         dataset = tf.data.Dataset.zip((elements, self._arrays)).map(take, num_parallel_calls=tf.data.AUTOTUNE)
         options = tf.data.Options()
         # As Keras does: the pipeline optimizer would serialize the arrays.
@@ -133,7 +134,7 @@ def _take_rows_with(element: tuple[tf.Tensor, Structure], arrays: Structure) -> 
 
 
 def source_with_options(adapter: DataAdapter) -> tuple[Any, dict[str, Any]] | None:
-    """An adapter's underlying data, and options for `distributed_dataset`; `None` if already distributed."""
+    """An adapter's data, and options of `distributed_dataset` to read them alike; `None` if they are distributed."""
     if isinstance(adapter, CustomAdapter):
         return None
     if isinstance(adapter, ArrayDataAdapter):
@@ -225,14 +226,14 @@ def loses_prefetched_batches(adapter: DataAdapter) -> bool:
 
 
 def read_once(adapter: DataAdapter) -> None:
-    """Makes every iterator resume where the last one stopped; Keras's start with the first two batches again."""
+    """Makes a generator's iterators resume where the last one stopped; Keras's start with its first two batches."""
     if isinstance(adapter, GeneratorDataAdapter):
         stream = adapter.generator()
         adapter.generator = lambda: stream
 
 
 def read_as_validation(adapter: DataAdapter, steps: int | None) -> None:
-    """Makes every iterator read as Keras's validation does: the first two batches, then the unread ones.
+    """Makes every iterator over a generator read as Keras's validation does: its first two batches, then unread ones.
 
     Args:
         adapter: An unread adapter that `read_once` was called with.
@@ -260,7 +261,7 @@ def count_files(dataset: Dataset) -> int | None:
 
 
 def _count_names(source: Dataset) -> int | None:
-    """The number of file names that a source lists, or `None`."""
+    """The number of file names that a source lists, or `None`: a reader of files, or a dataset of their names."""
     names = getattr(source, "_filenames", source)
     if isinstance(names, tf.Tensor):
         return int(tf.size(names))

@@ -35,6 +35,7 @@ TRAINING_METHODS = (
     "test_on_batch",
     "predict_on_batch",
 )
+# Attributes that `compile` sets.
 _COMPILED = (
     "_compile_config",
     "_compile_loss",
@@ -69,7 +70,7 @@ def preprocesses(model: keras.Model) -> bool:
 
 
 def warn_on_fit(model: keras.Model, message: str) -> None:
-    """Makes a model warn once when its own `fit` makes the train function."""
+    """Makes a model warn when its own `fit` makes the train function for the first time."""
     instance = vars(model)
     if "make_train_function" in instance:
         return
@@ -110,6 +111,8 @@ def uncompile(layer: keras.layers.Layer) -> None:
 
 
 class _Delegation(MethodPatch):
+    """Lends a model what `compile` has set on the model that trains it."""
+
     def __init__(self, model: keras.Model, trained: keras.Model):
         super().__init__()
         self.model, self.trained = model, trained

@@ -193,7 +193,8 @@ class ReadScope(keras.StatelessScope):
         name: The name of the layers in errors.
         values: The variables, each with the tensor to read.
         reason: Why a layer can't assign to a weight here, and what to do instead.
-        once: Whether the layers run for the first time, so that some of them may be recomputed.
+        once: Whether this is the layers' first run, so that some of them may be recomputed in the backward pass; false
+            in the second run of layers that are recomputed as a whole.
 
     Attributes:
         missing: Variables that were used and are not among `values`, by id.
@@ -240,6 +241,6 @@ def current_read_scope() -> ReadScope | None:
 
 
 def in_other_scope() -> bool:
-    """Whether layers read from tensors for another reason: Keras, the user, or a recomputation around them."""
+    """Whether a stateless scope is open in which layers can't be recomputed: any but a `ReadScope` of a first run."""
     scope = current_read_scope()
     return get_stateless_scope() is not None and not (scope and scope.once)

@@ -47,6 +47,7 @@ class LossMatching(CompileLoss):
         return [None] * len(self._flat_losses or [])
 
     def build(self, y_true: Structure, y_pred: Structure) -> None:
+        """Flattens the losses as Keras does, and puts `_record` in the place of each."""
         # Keras creates variables that track several losses. A separate graph keeps them out of a running trace.
         with tf.Graph().as_default():
             super().build(y_true, y_pred)
@@ -69,6 +70,7 @@ class LossMatching(CompileLoss):
             matched = self._match(y, y_pred)
             if not keras.tree.is_nested(sample_weight):
                 return [output_loss._replace(sample_weight=sample_weight) for output_loss in matched]
+            # Nested sample weights are matched like targets.
             weights = self._match(sample_weight, y_pred, optional=True)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise self._refusal(y, y_pred, sample_weight, error) from error
@@ -78,6 +80,7 @@ class LossMatching(CompileLoss):
         ]
 
     def _match(self, y: Structure, y_pred: Structure, *, optional: bool = False) -> list[OutputLoss]:
+        """Lets Keras call each loss with its arguments, and returns them; targets may be missing if `optional`."""
         self._matched.clear()
         self(self._by_name(y, y_pred), y_pred)
         for output_loss in self._matched:
@@ -115,11 +118,11 @@ class LossMatching(CompileLoss):
         parts = {"`loss`": self._stated, "`y`": y}
         parts |= {"`sample_weight`": sample_weight} if keras.tree.is_nested(sample_weight) else {}
         nested = ", ".join(f"{name} {_nesting(part)}" for name, part in parts.items())
-        said = f" {error.args[0]}.".replace("..", ".") if isinstance(error, (KeyError, ValueError)) else ""
+        reason = f" {error.args[0]}.".replace("..", ".") if isinstance(error, (KeyError, ValueError)) else ""
         return ValueError(
             f"The model's outputs are nested as {_nesting(y_pred)}{names}, and these don't fit them: {nested}. Nest "
             "each as the outputs are, or write a dictionary from the names of the outputs, with None for an output "
-            f"without a loss.{said}"
+            f"without a loss.{reason}"
         )
 
 

@@ -218,7 +218,7 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
 
 
 def fit_frame(frame: types.FrameType | None, model: keras.Model | None = None) -> types.FrameType | None:
-    """The innermost call of `fit` from a frame outward, of the given model or of any."""
+    """The innermost call of `fit` among a frame and its callers, of the given model or of any; `None` without one."""
     while frame is not None:
         if frame.f_code.co_name == "fit":
             owner = frame.f_locals.get("self")
@@ -229,7 +229,7 @@ def fit_frame(frame: types.FrameType | None, model: keras.Model | None = None) -
 
 
 def begins_epoch(frame: types.FrameType | None, model: keras.Model) -> bool:
-    """Whether Keras's `fit` or `evaluate` of the model, from a frame outward, is at the first call of an epoch."""
+    """Whether Keras's `fit` or `evaluate` of the model, among a frame and its callers, is at an epoch's first step."""
     while frame is not None:
         names = frame.f_locals
         if frame.f_code.co_name in ("fit", "evaluate") and names.get("self") is model and "begin_step" in names:
@@ -283,11 +283,14 @@ class Trainable(NamedTuple):
 
 
 def _trains(layer: keras.layers.Layer, built_for: set[int], flag: bool) -> bool:
+    """Whether the optimizer was built for a weight of the layer; `flag` for a layer without weights."""
     weights = [weight for inner in layer._flatten_layers() for weight in inner._trainable_variables]
     return any(id(weight) in built_for for weight in weights) if weights else flag
 
 
 class _TrainableAsTraced(MethodPatch):
+    """Sets the flags of an earlier trace until the last replica leaves, and the current ones again."""
+
     def __init__(self, model: keras.Model, before: Trainable):
         super().__init__()
         self.before, self.now = before, Trainable.of(model)
@@ -303,6 +306,7 @@ class _TrainableAsTraced(MethodPatch):
 @contextlib.contextmanager
 def traced_as(model: keras.Model, trainable: Trainable | None) -> Generator[None]:
     """Context in which a step is traced with the flags of an earlier trace; entered on every replica."""
+    # If another replica has set the flags already, they look unchanged.
     if model.run_eagerly or trainable is None or not (patch_of(model, _TrainableAsTraced) or trainable.changed):
         yield
         return

@@ -13,10 +13,10 @@ class Hook(NamedTuple):
         module: Its module in Keras or TensorFlow; for attributes of a public class, the public module.
         path: Its dotted path in the module, which starts with a class if it has several parts; empty for the module.
         parameters: The parameters that it is called with.
-        found: Where: `"by name"` in modules, classes and `__slots__`; `"assigned"` by a method of the class, where
-            making an instance would take devices, files, collectives or time; or `"on instances"`, of a small model and
-            other sample objects.
-        optional: Whether the package asks for it, and takes releases without it.
+        found: How the check finds it: `"by name"` in modules, classes and `__slots__`; `"assigned"` by a method of the
+            class, where making an instance would take devices, files, collectives or time; or `"on instances"`, of a
+            small model and other sample objects.
+        optional: Whether the package also works with releases without it.
     """
 
     module: str

@@ -138,6 +138,7 @@ class UnreducedOptimizers:
         attributes = vars(optimizer)
         before = {REDUCTION: attributes[REDUCTION]} if REDUCTION in attributes else {}
         self._before.setdefault(id(optimizer), (optimizer, before))
+        # Called with pairs of gradients and variables, `list` returns them unchanged.
         attributes[REDUCTION] = list
 
     def restore(self) -> None:

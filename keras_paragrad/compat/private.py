@@ -27,12 +27,12 @@ class StandIn(type):
 
 
 def stand_in_for(hook: Hook) -> StandIn:
-    """Base of stand-ins: classes that can't be called and have no attributes."""
+    """Makes the stand-in for a missing name: a class, so that others can inherit from it, whose use raises."""
     return StandIn(hook.path.partition(".")[0], (), {"hook": hook})
 
 
 def _hooks_by_name() -> dict[str, Hook]:
-    """Maps each module, class or function that can be imported to one of its hooks."""
+    """Maps each module, class or function that can be imported from here to a hook that says where it is."""
     modules: dict[str, Hook] = {}
     names: dict[str, Hook] = {}
     for hook in HOOKS:

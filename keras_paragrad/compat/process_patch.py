@@ -72,6 +72,7 @@ class ProcessPatch(Generic[Value]):
                     restore()
 
     def _replaced(self, replacement: Replacement) -> Callable[..., Any]:
+        """The function to install: calls the replacement on threads with a value, and the original on others."""
         original = getattr(replacement.owner, replacement.name)
 
         @functools.wraps(original)
@@ -85,6 +86,7 @@ class ProcessPatch(Generic[Value]):
 
 
 def _restorer(owner: Any, name: str) -> Callable[[], None]:
+    """A function that restores an attribute as it is now: deletes it, if the owner only inherits it."""
     inherited = name not in vars(owner)
     return (
         functools.partial(delattr, owner, name)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Mapping
 from typing import Any, Generic, TypeVar
 
 _KEY = "_keras_paragrad"
+# The slots whose values `untouched`, which undoes the side effects of calling a model, leaves as they are.
 KEPT: list["Slot[Any]"] = []
 Value = TypeVar("Value")
 
@@ -41,6 +42,7 @@ class Slot(Generic[Value]):
     def attach(self, owner: object, value: Value) -> None:
         """Attaches a value; the empty one deletes it."""
         slots = {name: other for name, other in attached(owner).items() if name != self.name}
+        # A falsy value of another type isn't the empty one.
         if value or type(value) is not type(self.empty):
             slots[self.name] = value
         # Bypass `__setattr__`: Keras tracks and saves what is assigned as an attribute.
@@ -57,7 +59,7 @@ _PATCHES = Slot[Mapping[type, Any]]("patches", {})
 
 
 def record_first(owner: object, message: str) -> bool:
-    """Records a message for this owner; returns whether it is new."""
+    """Records that a message was given for an owner; returns whether it is the first time."""
     logged = LOGGED.of(owner)
     if message in logged:
         return False
@@ -92,7 +94,7 @@ def restore_methods(owner: object, *names: str) -> None:
 
 
 class MethodPatch(abc.ABC):
-    """Methods replaced from when the first replica enters until the last one leaves."""
+    """Methods replaced from when the first replica enters `patched` until the last one leaves."""
 
     def __init__(self):
         self.entered = 0

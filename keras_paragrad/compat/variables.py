@@ -112,7 +112,7 @@ def assign_sum(variable: keras.Variable, value: Any) -> None:
         local.assign(value if has_first and index == 0 else others)
 
 
-# Smaller variables are allocated: seeds, counters, rates and statistics are also read outside of steps.
+# Bytes up to which variables are allocated: seeds, counters, rates and statistics are also read outside of steps.
 _SMALL = 2**12
 
 
@@ -123,6 +123,7 @@ def variable_bytes(variable: keras.Variable) -> int:
 
 
 def _initialize(_: bool, initialize: Callable[..., None], variable: keras.Variable, value: object) -> None:
+    """Replaces `Variable._initialize`, which is `initialize`, in `without_memory`."""
     if isinstance(value, tf.Tensor) and not hasattr(value, "numpy"):
         # An optimizer may compute a symbolic value from weights in `build`.
         dtype = dtype_within(variable, None)
@@ -132,6 +133,7 @@ def _initialize(_: bool, initialize: Callable[..., None], variable: keras.Variab
 
 
 def _initialize_with(_: bool, initialize: Callable[..., None], variable: keras.Variable, initializer: object) -> None:
+    """Replaces `Variable._initialize_with_initializer`, which is `initialize`, in `without_memory`."""
     if variable_bytes(variable) <= _SMALL:
         initialize(variable, initializer)
     else:
@@ -181,7 +183,7 @@ def copy_built_optimizer(
 
 
 def optimizer_variables(optimizers: Sequence[keras.optimizers.Optimizer]) -> dict[str, list[keras.Variable]]:
-    """The variables of built optimizers by purpose: `"slots"`, `"accumulators"` and `"ema"`."""
+    """The variables of built optimizers by purpose, each once: `"slots"`, `"accumulators"` and `"ema"`."""
     updating = [inner for optimizer in optimizers for inner in held_optimizers(optimizer)]
     saved = [value for outer in updating for value in vars(outer).values() if isinstance(value, SavedVariables)]
     lists = {
@@ -190,7 +192,7 @@ def optimizer_variables(optimizers: Sequence[keras.optimizers.Optimizer]) -> dic
             *(getattr(inner, "_accumulated_gradients", ()) for inner in updating),
             *(wrapper.variables.values() for wrapper in saved),
         ],
-        # Without the averages and accumulators, which are listed above.
+        # These include the averages and accumulators, which the loop below has seen by then.
         "slots": [inner.variables for inner in updating],
     }
     seen: set[int] = set()

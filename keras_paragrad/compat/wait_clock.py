@@ -9,7 +9,7 @@ from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.workers import replica_placement
 
 _CPU = "/CPU:0"
-# Of strategies.
+# The clock that is attached to a strategy.
 _CLOCK = Slot["WaitClock | None"]("wait_clock", None)
 
 
@@ -37,7 +37,7 @@ class WaitClock:
 
     @classmethod
     def here(cls) -> "WaitClock | None":
-        """The clock of the strategy that a step is traced for, on the replica that it measures."""
+        """The clock of the strategy that a step is traced for; `None` on replicas that it doesn't measure."""
         context = tf.distribute.get_replica_context()
         clock = cls.of(tf.distribute.get_strategy()) if context else None
         is_measured = clock and tf.get_static_value(context.replica_id_in_sync_group) == clock.replica

@@ -20,14 +20,17 @@ _WORKERS = Slot[tf.distribute.Strategy | None]("workers", None)
 
 
 def first_row(rows: tf.Tensor | int, part: tf.Tensor | int, parts: int) -> Any:
-    """The first row of a part of a batch; part sizes differ by at most one row, larger parts first."""
+    """The index of the first row of a part of a batch; part sizes differ by at most one row, larger parts first."""
     size, larger = divmod(rows, parts) if isinstance(rows, int) else (rows // parts, tf.math.floormod(rows, parts))
     least = min if isinstance(larger, int) and isinstance(part, int) else tf.minimum
     return part * size + least(part, larger)
 
 
 def parts_per_replica(parts: int, replicas: int) -> int:
-    """The number of consecutive parts of a batch per replica: a power of two, so they are a branch of the sum tree."""
+    """The number of consecutive parts of a batch per replica.
+
+    A power of two: parts are summed in a binary tree, of which each replica computes one branch.
+    """
     count = 1
     while count * replicas < parts:
         count *= 2
@@ -76,6 +79,7 @@ def replica_placement(strategy: tf.distribute.Strategy, parts: int | None = None
         return ReplicaPlacement(1, 1, 0, parts)
     indices = []
 
+    # TensorFlow calls this for each replica of this worker.
     def record(context: tf.distribute.experimental.ValueContext) -> tf.Tensor:
         indices.append(int(context.replica_id_in_sync_group))
         return tf.constant(0)
@@ -228,6 +232,8 @@ class MeshWorkersStrategy(NamedDevicesStrategy):
 
 
 class _NamedDevices(CollectiveAllReduceExtended):
+    """TensorFlow's implementation of the strategy, with other devices of this worker."""
+
     def __init__(
         self,
         strategy: tf.distribute.Strategy,

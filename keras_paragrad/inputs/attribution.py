@@ -76,21 +76,27 @@ def integrated_gradients(
 
 
 def _check_baseline(row: object) -> np.ndarray:
-    """The baseline as an array of finite numbers."""
+    """Validates one leaf of the baseline; returns it as an array of finite numbers."""
     try:
         array = np.asarray(row)
     except Exception:  # whatever a tensor raises
         array = np.empty(0, object)
     # Entries that are not finite in float32 would make every attribution NaN.
     with np.errstate(over="ignore"):
+        # bfloat16 is of kind "V".
         if array.dtype.kind in "fiuV" and np.isfinite(array.astype("float32")).all():
             return array
     raise refusal("baseline", row, "an array of the shape of one row for each input, or one finite number", "0.0")
 
 
 class _Path(NamedTuple):
-    """The integral of the gradient along the line from the baseline to each row, times its length."""
+    """Integrates the gradient along the line from the baseline to each row, times the difference of the two.
 
+    As a `Differentiate`, it is called with the function to differentiate and `free`, the values of its inputs for a
+    chunk of rows; it needs no extra arrays and no check.
+    """
+
+    # A row for each input, or one number for all.
     baseline: list[np.ndarray]
     steps: int
 

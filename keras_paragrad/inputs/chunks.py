@@ -1,4 +1,8 @@
-"""Runs a derivative on chunks of rows: in one compiled function, on every replica."""
+"""Runs a derivative on chunks of rows: in one compiled function, on every replica.
+
+The *leaves* of a chunk are its arrays: the flattened inputs of the model, then what the derivative takes besides, such
+as vectors or labels.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -50,7 +54,7 @@ class Execution:
         self._function: Any = None
 
     def build(self, first: list[np.ndarray]) -> None:
-        """Builds the model on the first row, if it is not built; refuses a model whose rows are not independent."""
+        """Builds the model on the first row, if it is not built; refuses a model that keeps a state or mixes rows."""
         inputs = self._cast(first, slice(0, 1))[: len(self.selection.names)]
         if not self.model.built:
             with self.strategy.scope(), keras.StatelessScope():
@@ -60,7 +64,7 @@ class Execution:
         _check_independent_rows(self.model, keras.tree.pack_sequence_as(self.selection.structure, specs))
 
     def run_first(self, chunk: Chunk, methods: Sequence[Differentiate]) -> list[np.ndarray]:
-        """The results of the first chunk, by the first of `methods` whose results are valid."""
+        """The results of the first chunk, by the first of `methods` that raises no error; `run` uses that one too."""
         leaves = self._distribute(chunk)
         *others, last = methods
         for method in others:
@@ -72,7 +76,7 @@ class Execution:
         return self._run_first_by(last, leaves)
 
     def run(self, chunk: Chunk) -> list[np.ndarray]:
-        """The results of another chunk."""
+        """The results of another chunk, one array for each source of the derivative."""
         values, _ = self._function(self._distribute(chunk), tf.constant(False))
         return [self._gather(value) for value in values]
 
@@ -81,6 +85,7 @@ class Execution:
         rows = min(len(first[0]), MOST_ROWS)
         specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._cast(first, slice(0, 1))]
 
+        # The entries of a row of each source, set by the trace.
         sizes: list[int] = []
 
         def forward(leaves: list[tf.Tensor]):
@@ -112,6 +117,7 @@ class Execution:
             free = function.free_values()
             values, is_valid = method(function, free, extra, check)
             pairs = zip(values, free, strict=True)
+            # With an axis, as `_gather` concatenates the replicas' results.
             return [tf.cast(value, tensor.dtype) for value, tensor in pairs], tf.reshape(is_valid, [1])
 
         def replica(*arguments: Any):
@@ -127,7 +133,7 @@ class Execution:
         return concrete
 
     def _row_function(self, leaves: Sequence[tf.Tensor]) -> tuple[RowFunction, list[tf.Tensor]]:
-        """The row function of a chunk, and the additional arrays that the derivative uses."""
+        """The row function of a chunk, and the leaves that are neither inputs nor labels."""
         count = len(self.selection.names)
         inputs, extra, labels = list(leaves[:count]), list(leaves[count:]), None
         if isinstance(self.output, np.ndarray):
@@ -135,7 +141,7 @@ class Execution:
         return RowFunction(self.model, self.selection, self.output, inputs, labels), extra
 
     def _cast(self, leaves: list[np.ndarray], rows: slice) -> list[np.ndarray]:
-        """Casts leaves to the dtypes in which they are differentiated."""
+        """Selects rows of the leaves, and casts the inputs that are differentiated to their dtypes."""
         leaves = [leaf[rows] for leaf in leaves]
         for source in self.selection.inputs:
             leaves[source.number] = leaves[source.number].astype(source.dtype, copy=False)
@@ -153,7 +159,7 @@ class Execution:
         return self.strategy.experimental_distribute_values_from_function(replica_part)
 
     def _gather(self, value: tf.Tensor) -> np.ndarray:
-        """The rows of all replicas, as an array."""
+        """Concatenates a result of all replicas along the rows, as an array."""
         parts = [part.numpy() for part in self.strategy.experimental_local_results(value)]
         if len(parts) < self.strategy.num_replicas_in_sync:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The function that is differentiated: from some of a model's inputs to one of its outputs, row by row."""
+"""The function that is differentiated: from *sources*, inputs or layers' outputs, to a model's output, row by row."""
 
 import contextlib
 from collections.abc import Callable, Generator, Sequence
@@ -11,7 +11,7 @@ import tensorflow as tf
 from keras_paragrad.arguments import LARGEST, check_integer, did_you_mean, quote, refusal
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.inputs.layer_outputs import LayerOutput, outputs_exchanged
-from keras_paragrad.inputs.names import Spelling, distinct_names, places_of, spellings
+from keras_paragrad.inputs.names import Spelling, distinct_names, indices_of, spellings
 from keras_paragrad.inputs.selection import InputLeaf, Selection, embedding_hint
 
 # The argument `output`: a name or number, labels, or a function of the outputs.
@@ -22,13 +22,15 @@ _WRITE_A_FUNCTION = "Write a function of the outputs, such as output=lambda outp
 
 
 class RowFunction(NamedTuple):
-    """Calls the model for inference, with the selected inputs and layers' outputs free and the other inputs fixed.
+    """Calls the model for inference as a function of its sources, with the other inputs fixed.
+
+    The argument `free` of its methods has a tensor `(rows, ...)` for each source, in order.
 
     Attributes:
         model: The model.
-        selection: What is free.
+        selection: The sources.
         output: Selects or computes the output to differentiate.
-        inputs: All inputs, in order; the free ones are replaced.
+        inputs: All inputs, in order; sources among them are replaced in a call.
         labels: The label of each row, if labels select the output.
     """
 
@@ -39,7 +41,7 @@ class RowFunction(NamedTuple):
     labels: tf.Tensor | None = None
 
     def __call__(self, free: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The output, `(rows, ...)`, with other values of the sources."""
+        """The output, `(rows, ...)`, for these values of the sources."""
         values = {id(source): tensor for source, tensor in zip(self.selection.sources, free, strict=True)}
         inputs = list(self.inputs)
         for source in self.selection.inputs:
@@ -48,7 +50,7 @@ class RowFunction(NamedTuple):
         return _check_value(_select(self.model, outputs, self.output, self.labels), self._rows)
 
     def free_values(self) -> list[tf.Tensor]:
-        """The sources' values: the inputs, and the layers' outputs in a call of the model."""
+        """The sources' own values, to differentiate at: the inputs, and the layers' outputs in a call of the model."""
         values = {id(source): self.inputs[source.number] for source in self.selection.inputs}
         if self.selection.layers:
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as tape:
@@ -74,7 +76,10 @@ class RowFunction(NamedTuple):
             return self.model(nested, training=False)
 
     def _check_separate(self, tape: tf.GradientTape, values: dict[int, tf.Tensor]) -> None:
-        """Refuses a layer's output that is computed from another source, which is held fixed."""
+        """Refuses a source that is computed from another one: replacing both hides the path between them.
+
+        `values` are the sources' tensors on the tape, by the `id` of the source.
+        """
         for source in self.selection.layers:
             others = [other for other in self.selection.sources if other is not source]
             gradients = tape.gradient(values[id(source)], [values[id(other)] for other in others])
@@ -86,7 +91,7 @@ class RowFunction(NamedTuple):
                     )
 
     def scalars(self, free: Sequence[tf.Tensor]) -> tf.Tensor:
-        """The output if it is a scalar per row, `(rows,)`."""
+        """The output as a vector `(rows,)`; refuses an output with several numbers per row."""
         value = self(free)
         if value.shape.num_elements() != value.shape[0]:
             raise ValueError(
@@ -117,15 +122,15 @@ class Derivative(NamedTuple):
     """The derivative of a chunk of rows.
 
     Attributes:
-        values: A tensor `(rows, ...)` for each free input.
-        is_valid: Whether they passed the checks.
+        values: A tensor `(rows, ...)` for each source.
+        is_valid: Whether they passed the check, if one was asked for.
     """
 
     values: Sequence[tf.Tensor]
     is_valid: tf.Tensor | bool = True
 
 
-# Takes the function, its free inputs, the other arrays that were cut into chunks, and whether to check the result.
+# Takes the function, its `free_values`, the other arrays that were cut into chunks, and whether to check the result.
 Differentiate = Callable[[RowFunction, list[tf.Tensor], Sequence[tf.Tensor], tf.Tensor], Derivative]
 
 
@@ -164,7 +169,7 @@ def _to_array(value: object) -> np.ndarray | None:
 
 
 def _check_labels(labels: np.ndarray) -> np.ndarray:
-    """The labels as a vector of int32."""
+    """Validates labels; returns them as a vector of int32."""
     if labels.ndim > 1 and labels.shape[1:] != (1,):
         one_hot = labels.ndim == 2 and labels.shape[1] > 1
         advice = " Write np.argmax(labels, axis=-1) for one-hot labels." if one_hot else ""
@@ -181,7 +186,7 @@ def _check_labels(labels: np.ndarray) -> np.ndarray:
 
 
 def _select(model: keras.Model, outputs: Structure, output: Output, labels: tf.Tensor | None) -> Structure:
-    """The output, or the function of the outputs, that the checked argument `output` stands for."""
+    """The value that the checked argument `output` selects or computes from the model's outputs."""
     if callable(output):
         return output(outputs)
     known, leaves = _output_names(model, outputs), keras.tree.flatten(outputs)
@@ -223,14 +228,14 @@ def _output_names(model: keras.Model, outputs: Structure) -> list[Spelling]:
 
 def _output_number(name: str, known: list[Spelling]) -> int:
     """The index of the output with a name or path."""
-    places = places_of(name, known)
-    if len(places) == 1:
-        return places[0]
-    if places:
-        same = [known[place] for place in places]
+    matches = indices_of(name, known)
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        same = [known[index] for index in matches]
         paths = [name for name, spelling in zip(distinct_names(known), known, strict=True) if name and spelling in same]
         write = f"Write output={' or '.join(map(repr, paths))}." if len(paths) == len(same) else _functions_of(same)
-        raise ValueError(f"`output` is {quote(name)}, which is the name of {len(places)} outputs. {write}")
+        raise ValueError(f"`output` is {quote(name)}, which is the name of {len(matches)} outputs. {write}")
     names = [path for path in distinct_names(known) if path]
     has = f"are {', '.join(map(repr, names))}" if names else "have no names"
     raise ValueError(
@@ -239,13 +244,13 @@ def _output_number(name: str, known: list[Spelling]) -> int:
 
 
 def _functions_of(known: Sequence[Spelling]) -> str:
-    """The functions that pick each of some outputs, for a message."""
+    """The advice to pick one of some outputs by a function, for a message."""
     codes = [output.code("outputs") for output in known if output.path]
     return f"Write output=lambda outputs: {', or '.join(codes)}." if codes else _WRITE_A_FUNCTION
 
 
 def _check_value(value: Any, rows: int | None) -> tf.Tensor:
-    """A function's output, `(rows, ...)`, of real numbers."""
+    """Validates the output to differentiate; returns it as a tensor `(rows, ...)` of real numbers."""
     if keras.tree.is_nested(value):
         raise ValueError("`output` returns several tensors. Return one, and call input_jacobian() once for each.")
     value = tf.convert_to_tensor(value)

@@ -91,6 +91,7 @@ def input_gradients(
 
 
 def _gradient(function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any], check: tf.Tensor) -> Derivative:
+    """Differentiates each row's scalar with respect to `free`, the inputs' values; has no extra arrays and no check."""
     with tf.GradientTape(watch_accessed_variables=False) as tape:
         tape.watch(free)
         scalars = function.scalars(free)
@@ -159,7 +160,7 @@ def hessian_vector_product(
 def _hessian_vector_product(
     function: RowFunction, free: list[tf.Tensor], extra: Sequence[tf.Tensor], check: tf.Tensor
 ) -> Derivative:
-    """Each row's Hessian times a vector: the gradient of the derivative along that vector."""
+    """Each row's Hessian times its vector, in `extra`: the gradient of the derivative along that vector."""
     if [vector.shape for vector in extra] != [tensor.shape for tensor in free]:
         raise ValueError(
             f"A row of `vector` has shape {[tuple(vector.shape[1:]) for vector in extra]}, and a row of the inputs "

@@ -107,11 +107,12 @@ def _bytes_of_jacobian(forward: float, inputs: float, outputs: int, *, vectorize
 
 
 class Jacobian(NamedTuple):
-    """The Jacobian of a function of a chunk of rows; the passes for all seeds share one forward pass.
+    """The Jacobian of a function of a chunk of rows.
 
-    A backward pass is linear in its seed, so its gradient with respect to the seed is a Jacobian-vector product:
-    forward mode is reverse mode applied twice. Unlike `tf.autodiff.ForwardAccumulator`, this works with recurrent
-    layers.
+    A *seed* is what a backward pass starts from: a factor for each output entry of each row. The passes for all seeds
+    share one forward pass. A backward pass is linear in its seed, so its gradient with respect to the seed is a
+    Jacobian-vector product: forward mode is reverse mode applied twice. Unlike `tf.autodiff.ForwardAccumulator`, this
+    works with recurrent layers.
 
     Attributes:
         mode: One of `MODES`.
@@ -122,7 +123,7 @@ class Jacobian(NamedTuple):
     def __call__(
         self, function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any], check: tf.Tensor
     ) -> Derivative:
-        """Differentiates `function` at `free`; if `check` is true, compares forward mode with reverse mode."""
+        """Differentiates `function` at `free`; `check` says whether to compare forward with reverse mode."""
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as inner:
                 inner.watch(free)
@@ -157,7 +158,14 @@ class Jacobian(NamedTuple):
 
 
 def _push_forward(tape: tf.GradientTape, seed: tf.Tensor, pulled: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    """The Jacobian `(rows, outputs, inputs)`, one input entry per pass."""
+    """The Jacobian `(rows, outputs, inputs)` of the flat output by `tensor`, one input entry per pass.
+
+    Args:
+        tape: Has recorded the backward pass from `seed` to `pulled`.
+        seed: Any seed: the backward pass is linear in it.
+        pulled: The gradient with respect to `tensor`, by that pass.
+        tensor: The input.
+    """
 
     def push(index: tf.Tensor | int) -> list[tf.Tensor]:
         with refuse_missing_derivatives(_NO_DERIVATIVE):
@@ -180,7 +188,8 @@ def _vectorized(tape: tf.GradientTape, flat: tf.Tensor, tensor: tf.Tensor) -> tf
 def _error(jacobians: Sequence[tf.Tensor], seed: tf.Tensor, pulled: Sequence[tf.Tensor]) -> tf.Tensor:
     """The largest difference between the modes along one seed, relative to the largest entry.
 
-    TensorFlow treats a gradient without a registered derivative, such as bilinear resizing's, as a constant.
+    `pulled` are the gradients from the seed by reverse mode. TensorFlow treats a gradient without a registered
+    derivative, such as bilinear resizing's, as a constant.
     """
     errors = []
     for jacobian, expected in zip(jacobians, pulled, strict=True):
@@ -191,6 +200,7 @@ def _error(jacobians: Sequence[tf.Tensor], seed: tf.Tensor, pulled: Sequence[tf.
 
 
 def _row_size(tensor: tf.Tensor) -> int:
+    """The number of entries of a row."""
     count = tensor.shape[1:].num_elements()
     assert count is not None, "the number of rows and their shape are known while tracing"
     return count
@@ -205,7 +215,10 @@ def _one_hot_seed(like: tf.Tensor, index: tf.Tensor | int) -> tf.Tensor:
 def _map_seeds(
     run_pass: Callable[[tf.Tensor | int], list[tf.Tensor]], count: int, like: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
-    """Stacks the results of one pass per seed, `(count, ...)` each; `like` has their shapes and dtypes."""
+    """Runs a pass for each seed by its index, some in parallel; stacks their results, `(count, ...)` each.
+
+    `like` has a tensor of the shape and dtype of each result of a pass.
+    """
     rounds = -(-count // _PARALLEL_PASSES)
     # Spread evenly over the rounds. An index past the last seed gives a zero seed, whose result is dropped.
     per_round = -(-count // rounds)

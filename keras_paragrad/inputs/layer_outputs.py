@@ -36,10 +36,13 @@ def outputs_exchanged(
 ) -> Generator[None]:
     """Context in which a source layer's call returns `exchange(source, output)`, with the mask of the output.
 
+    `exchange` is called while the model is; `rows` is the number of rows of each output.
+
     Raises:
         ValueError: A layer is not called, or more than once, or returns something that has no derivative by row.
     """
     graph, refused = tf.compat.v1.get_default_graph(), list[ValueError]()
+    # How often each layer has been called, by `id`.
     calls = {id(source.layer): 0 for source in sources}
 
     def exchanging(layer: keras.layers.Layer, call: Callable[..., Structure]) -> Callable[..., Structure]:
@@ -67,7 +70,7 @@ def outputs_exchanged(
         try:
             yield
         except Exception:
-            # Keras adds the layer's arguments to the message.
+            # Keras has added the layer's arguments to the message.
             if refused:
                 raise refused[0] from None
             raise
@@ -92,7 +95,7 @@ def _check_calls(source: LayerOutput, calls: int) -> None:
 
 
 def _check_output(source: LayerOutput, outputs: Any, rows: int | None, graph: tf.Graph) -> tf.Tensor:
-    """A layer's output, `(rows, ...)`, of real numbers."""
+    """Validates a layer's output; returns it as a tensor `(rows, ...)` of real numbers."""
     if keras.tree.is_nested(outputs):
         raise ValueError(
             f"The layer {source.name!r} gives {len(keras.tree.flatten(outputs))} tensors. To differentiate with "

@@ -1,4 +1,7 @@
-"""Finds inputs, outputs and layers by name or path. Errors for ambiguous names list names that are unique."""
+"""Finds inputs, outputs and layers by name or path. Errors for ambiguous names list names that are unique.
+
+A *leaf* is one input or output in a nested structure of them.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -32,31 +35,31 @@ class Spelling(NamedTuple):
 
 
 def spellings(paths: Sequence[Path], names: Sequence[str | None]) -> list[Spelling]:
-    """The name and path of each leaf of a structure: its key, or else its own name."""
+    """The name and path of each leaf: its name is its key in a dict, or else the given one."""
     return [
         Spelling(path, path[-1] if path and isinstance(path[-1], str) else name)
         for path, name in zip(paths, names, strict=True)
     ]
 
 
-def places_of(name: str, known: Sequence[Spelling]) -> list[int]:
-    """The indices of the leaves with a path, or else with a name."""
-    by_path = [place for place, leaf in enumerate(known) if leaf.joined == name]
-    return by_path or [place for place, leaf in enumerate(known) if leaf.name == name]
+def indices_of(name: str, known: Sequence[Spelling]) -> list[int]:
+    """The indices of the leaves whose path is `name`, or if there are none, of the leaves with that name."""
+    by_path = [index for index, leaf in enumerate(known) if leaf.joined == name]
+    return by_path or [index for index, leaf in enumerate(known) if leaf.name == name]
 
 
 def distinct_names(known: Sequence[Spelling]) -> list[str | None]:
     """Each leaf's name, or its path if other leaves have the same name; `None` if neither is unique."""
 
-    def label(place: int, spelling: Spelling) -> str | None:
+    def label(index: int, spelling: Spelling) -> str | None:
         options = (spelling.name, spelling.joined)
-        return next((option for option in options if option and places_of(option, known) == [place]), None)
+        return next((option for option in options if option and indices_of(option, known) == [index]), None)
 
-    return [label(place, spelling) for place, spelling in enumerate(known)]
+    return [label(index, spelling) for index, spelling in enumerate(known)]
 
 
 def layers_by_path(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
-    """The layers at every depth, each with its path of names."""
+    """The layers at every depth, each once, with its path of names: the shortest, if a layer is in several others."""
 
     def walk(layer: keras.layers.Layer, above: str) -> Iterator[tuple[str, keras.layers.Layer]]:
         for child in children(layer):
@@ -72,6 +75,6 @@ def layers_by_path(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
 
 
 def layers_named(name: str, known: Sequence[tuple[str, keras.layers.Layer]]) -> list[tuple[str, keras.layers.Layer]]:
-    """The layers with a path, or else the layers whose paths end with a name."""
-    exact = [leaf for leaf in known if leaf[0] == name]
-    return exact or [leaf for leaf in known if f"/{leaf[0]}".endswith(f"/{name}")]
+    """The pairs of `layers_by_path` whose path is `name`, or if there are none, the ones whose path ends with it."""
+    exact = [pair for pair in known if pair[0] == name]
+    return exact or [pair for pair in known if f"/{pair[0]}".endswith(f"/{name}")]

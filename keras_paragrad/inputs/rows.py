@@ -57,7 +57,7 @@ class InputRows:
         self.first = nonempty
 
     def chunks(self, batch_size: int, multiple: int = 1) -> Iterator[Chunk]:
-        """All rows, in chunks of at most `batch_size` rows, rounded up to a multiple of the number of replicas."""
+        """Yields all rows in padded chunks of one size: at most `batch_size`, rounded up to a `multiple`."""
         size = None
         for batch in _rebatch(itertools.chain([self.first], self._batches), -(-batch_size // multiple) * multiple):
             size = size or -(-len(batch[0]) // multiple) * multiple
@@ -97,7 +97,7 @@ def to_arrays(nested: object) -> list[np.ndarray]:
 
 
 def _read_batches(x: Any) -> tuple[Iterator[Any], int | None]:
-    """The batches of `x`, and their number of rows if known."""
+    """The batches of `x`, each with inputs only, and the number of all rows, or `None` if it is unknown."""
     if isinstance(x, keras.utils.PyDataset):
         x = map(x.__getitem__, itertools.count() if x.num_batches is None else range(x.num_batches))
     if is_batched(x):
@@ -106,7 +106,7 @@ def _read_batches(x: Any) -> tuple[Iterator[Any], int | None]:
 
 
 def _rebatch(batches: Iterator[list[np.ndarray]], size: int) -> Iterator[list[np.ndarray]]:
-    """Rebatches: all batches but the last have `size` rows. Rows of one array are not copied."""
+    """Rebatches: all batches but the last have `size` rows. A batch that is part of one array is not copied."""
     pieces, missing = [], size
     for batch in batches:
         start = 0
@@ -193,6 +193,7 @@ class NpyFile:
                 raise
 
     def _write(self, file: BinaryIO, part: np.ndarray) -> None:
+        """Appends rows, and then counts them in the header, so that the file is readable at any time."""
         self._write_header(file, part)
         file.seek(0, os.SEEK_END)
         file.write(np.ascontiguousarray(part).data)
@@ -212,9 +213,10 @@ class NpyFile:
 
 
 def make_sinks(out: OutFiles, nesting: Nesting, rows: int | None, x: FitData) -> list[GrowingArray] | list[NpyFile]:
-    """A sink for each result: files if `out` names them in the same nesting, otherwise memory.
+    """Makes a sink, which rows are appended to, for each result: a file if `out` is given, or an array in memory.
 
-    Refuses files that `x` is memory-mapped from, and one file for several results.
+    `out` and `nesting` are nested as the results are; `rows` is the number of all rows, if it is known. Refuses files
+    that `x` is memory-mapped from, and one file for several results.
     """
     if out is None:
         return [GrowingArray(rows) for _ in keras.tree.flatten(nesting)]
@@ -233,7 +235,7 @@ def make_sinks(out: OutFiles, nesting: Nesting, rows: int | None, x: FitData) ->
 
 
 def _memory_mapped_files(x: object) -> set[str]:
-    """The files that arrays are mapped from."""
+    """The paths of the files that arrays in a nested structure are mapped from."""
     files = set()
     for array in keras.tree.flatten(x):
         # Slices and plain views of a mapped array have it as their base.

@@ -61,7 +61,7 @@ def differentiate(
         methods: How to differentiate a chunk. The first whose result on the first chunk is valid is used for all.
         options: The arguments of the public function.
         extra: Nested arrays, cut into chunks with `x`, which the methods get too.
-        estimate: Estimates the memory of a row.
+        estimate: Estimates the memory of a row, to choose the size of chunks.
 
     Returns:
         The results of all rows, nested as the inputs are, or an iterator over the results of each chunk.
@@ -95,7 +95,7 @@ def differentiate(
 def _run_all(
     chunks: Iterator[Chunk], count: int | None, execution: Execution, methods: Sequence[Differentiate], verbose: int
 ) -> Iterator[list[np.ndarray]]:
-    """The results of each chunk, in order."""
+    """Yields the results of each chunk, in order and without padding; `count` is the number of rows, if known."""
     bar = keras.utils.Progbar(count, verbose=verbose, unit_name="row")
     done = 0
     for chunk in chunks:

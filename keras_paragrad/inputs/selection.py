@@ -1,4 +1,7 @@
-"""Selects the sources of a derivative: all inputs, or the inputs and layers that `wrt` names. Refuses integers."""
+"""Selects the *sources* of a derivative, what to differentiate with respect to: inputs, or outputs of layers.
+
+Sources are all inputs, or what `wrt` names. Inputs of integers are refused.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -12,9 +15,9 @@ from keras_paragrad.inputs.layer_outputs import LayerOutput
 from keras_paragrad.inputs.names import (
     Spelling,
     distinct_names,
+    indices_of,
     layers_by_path,
     layers_named,
-    places_of,
     spellings,
 )
 
@@ -46,9 +49,9 @@ class Selection(NamedTuple):
 
     Attributes:
         structure: The nesting of the inputs, with a number for each.
-        names: The name of each.
+        names: The name of each input.
         sources: The inputs and the layers' outputs to differentiate with respect to.
-        nesting: The nesting of the result, with the place of a source at each leaf.
+        nesting: The nesting of the result, with the index of a source at each leaf.
     """
 
     structure: Nesting
@@ -58,7 +61,10 @@ class Selection(NamedTuple):
 
     @classmethod
     def of(cls, model: keras.Model, structure: Nesting, leaves: list[np.ndarray], wrt: Wrt) -> "Selection":
-        """Selects the inputs and layers that `wrt` names: all inputs if it is `None`."""
+        """Selects the inputs and layers that `wrt` names, or all inputs if it is `None`.
+
+        `leaves` are arrays: some rows of each input in `structure`, and perhaps further arrays.
+        """
         declared = _declared_inputs(model, structure)
         known = spellings(_paths(structure), [getattr(tensor, "name", None) for tensor in declared])
         names = [label or f"input {number}" for number, label in enumerate(distinct_names(known))]
@@ -72,17 +78,17 @@ class Selection(NamedTuple):
         keys = [source if isinstance(source, int) else (id(source.layer), source.call) for source in selected]
         if not selected or len(set(keys)) < len(keys):
             raise ValueError(f"`wrt` is {quote(wrt)}. Name one or more of the inputs {names} or layers, each once.")
-        pairs = [_dtypes(*pair) for pair in zip(declared, leaves[: len(names)], strict=True)]
-        real = [name for name, pair in zip(names, pairs, strict=True) if all("float" in dtype for dtype in pair)]
+        dtypes = [_dtypes(*pair) for pair in zip(declared, leaves[: len(names)], strict=True)]
+        real = [name for name, pair in zip(names, dtypes, strict=True) if all("float" in dtype for dtype in pair)]
         sources: list[InputLeaf | LayerOutput] = []
         for source in selected:
             if isinstance(source, LayerOutput):
                 sources.append(source)
                 continue
-            for dtype in pairs[source]:
+            for dtype in dtypes[source]:
                 if "float" not in dtype:
                     raise _dtype_refusal(model, names[source], dtype, real)
-            sources.append(InputLeaf(names[source], source, "float64" if pairs[source][0] == "float64" else "float32"))
+            sources.append(InputLeaf(names[source], source, "float64" if dtypes[source][0] == "float64" else "float32"))
         return cls(structure, names, sources, nesting)
 
     @property
@@ -105,7 +111,7 @@ def _paths(structure: Nesting) -> list[tuple[str | int, ...]]:
 
 
 def _declared_inputs(model: keras.Model, structure: Nesting) -> list[keras.KerasTensor | None]:
-    """The symbolic input for each leaf of the structure, or `None`."""
+    """The model's symbolic input for each leaf of the structure, by its key or its position; `None` if unknown."""
     tensors = list(getattr(model, "inputs", None) or [])
     by_name = {tensor.name: tensor for tensor in tensors}
     keys = [path[-1] if path else None for path in _paths(structure)]
@@ -115,7 +121,7 @@ def _declared_inputs(model: keras.Model, structure: Nesting) -> list[keras.Keras
 
 
 def _find(model: keras.Model, known: list[Spelling], names: list[str], wanted: object) -> int | LayerOutput:
-    """Finds the index of an input, or the layer, that `wrt` names."""
+    """Finds what one leaf of `wrt`, `wanted`, names: returns the index of an input, or a layer's output."""
     if not isinstance(wanted, str):
         try:
             return check_integer("wrt", wanted, least=0, most=len(names) - 1)
@@ -123,15 +129,16 @@ def _find(model: keras.Model, known: list[Spelling], names: list[str], wanted: o
             expected = f"one of the inputs {names}, or its number, or the name of a layer"
             raise refusal("wrt", wanted, expected) from None
     layers = layers_by_path(model)
+    # "embedding:0" is the first call of a layer, unless a layer has that very name.
     name, _, number = wanted.rpartition(":")
     by_call = bool(name) and number.isdecimal() and not layers_named(wanted, layers)
-    places = places_of(wanted, known)
+    inputs = indices_of(wanted, known)
     matching = layers_named(name if by_call else wanted, layers)
-    if len(places) + len(matching) == 1:
+    if len(inputs) + len(matching) == 1:
         call = int(number) if by_call else None
-        return places[0] if places else LayerOutput(wanted if call is None else name, matching[0][1], call)
-    if places or matching:
-        options = [*(f"{place} for the input {known[place].code('x')}" for place in places)]
+        return inputs[0] if inputs else LayerOutput(wanted if call is None else name, matching[0][1], call)
+    if inputs or matching:
+        options = [*(f"{index} for the input {known[index].code('x')}" for index in inputs)]
         options += [f"{path!r} for the layer" for path, _ in matching]
         raise ValueError(
             f"`wrt` is {quote(wanted)}, and {len(options)} inputs or layers of {model.name!r} have that name. Write "

@@ -16,6 +16,7 @@ STEP_SHARE = 0.8
 # The share of the available memory that training may take: other processes use the machine, and TensorFlow the GPU.
 _HOST_FRACTION, _GPU_FRACTION = 0.8, 0.9
 _SMI_SECONDS = 10
+# A limit from which a cgroup has none, in bytes.
 _UNLIMITED = 2**60
 
 
@@ -47,6 +48,7 @@ def available_bytes() -> int | None:
 
 
 def _of_machine() -> int | None:
+    """The bytes that are free on the machine, or where that is unknown, all of its memory."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
@@ -81,18 +83,18 @@ def _of_cgroups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/
 _CGROUP_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
-def _left_in(folder: Path, limit: str, usage: str) -> int | None:
-    """The bytes left below a cgroup's limit; the cache of files it has only read counts as free."""
+def _left_in(folder: Path, limit_file: str, usage_file: str) -> int | None:
+    """The bytes left below a cgroup's limit, or `None` without one; the cache of files it has only read is free."""
     try:
-        most, used = (folder / limit).read_text().strip(), int((folder / usage).read_text())
+        limit, used = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
         pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
         statistics = {name: int(value) for name, value in pairs}
     except (OSError, ValueError):
         return None
-    if most == "max" or int(most) >= _UNLIMITED:
+    if limit == "max" or int(limit) >= _UNLIMITED:
         return None
-    dropped = statistics.get("inactive_file", statistics.get("total_inactive_file", 0))
-    return max(0, int(most) - used + dropped)
+    reclaimable = statistics.get("inactive_file", statistics.get("total_inactive_file", 0))
+    return max(0, int(limit) - used + reclaimable)
 
 
 def least_free_gpu_bytes() -> int | None:
@@ -109,10 +111,10 @@ def least_free_gpu_bytes() -> int | None:
 
 
 def memory_of_device(device_bytes: int | None, steps: int) -> int:
-    """The number of bytes that training may take.
+    """The bytes that training may take: `device_bytes`, or by default a share of what is available.
 
     Raises:
-        ValueError: It is unknown, or the GPU can't run a trial. The message says what to write.
+        ValueError: It is unknown, or the GPU can't run a trial of `steps` > 0. The message says what to write.
     """
     gpus = tf.config.get_visible_devices("GPU")
     if steps and (problem := cannot_try_on_gpus()):

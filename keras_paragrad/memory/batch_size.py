@@ -158,7 +158,7 @@ def check_can_find(model: keras.Model, asked_by: str, instead: str) -> None:
 
     Args:
         model: The model.
-        asked_by: What asks, for the message.
+        asked_by: The function that the user called, for the message.
         instead: What to do on several replicas, for the message.
 
     Raises:
@@ -207,7 +207,7 @@ def spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:
 
 
 class TrialLog:
-    """Prints each trial, or only logs it."""
+    """Logs a line for each size that is tried, and prints it if `verbose`."""
 
     def __init__(self, asked_by: str, verbose: int):
         self.asked_by, self._verbose = asked_by, verbose
@@ -233,8 +233,8 @@ def find_size(
         sizes: The sizes, in ascending order.
         device_bytes: The bytes that training may take.
         estimate: The estimated bytes of a size; raises `ValueError` where there is no estimate.
-        begin: Returns what trains on a size and returns its bytes, or `None` if they ran out; raises
-            `CannotTryError`. Without it, sizes are not tried.
+        begin: Makes a function that trains on a size and returns the bytes it took, or `None` if memory ran out; may
+            raise `CannotTryError`. Without it, sizes are not tried.
         log: Gets a line for each size that is tried.
 
     Raises:
@@ -316,8 +316,8 @@ class _Guess:
 
     Attributes:
         first: The index of the largest size that fits by the estimate, or of the one to begin with.
-        line: The fixed bytes and the bytes per row; `None` without an estimate.
-        problem: Why there is none.
+        line: The fixed bytes and the bytes per row, from the last two sizes; `None` without an estimate.
+        problem: Why there is no estimate, or `None`.
     """
 
     def __init__(self, sizes: Sequence[int], estimate: Callable[[int], int], limit: int):
@@ -337,11 +337,11 @@ class _Guess:
         except ValueError as error:
             self.problem = error
             return
-        (size, used), (other, others) = points[-1], points[-2] if len(points) > 1 else (0, 0)
-        a_row = max(1.0, (used - others) / (size - other))
-        self.line = used - a_row * size, a_row
+        (size, used), (other, used_there) = points[-1], points[-2] if len(points) > 1 else (0, 0)
+        per_row = max(1.0, (used - used_there) / (size - other))
+        self.line = used - per_row * size, per_row
         self.first = bisect.bisect_left(sizes, found) if found else 0
 
     def estimated(self, size: int) -> int | None:
-        """The estimated bytes of a size."""
+        """The estimated bytes of a size, by the line; `None` without an estimate."""
         return None if self.line is None else round(self.line[0] + self.line[1] * size)

@@ -143,18 +143,18 @@ def _peaks(step: TracedStep, gathered: Mapping[int | None, int] | None = None) -
 
 
 def _gradients_and_peak(step: TracedStep, peaks: Peaks, weight_sharding: Sharding) -> tuple[list[int], int]:
-    """The gradient bytes when each gradient arrives and at the end; the peak of the backward pass with activations."""
+    """The bytes of all gradients as each arrives and at the end; and the peak of these with the activations."""
     by_number = {gradient.number: gradient for gradient in step.gradients}
-    held, history, most = 0, [], peaks.activations[0]
+    held, history, peak = 0, [], peaks.activations[0]
     for number, activations in zip(peaks.gradients, peaks.activations[1:], strict=True):
         gradient = by_number[number]
         # Whole on each device until it is reduced.
         history.append(held + gradient.size)
-        most = max(most, history[-1] + activations)
+        peak = max(peak, history[-1] + activations)
         # A gradient of rows has the size of the batch, not of the variable.
         is_sharded = not gradient.of_rows and weight_sharding.divides(gradient.variable)
         held += -(-gradient.size // weight_sharding.shards) if is_sharded else gradient.size
-    return [*history, held], most
+    return [*history, held], peak
 
 
 def _layers_with_gathered_weights(

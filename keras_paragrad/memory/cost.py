@@ -17,7 +17,7 @@ _MOST_ITERATIONS = 10_000
 _NOT_COMPUTED = ALIASES | {"Const", "IdentityN", "NoOp", "Placeholder", "ReadVariableOp"}
 # Timings of an operation; their median counts.
 _TIMINGS = 5
-# Of the loop in which small operations are timed.
+# Iterations of the loop in which small operations are timed, and operations of each.
 _ITERATIONS, _OPERATIONS = 50, 12
 
 
@@ -71,7 +71,10 @@ def cost_of(step: TracedStep) -> StepCost:
 
 
 def _cost(block: Block, values: dict[int, int | bool | None], part: slice) -> Cost:
-    """The cost of some operations of a block; adds the integers and booleans that are known to `values`."""
+    """The cost of some operations of a block.
+
+    `values` has the integers and booleans that are known, by the numbers of their tensors; results are added to it.
+    """
     total = Cost()
     for operation in block.operations[part]:
         inputs = [values.get(number) for number in operation.inputs]
@@ -81,6 +84,7 @@ def _cost(block: Block, values: dict[int, int | bool | None], part: slice) -> Co
             total = total.plus(_cost(body, inside, slice(None)), _iterations(condition, body, inputs))
             continue
         if operation.blocks:
+            # Of several blocks, branches, the first input chooses one.
             arguments = inputs if len(operation.blocks) == 1 else inputs[1:]
             costs = [
                 _cost(called, dict(zip(called.inputs, arguments, strict=False)), slice(None))

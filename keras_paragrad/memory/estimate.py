@@ -202,6 +202,7 @@ def repeated_blocks(model: keras.Model) -> list[keras.layers.Layer]:
 
 
 def _recompute_layers(blocks: list[keras.layers.Layer]) -> Callable[[], None]:
+    """Makes layers run again in the backward pass, and returns a function that undoes it."""
     undo = [recompute_layer(block) for block in blocks]
 
     def end() -> None:
@@ -216,6 +217,7 @@ def _blocks_within(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
     groups: dict[object, list[keras.layers.Layer]] = defaultdict(list)
     for child in children(layer):
         shapes = tuple(tuple(variable.shape) for variable in child.trainable_variables)
+        # A layer without weights or sublayers is in a group of its own.
         groups[(type(child), shapes) if shapes and children(child) else id(child)].append(child)
     return [block for group in groups.values() for block in (group if len(group) > 1 else _blocks_within(group[0]))]
 

@@ -1,4 +1,7 @@
-"""Simulates the peak memory of a traced graph: follows its operations in order, without computing anything."""
+"""Simulates the peak memory of a traced graph: follows its operations in order, without computing anything.
+
+A tensor is known by its number in its `Block`, which is a graph or a function that it calls.
+"""
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +29,7 @@ _SCALARS: dict[str, Callable[[Any, Any], int | bool]] = {
 _SAME_SCALAR = SAME_BUFFER | {"Cast", "Max", "Min", "Sum", "Prod"}
 _CALLS = frozenset({"PartitionedCall", "StatefulPartitionedCall"})
 # Operations on a weight that don't gather it: aliases, casts and lookups of rows.
-_NAMES = ALIASES | _CALLS | {"Cast", "ReadVariableOp", "ResourceGather", "VariableShape"}
+_WITHOUT_GATHER = ALIASES | _CALLS | {"Cast", "ReadVariableOp", "ResourceGather", "VariableShape"}
 # A loop is assumed to be steady after this many iterations without growth.
 _STEADY = 3
 
@@ -47,7 +50,11 @@ class Peaks(NamedTuple):
 
 
 class _Buffer:
-    """Memory that several tensors may share; `parts` are the buffers that a list of tensors keeps alive."""
+    """Memory that several tensors may share.
+
+    `owners` counts what needs it: uses to come, and lists of tensors; without any, it is freed. `parts` are the buffers
+    that a list keeps alive. `is_gradient` excludes it from the activations.
+    """
 
     __slots__ = ("is_gradient", "owners", "parts", "size")
 
@@ -88,6 +95,16 @@ def step_peaks(
 
 
 class _Execution:
+    """Follows the operations of a step.
+
+    Attributes:
+        _gradients: Numbers of the variables' gradients.
+        _live: Bytes of the buffers that are allocated now, except gradients.
+        _peak: Peak of these since the latest gradient arrived.
+        _before: The peak before the results of the current operation.
+        _arrived, _peaks: The numbers of the gradients so far, and the peaks before each.
+    """
+
     def __init__(self, gradients: frozenset[int]):
         self._gradients = gradients
         self._step: Block | None = None
@@ -96,6 +113,7 @@ class _Execution:
         self._peaks: list[int] = []
 
     def step(self, block: Block, updates_from: int, gathered: Mapping[int | None, int]) -> Peaks:
+        """Follows a step; the arguments are as in `step_peaks`."""
         self._step = block
         inputs = zip(block.inputs, block.input_sizes, strict=True)
         arguments = [_Value(self._allocate(size), gathered=gathered.get(number, 0)) for number, size in inputs]
@@ -104,14 +122,14 @@ class _Execution:
             self._execute(block, operation, values)
         self._peaks.append(self._peak)
         self._peak = self._live
-        # The update works on shards.
+        # The update works on shards, and gathers no weights.
         values = {number: value.without_gather() for number, value in values.items()}
         for operation in block.operations[updates_from:]:
             self._execute(block, operation, values)
         return Peaks(self._peaks, self._arrived, self._peak if updates_from < len(block.operations) else 0)
 
     def _arrive(self, number: int, buffer: _Buffer | None, is_new: bool) -> None:
-        """Counts a buffer among the gradients from now on."""
+        """Counts a buffer among the gradients from now on; `is_new` if the current operation has allocated it."""
         if buffer is None or buffer.is_gradient:
             return
         buffer.is_gradient = True
@@ -122,7 +140,7 @@ class _Execution:
         self._arrived.append(number)
 
     def _begin(self, block: Block, arguments: list[_Value]) -> dict[int, _Value]:
-        """The values of a block's inputs, each owned by the operations that use it."""
+        """The values of a block's inputs by number, owned by their uses in the block, and no longer by the caller."""
         values = dict(zip(block.inputs, arguments, strict=True))
         for number, value in values.items():
             self._keep(value.buffer, block.uses[number])
@@ -140,7 +158,7 @@ class _Execution:
         """Simulates an operation: allocates its results, and frees the inputs that it uses last."""
         inputs = [values[number] for number in operation.inputs]
         gathered = 0
-        if operation.kind not in _NAMES:
+        if operation.kind not in _WITHOUT_GATHER:
             gathered = sum(values[number].gathered for number in {*operation.inputs})
             # Weights are gathered before a loop or branch, not in it.
             inputs = [value.without_gather() for value in inputs]
@@ -168,6 +186,7 @@ class _Execution:
         if kind == "IdentityN":
             return [_Value(self._keep(value.buffer), value.known, value.gathered) for value in inputs]
         if inputs and inputs[0].gathered and kind in ("Cast", "ReadVariableOp", *ALIASES):
+            # Still to be gathered where it is used.
             return [_Value(None, known, operation.sizes[0] or inputs[0].gathered)]
         if kind in ALIASES:
             return [_Value(self._keep(inputs[0].buffer), known)]
@@ -182,6 +201,7 @@ class _Execution:
 
     @staticmethod
     def _is_free(buffer: _Buffer | None, size: int, inputs: list[_Value]) -> bool:
+        """Whether an operation may write a result of `size` bytes to an input's buffer, as nothing else will use it."""
         if buffer is None or buffer.size != size or buffer.parts:
             return False
         return buffer.owners == sum(value.buffer is buffer for value in inputs)
@@ -255,19 +275,19 @@ class _Execution:
 
     def _release(self, buffer: _Buffer | None) -> None:
         """Drops one owner of a buffer; the last owner frees it and its parts."""
-        released = [buffer]
-        while released:
-            dropped = released.pop()
+        pending = [buffer]
+        while pending:
+            dropped = pending.pop()
             if dropped is None:
                 continue
             dropped.owners -= 1
             if dropped.owners == 0:
                 self._live -= 0 if dropped.is_gradient else dropped.size
-                released += dropped.parts
+                pending += dropped.parts
 
 
 def _links(buffer: _Buffer | None) -> tuple[_Buffer | None, _Buffer | None]:
-    """The previous list and the added tensor."""
+    """The buffers of the previous list and of the added tensor that a list links, if they are known."""
     return (buffer.parts[0], buffer.parts[1]) if buffer is not None and len(buffer.parts) == 2 else (None, None)
 
 

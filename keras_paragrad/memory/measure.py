@@ -23,7 +23,7 @@ _EXAMPLES = 2
 _SIZES = {4: 224, 5: 32}
 # Sequence lengths to try; some models have a maximum.
 _LENGTHS = (128, 64, 16)
-# FLOPs in the time it takes to write a byte; about the same on CPUs and GPUs.
+# FLOPs in the time it takes to write a byte; about the same on CPUs and GPUs. `work` counts bytes as FLOPs by this.
 _PER_BYTE = 20
 _NOT_COMPUTED = {"Const", "Placeholder"}
 
@@ -34,7 +34,7 @@ class PartCost(NamedTuple):
     Attributes:
         stored_bytes: Bytes of its tensors that the backward pass uses, without its outputs.
         output_bytes: Bytes of its outputs that the backward pass uses.
-        work: FLOPs of its forward pass.
+        work: FLOPs of its forward pass, with the bytes that it writes.
         repeatable: Whether it can run again with the same result.
     """
 
@@ -50,7 +50,7 @@ class ModelCost(NamedTuple):
     Attributes:
         parts: The cost of each part.
         input_bytes: Bytes of each part's floating-point inputs, per example.
-        work: FLOPs of a forward and backward pass of the model, per example.
+        work: FLOPs of a forward and backward pass of the model, with the bytes that it writes, per example.
     """
 
     parts: list[PartCost]
@@ -66,6 +66,7 @@ def measure_parts(model: keras.Model, functional: FunctionalModel, parts: Sequen
         functional: The Functional model that is cut: `model`, or one in it.
         parts: Its parts.
     """
+    # Of each part, in the graph: the indices of its first operation and after its last, and its outputs' names.
     ranges: list[tuple[int, int, set[str]]] = []
 
     def record(part: Part, run: RunPart) -> RunPart:
@@ -80,6 +81,7 @@ def measure_parts(model: keras.Model, functional: FunctionalModel, parts: Sequen
         return recorded
 
     def traced(length: int) -> tuple[list[tf.Operation], int]:
+        # An attempt with another length may have failed.
         ranges.clear()
         return _traced(model, length)
 
@@ -169,6 +171,7 @@ def _bytes(tensor: tf.Tensor) -> int:
 
 
 def _work(operation: tf.Operation) -> float:
+    """The FLOPs of an operation, with the bytes that it writes."""
     if operation.type in SAME_BUFFER | _NOT_COMPUTED:
         return 0
     return (flops_of_operation(operation) or 0) + _PER_BYTE * sum(map(_bytes, operation.outputs))

@@ -51,8 +51,8 @@ def plan_memory(
         model: A compiled and built model. It isn't changed.
         batch_size: Examples in a batch.
         device_bytes: What training may take on a device, in bytes.
-        begin: Makes what trains in one way, from the `tf.TypeSpec` of batches; without it, the estimate decides, in
-            80% of the memory.
+        begin: Makes the function that tries one way, from the `tf.TypeSpec` of batches; without it, the estimate
+            decides, in 80% of the memory.
         replicas: Number of devices.
         shards: The values of `shard` to choose from.
         min_shard_bytes: The size of a trainable variable, in bytes, from which it is sharded.
@@ -97,7 +97,10 @@ def plan_memory(
 
 
 def _recomputations(model: keras.Model, left_out: list[str]) -> Iterable[tuple[str, Recomputation]]:
-    """The forms of recomputation that recompute something, each another set of parts."""
+    """Yields the forms of recomputation, `"auto"` and `"all"`, that recompute something, and not the same.
+
+    Appends to `left_out` why there are none.
+    """
     if RECOMPUTATIONS.of(model):
         left_out.append("No other recomputation: recompute(model, ...) was called.")
         return
@@ -112,7 +115,7 @@ def _recomputations(model: keras.Model, left_out: list[str]) -> Iterable[tuple[s
 
 
 class _Estimator(NamedTuple):
-    """Estimates bytes and seconds of the ways to train that have one form of recomputation."""
+    """Estimates ways to train, with each number of `slices`, whose rows are in `sizes`, and each value of `shards`."""
 
     model: keras.Model
     replicas: int
@@ -126,7 +129,7 @@ class _Estimator(NamedTuple):
         """The ways to train with a form of recomputation, by estimated seconds; and the spec of a batch."""
         with recomputation.in_effect() if recomputation else nullcontext():
             steps = traced_steps(self.model, self.sizes, self.batch_spec, flops_of_operation)
-        whole = sum(steps[0].block.input_sizes)
+        batch_bytes = sum(steps[0].block.input_sizes)
         # On a GPU, the host has the graph.
         on_gpu = bool(tf.config.get_visible_devices("GPU"))
         graph = 0 if on_gpu else (_RUNTIME + _OF_OPERATION * steps[0].block.size) // self.replicas
@@ -137,7 +140,7 @@ class _Estimator(NamedTuple):
             for column in breakdowns_of(self.model, step, self.replicas, least=self.min_shard_bytes):
                 if column.shard in self.shards:
                     # With several slices, the sums of their gradients live, and the batch that they are cut from.
-                    held = column.parameters + whole if slices > 1 else 0
+                    held = column.parameters + batch_bytes if slices > 1 else 0
                     seconds = self._seconds(gradient, update, column, slices, speed)
                     estimated = Measured(column.total + held + graph, seconds)
                     candidates.append(Candidate(Choice(form, slices, column.shard), rows, estimated))
@@ -152,10 +155,11 @@ class _Estimator(NamedTuple):
             total += slices * speed.seconds(Cost(bytes=3 * weights, operations=len(self.model.trainable_variables)))
         if self.replicas > 1:
             sharded = 1 / self.replicas if column.shard else 1.0
-            whole = sum(variable_bytes(variable) for variable in self.model.trainable_variables)
-            # All-reduced gradients; or reduced ones, and gathered weights: after the update, or in both passes.
+            unsharded = sum(variable_bytes(variable) for variable in self.model.trainable_variables)
+            # How often bytes of all weights are moved: for all-reduced gradients, or for reduced ones and gathered
+            # weights, after the update or in both passes of each slice.
             moved = {None: 2, "optimizer": 3, "parameters": 1 + 2 * slices}[column.shard]
-            total += speed.seconds(Cost(bytes=moved * whole)) + sharded * speed.seconds(update)
+            total += speed.seconds(Cost(bytes=moved * unsharded)) + sharded * speed.seconds(update)
         else:
             total += speed.seconds(update)
         return total

@@ -29,12 +29,13 @@ class PlanSearch:
     def __init__(self, plan: MemoryPlan, begin: Callable[[], Try] | None, log: Callable[[str], None]):
         self._plan, self._begin, self._log = plan, begin, log
         self._failed: list[Candidate] = []
-        # What a trial took besides the estimate, such as the graph.
+        # The most bytes that a trial took besides the estimate, such as for the graph.
         self._besides = 0
-        self._sliced = True
+        # Whether batches can be cut into slices, as far as trials have shown.
+        self._can_slice = True
 
     def run(self) -> None:
-        """Sets `chosen`.
+        """Sets the plan's `chosen` candidate.
 
         Raises:
             ValueError: Nothing fits. The message says what to write.
@@ -57,7 +58,7 @@ class PlanSearch:
 
     def _why_not(self, candidate: Candidate) -> str:
         """Why a candidate needs no trial, or an empty string."""
-        if not self._sliced and candidate.choice.slices > 1:
+        if not self._can_slice and candidate.choice.slices > 1:
             return "can't be cut into slices"
         limit = self._plan.device_bytes if self._begin else STEP_SHARE * self._plan.device_bytes
         if candidate.estimated.bytes + self._besides > limit:
@@ -67,7 +68,7 @@ class PlanSearch:
         return ""
 
     def _settle(self, index: int, why_not: str) -> bool:
-        """Tries a candidate, if nothing is against it, and notes what came of it; returns whether it is chosen."""
+        """Tries a candidate, unless `why_not` is given; notes the result in the plan, and says whether it is chosen."""
         plan = self._plan
         if not why_not and self._begin:
             why_not = self._try(index, self._begin)
@@ -88,7 +89,7 @@ class PlanSearch:
         except CannotTryError as error:
             if candidate.choice.slices == 1:
                 raise
-            self._sliced = False
+            self._can_slice = False
             plan.left_out.append(f"No slices: {str(error).rstrip('.')}.")
             return "can't be cut into slices"
         plan.trials += 1
@@ -111,7 +112,7 @@ class PlanSearch:
         untried = [
             index
             for index, candidate in enumerate(self._plan.candidates)
-            if candidate.choice not in tried and (self._sliced or candidate.choice.slices == 1)
+            if candidate.choice not in tried and (self._can_slice or candidate.choice.slices == 1)
         ]
         if not untried:
             return []
@@ -123,7 +124,7 @@ class PlanSearch:
 
 
 def _refuse(plan: MemoryPlan, *, tried: bool) -> None:
-    """Raises if nothing fits; by the estimate alone, what takes the least may, and is chosen with a warning."""
+    """Raises, as no candidate fits; if none was `tried`, may instead choose the one with the least bytes, and warn."""
     least = min(plan.candidates, key=lambda candidate: candidate.estimated.bytes)
     words = way_in_words(least, plan.recomputed)
     takes = bytes_in_words(least.estimated.bytes)
@@ -135,7 +136,7 @@ def _refuse(plan: MemoryPlan, *, tried: bool) -> None:
             *(plan.model, takes, bytes_in_words(plan.device_bytes), words),
         )
         return
-    others = " ".join(plan.left_out)
+    reasons = " ".join(plan.left_out)
     more = ", and more in a trial" if least.estimated.bytes <= plan.device_bytes else ""
     # Slices take what the update of a single row does, but for the batch that they are cut from.
     sliced = any(candidate.choice.slices > 1 for candidate in plan.candidates)
@@ -143,5 +144,5 @@ def _refuse(plan: MemoryPlan, *, tried: bool) -> None:
     raise ValueError(
         f"A batch of {plan.batch_size} of {plan.model!r} doesn't fit in {bytes_in_words(plan.device_bytes)} on each of "
         f"{counted(plan.replicas, 'device')}. The least is estimated to take {takes}, {words}{more}."
-        f"{others and ' '}{others} Use more devices, {instead}."
+        f"{reasons and ' '}{reasons} Use more devices, {instead}."
     )

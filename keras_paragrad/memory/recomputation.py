@@ -107,7 +107,7 @@ class recompute:  # noqa: N801  (used as a function and as a context manager, li
         self.undo()
 
 
-_WHAT = "names of the model's layers, or the layers"
+_EXPECTED = "names of the model's layers, or the layers"
 _EXAMPLE = '["block_0", "block_1"]'
 
 
@@ -131,9 +131,9 @@ def select_layers(
             raise refusal(name, value, "a layer or its name")
         return _find_layer(model, value)
 
-    chosen = list(check_each("layers", layers, check, _WHAT, example=_EXAMPLE))
+    chosen = list(check_each("layers", layers, check, _EXPECTED, example=_EXAMPLE))
     if not chosen:
-        raise refusal("layers", layers, f"at least one of the {_WHAT}", _EXAMPLE)
+        raise refusal("layers", layers, f"at least one of the {_EXPECTED}", _EXAMPLE)
     for index, layer in enumerate(chosen):
         if any(layer is other for other in chosen[:index]):
             raise ValueError(f"`layers` has {layer.name!r} twice. Write it once.")
@@ -176,7 +176,7 @@ def check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
 
 
 def _find_layer(model: keras.Model, name: str) -> keras.layers.Layer:
-    """The layer with a name; one at the top has precedence."""
+    """The layer with a name; one that is directly in the model has precedence over layers within layers."""
     layers = all_layers(model)
     matches = [layer for layer in layers if layer.name == name]
     top = [layer for layer in model.layers if layer.name == name]

@@ -1,4 +1,8 @@
-"""Cuts a model into segments to recompute: segments of equal length, or the ones that save memory."""
+"""Cuts a model into segments to recompute: segments of equal length, or the ones that save memory.
+
+*Parts* are the smallest pieces of a Functional model between which a single tensor goes on. A *segment* is one or more
+consecutive parts, which run again together in the backward pass, or not at all. Bytes and work are of one example.
+"""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -65,6 +69,7 @@ def best_segments(model_cost: ModelCost, worth: float = _WORTH) -> list[Span]:
     total_work = sum(cost.work for cost in costs)
     segments = []
     for first, last in zip(cuts[:-1], cuts[1:], strict=True):
+        # A recomputed segment stores all of its inputs, another one only those that the backward pass uses.
         freed = _stored_bytes(costs[first:last]) - (model_cost.input_bytes[first] - _stored_input_bytes(costs, first))
         work = sum(cost.work for cost in costs[first:last])
         recomputed = freed * total_work > worth * work * total_bytes
@@ -108,16 +113,21 @@ def _stored_input_bytes(costs: Sequence[PartCost], first: int) -> float:
 
 
 def _best_cuts(model_cost: ModelCost) -> list[int]:
-    """Chooses the cuts that minimize the largest segment's bytes plus all segments' input bytes."""
+    """Chooses the cuts that minimize the largest segment's bytes plus all segments' input bytes.
+
+    Returns:
+        The index of each segment's first part, and the number of parts.
+    """
     total, least = _stored_bytes(model_cost.parts), max(cost.stored_bytes for cost in model_cost.parts)
     sizes = [least + (total - least) * (step / _TRIED) ** 2 for step in range(_TRIED + 1)]
     cuts = [_cuts_of_size(size, model_cost) for size in sizes]
-    input_bytes = [sum(model_cost.input_bytes[cut] for cut in segment[:-1]) for segment in cuts]
+    input_bytes = [sum(model_cost.input_bytes[first] for first in firsts) for *firsts, _ in cuts]
     return min(zip(sizes, input_bytes, cuts, strict=True), key=lambda candidate: candidate[0] + candidate[1])[2]
 
 
 def _cuts_of_size(size: float, model_cost: ModelCost) -> list[int]:
     """Chooses the cuts that minimize the segments' input bytes, if no segment may store more than `size`."""
+    # For the first n parts: the least input bytes of their segments, and where the last of these begins.
     best: list[tuple[float, int]] = [(0.0, 0)]
     for last in range(1, len(model_cost.parts) + 1):
         held, options = 0.0, []
@@ -185,13 +195,13 @@ def cut_for_least_memory(model: keras.Model, *, where_it_pays: bool = True) -> C
             "and recomputing them would free little of it."
         )
         return _make_cut(functional, parts, segments, expects)
-    again = sum(sum(cost.work for cost in costs.parts[first:last]) for first, last, _ in chosen) / costs.work
+    added_work = sum(sum(cost.work for cost in costs.parts[first:last]) for first, last, _ in chosen) / costs.work
     names = [join_parts(functional, parts[first:last]).name for first, last, _ in chosen]
     listed = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
     expects = (
         f"recompute: {len(chosen)} of {len(segments)} segments of {model.name!r} run again: {listed}. Kept for the "
         f"backward pass, for an example: about {_mega(after)} MB instead of {_mega(before)} MB. Time of a step: about "
-        f"{again:+.0%}."
+        f"{added_work:+.0%}."
     )
     return _make_cut(functional, parts, segments, expects)
 
@@ -207,9 +217,9 @@ def _parts(model: keras.Model) -> tuple[FunctionalModel | None, list[Part]]:
     """The innermost Functional model with most of the layers, and its smallest parts."""
     functional = functional_of(model)
     if functional is None or not model.built:
-        what = "is not built" if isinstance(model, keras.Sequential) else "is not a Functional or Sequential model"
+        problem = "is not built" if isinstance(model, keras.Sequential) else "is not a Functional or Sequential model"
         advice = "Begin it with keras.Input(shape)" if isinstance(model, keras.Sequential) else _ADVICE.rstrip(".")
-        raise ValueError(f"{model.name!r} {what}, and the order of its layers is not known. {advice}.")
+        raise ValueError(f"{model.name!r} {problem}, and the order of its layers is not known. {advice}.")
     if runs_in_segments(functional):
         raise ValueError(f"{model.name!r} is recomputed already. Call undo() of the handle that recompute returned.")
     for layer in all_layers(model):
@@ -248,4 +258,5 @@ def check_nesting(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
 
 
 def _mega(count: float) -> str:
+    """A number of bytes in megabytes, for a message, without the unit."""
     return f"{count / 1e6:.3g}" if count < 999.5e6 else f"{count / 1e6:,.0f}"

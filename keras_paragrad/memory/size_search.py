@@ -27,8 +27,9 @@ def largest(
         limit: The limit, in bytes.
         measure: Returns the bytes that a size takes, or `None` if the memory ran out.
         first: The index of the size to begin with.
-        line: The expected cost: fixed bytes, and bytes per row.
+        line: The expected cost: fixed bytes, and bytes per row; `None` if unknown.
     """
+    # The index of the largest size that fits, and of the smallest that doesn't, so far.
     low, high, index = -1, len(sizes), first
     points: list[tuple[int, int]] = []
     while True:
@@ -44,6 +45,7 @@ def largest(
             index = (low + high) // 2 if low >= 0 else half
         else:
             index = bisect.bisect_right(sizes, _rows_at(limit, points, line)) - 1
+            # The next size isn't expected to fit.
             if index <= low and len(points) > 1:
                 break
         index = min(max(index, low + 1), high - 1)

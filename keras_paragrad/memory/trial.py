@@ -75,11 +75,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Runner:
-    """How the trial builds and trains the model instead of plain Keras: `make(**arguments)`, with `scope` and `fit`.
+    """What builds and trains the model in a trial, in place of plain Keras.
+
+    `make(**arguments)` returns an object with a context `scope()` to build the model in, and `fit(model, ...)`.
 
     Attributes:
-        module, make: The module and the name of what makes it.
-        arguments: Its arguments.
+        module, make: The module and the name of the function or class that makes it.
+        arguments: The arguments of `make`.
         devices: Number of devices that it trains on.
     """
 
@@ -176,7 +178,7 @@ class Trials:
                     layer.save_assets(str(directory / f"assets_{index}"))
 
     def _run(self, directory: Path, devices: int) -> int:
-        """Runs the process until it ends, or takes too much on all its devices; returns its exit status."""
+        """Runs the process until it ends, or kills it if it takes too much on its devices; returns its exit status."""
         safe = ["-P"] if sys.flags.safe_path else []
         command = [sys.executable, *safe, "-m", "keras_paragrad.memory.trial_process", str(directory)]
         # The trial must not join this process's cluster, and imports from the same paths.
@@ -192,12 +194,12 @@ class Trials:
             while process.poll() is None:
                 time.sleep(_INTERVAL)
                 base = _base(directory) if base is None else base
-                most = min(
+                limit = min(
                     _MOST * free if free is not None else float("inf"),
                     # A GPU's memory is counted by TensorFlow.
                     base + devices * self._device_bytes if base else float("inf"),
                 )
-                if (resident_bytes(process.pid) or 0) > most:
+                if (resident_bytes(process.pid) or 0) > limit:
                     process.kill()
         finally:
             process.kill()
@@ -206,6 +208,7 @@ class Trials:
 
 
 def _base(directory: Path) -> int | None:
+    """The bytes that the trial's process took before it made the model; `None` until it has measured them."""
     try:
         return json.loads((directory / "base.json").read_text())
     except (OSError, ValueError):  # not yet, or not all of it
@@ -276,11 +279,11 @@ def _pickled(request: dict[str, Any]) -> bytes:
         with _refusing():
             return importlib.import_module("cloudpickle").dumps(request)
     objects = request["custom_objects"].values()
-    here = [item.__name__ for item in objects if item.__module__ == "__main__" or "<locals>" in item.__qualname__]
-    if here:
+    local = [item.__name__ for item in objects if item.__module__ == "__main__" or "<locals>" in item.__qualname__]
+    if local:
         raise CannotTryError(
-            f"{', '.join(dict.fromkeys(here))} can't be imported in another process. Define it in a module, or install "
-            "cloudpickle"
+            f"{', '.join(dict.fromkeys(local))} can't be imported in another process. Define it in a module, or "
+            "install cloudpickle"
         )
     with _refusing():
         return pickle.dumps(request)
@@ -299,7 +302,7 @@ class FirstRows(NamedTuple):
 
 
 def first_rows(x: Any, y: Any, most: int) -> FirstRows:
-    """The first rows of training data.
+    """The first rows, at most `most`, of training data: of arrays, or of the first batch of a dataset.
 
     Raises:
         ValueError: The data is a generator, or its elements aren't dense arrays with a batch dimension.
@@ -324,6 +327,7 @@ def first_rows(x: Any, y: Any, most: int) -> FirstRows:
 
 
 def _rows(leaf: Any, most: int) -> Any:
+    """The first rows of one of the data's arrays; refuses what is no dense array."""
     if leaf is None:
         return None
     rows = np.asarray(leaf[:most])

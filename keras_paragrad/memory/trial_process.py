@@ -28,7 +28,7 @@ _OUT_OF_MEMORY = ("out of memory", "resource_exhausted", "oom when allocating", 
 
 
 def main(directory: Path) -> None:
-    """Answers the request in a directory."""
+    """Answers the request in a directory: with the bytes at the peak and the seconds of a step, or a problem."""
     _be_killed_first()
     request = pickle.loads((directory / "request.pickle").read_bytes())
     on_gpu = _set_up(request)
@@ -42,9 +42,9 @@ def main(directory: Path) -> None:
     except Exception as error:
         words = f"{type(error).__name__}: {words_of(error)}"
         exhausted = isinstance(error, (MemoryError, tf.errors.ResourceExhaustedError))
-        fits = not (exhausted or any(phrase in words.lower() for phrase in _OUT_OF_MEMORY))
+        exhausted = exhausted or any(phrase in words.lower() for phrase in _OUT_OF_MEMORY)
         traceback.print_exc()
-        result = {"problem": " ".join(words.split())[:600]} if fits else {"bytes": None}
+        result = {"bytes": None} if exhausted else {"problem": " ".join(words.split())[:600]}
     (directory / "result.json").write_text(json.dumps(result))
 
 
@@ -112,7 +112,7 @@ def _train(request: dict[str, Any], directory: Path) -> float:
 
 
 class _Clock(keras.callbacks.Callback):
-    """Measures the fastest epoch, which is a step, but for the first one, which also traces it."""
+    """Measures the fastest epoch, which is a single step; not the first, which also traces the step."""
 
     seconds = float("inf")
 

@@ -1550,7 +1550,7 @@ _CUSTOM_STEPS = [
     _fault(
         "what users divide by the replicas is not undone",
         "compat/collectives.py",
-        "_CLAIMED: Any = property(lambda strategy: 1 if _claims.open else REPLICAS_IN_SYNC.fget(strategy))",
+        "_CLAIMED: Any = property(lambda strategy: 1 if _claims.depth else REPLICAS_IN_SYNC.fget(strategy))",
         "_CLAIMED: Any = REPLICAS_IN_SYNC",
         "distribution/test_divided_by_replicas.py::test_they_are_divided_by_one",
     ),
@@ -1595,7 +1595,7 @@ _MEMORY = [
     _fault(
         "the sums of slices' gradients take no memory",
         "memory/plan.py",
-        "held = column.parameters + whole if slices > 1 else 0",
+        "held = column.parameters + batch_bytes if slices > 1 else 0",
         "held = 0",
         "memory/test_plan.py::test_slices_are_estimated_with_what_they_hold",
     ),
