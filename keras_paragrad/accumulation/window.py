@@ -1,8 +1,10 @@
 """The window, the micro-batches of one update: how many it has, and each replica's weighted sum of their gradients."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer, quote, refusal
@@ -46,11 +48,10 @@ class StepsSchedule:
     def _check_function(self) -> None:
         """Refuses a function that fails on the host, or that TensorFlow can't trace."""
         try:
-            self.at(0)
-        except ValueError:
-            raise
+            steps = self._call_function(0)
         except Exception as error:
             raise refusal("steps", self.function, f"{_EXPECTED}; this one raised {error!r:.200}", "4") from error
+        _check_steps(steps, 0)
         try:
             tf.function(self, autograph=False).get_concrete_function(tf.TensorSpec((), tf.int64))
         except Exception as error:
@@ -83,12 +84,20 @@ class StepsSchedule:
         """The steps as a Python integer, for the host; checks the result of a callable."""
         if self.function is None:
             return next(count for first, count in reversed(self.pairs) if update >= first)
-        steps = keras.ops.convert_to_numpy(self.function(tf.constant(update, tf.int64)))
-        if steps.shape != () or steps.dtype.kind not in "iu" or steps < 1:
-            raise ValueError(
-                f"`steps` returned {quote(steps)} for update {update}. It must return an integer of at least 1."
-            )
-        return int(steps)
+        return _check_steps(self._call_function(update), update)
+
+    def _call_function(self, update: int) -> np.ndarray:
+        function: Any = self.function
+        return keras.ops.convert_to_numpy(function(tf.constant(update, tf.int64)))
+
+
+def _check_steps(steps: np.ndarray, update: int) -> int:
+    """The integer that a function returned for an update."""
+    if steps.shape != () or steps.dtype.kind not in "iu" or steps < 1:
+        raise ValueError(
+            f"`steps` returned {quote(steps)} for update {update}. It must return an integer of at least 1."
+        )
+    return int(steps)
 
 
 def _check_pairs(steps: object) -> list[tuple[int, int]]:

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.fast
         ([(5, 2)], r"Write steps=\[\(0, 2\), \(5, 2\)\]"),
         ([(0, 2), (0, 4)], "must start at 0 and increase"),
         (lambda update: 0, "returned array"),
+        (lambda update: int("many"), "`steps` is <function.*this one raised ValueError"),
         (lambda update: 2.5, "must return an integer"),
         (lambda update: 2 if update < 10 else 4, "Use tf.where instead"),
     ],

@@ -180,7 +180,7 @@ class OrderedSplit(Protocol):
 
 
 class Apply(Protocol):
-    """Fills the *combine* and *apply* stages: accumulates gradients, and decides when to update."""
+    """Fills the *apply* stage: accumulates gradients, and decides when to update."""
 
     @property
     def prove(self) -> bool:
