@@ -1,4 +1,7 @@
-"""im2col: the windows of an input that a convolution multiplies with its kernel."""
+"""im2col: the windows of an input that a convolution multiplies with its kernel.
+
+A tap is a spatial position of the kernel.
+"""
 
 import itertools
 import math
@@ -73,7 +76,7 @@ def extract_windows(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any
 
 
 def first_axis_first(channels: int, by_xla: bool) -> bool:
-    """Whether `extract_windows` has taps in the kernel's order, which would cost a copy in `_gather_by_axis`."""
+    """Whether `extract_windows` returns taps in the kernel's order; in `_gather_by_axis`, that would cost a copy."""
     return by_xla or channels > FEW_CHANNELS
 
 
@@ -120,10 +123,10 @@ def _slice_windows(
 def _gather_windows(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> tf.Tensor:
     """The windows `(batch, positions, taps, channels)`, gathered by pixel index."""
     shape: Any = padded.shape
-    pixel_numbers = np.arange(math.prod(shape[1:-1])).reshape(shape[1:-1])
+    pixel_indices = np.arange(math.prod(shape[1:-1])).reshape(shape[1:-1])
     taps = itertools.product(*map(range, geometry.kernel_size))
-    indices = [pixel_numbers[_tap_slices(tap, geometry, outputs)].ravel() for tap in taps]
-    pixels = tf.reshape(padded, [-1, pixel_numbers.size, shape[-1]])
+    indices = [pixel_indices[_tap_slices(tap, geometry, outputs)].ravel() for tap in taps]
+    pixels = tf.reshape(padded, [-1, pixel_indices.size, shape[-1]])
     return tf.gather(pixels, np.stack(indices, -1).astype("int32"), axis=1)
 
 
