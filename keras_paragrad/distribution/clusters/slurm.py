@@ -103,6 +103,7 @@ def _check_count(count: int, text: str, most: int = MOST_TASKS) -> None:
         raise ValueError(f"{quote(text)} expands to {count} or more entries; at most {most} are allowed. Correct it.")
 
 
+# A job gets one of `JOBS` ranges of ports, all below the ephemeral ports.
 FIRST_PORT, PORTS_PER_JOB, JOBS = 15000, 16, 900
 
 

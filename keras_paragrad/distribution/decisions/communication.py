@@ -41,7 +41,7 @@ def no_communication(
 
 
 def _fastest(hardware: Hardware, between_workers: bool, device: str) -> Decision:
-    """The fastest that works for several devices of a kind."""
+    """Chooses the fastest all-reduce that works between several devices of a kind."""
     if device == "CPU" and between_workers:
         reason = "the only one that works between CPUs of several processes"
         evidence = "TensorFlow's own choice (AUTO) aborts the process there"
@@ -94,6 +94,7 @@ def decide_collective_timeout(options: Options, strategy: str, kind: StrategyKin
 
 
 def _on(devices: tuple[str, ...]) -> str:
+    """The number and the kind of this process's devices, in words."""
     return f"{len(devices)} {kind_of_device(devices[0])} here" if devices else "the strategy defines the devices"
 
 
