@@ -32,6 +32,7 @@ class PipelineParallel(Parallelism):
     """
 
     precedence = 10
+    # Of `compat.names.NAMES`.
     parts = ("segments", "memory", "pipelines")
     accepts = (Pipeline,)
 
@@ -143,7 +144,7 @@ def _check_pipeline(options: Options, pipeline: Pipeline) -> None:
 
 
 def _check_devices(devices: Sequence[str | tuple[str, ...]], pipeline: Pipeline) -> None:
-    """Refuses devices of another number of stages, and more in a stage than there are micro-batches."""
+    """Refuses devices for another number of stages, and more in a stage than there are micro-batches."""
     if len(devices) != pipeline.count:
         named = [list(stage) if isinstance(stage, tuple) else stage for stage in devices]
         unit, fix = "devices", "Name one device for each stage, in order."

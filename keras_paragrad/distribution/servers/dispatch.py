@@ -81,6 +81,7 @@ class Dispatcher:
         self._pending.clear()
 
     def _receive(self, remote: Any, on_result: Callable[[Any], object]) -> Any:
+        """Waits for a scheduled step, and returns what `on_result` makes of its result; runs in another thread."""
         try:
             return on_result(self._fetch(remote))
         except tf.errors.OpError as error:
@@ -106,7 +107,7 @@ class Dispatcher:
             self._fail()
 
     def _fail(self, first: Exception | None = None) -> NoReturn:
-        """Raises the error that caused all others."""
+        """Waits for all steps, and raises the error that caused all others; `first` is an error raised here, if any."""
         wait(self._pending)
         errors = [first, *(future.exception() for future in self._pending)]
         self._pending.clear()

@@ -97,6 +97,7 @@ class ParameterServers(Parallelism):
 
 
 def _decision(name: str, value: object, reason: str, evidence: str) -> Decision:
+    """A decision that only another strategy overrides."""
     return Decision(name, value, reason, evidence, 'strategy="none"')
 
 

@@ -106,6 +106,7 @@ class ServerPreparation(Preparation):
     def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
         bound = self._bind("evaluate", arguments, keywords)
         extra = bound.pop("kwargs", {})
+        # With extra arguments, `fit` evaluates data that the chief reads already.
         if not extra:
             self._read_on_chief(bound, "batch_size", steps_per_epoch="steps")
         with self._dispatching():
@@ -126,7 +127,10 @@ class ServerPreparation(Preparation):
         return dict(list(bound.arguments.items())[1:])
 
     def _read_on_chief(self, bound: dict[str, Any], *names: str, **renamed: str) -> list[keras.callbacks.Callback]:
-        """Replaces the data arguments with data read by the chief; returns the callbacks that it needs."""
+        """Replaces the data arguments with data read by the chief; returns the callbacks that it needs.
+
+        Options for `distributed_dataset` are taken from the arguments `names`, or by another name as in `renamed`.
+        """
         if isinstance(bound["x"], DistributedData):
             return []
         options = {name: bound[name] for name in names} | {name: bound[other] for name, other in renamed.items()}
@@ -173,7 +177,7 @@ class ServerPreparation(Preparation):
 
 
 class _CheckModel(keras.callbacks.Callback):
-    """Refuses a training step that earlier callbacks have changed."""
+    """Refuses a training step that callbacks before this one have changed."""
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         check_server_model(self.model)
