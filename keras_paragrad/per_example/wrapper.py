@@ -290,13 +290,9 @@ class PerExampleGradients(keras.layers.Wrapper):
     def _reweighted_gradients(
         self, quantities: Quantities, norms: tf.Tensor, factor: tf.Tensor, step: Step
     ) -> list[GradientTensor | None]:
-        """The update's gradient of each weight, in which each example's gradient has a weight of its own.
+        """Each weight's sum of reweighted per-example gradients, or `None`.
 
-        Args:
-            quantities: The per-example gradients in the step's backward pass.
-            norms: The norms of the gradients of each example's own loss.
-            factor: Scales norms in `quantities` to such norms.
-            step: The step.
+        `factor` scales norms in `quantities` to norms for each example's own loss, as `norms` are.
         """
         step.loss.warn_of_masks()
         return quantities.weighted_sums(self._example_weights(norms, step), norms)

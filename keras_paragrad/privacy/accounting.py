@@ -113,6 +113,7 @@ def composed_epsilon(parts: Sequence[Updates], delta: float, accountant: str = "
 
 
 def check_updates(noise_multiplier: float, sampling_rate: float, updates: int, truncation: float = 0.0) -> Updates:
+    """Checks what describes updates."""
     return Updates(
         float(check_number("noise_multiplier", noise_multiplier, least=0, example=1.0)),
         float(check_number("sampling_rate", sampling_rate, least=0, most=1, example=0.01)),
@@ -122,15 +123,9 @@ def check_updates(noise_multiplier: float, sampling_rate: float, updates: int, t
 
 
 def with_truncation(epsilon_of: EpsilonOfDelta, delta: float, truncated: float) -> float:
-    """Accounts for truncated draws, which cost exp(epsilon) * `truncated` of delta; infinite if no epsilon is enough.
+    """Finds an epsilon close to the least with `epsilon_of(delta - exp(epsilon) * truncated) <= epsilon`.
 
-    Args:
-        epsilon_of: Epsilon as a function of delta, without truncation.
-        delta: The delta to meet.
-        truncated: The sum of the updates' truncation probabilities.
-
-    Returns:
-        An epsilon close to the least with `epsilon_of(delta - exp(epsilon) * truncated) <= epsilon`.
+    `truncated` is the sum of the updates' truncation probabilities. Infinite if there is no such epsilon.
     """
     bound = epsilon_of(delta)
     if not truncated:

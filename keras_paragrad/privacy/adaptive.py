@@ -109,6 +109,6 @@ class ClipState:
         (within,) = sum_over_replicas([tf.identity(self._within)])
         noisy = within + noise * self.adaptive.count_deviation(self.expected_batch_size)
         # Votes were centered on 0, and the fraction of examples within the norm is centered on 1/2.
-        share = noisy / self.expected_batch_size + 0.5
-        self._log.assign_add(-self.adaptive.learning_rate * (share - self.adaptive.quantile))
+        fraction = noisy / self.expected_batch_size + 0.5
+        self._log.assign_add(-self.adaptive.learning_rate * (fraction - self.adaptive.quantile))
         self._within.assign(0.0)

@@ -229,8 +229,8 @@ class Privacy(InNotebooks):
             return None
         entries, event = self.entries(), self.event_of_update
         # The first three fields are all that epsilon depends on; the fourth is the clip norm.
-        same = sum(entry.updates for entry in entries if entry.event[:3] == event[:3])
-        left = max(0, planned - same)
+        same_updates = sum(entry.updates for entry in entries if entry.event[:3] == event[:3])
+        left = max(0, planned - same_updates)
         # Noise was calibrated for the planned updates alone. Other updates take a part of the budget.
         if not any(entry.updates and entry.event[:3] != event[:3] or entry.is_unknown for entry in entries):
             return left

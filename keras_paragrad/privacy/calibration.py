@@ -172,16 +172,16 @@ def _unmet(target_epsilon: float, updates: int, delta: float, truncation: float)
     )
 
 
-def last_that(is_met: Callable[[int], bool], most: int, start: int) -> int:
-    """The last number from 0 to `most` that meets a condition, which all smaller ones meet too; 0 if none does.
+def last_that(is_met: Callable[[int], bool], limit: int, start: int) -> int:
+    """The last number from 0 to `limit` that meets a condition, which all smaller ones meet too; 0 if none does.
 
     `start` is a guess of the result, above 0.
     """
-    low, high = 0, min(start, most)
+    low, high = 0, min(start, limit)
     while is_met(high):
-        if high == most:
-            return most
-        low, high = high, min(2 * high, most)
+        if high == limit:
+            return limit
+        low, high = high, min(2 * high, limit)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if is_met(middle) else (low, middle)

@@ -97,13 +97,9 @@ class PrivateGradients(PerExampleGradients):
     def _reweighted_gradients(
         self, quantities: Quantities, norms: tf.Tensor, factor: tf.Tensor, step: Step
     ) -> list[GradientTensor | None]:
-        """The weights' sums of clipped gradients, or `None` where a weight has no gradient.
+        """Each weight's sum of clipped gradients, or `None`.
 
-        Args:
-            quantities: The per-example gradients in the step's backward pass.
-            norms: The norms of the gradients of each example's own loss.
-            factor: Scales norms in `quantities` to such norms.
-            step: The step.
+        `factor` scales norms in `quantities` to norms for each example's own loss, as `norms` are.
         """
         _check_losses(step)
         # A NaN or an overflow in one group drops the example from all of them.

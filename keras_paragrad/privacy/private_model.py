@@ -330,13 +330,7 @@ class PrivateModel(PerExampleModel):
         return keras.tree.pack_sequence_as(keras.tree.lists_to_tuples(outputs), found)
 
     def _install(self, builder: StepBuilder, split: PhysicalBatches, padded: int) -> None:
-        """Fills the step's stages with slices and noise.
-
-        Args:
-            builder: The model's; it builds steps from what fills its stages, and filling one traces the step again.
-            split: Cuts an update's batch into physical batches.
-            padded: The rows of the batch.
-        """
+        """Fills the stages of the model's step with physical batches, of `padded` rows in all, and with noise."""
         layer = self.per_example
         layer.rows = padded
         if self._noise is None:
@@ -350,6 +344,7 @@ class PrivateModel(PerExampleModel):
                 secure=self.privacy.settings.secure_noise,
                 on_end=layer.state.update if layer.state is not None else None,
             )
+        # Filling a stage discards the compiled step.
         if (builder.stages.split, builder.stages.transform) != (split, self._noise):
             builder.fill(split=split, transform=self._noise, present=present_rows)
 
@@ -363,6 +358,7 @@ class PrivateModel(PerExampleModel):
         return tf.identity(self._releases.key)[2:]
 
     def _warn_once(self) -> None:
+        """Warns in the first `fit` of what epsilon doesn't cover."""
         if not self.__dict__.get("_warned"):
             self.__dict__["_warned"] = True
             _log.warning(

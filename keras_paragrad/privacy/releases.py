@@ -55,6 +55,7 @@ class Releases:
     def __init__(self, model: keras.Model, updates: keras.Variable, table: keras.Variable):
         self._model, self._updates, self._table = model, updates, table
         self.ledger = ledger_of(model.per_example.layer)
+        # Another private model of this process may have trained the same values.
         self.ledger.add(entry for digest in self._digests().values() for entry in released_by(digest) or ())
         self.seed: int | None = None
         self._secret: tf.Variable | None = None

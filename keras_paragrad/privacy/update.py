@@ -35,24 +35,24 @@ _BITS = 53
 
 
 def rows_of_update(
-    needed: int, expected: int, rate: float, most: int | None = None, replicas: int = 1
+    needed: int, expected: int, rate: float, limit: int | None = None, replicas: int = 1
 ) -> tuple[int, int]:
-    """Rows of an update's padded batch, at least `needed`, and of each physical batch, at most `most`.
+    """Rows of an update's padded batch, at least `needed`, and of each physical batch, at most `limit`.
 
     Rows are counted over all replicas; `expected` is the expected batch size, and `rate` the sampling rate.
 
     Physical batches without a drawn row are not computed, so their size is chosen for most draws to fill a whole number
     of them.
     """
-    if most is not None and most % replicas:
+    if limit is not None and limit % replicas:
         raise ValueError(
-            f"`physical_batch_size` is {most}, and can't be divided among {replicas} replicas. Write "
-            f"physical_batch_size={_round_up(most, replicas)}."
+            f"`physical_batch_size` is {limit}, and can't be divided among {replicas} replicas. Write "
+            f"physical_batch_size={_round_up(limit, replicas)}."
         )
     usual = min(needed, math.ceil(expected + _USUAL * (expected * (1 - rate)) ** 0.5))
-    parts = 1 if most is None else -(-usual // most)
+    parts = 1 if limit is None else -(-usual // limit)
     physical = _round_up(-(-usual // parts), _ROWS * replicas)
-    physical = physical if most is None else min(physical, most)
+    physical = physical if limit is None else min(physical, limit)
     return _round_up(needed, physical), physical
 
 

@@ -246,7 +246,7 @@ class ComparedFit:
         x = arguments.get("x")
         self._agreement = AgreeEachEpoch(strategy, callbacks, x if isinstance(x, DistributedData) else None)
         bound = inspect.signature(fit).bind(*args, **kwargs)
-        _put(bound, "callbacks", with_agreement(callbacks, self._agreement))
+        _replace_argument(bound, "callbacks", with_agreement(callbacks, self._agreement))
         try:
             return fit(*bound.args, **bound.kwargs)
         finally:
@@ -290,7 +290,7 @@ def with_agreement(
     return [*(callback for callback in callbacks if not isinstance(callback, Backup)), agreement, *backups]
 
 
-def _put(bound: inspect.BoundArguments, name: str, value: object) -> None:
+def _replace_argument(bound: inspect.BoundArguments, name: str, value: object) -> None:
     """Replaces an argument of a call; an overridden `fit` may take it among its keywords."""
     if name in bound.signature.parameters:
         bound.arguments[name] = value

@@ -236,6 +236,7 @@ class MeshParallel(Parallelism):
         check_mesh_options(options)
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
+        """This parallelism's own decisions; the functions in `decisions/` make the others."""
         # With `mesh=` the layout is ours, otherwise the `keras.distribution` has one.
         mesh, automatic = planned_mesh(options, hardware), options.mesh is not None
         layout = "by a layout that follows from its structure" if automatic else "by its distribution"
@@ -251,7 +252,7 @@ class MeshParallel(Parallelism):
         if mesh.workers > 1:
             reason = "each worker reads every batch, and each of its devices takes a part"
             decisions.append(Decision("shard_policy", "data", reason, f"{mesh.workers} workers", NO_CHOICE))
-        return Decisions(decisions, count, mesh.workers > 1)
+        return Decisions(decisions, counted=count, launched=mesh.workers > 1)
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
         # Before TensorFlow compiles anything on the mesh.

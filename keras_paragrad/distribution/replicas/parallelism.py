@@ -314,6 +314,7 @@ class DataParallel(Parallelism):
             )
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
+        """This parallelism's own decision; the functions in `decisions/` make the others."""
         strategy = decide_strategy(hardware, options)
         return Decisions([strategy], launched=self.kind(strategy.value).on_workers)
 

@@ -33,6 +33,7 @@ class Dispatcher:
     ):
         self._coordinator = coordinator
         self.in_flight = in_flight or STEPS_PER_WORKER * workers
+        # Acquired for each step in flight. A receiver's thread waits for its result.
         self._free = threading.BoundedSemaphore(self.in_flight)
         self._receivers = ThreadPoolExecutor(self.in_flight, thread_name_prefix="keras_paragrad-receiver")
         self._pending: set[Future[Any]] = set()

@@ -104,6 +104,7 @@ class ServerPreparation(Preparation):
             return type(self.model).fit(self.model, **bound)
 
     def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        """`evaluate`, with data that the chief reads, and steps that workers take."""
         bound = self._bind("evaluate", arguments, keywords)
         extra = bound.pop("kwargs", {})
         # With extra arguments, `fit` evaluates data that the chief reads already.
@@ -113,6 +114,7 @@ class ServerPreparation(Preparation):
             return type(self.model).evaluate(self.model, **bound, **extra)
 
     def _predict(self, *arguments: Any, **keywords: Any) -> Any:
+        """`predict`, with batches that the chief reads and sends ahead to workers."""
         bound = self._bind("predict", arguments, keywords)
         self._read_on_chief(bound, "batch_size", steps_per_epoch="steps")
         self._build(bound["x"])

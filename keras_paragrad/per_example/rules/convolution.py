@@ -54,6 +54,7 @@ class ConvolutionRule(Convolutional):
     """Positions are windows; rows are the taps and input channels of a group's windows."""
 
     def product(self, call: Call) -> Product:
+        """The kernel's gradient: windows times cotangents."""
         layer = call.layer
         inputs, cotangent = to_channels_last(call.input, layer), to_channels_last(call.cotangent, layer)
         if self.shares_taps(call):
@@ -89,6 +90,7 @@ class ConvolutionRule(Convolutional):
     fold = staticmethod(folded.grouped_gradients)
 
     def folded(self, calls: Sequence[Call]) -> tf.Tensor | None:
+        """The kernel's gradients by folding, which a single call caches; `None` for several, or if it costs more."""
         (call, *others), layer = calls, calls[0].layer
         if others or not self.folds(call):
             return None
@@ -98,9 +100,9 @@ class ConvolutionRule(Convolutional):
 
     def folded_squared_norms(self, calls: Sequence[Call]) -> tf.Tensor | None:
         (call, *others), layer = calls, calls[0].layer
+        # Cached gradients, or ones that are needed anyway, only have to be squared.
         if others or not call.beside_plain or call.gradients is not None or not self.folds(call):
             return super().folded_squared_norms(calls)
-        # Only the norms are needed.
         return folded.grouped_squared_norms(call.input, call.cotangent, Geometry.of(layer), layer.kernel.shape)
 
     def folds(self, call: Call) -> bool:

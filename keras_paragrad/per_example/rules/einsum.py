@@ -113,6 +113,7 @@ class LowRankEinsum(LowRank):
         return len(axes.kernel) > 1 and axes.kernel[-1] not in axes.groups
 
     def factor_gradients(self, call: Call) -> tuple[FactorGradient, FactorGradient]:
+        """The per-example gradients of LoRA's A and B, as products that aren't computed yet."""
         a, b, scale = lora_factors(call.layer, call.input.dtype)
         axes = Axes.of(call.layer.equation, call.input.shape.rank)
         last = axes.kernel[-1]

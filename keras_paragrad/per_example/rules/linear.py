@@ -97,6 +97,7 @@ class Product(NamedTuple):
     def _inner_products(self, side: tf.Tensor, by_xla: bool) -> tf.Tensor:
         sizes: Any = side.shape
         _, groups, positions, columns = sizes
+        # With one position, they are squared norms.
         if positions != 1:
             return _matmul(side, side, transpose_b=True)
         return tf.reshape(squared_norm(tf.reshape(side, [-1, columns]), by_xla), [-1, groups, 1, 1])

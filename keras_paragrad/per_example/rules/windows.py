@@ -115,7 +115,7 @@ def _slice_windows(
         current = first + axis + (axis if into < first else 0)
         starts = [tap * dilation for tap in range(taps)]
         ranges = [slice(start, start + (count - 1) * stride + 1, stride) for start in starts]
-        slices = [patches[(slice(None),) * current + (taps,)] for taps in ranges]
+        slices = [patches[(slice(None),) * current + (positions,)] for positions in ranges]
         patches = tf.stack(slices, axis=into + (axis if in_order else 0))
     return patches
 
@@ -131,7 +131,10 @@ def _gather_windows(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int
 
 
 def _gather_by_axis(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> tf.Tensor:
-    """The windows `(batch x positions, taps x channels)`, gathered along one axis after the other."""
+    """The windows `(batch x positions, taps x channels)`, gathered along one axis after the other.
+
+    `width` is the entries gathered for a position: first its channels, then times the taps along each axis.
+    """
     shape: Any = padded.shape
     patches, width = padded, shape[-1]
     for axis, (taps, stride, dilation, count) in enumerate(zip(*geometry[:3], outputs, strict=True)):
