@@ -1,4 +1,8 @@
-"""Records a layer's call: the tensors that rules compute gradients from, and the weights that the call reads."""
+"""Records a layer's call: the tensors that rules compute gradients from, and the weights that the call reads.
+
+A cotangent is the loss's gradient with respect to a tensor. A unit is a layer with weights, whose per-example gradients
+one rule computes.
+"""
 
 import contextlib
 import dataclasses
@@ -67,7 +71,7 @@ class Call:
         return {(field, index): value for field, values in parts.items() for index, value in values.items()}
 
     def with_tensors(self, tensors: dict[tuple[str, int], tf.Tensor]) -> "Call":
-        """A copy of the call with some of its `tensors` replaced."""
+        """A copy of the call with some of its `tensors` replaced, and with this one as its `original`."""
         flat = keras.tree.flatten((self.arguments, self.keywords))
         parts: dict[str, list[Any]] = {"arguments": flat, "outputs": list(self.outputs)}
         parts |= {"cotangents": list(self.cotangents or []), "gradients": list(self.gradients or [])}
@@ -108,6 +112,13 @@ class WeightReads(keras.StatelessScope):
     Args:
         variables: The weights to guard.
         detached: Whether to read them through `tf.stop_gradient`.
+
+    Attributes:
+        watched: The guarded weights, by `id`.
+        readable: The `id`s of the weights that may be read now; empty outside of all units.
+        overwritten: The variables assigned since `recording_assignments` was entered, with their values before that, by
+            `id`; `None` outside of it.
+        read_outside: The guarded weight whose read was refused, if any.
     """
 
     def __init__(self, variables: Sequence[keras.Variable], detached: bool):
@@ -125,7 +136,7 @@ class WeightReads(keras.StatelessScope):
 
     @contextlib.contextmanager
     def by(self, layer: keras.layers.Layer) -> Generator[None]:
-        """Allows a layer's weights to be read."""
+        """Context in which a layer's weights may be read."""
         previous = self.readable
         self.readable = previous | {id(variable) for variable in layer.trainable_variables}
         try:
@@ -134,7 +145,7 @@ class WeightReads(keras.StatelessScope):
             self.readable = previous
 
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
-        """The value that a variable is read as; `None` for its stored value."""
+        """The value that a variable is read as, or `None` for its stored value; refuses reads outside of its owner."""
         if id(variable) in self.watched and id(variable) not in self.readable:
             self.read_outside = variable
             raise ValueError(

@@ -1,4 +1,8 @@
-"""Captures the inputs and output cotangents of a model's units in one ordinary backward pass."""
+"""Captures the inputs and output cotangents of a model's units in one ordinary backward pass.
+
+A unit is a layer with weights, whose per-example gradients one rule computes. A cotangent is the loss's gradient with
+respect to a tensor.
+"""
 
 import contextlib
 import functools
@@ -32,14 +36,14 @@ from keras_paragrad.per_example.units import (
 # A batch size that no other axis is likely to have: an output with another first axis is not a batch of examples.
 _PROBE_BATCH = 1009
 
+# The results of `units_for`, for each layer by its key.
 _UNITS: "weakref.WeakKeyDictionary[keras.layers.Layer, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
 class Capture:
     """Calls a layer and records every call of its units, with the cotangents of the backward pass.
 
-    A unit is a layer with weights, whose per-example gradients one rule computes from these. Calls of its sublayers
-    aren't recorded.
+    Calls of a unit's sublayers aren't recorded.
 
     Each unit's output passes through an identity that also takes a scalar, the `anchor`. The identity's gradient
     records the cotangent and returns zero for the anchor. The gradient of the anchor is therefore complete only once
@@ -86,7 +90,7 @@ class Capture:
 
     @property
     def has_unknown_rows(self) -> bool:
-        """Whether the outputs of a unit have an unknown number of rows."""
+        """Whether an output of a unit has an unknown number of rows."""
         return any(
             output.shape.rank is None or output.shape[:1] == [None]
             for calls in self.calls.values()
@@ -114,12 +118,13 @@ class Capture:
                 yield unit, calls
 
     def _record_calls(self, unit: Unit) -> Callable[..., Structure]:
-        """The function that replaces a unit's `call`: records it, and taps its outputs or its activation's inputs."""
+        """The function that replaces a unit's `call`: records it, and taps its outputs or its activation's input."""
         layer, rule, batched = unit
         original = getattr(layer, call_method(layer))
 
         @functools.wraps(original)
         def record_call(*arguments: Any, **keywords: Any):
+            # The rule of the unit that makes this call covers it.
             if self.reads.is_within_a_unit:
                 return original(*arguments, **keywords)
             training = called_for_training()
@@ -175,6 +180,7 @@ def _rerun(
     arguments: tuple[Structure, ...],
     keywords: dict[str, Any],
 ) -> Structure:
+    """Calls a unit with its original method, so that the call isn't recorded."""
     with attributes(layer, **{call_method(layer): original}):
         return layer(*arguments, **{**keywords, "training": training})
 
@@ -199,17 +205,17 @@ def units_for(layer: keras.layers.Layer, arguments: tuple[Structure, ...], keywo
 def _probe_units(
     layer: keras.layers.Layer, arguments: tuple[Structure, ...], keywords: dict[str, Any]
 ) -> tuple[list[Unit], bool]:
-    """Returns the units, and whether the call on placeholders succeeded."""
+    """The units found by calls on placeholders, and whether the last such call succeeded."""
     indivisible: set[int] = set()
     size = _PROBE_BATCH
-    # Each turn finds another layer, or is the last of the two with this size.
+    # Each turn makes another layer a single unit, or is the last one with its size, of which there are two at most.
     while True:
         units = units_of(layer, indivisible)
         capture, succeeded = _call_on_placeholders(layer, units, arguments, keywords, size)
         variable = capture.weight_without_batch(size) if succeeded else capture.offending_weight
         holders = [] if variable is None else layers_with_variable(layer, variable)
-        known = indivisible.union(id(unit.layer) for unit in units)
-        holders = [holder for holder in holders if id(holder) not in known]
+        single = indivisible.union(id(unit.layer) for unit in units)
+        holders = [holder for holder in holders if id(holder) not in single]
         if holders:
             indivisible.add(id(holders[0]))
         elif succeeded:
@@ -227,7 +233,7 @@ def _probe_units(
 def _call_on_placeholders(
     layer: keras.layers.Layer, units: list[Unit], arguments: tuple[Structure, ...], keywords: dict[str, Any], size: int
 ) -> tuple[Capture, bool]:
-    """Calls a layer with batches of the given size; also returns whether the call succeeded."""
+    """Calls a layer with placeholders of `size` rows; returns the capture, and whether the call succeeded."""
     flat = keras.tree.flatten((arguments, keywords))
     batch_size = _batch_size(arguments, keywords)
     indices = [index for index, value in enumerate(flat) if _has_axes(value) and value.shape[0] == batch_size]
@@ -255,22 +261,22 @@ def _unknown_rows_refusal(
     layer: keras.layers.Layer, arguments: tuple[Structure, ...], keywords: dict[str, Any], size: int
 ) -> ValueError:
     """The error for a layer whose outputs have an unknown number of rows; names the first sublayer that loses it."""
-    found: list[str] = []
-    around: list[str] = []
+    causes: list[str] = []
+    callers: list[str] = []
 
     def recording(inner: keras.layers.Layer, call: Callable[..., Structure]) -> Callable[..., Structure]:
         @functools.wraps(call)
         def record(*values: Any, **options: Any) -> Structure:
-            if given := _unknown_rows((values, options)):
-                by = f"Within {around[-1]!r}" if around else "Before a layer"
-                found.append(f"{by}, the input of {inner.name!r} has shape {given[0].shape}")
-            around.append(inner.name)
+            if unknown_inputs := _unknown_rows((values, options)):
+                place = f"Within {callers[-1]!r}" if callers else "Before a layer"
+                causes.append(f"{place}, the input of {inner.name!r} has shape {unknown_inputs[0].shape}")
+            callers.append(inner.name)
             try:
                 outputs = call(*values, **options)
             finally:
-                around.pop()
-            if unknown := _unknown_rows(outputs):
-                found.append(f"The output of {inner.name!r} has shape {unknown[0].shape}")
+                callers.pop()
+            if unknown_outputs := _unknown_rows(outputs):
+                causes.append(f"The output of {inner.name!r} has shape {unknown_outputs[0].shape}")
             return outputs
 
         return record
@@ -280,9 +286,9 @@ def _unknown_rows_refusal(
             method = call_method(inner)
             stack.enter_context(attributes(inner, **{method: recording(inner, getattr(inner, method))}))
         _call_on_placeholders(layer, units_of(layer), arguments, keywords, size)
-    what = found[0] if found else f"The output of {layer.name!r} has an unknown shape"
+    cause = causes[0] if causes else f"The output of {layer.name!r} has an unknown shape"
     return ValueError(
-        f"{what} for {size} examples, so which rows belong to which example isn't known. State it where it is lost: "
+        f"{cause} for {size} examples, so which rows belong to which example isn't known. State it where it is lost: "
         "outputs = tf.ensure_shape(outputs, [inputs.shape[0], ...]), if there is one row for each example. What "
         "prepares data, such as TextVectorization, can go into the dataset: dataset.map(lambda x, y: (layer(x), y))."
     )
@@ -301,7 +307,7 @@ def _rows(tensor: tf.Tensor) -> int | None:
 
 
 def _batch_size(arguments: tuple[Structure, ...], keywords: dict[str, Any]) -> int | None:
-    """The first axis of the first tensor."""
+    """The size of the first axis of the first tensor; `None` if there is none, or its size is unknown."""
     return next((value.shape[0] for value in keras.tree.flatten((arguments, keywords)) if _has_axes(value)), None)
 
 

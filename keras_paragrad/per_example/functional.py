@@ -29,14 +29,16 @@ _ENCODED = {
     "y": "np.unique(labels, return_inverse=True)[1]",
     "sample_weight": "np.asarray(weights, 'float32')",
 }
-# Keras picks one by the shapes of the targets and predictions.
+# Names for which Keras picks a crossentropy by the shapes of the targets and predictions.
 _PICKED = ("crossentropy", "ce")
 
 # Intermediate per-example tensors are as large as the result, so this bounds the memory.
 _BATCH_SIZE = 256
 _MOST_COMPILED = 8
+# For each model, the compiled functions that compute a quantity, by `_cached`'s key.
 _COMPILED: "weakref.WeakKeyDictionary[keras.Model, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 
+# Computes tensors `(batch, ...)` from the quantities of one backward pass.
 Quantity = Callable[[Quantities], list[tf.Tensor]]
 
 
@@ -101,7 +103,7 @@ def _batches(data: Sequence[Structure], count: int, size: int) -> Iterator[tuple
 def _cached(
     quantity: Quantity, model: keras.Model, loss: LossArgument, training: bool, jit_compile: bool
 ) -> Callable[..., list[tf.Tensor]]:
-    """The compiled function that computes a quantity for one batch, cached per model and loss."""
+    """The compiled function that computes a quantity for one batch, from a cache of the model's latest functions."""
     weights = tuple(id(variable) for variable in model.trainable_variables)
     losses = tuple(keras.tree.flatten_with_path(loss))
     key = (quantity, weights, losses, training, jit_compile)
@@ -121,7 +123,7 @@ def _compile(
     training: bool,
     jit_compile: bool,
 ) -> Callable[..., list[tf.Tensor]]:
-    """The function that computes a quantity of a batch, compiled once for a model and a loss."""
+    """A compiled function from `(x, y, sample_weight)` to a quantity of a batch; `reference` returns the model."""
     matching: list[LossMatching] = []
 
     @tf.function(jit_compile=jit_compile, reduce_retracing=True, autograph=False)
@@ -135,10 +137,12 @@ def _compile(
             y_pred = capture(x, training=training)
             if not matching:
                 matching.append(LossMatching(loss, getattr(model, "output_names", None)))
+            # A match begins with the path of its output.
             terms = [LossTerm(*match[1:]) for match in matching[0].match(y, y_pred, sample_weight)]
             for term in terms:
                 check_separable_loss(term)
             total = tf.add_n([tf.reduce_sum(example_losses(term)) for term in terms])
+        # The backward pass records the cotangents; the anchor's own gradient is 0.
         tape.gradient(total, anchor)
         return quantity(Quantities(capture.recorded, model.trainable_variables))
 
@@ -195,7 +199,7 @@ def _is_text(rows: object) -> bool:
 
 
 def _may_take_text(model: keras.Model) -> bool:
-    """Whether a model takes text, or its inputs are unknown."""
+    """Whether a model has an input of text, or its inputs are unknown."""
     inputs = getattr(model, "inputs", None)
     return not inputs or any(input_.dtype == "string" for input_ in inputs)
 

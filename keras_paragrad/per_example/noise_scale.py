@@ -37,8 +37,9 @@ class Noise(NamedTuple):
 class NoiseEstimate:
     """Estimates signal and noise from the gradient norms of small and large batches.
 
-    The expected squared norm of a gradient over B examples is |G|^2 + S / B. Two batch sizes give two equations. Each
-    update's solution enters a moving average, which is normalized by the sum of its weights.
+    The expected squared norm of a gradient over B examples is |G|^2 + S / B, with the signal |G|^2 and the variance S.
+    Two batch sizes give two equations. Each update's solution enters a moving average, which is normalized by the sum
+    of its weights. The window is what one update sums over: a batch, or several micro-batches.
 
     Args:
         decay: Decay of the moving average per update.
@@ -50,13 +51,13 @@ class NoiseEstimate:
 
     def __init__(self, decay: float, is_summed: Callable[[], bool], examples: Callable[[], tf.Tensor] | None = None):
         self.decay, self.is_summed, self.examples = decay, is_summed, examples
-        # Sums over the small gradients of squared norms, inverse sizes, count and number of examples.
+        # Sums over the window's small batches: of squared norms, of 1 / size, of 1, and of the number of examples.
         self.window = replica_variable([4])
-        # Weighted sums of signal and variance, and the sum of the weights.
+        # The moving averages of signal, variance and 1, whose quotients are the estimates.
         self.average = replica_variable([3])
 
     def gradient(self, gradients: Gradients, rows: tf.Tensor) -> None:
-        """Records the gradient of a micro-batch on one replica; see `engine.telemetry.watch.Observe`."""
+        """Adds a replica's micro-batch of `rows` examples to the window; see `engine.telemetry.watch.Observe`."""
         rows = tf.cast(rows, "float32")
         if self.examples is not None:
             small = [self.examples(), rows, rows, rows]
@@ -67,7 +68,7 @@ class NoiseEstimate:
         self.window.assign_add(tf.stack(small))
 
     def update(self, gradients: Gradients) -> None:
-        """Records the gradient of the whole update and solves for signal and variance."""
+        """Takes the gradient of the whole update, the window's large batch, and solves for signal and variance."""
         (window,) = sum_over_replicas([tf.identity(self.window)])
         squares, inverses, count, rows = tf.unstack(window)
         large = _squared_norm(gradients) / (tf.square(rows) if self.is_summed() else 1.0)
@@ -76,7 +77,7 @@ class NoiseEstimate:
         signal = (inverse_small * large - inverse_large * small) / difference
         variance = (small - large) / difference
         averaged = self.decay * self.average + (1 - self.decay) * tf.stack([signal, variance, 1.0])
-        # A window of a single micro-batch has nothing to compare.
+        # A window of a single small batch has nothing to compare.
         self.average.assign(tf.where(difference > 1e-9, averaged, self.average))
         self.window.assign(tf.zeros([4]))
 
@@ -178,6 +179,7 @@ class GradientNoiseScale(keras.callbacks.Callback):
         StepBuilder.of(self.model).end_fit(self._fillers)
 
     def _fillers(self) -> dict[str, NoiseEstimate | None]:
+        """What fills the stages of the model's step, by the stage's name."""
         return {"observe": self._estimate}
 
     def _logs(self) -> dict[str, float]:

@@ -1,4 +1,7 @@
-"""Norms, gradients, moments and sums, computed from the recorded calls of a model's units."""
+"""Norms, gradients, moments and sums, computed from the recorded calls of a model's units.
+
+A unit is a layer with weights, whose per-example gradients one rule computes.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,6 +23,10 @@ class Quantities:
     Args:
         recorded: The units that received a gradient, with their calls.
         variables: The weights, in the order of the results.
+
+    Attributes:
+        indices: The index of each weight in `variables`, by `id`.
+        tied: The `id`s of weights that several units use, whose squared gradients can't be summed over the units.
     """
 
     def __init__(self, recorded: Iterable[tuple[Unit, list[Call]]], variables: Sequence[keras.Variable]):
@@ -27,7 +34,6 @@ class Quantities:
         self.variables = variables
         self.indices = {id(variable): index for index, variable in enumerate(variables)}
         keys = [id(v) for unit, _ in self.recorded for v in unit.rule.variables(unit.layer)]
-        # Weights shared by several layers: their squared gradients can't be summed over the layers.
         self.tied = {key for key in keys if keys.count(key) > 1}
 
     @property
@@ -96,7 +102,10 @@ class Quantities:
         tied: bool = True,
         recorded: Sequence[tuple[Unit, list[Call]]] | None = None,
     ) -> Iterator[tuple[int, Any]]:
-        """Yields each weight's index and the result of a rule's method for it; tied weights only if `tied`."""
+        """Yields each weight's index and the result of a rule's method for it; without tied weights unless `tied`.
+
+        A weight of several units occurs once for each. `recorded` replaces the recorded calls.
+        """
         for unit, calls in self.recorded if recorded is None else recorded:
             cast = [tf.cast(argument, calls[0].cotangent.dtype) for argument in arguments]
             parts = getattr(unit.rule, method)(calls, *cast)
@@ -105,12 +114,13 @@ class Quantities:
                     yield self.indices[id(variable)], part
 
     def _tied_gradients(self) -> dict[int, tf.Tensor]:
+        """The per-example gradients of the tied weights, by index."""
         indices = {self.indices[key] for key in self.tied if key in self.indices}
         gradients = self.gradients() if indices else []
         return {index: gradients[index] for index in indices}
 
     def _add(self, parts: Iterable[tuple[int, Any]]) -> list[Any]:
-        """The sum of each weight's parts, or `None`."""
+        """The sum of each weight's parts, which come with its index; `None` for a weight without parts."""
         by_index: dict[int, list[Any]] = {}
         for index, part in parts:
             by_index.setdefault(index, []).append(part)
@@ -120,7 +130,10 @@ class Quantities:
 def _zero_examples_of_weight_0(
     recorded: Sequence[tuple[Unit, list[Call]]], weights: tf.Tensor, norms: tf.Tensor | None
 ) -> list[tuple[Unit, list[Call]]]:
-    """The calls with all tensors zeroed for examples of weight 0, for rules that don't do so themselves."""
+    """The calls with all tensors zeroed for examples of weight 0.
+
+    Only for rules that override `weighted_sums`: the default zeroes the gradients itself.
+    """
     tensors_of = {
         id(call): call.tensors
         for unit, calls in recorded
@@ -141,7 +154,7 @@ def _zero_examples_of_weight_0(
         dropped = tf.equal(weights, 0)
         if norms is not None:
             dropped = tf.logical_and(dropped, tf.logical_not(tf.math.is_finite(norms)))
-        results = iter(tf.cond(tf.reduce_any(dropped), zero_all, lambda: [tf.identity(gradient) for gradient in flat]))
+        results = iter(tf.cond(tf.reduce_any(dropped), zero_all, lambda: [tf.identity(tensor) for tensor in flat]))
     replaced = {key: {index: next(results) for index in tensors} for key, tensors in tensors_of.items()}
     return [
         (unit, [call.with_tensors(replaced[id(call)]) if id(call) in replaced else call for call in calls])
@@ -150,6 +163,7 @@ def _zero_examples_of_weight_0(
 
 
 def _sum(parts: list[Any]) -> Any:
+    """The sum of tensors or `Factors`; a single one is returned as it is."""
     if len(parts) == 1:
         return parts[0]
     return tf.add_n([tf.convert_to_tensor(Factors.of(part).materialized()) for part in parts])

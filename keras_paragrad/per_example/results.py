@@ -79,7 +79,7 @@ def check_capacity(names: Collection[str], capacity: int | None) -> None:
 
 
 class ReplicaSum:
-    """A tensor of the last step whose value is the sum of the replicas' parts."""
+    """A tensor of the last step, of which each replica stores a part; its value is their sum."""
 
     def __init__(self, shape: Sequence[int], dtype: tf.DType = tf.float32):
         self.value = replica_variable(shape, dtype)
@@ -103,7 +103,7 @@ class ReplicaRows:
     Args:
         shape: The shape of a row; `None` for axes of any size.
         capacity: Most rows that can be stored; `None` for any number.
-        count: How many rows each replica has.
+        count: The number of rows that each replica has.
         factor: Multiplies each replica's rows when they are read.
         dtype: The dtype to store them in.
     """
@@ -120,7 +120,7 @@ class ReplicaRows:
         self.values = replica_variable([capacity, *shape], dtype)
 
     def assign(self, rows: tf.Tensor) -> None:
-        """Stores rows, `(count, *shape)`; called within a step, on each replica."""
+        """Stores rows, `(count, *shape)`, padded with zeros to the capacity; called within a step, on each replica."""
         rows = tf.cast(rows, self.values.dtype)
         if self.capacity is not None:
             missing: Any = tf.maximum(self.capacity - tf.shape(rows)[0], 0)
@@ -164,14 +164,14 @@ class FactoredGradients:
     Args:
         shape: The weight's shape.
         capacity: Most examples that can be stored on each replica; `None` for any number.
-        count: How many examples are stored.
+        count: The number of examples that each replica has stored.
         factor: Multiplies the gradients when they are read.
     """
 
     def __init__(self, shape: Sequence[int], capacity: int | None, count: ReplicaSum, factor: ReplicaSum):
         self.shape, self.capacity, self.count, self.factor = shape, capacity, count, factor
         self.buffers: list[_Buffers] = []
-        # Index of the buffers that the last step wrote to.
+        # The index of the buffers that the last step wrote to, on each replica.
         self.index = ReplicaSum([], tf.int64)
 
     def assign(self, gradients: "tf.Tensor | Factors") -> None:

@@ -1,4 +1,4 @@
-"""One training step of the layer: captures per-example gradients, and scales them to each example's own loss."""
+"""One training step of a layer: captures per-example gradients, and scales them to each example's own loss."""
 
 import contextlib
 import weakref
@@ -32,9 +32,9 @@ class Step:
 
     Args:
         layer: The layer.
-        finish: Takes the step, and returns the gradients that the backward pass uses for the layer's weights; `None`
-            keeps the plain gradient.
-        detached: Whether `finish` replaces the gradients.
+        finish: Takes the step, and returns a gradient for each of the layer's weights, which the backward pass adds to
+            the plain one; `None` adds nothing.
+        detached: Whether the plain gradients are left out, so that the gradients of `finish` replace them.
         loss: Records the loss.
     """
 
@@ -48,14 +48,14 @@ class Step:
         self.layer, self.finish, self.detached, self.loss = layer, finish, detached, loss
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Structure:
-        """Calls the layer."""
+        """Calls the layer, and records its units' calls in `capture`."""
         check_separable_layer(self.layer, *arguments, training=keywords.get("training") is not False)
         units = units_for(self.layer, arguments, keywords)
         self.capture = Capture(self.layer, units, self._anchor(), self.detached)
         return self.capture(*arguments, **keywords)
 
     def quantities(self) -> tuple[Quantities, tf.Tensor]:
-        """The per-example quantities, and the `factor` of the loss."""
+        """The per-example quantities, and the factor that scales their gradients: see `LossRecord.factor`."""
         quantities = Quantities(self.capture.recorded, self.layer.trainable_variables)
         return quantities, self.loss.factor(quantities.batch)
 
@@ -89,6 +89,10 @@ class LossRecord:
         reduction: How the loss reduces over the examples where that can't be observed: `"sum_over_batch_size"` or
             `"sum"`.
         masked_mean: Whether a masked mean is taken over the `"batch"`, as in Keras, or over each `"example"`.
+
+    Attributes:
+        model: The compiled model whose call is running, or `None` in a custom training loop.
+        terms: The calls of its compiled losses.
     """
 
     def __init__(self, reduction: str | None, masked_mean: str) -> None:
@@ -118,7 +122,7 @@ class LossRecord:
         for term in self.terms:
             check_separable_loss(term)
         self._check_masked_mean()
-        # How an overridden compute_loss reduces can't be observed.
+        # Of a custom loss, the reduction can't be observed.
         summed = not self._is_custom and self._has_summed_losses()
         divisors = {} if self._is_custom else {_kind(term): _divisor(term, batch) for term in self.terms}
         if len(divisors) > 1:
@@ -220,13 +224,14 @@ class LossRecord:
         return {("mean",): tf.cast(batch, "float32")}
 
     def _loss_scale(self) -> tf.Tensor:
+        """What the optimizer multiplies the loss by; 1 without a loss scale."""
         one = tf.constant(1.0)
         optimizer = getattr(self.model, "optimizer", None)
         return one if optimizer is None else tf.cast(optimizer.scale_loss(one), "float32")
 
 
 def _kind(term: LossTerm) -> tuple[Any, ...]:
-    """How a loss is reduced: a sum, a mean, or a mean by sample weights."""
+    """How a loss is reduced, as a key: losses of equal keys have the same divisor."""
     if term.is_sum:
         return ("sum",)
     if term.loss.reduction == "mean_with_sample_weight" and term.sample_weight is not None:
@@ -235,7 +240,7 @@ def _kind(term: LossTerm) -> tuple[Any, ...]:
 
 
 def _divisor(term: LossTerm, batch: tf.Tensor) -> tf.Tensor:
-    """The divisor of a loss in a batch."""
+    """What a loss is divided by in a batch, on this replica."""
     kind, *_ = _kind(term)
     if kind == "sum":
         return tf.constant(1.0)

@@ -34,10 +34,10 @@ class Unit(NamedTuple):
     batched: Sequence[Sequence[bool]] = ()
 
 
-def units_of(layer: keras.layers.Layer, whole: Collection[int] = ()) -> list[Unit]:
-    """The units that hold a layer's trainable weights, each once; sublayers with ids in `whole` are not split."""
+def units_of(layer: keras.layers.Layer, indivisible: Collection[int] = ()) -> list[Unit]:
+    """The units that hold a layer's trainable weights, each once; layers with `id`s in `indivisible` are not split."""
     units: dict[int, Unit] = {}
-    for unit in _walk(layer, whole):
+    for unit in _walk(layer, indivisible):
         units.setdefault(id(unit.layer), unit)
     return list(units.values())
 
@@ -74,12 +74,12 @@ def layer_and_sublayers(layer: keras.layers.Layer) -> Iterator[keras.layers.Laye
         yield from layer_and_sublayers(child)
 
 
-def _walk(layer: keras.layers.Layer, whole: Collection[int]) -> Iterator[Unit]:
+def _walk(layer: keras.layers.Layer, indivisible: Collection[int]) -> Iterator[Unit]:
     """The units of a layer, which may occur repeatedly."""
     if not layer.trainable_variables:
         return
     rule = rule_for(layer)
-    if rule is None and (id(layer) in whole or _owns_weights(layer)):
+    if rule is None and (id(layer) in indivisible or _owns_weights(layer)):
         rule = _GENERIC
         _LOGGER.info(
             "%s has no per-example rule, so its gradients are computed one example at a time. To make that faster, "
@@ -90,7 +90,7 @@ def _walk(layer: keras.layers.Layer, whole: Collection[int]) -> Iterator[Unit]:
         yield Unit(layer, rule)
         return
     for child in children(layer):
-        yield from _walk(child, whole)
+        yield from _walk(child, indivisible)
 
 
 def _owns_weights(layer: keras.layers.Layer) -> bool:
@@ -99,6 +99,7 @@ def _owns_weights(layer: keras.layers.Layer) -> bool:
     return any(id(variable) not in of_children for variable in layer.trainable_variables)
 
 
+# For each layer, by the arguments' signature: the name of the first sublayer that mixes examples, or `None`.
 _MIXING_LAYERS: "weakref.WeakKeyDictionary[keras.layers.Layer, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 _SEPARABLE_LOSSES: "weakref.WeakSet[keras.losses.Loss]" = weakref.WeakSet()
 
@@ -160,21 +161,22 @@ def _incomputable_loss(term: LossTerm, error: Exception) -> ValueError:
     advice = ""
     if name.startswith("sparse_") and true == pred:
         advice = f" For one-hot targets write loss={name.removeprefix('sparse_')!r}."
-    said = " ".join(str(error).split()).rstrip(".")
+    reason = " ".join(str(error).split()).rstrip(".")
     return ValueError(
         f"The loss {name!r} can't be computed of targets of shape {true} and predictions of shape {pred}.{advice} It "
-        f"says: {said[:300]}."
+        f"says: {reason[:300]}."
     )
 
 
 def example_losses(term: LossTerm) -> tf.Tensor:
-    """Each example's masked loss times its sample weight, `(batch,)`, as in a batch of one."""
+    """Each example's own loss, `(batch,)`: the masked and weighted loss that it has in a batch of one."""
     values = tf.cast(term.values, "float32")
     mask = tf.ones_like(values) if term.mask is None else tf.cast(term.mask, "float32")
     weight = tf.constant(1.0) if term.sample_weight is None else tf.cast(term.sample_weight, "float32")
     weight = tf.reshape(
         weight, tf.concat([tf.shape(weight), tf.ones([values.shape.rank - weight.shape.rank], tf.int32)], 0)
     )
+    # All axes but the batch.
     inner = list(range(1, values.shape.rank))
     total = tf.reduce_sum(values * weight * mask, inner)
     return total if term.is_sum else total * tf.math.reciprocal_no_nan(tf.reduce_sum(mask, inner))

@@ -21,6 +21,7 @@ from keras_paragrad.exports import passing_options_to
 from keras_paragrad.per_example.calls import LossReads
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 
+# A model may override these if they don't change the data, as KerasHub's tasks without a preprocessor.
 _ON_DATA = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 
 

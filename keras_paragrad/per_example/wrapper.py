@@ -176,6 +176,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         check_capacity(self.stored, self.capacity)
         if not tf.executing_eagerly():
             self._note_graph()
+        # The optimizer counts an update only once its batch exists.
         count_after(keras.tree.flatten(inputs))
         loss = LossRecord(self.loss_reduction, self.masked_mean)
         step = Step(self.layer, self._finish, self._replaces_gradients(), loss)
@@ -249,7 +250,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         return self._stored("norms").sum_of_squares()
 
     def _allocate(self, capacity: int | None) -> None:
-        """Creates the variables for the results of steps with `capacity` examples, unless they exist."""
+        """Creates the variables for the results of steps of up to `capacity` examples, unless they exist."""
         results: Any = self._results
         variables = self.layer.trainable_variables
         if results and len(results.variables) == len(variables) and (results.capacity or 0) >= (capacity or 0):
@@ -258,7 +259,7 @@ class PerExampleGradients(keras.layers.Wrapper):
             self.__dict__["_results"] = StepResults(self.stored, variables, capacity)
 
     def _stored(self, name: str) -> Any:
-        """A quantity of the last step."""
+        """What `StepResults` stores of the last step under a name; refuses a name that isn't stored."""
         if name not in self.stored:
             raise ValueError(
                 f"This layer keeps {' and '.join(sorted(self.stored))}, not {name}. Write "
@@ -269,7 +270,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         return getattr(self._results, name)
 
     def _finish(self, step: Step) -> list[GradientTensor | None]:
-        """Called after the backward pass through the layer; returns the gradients that replace the plain ones."""
+        """Called after the backward pass through the layer: stores its results, and returns gradients for `Step`."""
         # Replicas may run a collective between the forward and the backward pass, so each keeps its own calls.
         steps = self._steps[replica_index()]
         for pending in steps:
@@ -279,6 +280,7 @@ class PerExampleGradients(keras.layers.Wrapper):
         steps.append(step)
         quantities, factor = step.quantities()
         norms = self._results.assign(quantities, factor)
+        # The plain gradients are kept.
         if not step.detached:
             return [None] * len(quantities.variables)
         if not self.reweights:
@@ -288,7 +290,10 @@ class PerExampleGradients(keras.layers.Wrapper):
     def _reweighted_gradients(
         self, quantities: Quantities, norms: tf.Tensor, factor: tf.Tensor, step: Step
     ) -> list[GradientTensor | None]:
-        """The update's gradients, from each example's."""
+        """Each weight's sum of reweighted per-example gradients, or `None`.
+
+        `factor` scales norms in `quantities` to norms for each example's own loss, as `norms` are.
+        """
         step.loss.warn_of_masks()
         return quantities.weighted_sums(self._example_weights(norms, step), norms)
 

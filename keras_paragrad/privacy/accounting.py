@@ -25,8 +25,8 @@ class Updates(NamedTuple):
 
     Attributes:
         noise_multiplier: Standard deviation of the noise, in units of the clip norm.
-        sampling_rate: Probability of each example to be drawn into an update.
-        updates: How many.
+        sampling_rate: Probability that an example is drawn into an update.
+        updates: The number of updates.
         truncation: `truncation_probability` of one update.
     """
 
@@ -71,7 +71,7 @@ def epsilon(
 
     Args:
         noise_multiplier: Standard deviation of the noise, in units of the clip norm.
-        sampling_rate: Probability of each example to be drawn into an update: expected batch size / examples. An update
+        sampling_rate: Probability that an example is drawn into an update: expected batch size / examples. An update
             is drawn once, even if it is computed in several physical batches.
         updates: Number of identical updates; `composed_epsilon` takes several kinds.
         delta: Above 0 and below 1; smaller than 1 / examples.
@@ -113,6 +113,7 @@ def composed_epsilon(parts: Sequence[Updates], delta: float, accountant: str = "
 
 
 def check_updates(noise_multiplier: float, sampling_rate: float, updates: int, truncation: float = 0.0) -> Updates:
+    """Checks what describes updates."""
     return Updates(
         float(check_number("noise_multiplier", noise_multiplier, least=0, example=1.0)),
         float(check_number("sampling_rate", sampling_rate, least=0, most=1, example=0.01)),
@@ -122,11 +123,15 @@ def check_updates(noise_multiplier: float, sampling_rate: float, updates: int, t
 
 
 def with_truncation(epsilon_of: EpsilonOfDelta, delta: float, truncated: float) -> float:
-    """Finds an epsilon close to the least with `epsilon_of(delta - exp(epsilon) * truncated) <= epsilon`."""
+    """Finds an epsilon close to the least with `epsilon_of(delta - exp(epsilon) * truncated) <= epsilon`.
+
+    `truncated` is the sum of the updates' truncation probabilities. Infinite if there is no such epsilon.
+    """
     bound = epsilon_of(delta)
     if not truncated:
         return bound
     for _ in range(100):
+        # Beyond 700, exp overflows.
         left = delta - math.exp(bound) * truncated if bound < 700 else 0.0
         if left <= 0:
             break
@@ -139,7 +144,7 @@ def with_truncation(epsilon_of: EpsilonOfDelta, delta: float, truncated: float) 
 
 
 def compose_rdp(parts: Sequence[Updates]) -> EpsilonOfDelta:
-    """Adds up Rényi divergences."""
+    """Adds up the updates' Rényi divergences; returns epsilon as a function of delta."""
     from dp_accounting import rdp  # pyright: ignore[reportMissingImports]
 
     orders = rdp.RdpAccountant().orders.tolist()
@@ -164,7 +169,10 @@ def rdp_of_update(noise_multiplier: float, sampling_rate: float) -> np.ndarray:
 
 
 def compose_pld(parts: Sequence[Updates]) -> EpsilonOfDelta:
-    """Convolves privacy loss distributions on a grid, rounded up; returns Rényi divergences' epsilon if it is less."""
+    """Convolves privacy loss distributions on a grid, with losses rounded up; returns epsilon as a function of delta.
+
+    Where Rényi divergences give a smaller epsilon, it is that one.
+    """
     by_rdp = compose_rdp(parts)
     least = min(part.noise_multiplier for part in parts)
     if least < _MIN_PLD_NOISE:

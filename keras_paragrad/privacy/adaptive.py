@@ -78,8 +78,8 @@ class ClipState:
 
     def __init__(self, adaptive: AdaptiveClip, expected_batch_size: int, variable: keras.Variable):
         self.adaptive, self.expected_batch_size, self._log = adaptive, expected_batch_size, variable
-        # This replica's examples within the norm, minus half of all that it counted; 0 between updates. It has no noise
-        # yet, so it must never be saved.
+        # This replica's examples within the norm, minus half of all examples that it counted; 0 between updates. It has
+        # no noise yet, so it must never be saved.
         self._within = tf.Variable(
             tf.constant(0.0),
             trainable=False,
@@ -93,9 +93,14 @@ class ClipState:
         return self.adaptive.initial * tf.exp(tf.convert_to_tensor(self._log.value))
 
     def count(self, norms: tf.Tensor, sample_weight: Structure) -> None:
-        """Counts this replica's examples within the norm, without rows of weight 0."""
+        """Adds up this replica's votes: 1/2 for an example within the norm, -1/2 for another, none at weight 0.
+
+        Args:
+            norms: The norms of the examples' gradients, `(batch,)`.
+            sample_weight: The sample weights of the first loss, `(batch, ...)`.
+        """
         weights = tf.reshape(keras.tree.flatten(sample_weight)[0], [tf.shape(norms)[0], -1])[:, 0]
-        # Centered: adding an example changes the sum by at most 1/2 (sensitivity 1/2 instead of 1).
+        # Centered on 0: adding an example changes the sum by at most 1/2 (sensitivity 1/2 instead of 1).
         votes = tf.cast(norms <= self.norm, "float32") - 0.5
         self._within.assign_add(tf.reduce_sum(tf.where(weights == 0, 0.0, votes)))
 
@@ -103,6 +108,7 @@ class ClipState:
         """Changes the norm at the end of an update, by a standard normal draw that is the same on every replica."""
         (within,) = sum_over_replicas([tf.identity(self._within)])
         noisy = within + noise * self.adaptive.count_deviation(self.expected_batch_size)
-        share = noisy / self.expected_batch_size + 0.5
-        self._log.assign_add(-self.adaptive.learning_rate * (share - self.adaptive.quantile))
+        # Votes were centered on 0, and the fraction of examples within the norm is centered on 1/2.
+        fraction = noisy / self.expected_batch_size + 0.5
+        self._log.assign_add(-self.adaptive.learning_rate * (fraction - self.adaptive.quantile))
         self._within.assign(0.0)

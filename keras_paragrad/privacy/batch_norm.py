@@ -55,7 +55,11 @@ def fix_batch_norm(model: keras.Model) -> keras.Model:
 
 
 class _Copier:
-    """Copies layers, each once."""
+    """Copies layers, each once, so that shared layers stay shared.
+
+    Attributes:
+        copies: Each layer with its copy, by the layer's `id`.
+    """
 
     def __init__(self) -> None:
         self.copies: dict[int, tuple[keras.layers.Layer, keras.layers.Layer]] = {}
@@ -75,7 +79,7 @@ class _Copier:
         return copy
 
     def copy_layer(self, layer: keras.layers.Layer, path: str) -> keras.layers.Layer:
-        """Copies a layer, model or operation, or returns its copy."""
+        """The copy of a layer, model or operation, made in the first call; `path` names its parents in errors."""
         if id(layer) not in self.copies:
             self.copies[id(layer)] = layer, self._make_copy(layer, f"{path}/{layer.name}".strip("/"))
         return self.copies[id(layer)][1]
@@ -99,7 +103,7 @@ class _Copier:
                     new.trainable = old.trainable
 
     def _make_copy(self, layer: keras.layers.Layer, path: str) -> keras.layers.Layer:
-        """A copy of a layer, with `BatchNormalization` replaced."""
+        """A new copy of a layer at a path, without its weights, and with `BatchNormalization` replaced."""
         if _is_plain_model(layer):
             return self._copy_model(layer, path)
         if isinstance(layer, keras.layers.Layer):
@@ -115,12 +119,12 @@ class _Copier:
 
 
 def _call(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Structure:
-    """Calls a copy as its layer was called; group normalization takes no mask and no mode."""
+    """Calls a copy as its layer was called; group normalization takes neither `mask` nor `training`."""
     return layer(*arguments) if isinstance(layer, keras.layers.GroupNormalization) else layer(*arguments, **keywords)
 
 
 def _is_replaced(layer: keras.layers.Layer) -> bool:
-    """Whether a layer normalizes by batch statistics in training."""
+    """Whether a layer normalizes by batch statistics in training, and so is replaced."""
     return isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
 
 
@@ -147,7 +151,7 @@ def _group_normalization(layer: keras.layers.Layer, path: str) -> keras.layers.L
 
 
 def _positions(layer: keras.layers.Layer, rank: int) -> int | None:
-    """Number of positions in an example, if it is known."""
+    """Number of an example's values per channel; `None` if it is unknown."""
     if rank == 2:
         return 1
     with contextlib.suppress(AttributeError, ValueError):

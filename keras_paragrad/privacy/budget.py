@@ -1,4 +1,8 @@
-"""`Privacy`: what a private model's training has spent of its budget, and what is left."""
+"""`Privacy`: what a private model's training has spent of its budget, and what is left.
+
+The budget is a target epsilon. The ledger lists the updates that the weights come from, in an entry for each run: a
+sequence of updates whose samples and noise are drawn with one key.
+"""
 
 import dataclasses
 import functools
@@ -19,11 +23,11 @@ from keras_paragrad.privacy.sampling import least_rows, truncation_probability
 from keras_paragrad.privacy.update import rows_of_update
 
 # The largest fraction of delta that truncated draws may take.
-_TRUNCATION = 1e-3
+_DELTA_FRACTION = 1e-3
 # For that fraction, where the number of updates or epsilon isn't known beforehand.
 _MANY_UPDATES, _LARGE_EPSILON = 10**6, 10.0
 # Cached, as epsilon is computed after every update.
-_truncation = functools.lru_cache(maxsize=64)(truncation_probability)
+_cached_truncation_probability = functools.lru_cache(maxsize=64)(truncation_probability)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +143,7 @@ class Privacy(InNotebooks):
 
     @property
     def sampling_rate(self) -> float:
-        """The probability of each example to be drawn into an update."""
+        """The probability that an example is drawn into an update."""
         return self.settings.expected_batch_size / self.examples
 
     @property
@@ -155,12 +159,13 @@ class Privacy(InNotebooks):
     @property
     def rows_needed(self) -> int:
         """Rows that hold the draws of all updates, except with a probability that is small against delta."""
-        probability = _TRUNCATION * self.settings.delta / (self.planned_updates or _MANY_UPDATES)
+        # Truncation takes exp(epsilon) * updates * probability of delta.
+        probability = _DELTA_FRACTION * self.settings.delta / (self.planned_updates or _MANY_UPDATES)
         probability *= math.exp(-(self.settings.target_epsilon or _LARGE_EPSILON))
         return least_rows(self.examples, self.settings.expected_batch_size, probability)
 
     def rows(self, replicas: int = 1) -> tuple[int, int]:
-        """Rows of an update's padded batch, and of each physical batch."""
+        """Rows of an update's padded batch, and of each physical batch, a part of it that is computed at a time."""
         settings = self.settings
         return rows_of_update(
             *(self.rows_needed, settings.expected_batch_size, self.sampling_rate),
@@ -169,8 +174,8 @@ class Privacy(InNotebooks):
 
     @property
     def truncation(self) -> float:
-        """The `truncation_probability` of an update; an upper bound, as batches are padded to whole physical ones."""
-        return _truncation(self.examples, self.sampling_rate, self.rows_needed)
+        """The `truncation_probability` of an update; an upper bound, as padding to whole physical batches adds rows."""
+        return _cached_truncation_probability(self.examples, self.sampling_rate, self.rows_needed)
 
     @property
     def noise_multiplier(self) -> float:
@@ -196,7 +201,7 @@ class Privacy(InNotebooks):
 
     @property
     def event_of_update(self) -> Event:
-        """The next update."""
+        """The next update, as the ledger describes it."""
         clip = self.settings.clip_norm
         norm = clip if isinstance(clip, float) else 0.0
         return Event(self.noise_multiplier, self.sampling_rate, self.truncation, norm)
@@ -223,14 +228,16 @@ class Privacy(InNotebooks):
         if planned is None:
             return None
         entries, event = self.entries(), self.event_of_update
-        same = sum(entry.updates for entry in entries if entry.event[:3] == event[:3])
-        left = max(0, planned - same)
+        # The first three fields are all that epsilon depends on; the fourth is the clip norm.
+        same_updates = sum(entry.updates for entry in entries if entry.event[:3] == event[:3])
+        left = max(0, planned - same_updates)
+        # Noise was calibrated for the planned updates alone. Other updates take a part of the budget.
         if not any(entry.updates and entry.event[:3] != event[:3] or entry.is_unknown for entry in entries):
             return left
         target = self.settings.target_epsilon or 0.0
         return last_that(lambda further: self.epsilon_of(entries, further) <= target, left, left) if left else 0
 
-    def spent_budget(self) -> str:
+    def spent_budget_message(self) -> str:
         """The error message for a budget that is spent."""
         unknown = any(entry.is_unknown for entry in self.entries())
         advice = (
@@ -274,7 +281,7 @@ class Privacy(InNotebooks):
         )
 
     def _describe_updates(self, entries: Sequence[Entry]) -> str:
-        """How often updates of each kind were made, with their sampling and noise, in sentences."""
+        """Sentences that state how many updates of each kind were made, with their sampling and noise."""
         counts: dict[Event, int] = {}
         for entry in entries:
             if not entry.is_unknown and entry.updates:

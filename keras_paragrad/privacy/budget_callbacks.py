@@ -17,16 +17,19 @@ _log = logging.getLogger("keras_paragrad")
 class UpdateCounter(keras.callbacks.Callback):
     """Starts or continues a run at each epoch, and counts updates on the host. Runs after callbacks that load weights.
 
+    A run is a sequence of updates whose samples and noise are drawn with one key; its updates are numbered from 0.
+
     Args:
         privacy: The model's budget.
-        begin: Returns the number of the next update, and how many from there on are in the ledger already.
+        begin: Starts or continues a run. Returns the number of its next update, and how many updates from there on are
+            in the ledger already.
         skipped: Returns how many batches the epoch skips because an interrupted `fit` trained on them.
         whole: Whether each epoch must have all of its updates.
 
     Attributes:
         first: Number of the epoch's first update.
         end: Number of the first update beyond the budget, or `None` without a budget.
-        spent: What was released before this epoch.
+        spent: The ledger's entries before this epoch.
     """
 
     def __init__(
@@ -34,7 +37,9 @@ class UpdateCounter(keras.callbacks.Callback):
     ):
         super().__init__()
         self.privacy, self._begin, self._skipped, self._whole = privacy, begin, skipped, whole
-        self.first, self._next, self._accounted = 0, 0, 0
+        # Numbers of the next update when the epoch began, and of the first one that isn't in the ledger yet.
+        self._next, self._accounted = 0, 0
+        self.first = 0
         self.end: int | None = None
         self.spent: list[Entry] = []
 
@@ -51,15 +56,15 @@ class UpdateCounter(keras.callbacks.Callback):
         left = self.privacy.updates_left
         self.end = None if left is None else self._accounted + left
         if self.end == self._next:
-            raise ValueError(self.privacy.spent_budget())
+            raise ValueError(self.privacy.spent_budget_message())
         if self.end is not None and self._whole and self.end < self.first + self.privacy.updates_per_epoch:
             raise ValueError(
                 f"Weights were loaded within fit, and what they have released leaves {left} updates of the budget, "
                 "less than an epoch. Load them before fit()."
             )
 
-    def numbers(self) -> np.ndarray:
-        """The numbers of the epoch's updates. Rows of skipped ones are never read, so their numbers don't matter."""
+    def update_numbers(self) -> np.ndarray:
+        """The numbers of the epoch's updates; skipped updates may have any, as their rows are never read."""
         last = self.first + self.privacy.updates_per_epoch
         return np.maximum(np.arange(self.first, last if self.end is None else min(last, self.end)), 0)
 
@@ -69,10 +74,11 @@ class UpdateCounter(keras.callbacks.Callback):
         return self.first + min(batch + 1, self.privacy.updates_per_epoch)
 
     def epsilon_after(self, batch: int) -> float:
+        """Epsilon after a batch of the epoch, without waiting for the device."""
         return self.privacy.epsilon_of(self.spent, max(0, self.number_after(batch) - self._accounted))
 
-    def last_of_fit(self, epoch: int) -> int:
-        """The number of updates after which `fit` ends."""
+    def end_of_fit(self, epoch: int) -> int:
+        """The number of the first update beyond this `fit`, which is in the given epoch."""
         return self.first + (self.params["epochs"] - epoch) * self.privacy.updates_per_epoch
 
 
@@ -85,7 +91,7 @@ class EpsilonLogs(keras.callbacks.Callback):
         self._epsilon, self._epoch = 0.0, 0
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Notes the epoch."""
+        """Records the epoch's index."""
         self._epoch = epoch
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
@@ -97,7 +103,7 @@ class EpsilonLogs(keras.callbacks.Callback):
             logs["epsilon"] = self._epsilon
         if counter.end is None or self.model.stop_training:
             return
-        if counter.last_of_fit(self._epoch) > counter.number_after(batch) >= counter.end:
+        if counter.end_of_fit(self._epoch) > counter.number_after(batch) >= counter.end:
             self.model.stop_training = True
             _log.warning(
                 "%d updates were made, as many as make_private(target_epsilon=%g, epochs=%d) allows: training stops. "

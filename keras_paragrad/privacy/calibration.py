@@ -54,7 +54,7 @@ def noise_multiplier(
 
     @functools.cache
     def excess(noise: float) -> float:
-        """log(epsilon / target), above 0 with too little noise; almost linear."""
+        """log(epsilon / target), above 0 with too little noise; almost linear, and finite for any epsilon."""
         ratio = epsilon(noise, sampling_rate, updates, delta, accountant, truncation=truncation) / target_epsilon
         return math.log(min(max(ratio, 1e-9), 1e9))
 
@@ -69,6 +69,7 @@ def noise_multiplier(
         return low
     from scipy.optimize import brentq  # pyright: ignore[reportMissingImports]
 
+    # The target is met at `high`, and not at `low`. The root that brentq finds may be on either side.
     noise = brentq(excess, low, high, xtol=1e-300, rtol=tolerance / 4) * (1 + tolerance / 2)
     while excess(noise) > 0:
         noise *= 1 + tolerance
@@ -158,6 +159,7 @@ def gradient_noise_multiplier(noise_multiplier: float, count_noise: float) -> fl
 
 def _unmet(target_epsilon: float, updates: int, delta: float, truncation: float) -> ValueError:
     """The error if no noise meets the target."""
+    # Whether truncation takes so little of delta that it isn't the cause.
     if updates * truncation * math.exp(min(target_epsilon, 700)) < delta / 2:
         return ValueError(
             f"No noise meets `target_epsilon` {target_epsilon:g} at `delta` {delta:g}: both are too small for Rényi "
@@ -170,13 +172,16 @@ def _unmet(target_epsilon: float, updates: int, delta: float, truncation: float)
     )
 
 
-def last_that(is_met: Callable[[int], bool], most: int, start: int) -> int:
-    """The last number from 0 to `most` that meets a condition, which all smaller ones meet too."""
-    low, high = 0, min(start, most)
+def last_that(is_met: Callable[[int], bool], limit: int, start: int) -> int:
+    """The last number from 0 to `limit` that meets a condition, which all smaller ones meet too; 0 if none does.
+
+    `start` is a guess of the result, above 0.
+    """
+    low, high = 0, min(start, limit)
     while is_met(high):
-        if high == most:
-            return most
-        low, high = high, min(2 * high, most)
+        if high == limit:
+            return limit
+        low, high = high, min(2 * high, limit)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if is_met(middle) else (low, middle)

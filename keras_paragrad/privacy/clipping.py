@@ -1,4 +1,7 @@
-"""Clipping: bounds what one example adds to an update, over the whole gradient or layer by layer."""
+"""Clipping: bounds what one example adds to an update, over the whole gradient or layer by layer.
+
+A unit is a layer with weights, whose per-example gradients one rule computes.
+"""
 
 import contextlib
 import re
@@ -25,7 +28,7 @@ from keras_paragrad.privacy.adaptive import AdaptiveClip, ClipState
 PER_LAYER = "per_layer"
 # One norm for all weights, norms by regular expression of layer names, "per_layer", or an adaptive norm.
 ClipNorm = float | Mapping[str, float] | str | AdaptiveClip
-# Names of a layer's sublayers whose states depend on the examples; the probe runs once.
+# For each layer that was probed, the names of its sublayers whose states depend on the examples.
 _STATEFUL: "weakref.WeakKeyDictionary[keras.layers.Layer, list[str]]" = weakref.WeakKeyDictionary()
 
 
@@ -88,24 +91,28 @@ class PrivateGradients(PerExampleGradients):
             return state.norm
         if isinstance(self.clip, float):
             return self.clip
-        # Each group is clipped separately.
+        # Each layer's gradient is clipped separately.
         return sum(bound**2 for _, bound in self.bounds()) ** 0.5
 
     def _reweighted_gradients(
         self, quantities: Quantities, norms: tf.Tensor, factor: tf.Tensor, step: Step
     ) -> list[GradientTensor | None]:
-        """The sums of the clipped gradients, from the examples' norms."""
+        """Each weight's sum of clipped gradients, or `None`.
+
+        `factor` scales norms in `quantities` to norms for each example's own loss, as `norms` are.
+        """
         _check_losses(step)
         # A NaN or an overflow in one group drops the example from all of them.
-        counted = tf.cast(tf.math.is_finite(norms), "float32") * self._scale(step)
+        unclipped_weights = tf.cast(tf.math.is_finite(norms), "float32") * self._scale(step)
         state: ClipState | None = self.__dict__["state"]
         if state is not None:
             state.count(norms, step.loss.terms[0].sample_weight)
         if not (bounds := self.bounds()):
-            return quantities.weighted_sums(_within(norms, self.sensitivity, counted), norms)
+            return quantities.weighted_sums(_clipped_weights(norms, self.sensitivity, unclipped_weights), norms)
         sums: list[GradientTensor | None] = [None] * len(quantities.variables)
         for part, bound in _groups(quantities, bounds):
-            weights = _within(tf.sqrt(part.squared_norms()) * factor, bound, counted)
+            weights = _clipped_weights(tf.sqrt(part.squared_norms()) * factor, bound, unclipped_weights)
+            # A weight is in one group, and its sum is `None` in all others.
             for index, total in enumerate(part.weighted_sums(weights, norms)):
                 sums[index] = sums[index] if total is None else total
         return sums
@@ -152,7 +159,7 @@ def check_clip(clip: object) -> ClipNorm:
 
 
 def _check_pattern(pattern: Any) -> str:
-    """The argument, a regular expression."""
+    """Refuses a pattern that is not a regular expression; returns it."""
     try:
         return re.compile(pattern).pattern
     except (re.error, TypeError) as error:
@@ -162,7 +169,7 @@ def _check_pattern(pattern: Any) -> str:
 
 
 def _check_losses(step: Step) -> None:
-    """Refuses losses in which an example's part depends on others."""
+    """Refuses losses in which one example's share depends on the other examples."""
     if step.loss.model is not None and added_losses(step.loss.model):
         raise ValueError(
             "A layer adds a loss with add_loss() or an activity regularizer. It is not clipped per example. Make it a "
@@ -177,13 +184,16 @@ def _check_losses(step: Step) -> None:
         )
 
 
-def _within(norms: tf.Tensor, bound: tf.Tensor | float, counted: tf.Tensor) -> tf.Tensor:
-    """Each example's weight in the sum, which brings its norm within the bound; 0 where `counted` is 0."""
-    return tf.where(counted > 0, counted * tf.where(norms > bound, bound / norms, 1.0), 0.0)
+def _clipped_weights(norms: tf.Tensor, bound: tf.Tensor | float, unclipped: tf.Tensor) -> tf.Tensor:
+    """Each example's weight in the sum: its unclipped weight, times the factor that brings its norm within the bound.
+
+    It is 0 where the unclipped weight is 0, even if the norm isn't finite.
+    """
+    return tf.where(unclipped > 0, unclipped * tf.where(norms > bound, bound / norms, 1.0), 0.0)
 
 
 def _bounds(model: keras.Model, clip: Mapping[str, float] | str) -> list[tuple[keras.layers.Layer, float]]:
-    """Each layer with its bound: `1 / sqrt(layers)` for all, or the bound of the first pattern that matches a path."""
+    """Each layer with its bound: `1 / sqrt(layers)` for all, or the first matching pattern's."""
     layers = [unit.layer for unit in units_of(model)]
     if clip == PER_LAYER:
         return [(layer, len(layers) ** -0.5) for layer in layers]
@@ -207,7 +217,7 @@ def _bounds(model: keras.Model, clip: Mapping[str, float] | str) -> list[tuple[k
 
 
 def _misspelt(patterns: Sequence[str], names: Sequence[str]) -> str:
-    """Suggests layers for patterns that match none."""
+    """Sentences that suggest layers for patterns that match none."""
     unmatched = [pattern for pattern in patterns if not any(re.search(pattern, name) for name in names)]
     parts = [*names, *(part for name in names for part in name.split("/"))]
     found = [(pattern, did_you_mean(pattern, parts)) for pattern in unmatched]

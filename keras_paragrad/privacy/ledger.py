@@ -14,7 +14,9 @@ from keras_paragrad.privacy.accounting import Updates, composed_epsilon
 
 # Entries that a file has room for, and the 64-bit words of each: a checksum and `_FORMAT`.
 ROWS, WORDS = 32, 10
+# An entry's fields in order, with its event's four numbers.
 _FORMAT = "<4q4dq"
+# The `run` of an entry for updates of unknown noise.
 _UNKNOWN_RUN = 1
 
 
@@ -23,9 +25,9 @@ class Event(NamedTuple):
 
     Attributes:
         noise_multiplier: Standard deviation of the noise, in units of the clip norm.
-        sampling_rate: Probability of each example to be drawn.
+        sampling_rate: Probability that an example is drawn.
         truncation: The update's `truncation_probability`.
-        clip_norm: The clip norm, or 0 if that is not one number.
+        clip_norm: The clip norm, or 0 if it is not a single number. Epsilon doesn't depend on it.
     """
 
     noise_multiplier: float
@@ -42,8 +44,8 @@ class Entry(NamedTuple):
         salt: The key is derived from this and the model's secret.
         context: A keyed hash of the data, the optimizer and the loss; 0 without a seed.
         iterations: The optimizer's iterations when the run began.
-        event: Each of its updates.
-        updates: How many were made.
+        event: The noise and sampling of each of its updates.
+        updates: The number of updates that were made.
     """
 
     run: int
@@ -59,11 +61,12 @@ class Entry(NamedTuple):
         return self.run == _UNKNOWN_RUN
 
     def with_updates(self, updates: int) -> "Entry":
+        """The same run after another number of updates."""
         return Entry(*self[:-1], updates)
 
 
 def unknown_entry(updates: int) -> Entry:
-    """An entry for weights without a known ledger."""
+    """An entry for weights without a known ledger, after a number of updates."""
     return Entry(_UNKNOWN_RUN, 0, 0, 0, Event(0.0, 1.0), updates)
 
 
@@ -84,6 +87,7 @@ class Ledger:
     def add(self, entries: Iterable[Entry]) -> None:
         """Adds runs, and further updates of known ones."""
         for entry in entries:
+            # A merged entry stands for entries that may be known already, which must not count twice.
             for run in _MERGED.get(entry.run, (entry,)):
                 known = self._entries.get(run.run)
                 if known is None or known.updates < run.updates:
@@ -119,21 +123,24 @@ def variable_digest(variable: keras.Variable) -> bytes:
 
 
 def remember_released(digests: Iterable[bytes], entries: Iterable[Entry]) -> None:
-    """Records the releases of variables with these digests, for other models that get the same values."""
-    released = tuple(entries)
+    """Records what variables of these digests depend on, for other models that get the same values."""
+    releases = tuple(entries)
     for digest in digests:
-        _RELEASED.setdefault(digest, released)
+        _RELEASED.setdefault(digest, releases)
 
 
 def released_by(digest: bytes) -> tuple[Entry, ...] | None:
-    """The releases of a variable with this digest, or `None` if unknown."""
+    """The releases of a variable whose value has this digest, or `None` if the value is unknown."""
     return _RELEASED.get(digest)
 
 
 def epsilon_of(
     entries: Iterable[Entry], delta: float, accountant: str, further: tuple[Event, int] | None = None
 ) -> float:
-    """Epsilon of entries and further updates together; infinite if one of the entries is unknown."""
+    """Epsilon of entries and further updates together; infinite if one of the entries is unknown.
+
+    `further` is an event, and the number of such updates.
+    """
     counts: dict[tuple[float, ...], int] = {}
     for entry in entries:
         if entry.is_unknown:
@@ -142,7 +149,7 @@ def epsilon_of(
     if further is not None:
         event, updates = further
         counts[event[:3]] = counts.get(event[:3], 0) + updates
-    parts = [Updates(noise, rate, updates, cut) for (noise, rate, cut), updates in counts.items()]
+    parts = [Updates(noise, rate, updates, truncation) for (noise, rate, truncation), updates in counts.items()]
     return composed_epsilon(parts, delta, accountant)
 
 
@@ -160,7 +167,7 @@ def dp_event(entries: Iterable[Entry]) -> Any:
 
 
 def table_of(entries: Iterable[Entry]) -> np.ndarray:
-    """Writes entries as int64 `(ROWS, WORDS)`; the last entry is the current run's."""
+    """Entries as an int64 array `(ROWS, WORDS)`; the last entry is the current run's, which is never merged."""
     table = np.zeros((ROWS, WORDS), np.int64)
     for row, entry in enumerate(_merge_to_fit(list(entries))):
         table[row] = _words(entry)
@@ -189,6 +196,7 @@ def entries_of(table: np.ndarray, updates: int) -> list[Entry]:
 
 
 def _words(entry: Entry) -> np.ndarray:
+    """A row of the table: a checksum, then the entry's fields."""
     packed = _packed(entry)
     return np.frombuffer(hashlib.blake2b(packed, digest_size=8).digest() + packed, np.int64)
 
@@ -199,12 +207,13 @@ def _packed(entry: Entry) -> bytes:
 
 
 def _entry(row: np.ndarray) -> Entry:
+    """The entry in a row of the table, whose checksum isn't checked."""
     run, salt, context, iterations, *event, updates = struct.unpack(_FORMAT, row[1:].tobytes())
     return Entry(run, salt, context, iterations, Event(*event), updates)
 
 
 def _merge_to_fit(entries: list[Entry]) -> list[Entry]:
-    """Merges entries until they fit into a file: two with equal events, or else the first two."""
+    """Merges pairs of entries until they fit into a file: a pair with equal events, or else the first two."""
     while len(entries) > ROWS:
         *others, last = entries
         events = [entry.event for entry in others]
@@ -218,9 +227,9 @@ def _merge_to_fit(entries: list[Entry]) -> list[Entry]:
 
 def _merge(one: Entry, other: Entry) -> Entry:
     """Merges two entries into one whose epsilon is no less."""
-    parts = [run for entry in (one, other) for run in _MERGED.get(entry.run, (entry,))]
-    number = hashlib.blake2b(b"".join(map(_packed, parts)), digest_size=8).digest()
-    run = int.from_bytes(number, "little", signed=True)
+    parts = [part for entry in (one, other) for part in _MERGED.get(entry.run, (entry,))]
+    digest = hashlib.blake2b(b"".join(map(_packed, parts)), digest_size=8).digest()
+    run = int.from_bytes(digest, "little", signed=True)
     noise = min(one.event.noise_multiplier, other.event.noise_multiplier)
     rate = max(one.event.sampling_rate, other.event.sampling_rate)
     clip = one.event.clip_norm if one.event.clip_norm == other.event.clip_norm else 0.0

@@ -179,6 +179,7 @@ class PrivateModel(PerExampleModel):
         self.__dict__.update(privacy=Privacy(settings, releases), _releases=releases, _noise=None)
 
     def _add_state(self, name: str, shape: tuple[int, ...], dtype: str) -> keras.Variable:
+        """Creates a variable that is saved with the weights; it starts at zeros, and is the same on every replica."""
         return self.add_weight(
             name=name,
             shape=shape,
@@ -216,6 +217,7 @@ class PrivateModel(PerExampleModel):
         """Loads the weights, and adds their ledger to the model's."""
         self._releases.sync()
         stored = {name: store[name] for name in store.keys()}  # noqa: SIM118
+        # Files of earlier versions lack the ledger, which is the last variable.
         last = str(len(self._non_trainable_variables) - 1)
         super().load_own_variables({last: np.zeros((ROWS, WORDS), np.int64), **stored})
         self._releases.sync()
@@ -276,7 +278,7 @@ class PrivateModel(PerExampleModel):
         self._releases.begin_fit()
         left = self.privacy.updates_left
         if left == 0:
-            raise ValueError(self.privacy.spent_budget())
+            raise ValueError(self.privacy.spent_budget_message())
         self._warn_once()
         padded, physical = self.privacy.rows(replicas := self.distribute_strategy.num_replicas_in_sync)
         builder = StepBuilder.of(self)
@@ -294,7 +296,7 @@ class PrivateModel(PerExampleModel):
         # Otherwise the budget, and with it the last epoch, ends early.
         whole = left is None or left % steps == 0
         counter = UpdateCounter(self.privacy, begin_epoch, lambda: builder.batches_to_skip, whole=whole)
-        data = private_batches(examples, sampling, counter.numbers, self._nested_as_outputs)
+        data = private_batches(examples, sampling, counter.update_numbers, self._nested_as_outputs)
         if whole:
             data = data.apply(tf.data.experimental.assert_cardinality(steps))
         try:
@@ -316,7 +318,7 @@ class PrivateModel(PerExampleModel):
             self._releases.end_fit()
 
     def _nested_as_outputs(self, targets: Structure) -> Structure:
-        """Targets, or weights nested as they are, nested as the outputs are, where Keras looks for sample weights."""
+        """Nests targets, or weights nested like targets, as the outputs are, where Keras looks for sample weights."""
         outputs = getattr(self.per_example.layer, "output", None)
         if outputs is None or not keras.tree.is_nested(targets) or self.loss is None:
             return targets
@@ -328,7 +330,7 @@ class PrivateModel(PerExampleModel):
         return keras.tree.pack_sequence_as(keras.tree.lists_to_tuples(outputs), found)
 
     def _install(self, builder: StepBuilder, split: PhysicalBatches, padded: int) -> None:
-        """Fills the step's stages with slices and noise."""
+        """Fills the stages of the model's step with physical batches, of `padded` rows in all, and with noise."""
         layer = self.per_example
         layer.rows = padded
         if self._noise is None:
@@ -342,17 +344,21 @@ class PrivateModel(PerExampleModel):
                 secure=self.privacy.settings.secure_noise,
                 on_end=layer.state.update if layer.state is not None else None,
             )
+        # Filling a stage discards the compiled step.
         if (builder.stages.split, builder.stages.transform) != (split, self._noise):
             builder.fill(split=split, transform=self._noise, present=present_rows)
 
     def _sampling_key(self) -> tuple[int, int]:
+        """The first half of the run's key, as the unsigned integers that Philox takes."""
         first, second, *_ = np.asarray(self._releases.key.numpy()).astype(np.uint64).tolist()
         return first, second
 
     def _noise_key(self) -> tf.Tensor:
+        """The second half of the run's key, int64 `(2,)`."""
         return tf.identity(self._releases.key)[2:]
 
     def _warn_once(self) -> None:
+        """Warns in the first `fit` of what epsilon doesn't cover."""
         if not self.__dict__.get("_warned"):
             self.__dict__["_warned"] = True
             _log.warning(

@@ -1,4 +1,4 @@
-"""Data with random access: Poisson sampling reads any example by its number."""
+"""Data with random access: Poisson sampling reads any example by its index."""
 
 import hashlib
 from collections.abc import Callable, Iterator
@@ -17,12 +17,12 @@ _DIGESTED = 8
 
 
 class Examples(Protocol):
-    """Examples by number, from 0 to `count` - 1."""
+    """Examples by index, from 0 to `count` - 1."""
 
     count: int
 
     def gather(self, draws: Dataset) -> Dataset:
-        """Replaces the numbers in elements `(numbers, present)` by the batch of these examples."""
+        """Replaces the indices in elements `(indices, present)` by the batch of these examples; keeps `present`."""
         ...
 
 
@@ -77,7 +77,7 @@ class _Arrays:
 
 
 class _Batches:
-    """Examples in `batches` batches, which `read` returns by number; all but the last have the size of the first."""
+    """Examples in `batches` batches, which `read` returns by index; all but the last have the size of the first."""
 
     def __init__(self, batches: int, read: Callable[[int], Batch], name: str):
         if batches < 1:
@@ -94,11 +94,12 @@ class _Batches:
             lambda leaf: leaf if leaf is None else keras.ops.convert_to_numpy(leaf), self._read(index)
         )
 
-    def take(self, numbers: np.ndarray) -> Batch:
-        """The batch of the examples with these numbers."""
-        positions = np.empty(len(numbers), np.int64)
+    def take(self, indices: np.ndarray) -> Batch:
+        """The batch of the examples with these indices."""
+        # Each batch is read once, and what is taken from it concatenated; `positions` are the examples' places there.
+        positions = np.empty(len(indices), np.int64)
         parts, start = [], 0
-        for index in np.unique(numbers // self.size):
+        for index in np.unique(indices // self.size):
             batch = self._batch(int(index))
             expected = self._last if index == self._batches - 1 else self.size
             if (rows := _rows_in(batch, self._name)) != expected:
@@ -106,8 +107,8 @@ class _Batches:
                     f"Batch {index} of {self._name} has {counted(rows, 'example')}, and batches before the last must "
                     f"have {self.size}, as the first one has: examples are drawn by their numbers."
                 )
-            (in_batch,) = np.nonzero(numbers // self.size == index)
-            offsets = numbers[in_batch] % self.size
+            (in_batch,) = np.nonzero(indices // self.size == index)
+            offsets = indices[in_batch] % self.size
             parts.append(keras.tree.map_structure(lambda leaf, offsets=offsets: leaf[offsets], batch))
             positions[in_batch] = np.arange(start, start + len(in_batch))
             start += len(in_batch)
@@ -116,21 +117,21 @@ class _Batches:
     def gather(self, draws: Dataset) -> Dataset:
         specs = keras.tree.flatten(self._spec)
 
-        def take(numbers: tf.Tensor, present: tf.Tensor) -> Batch:
+        def take(indices: tf.Tensor, present: tf.Tensor) -> Batch:
             leaves = tf.numpy_function(
-                lambda numbers: tuple(keras.tree.flatten(self.take(numbers))),
-                [numbers],
+                lambda indices: tuple(keras.tree.flatten(self.take(indices))),
+                [indices],
                 [spec.dtype for spec in specs],
             )
             for leaf, spec in zip(leaves, specs, strict=True):
-                leaf.set_shape([numbers.shape[0], *spec.shape[1:]])
+                leaf.set_shape([indices.shape[0], *spec.shape[1:]])
             return keras.tree.pack_sequence_as(self._spec, list(leaves)), present
 
         return draws.map(tf.autograph.experimental.do_not_convert(take))
 
 
 def _from_dataset(dataset: Dataset, class_weight: dict[int, float] | None) -> _Batches:
-    """The batches of a `tf.data.Dataset`, read by their numbers."""
+    """The batches of a `tf.data.Dataset`, read by their indices."""
     batches = int(dataset.cardinality())
     if batches < 0:
         raise ValueError(
@@ -157,7 +158,7 @@ def _from_dataset(dataset: Dataset, class_weight: dict[int, float] | None) -> _B
 
 
 def _with_class_weight(batch: tuple[Structure, ...], class_weight: dict[int, float] | None) -> tuple[Structure, ...]:
-    """A batch with the weights of its labels' classes as sample weights."""
+    """A batch whose sample weights are multiplied by the weights of its labels' classes."""
     if class_weight is None:
         return batch
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
@@ -166,6 +167,7 @@ def _with_class_weight(batch: tuple[Structure, ...], class_weight: dict[int, flo
             "`class_weight` is for models with one output. Give each output its sample_weight, in the batches of the "
             "data."
         )
+    # Labels are integers, or one-hot on the last axis.
     labels = np.asarray(y)
     if labels.ndim > 1:
         labels = labels.argmax(-1) if labels.shape[-1] > 1 else labels.reshape(len(labels), -1)[:, 0]
@@ -188,8 +190,8 @@ def _rows_in(batch: Batch, name: str) -> int:
 
 def digest_of_examples(examples: Examples) -> bytes:
     """A digest of a few examples, evenly spaced, to recognize the data. Only a keyed hash of it may be saved."""
-    numbers = np.unique(np.linspace(0, examples.count - 1, _DIGESTED).astype(np.int64))
-    draws = tf.data.Dataset.from_tensors((numbers, np.ones(len(numbers), bool)))
+    indices = np.unique(np.linspace(0, examples.count - 1, _DIGESTED).astype(np.int64))
+    draws = tf.data.Dataset.from_tensors((indices, np.ones(len(indices), bool)))
     digest = hashlib.blake2b(digest_size=16)
     for batch, _ in examples.gather(draws):
         for leaf in tf.nest.flatten(batch, expand_composites=True):

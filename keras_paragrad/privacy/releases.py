@@ -39,6 +39,9 @@ _VARYING = ("learning_rate", "name")
 class Releases:
     """What a private model releases: a ledger entry for each run, and a key by which its updates sample and add noise.
 
+    A run is a sequence of updates with one key, which is derived from a secret and the run's salt. The position is the
+    number of updates that the current run has made.
+
     Loading weights overwrites the ledger's variables, perhaps by older ones. Their entries are added to the ledger in
     memory and never replace it. Key and position are in no file, and loading never resets them, so that no noise is
     used twice.
@@ -52,6 +55,7 @@ class Releases:
     def __init__(self, model: keras.Model, updates: keras.Variable, table: keras.Variable):
         self._model, self._updates, self._table = model, updates, table
         self.ledger = ledger_of(model.per_example.layer)
+        # Another private model of this process may have trained the same values.
         self.ledger.add(entry for digest in self._digests().values() for entry in released_by(digest) or ())
         self.seed: int | None = None
         self._secret: tf.Variable | None = None
@@ -60,14 +64,18 @@ class Releases:
         # The current run, and the one that weights were last loaded from.
         self._run: Entry | None = None
         self._loaded: Entry | None = None
-        self._foreign = self._warned = False
+        # Whether weights were loaded since the last `fit`, so that their values come with a ledger.
+        self._foreign = False
+        self._warned = False
         self._digests_at_begin: dict[int, bytes] = {}
+        # What `_write` has last written: the table, the number of updates, and the position at that time.
         self._written = np.zeros((ROWS, WORDS), np.int64), 0, 0
 
     def set_seed(self, seed: int | None) -> None:
         """Derives keys from another secret from the next epoch on."""
         self.sync()
         if self._run is not None:
+            # With the same seed, the run may continue.
             self._loaded = self._run.with_updates(self._updates_made)
         self.seed, self._secret, self._run = seed, None, None
 
@@ -88,7 +96,7 @@ class Releases:
 
     @property
     def position(self) -> tf.Variable:
-        """Number of updates of the current run, an int64 scalar, incremented by each update."""
+        """Number of updates that the current run has made, an int64 scalar; each update increments it."""
         if self._position is None:
             self._position = self._variable(np.zeros((), np.int64))
         return self._position
@@ -115,6 +123,7 @@ class Releases:
             if updates_made > 0:
                 self.ledger.add([run.with_updates(updates_made)])
             _UPDATES_MADE[run.run] = max(updates_made, _UPDATES_MADE.get(run.run, 0))
+        # Training raises both counts alike, and leaves the table alone. Otherwise, weights were loaded.
         written, written_updates, written_made = self._written
         if updates - written_updates != updates_made - written_made or not np.array_equal(table, written):
             loaded = entries_of(np.asarray(table), updates)
@@ -124,7 +133,10 @@ class Releases:
         self._write()
 
     def _write(self) -> None:
-        """Writes the ledger to the variables, the current run last."""
+        """Writes the ledger to the variables, with the current run last, or else the run that weights were loaded from.
+
+        `entries_of` adds updates that are counted, but not in the table, to the last entry.
+        """
         known = {entry.run: entry for entry in self.ledger}
         last = self._run and self._run.with_updates(self._updates_made)
         if last is None and self._loaded is not None:
@@ -139,13 +151,15 @@ class Releases:
         self._written = table, updates, self._updates_made
 
     def begin_fit(self) -> None:
-        """Adds the known releases of weights that were changed since the last `fit`."""
+        """Adds the releases of weights that were changed since the last `fit`; an unknown entry for unknown values."""
         self.sync()
         previous, digests = self.ledger.digests, self._digests()
         self._digests_at_begin = digests
+        # In the first `fit`, all weights count as changed.
         changed = {
             key: digest for key, digest in digests.items() if previous is None or previous.get(key, digest) != digest
         }
+        # What each changed weight depends on; `None` if its value is unknown.
         released = {key: released_by(digest) for key, digest in changed.items()}
         for entries in released.values():
             self.ledger.add(entries or ())
@@ -159,7 +173,7 @@ class Releases:
         self._write()
 
     def end_fit(self) -> None:
-        """Notes the digests of the weights, by which they are recognized later."""
+        """Records the digests of the weights, by which they are recognized later."""
         self.sync()
         previous, self.ledger.digests, self._foreign = self._digests_at_begin, self._digests(), False
         changed = [digest for key, digest in self.ledger.digests.items() if digest != previous.get(key)]
@@ -173,7 +187,7 @@ class Releases:
         """Continues the current run, or starts one.
 
         Args:
-            event: The next updates.
+            event: The noise and sampling of each of the next updates.
             digest_of_data: Returns a digest that identifies the data.
 
         Returns:
@@ -208,7 +222,7 @@ class Releases:
             yield self._run.with_updates(self._updates_made)
 
     def _continues(self, run: Entry, event: Event, context: int, state: bytes | None) -> bool:
-        """Whether the next update may be one of the run."""
+        """Whether the next update may belong to a run: its settings and secret are the same, and its key is unused."""
         if (run.event, run.context) != (event, context) or run.run != _keyed_hash(self.secret, "run", run.salt):
             return False
         if self._run is None and state is not None:
@@ -228,6 +242,7 @@ class Releases:
             attempt += 1
 
     def _begin(self, run: Entry) -> None:
+        """Makes a run the current one, with its key and position."""
         self._loaded = None
         if self._run is not None and (self._run.run, self._updates_made) == (run.run, run.updates):
             return
@@ -258,13 +273,14 @@ class Releases:
             variable.assign(value)
 
     def _scope(self) -> contextlib.AbstractContextManager[object]:
+        """The scope of the model's strategy, or none if that is entered already."""
         strategy = self._model.distribute_strategy
         inside = tf.distribute.has_strategy() or strategy is tf.distribute.get_strategy()
         return contextlib.nullcontext() if inside else strategy.scope()
 
 
 def _is_unused(run: int, update: int, state: bytes | None) -> bool:
-    """Whether this process hasn't made an update of a run, or only in the same training, started anew."""
+    """Whether this process hasn't made an update of a run, or made it from the same state, which repeats it exactly."""
     return update >= _UPDATES_MADE.get(run, 0) or (state is not None and _STATE_BEFORE.get((run, update)) == state)
 
 
@@ -292,6 +308,7 @@ def _keyed_hash(secret: np.ndarray, *parts: Any) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _stretch(secret: bytes) -> bytes:
+    """A key that takes long to compute from a guessed secret."""
     return hashlib.pbkdf2_hmac("sha256", secret, b"keras_paragrad.privacy", _ROUNDS)
 
 
@@ -309,13 +326,16 @@ def _describe_compile(model: keras.Model) -> list[object]:
     return [_describe(component) for component in (model.optimizer, *keras.tree.flatten(model.loss))]
 
 
-def _describe(part: Any) -> list[object]:
-    config = part.get_config() if hasattr(part, "get_config") else {}
-    name = str(part) if isinstance(part, str | None) else getattr(part, "__name__", type(part).__name__)
+def _describe(component: Any) -> list[object]:
+    """The name and the config of an optimizer or a loss, which may also be a function or a name."""
+    config = component.get_config() if hasattr(component, "get_config") else {}
+    is_name = isinstance(component, str | None)
+    name = str(component) if is_name else getattr(component, "__name__", type(component).__name__)
     return [name, _plain({name: value for name, value in config.items() if name not in _VARYING})]
 
 
 def _plain(value: object) -> object:
+    """A value of a config as plain values: dictionaries as sorted pairs, objects as the names of their classes."""
     if isinstance(value, dict):
         return [(str(name), _plain(item)) for name, item in sorted(value.items(), key=lambda item: str(item[0]))]
     return value if isinstance(value, bool | int | float | str | None) else type(value).__name__

@@ -28,7 +28,7 @@ class Draw(NamedTuple):
     The first rows of each replica are drawn; padding repeats an example.
     """
 
-    numbers: np.ndarray
+    indices: np.ndarray
     present: np.ndarray
 
 
@@ -38,7 +38,7 @@ class PoissonSampling:
     Args:
         key: Two unsigned integers of 64 bits. It may be replaced between epochs.
         examples: Number of examples in the data.
-        rate: Probability of each to be drawn.
+        rate: Probability that an example is drawn.
         rows: Rows of the padded batch. A larger draw is truncated at random.
         replicas: Number of replicas, which divides `rows`. One draw is spread evenly over them.
     """
@@ -54,18 +54,18 @@ class PoissonSampling:
         random = np.random.Generator(np.random.Philox(key=self.key, counter=(0, 0, 0, update)))
         count = min(random.binomial(self.examples, self.rate), self.rows)
         chosen = np.sort(random.choice(self.examples, count, replace=False, shuffle=False))
-        numbers = np.full(self.rows, chosen[0] if count else 0, np.int64)
+        indices = np.full(self.rows, chosen[0] if count else 0, np.int64)
         present = np.zeros(self.rows, bool)
         positions = self._positions[:count]
-        numbers[positions], present[positions] = chosen, True
-        return Draw(numbers, present)
+        indices[positions], present[positions] = chosen, True
+        return Draw(indices, present)
 
     def draw_all(self, updates: Iterable[int]) -> Draw:
         """Draws the batches of several updates, stacked."""
         return Draw(*map(np.stack, zip(*map(self.draw, updates), strict=True)))
 
 
-# From targets, a structure nested as sample weights have to be, with the target of each output.
+# Nests targets as Keras expects sample weights: as the model's outputs are.
 NestTargets = Callable[[Structure], Structure]
 
 
@@ -75,14 +75,21 @@ def private_batches(
     updates: Callable[[], np.ndarray],
     nest: NestTargets = lambda targets: targets,
 ) -> Dataset:
-    """Makes a dataset of the padded batches `(x, y, sample_weight)` of the updates that `updates` returns."""
+    """The padded batches `(x, y, sample_weight)` of updates, as a dataset.
+
+    Args:
+        examples: The data.
+        sampling: Draws the batch of each update.
+        updates: Returns the numbers of the updates; called when an epoch begins to read the dataset.
+        nest: Nests targets, and sample weights nested like them, as the model's outputs are.
+    """
 
     def update_numbers(_: tf.Tensor) -> tf.Tensor:
         numbers = tf.numpy_function(lambda: np.asarray(updates(), np.int64), [], tf.int64)
         return tf.ensure_shape(numbers, [None])
 
-    def draw(numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        indices, present = tf.numpy_function(sampling.draw_all, [numbers], [tf.int64, tf.bool])
+    def draw(updates: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        indices, present = tf.numpy_function(sampling.draw_all, [updates], [tf.int64, tf.bool])
         shape = [None, sampling.rows]
         return tf.ensure_shape(indices, shape), tf.ensure_shape(present, shape)
 
@@ -141,7 +148,7 @@ def truncation_probability(examples: int, sampling_rate: float, limit: int) -> f
 
     Args:
         examples: Number of examples in the data.
-        sampling_rate: Probability of each to be drawn.
+        sampling_rate: Probability that an example is drawn.
         limit: Rows that an update has room for.
 
     Returns:
@@ -201,7 +208,7 @@ def _log_binomial(examples: int, rate: float, drawn: np.ndarray) -> np.ndarray:
 
 
 def _stirling_error(count: np.ndarray) -> np.ndarray:
-    """log(count!) minus Stirling's formula."""
+    """log(count!) minus Stirling's formula: exact up to 16, from there on by an asymptotic series."""
     inverse = 1 / (count * count)
     series = 1 / 1188 - inverse * 691 / 360360
     for coefficient in (1 / 1680, 1 / 1260, 1 / 360, 1 / 12):
@@ -214,7 +221,7 @@ def _stirling_error(count: np.ndarray) -> np.ndarray:
 
 
 def _deviance(count: np.ndarray, mean: float) -> np.ndarray:
-    """count log(count / mean) + mean - count, without cancellation."""
+    """count log(count / mean) + mean - count; by a series near the mean, where the terms would cancel."""
     offset = (count - mean) / (count + mean)
     direct = count * np.log(count / mean) + mean - count
     total = offset * (count - mean)

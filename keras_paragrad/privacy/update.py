@@ -1,4 +1,7 @@
-"""A private update fills two stages: *split*, with physical batches, and *transform*, with Gaussian noise."""
+"""A private update fills two stages: *split*, with physical batches, and *transform*, with Gaussian noise.
+
+Physical batches are the equal parts of an update's batch that are computed one after the other, to fit the memory.
+"""
 
 import functools
 import math
@@ -32,22 +35,24 @@ _BITS = 53
 
 
 def rows_of_update(
-    needed: int, expected: int, rate: float, most: int | None = None, replicas: int = 1
+    needed: int, expected: int, rate: float, limit: int | None = None, replicas: int = 1
 ) -> tuple[int, int]:
-    """Rows of an update's padded batch, at least `needed`, and of each physical batch, at most `most` of all replicas.
+    """Rows of an update's padded batch, at least `needed`, and of each physical batch, at most `limit`.
+
+    Rows are counted over all replicas; `expected` is the expected batch size, and `rate` the sampling rate.
 
     Physical batches without a drawn row are not computed, so their size is chosen for most draws to fill a whole number
     of them.
     """
-    if most is not None and most % replicas:
+    if limit is not None and limit % replicas:
         raise ValueError(
-            f"`physical_batch_size` is {most}, and can't be divided among {replicas} replicas. Write "
-            f"physical_batch_size={_round_up(most, replicas)}."
+            f"`physical_batch_size` is {limit}, and can't be divided among {replicas} replicas. Write "
+            f"physical_batch_size={_round_up(limit, replicas)}."
         )
     usual = min(needed, math.ceil(expected + _USUAL * (expected * (1 - rate)) ** 0.5))
-    parts = 1 if most is None else -(-usual // most)
+    parts = 1 if limit is None else -(-usual // limit)
     physical = _round_up(-(-usual // parts), _ROWS * replicas)
-    physical = physical if most is None else min(physical, most)
+    physical = physical if limit is None else min(physical, limit)
     return _round_up(needed, physical), physical
 
 
@@ -65,14 +70,14 @@ class PhysicalBatches(Slices):
 
     @property
     def undivided(self) -> str:
-        """Starts the error for a model that allows no physical batches."""
+        """The first sentence of the error for a model that allows no physical batches."""
         return "An update can't be computed in physical batches."
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
         """Sums the gradients of the physical batches that have drawn rows."""
         model = context.model
         drawn = tf.math.count_nonzero(present_rows(data), dtype=tf.int32)
-        # At least one, as the gradient of weight regularizers belongs to an empty draw too.
+        # At least one batch, as the gradient of weight regularizers belongs to an empty draw too.
         batches = tf.maximum(1, -(-drawn // self.size))
         size = self._even_size(drawn, batches) if _allows_any_batch_size(model) else self.size
         rows = batches * size
@@ -150,13 +155,13 @@ class GaussianNoise:
         self.deviation, self.secure, self.on_end = deviation, secure, on_end
 
     def __call__(self, gradients: list[tf.Tensor], variables: list[keras.Variable]) -> list[tf.Tensor]:
-        """Adds noise to the gradients."""
+        """The gradients with noise; counts the update."""
         seed: Any = tf.random.fold_in(self.key(), tf.identity(self.position), alg=_ALGORITHM)
         deviation = tf.cast(self.deviation(), "float32")
         # An embedding's gradient doesn't know its shape.
         shapes = [variable.shape for variable in variables]
         if self.secure:
-            *draws, last = _reduce_draws([_system_draw(shape) for shape in [*shapes, ()]])
+            *draws, scalar_draw = _reduce_draws([_system_draw(shape) for shape in [*shapes, ()]])
             noise = [deviation * draw for draw in draws]
         else:
             indices = {id(variable): index for index, variable in enumerate(self.variables())}
@@ -164,11 +169,11 @@ class GaussianNoise:
                 _keyed_normals(seed, indices[id(variable)], shape, deviation)
                 for variable, shape in zip(variables, shapes, strict=True)
             ]
-            last = _keyed_normals(seed, len(indices), (), 1.0)
+            scalar_draw = _keyed_normals(seed, len(indices), (), 1.0)
         noisy = [gradient + tf.cast(draw, gradient.dtype) for gradient, draw in zip(gradients, noise, strict=True)]
         with tf.control_dependencies(noisy):
             if self.on_end:
-                self.on_end(last)
+                self.on_end(scalar_draw)
             self.position.assign_add(1)
             self.updates.assign_add(1)
         return noisy
@@ -193,7 +198,7 @@ def _keyed_normals(seed: tf.Tensor, index: int, shape: Sequence[int], deviation:
 
 
 def _reduce_draws(draws: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums independent draws over all replicas, scaled to the variance of one."""
+    """Sums the replicas' independent draws, scaled to the variance of one, so that all replicas have the same."""
     if replica_count() == 1:
         return draws
     return sum_over_replicas([draw / replica_count() ** 0.5 for draw in draws])

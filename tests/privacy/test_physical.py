@@ -42,7 +42,7 @@ def test_replicas_have_equal_shares_of_a_draw():
     """So that none computes more physical batches than others, and each begins with the rows that it has."""
     one, four = (PoissonSampling((1, 2), 50, 0.3, 40, replicas) for replicas in (1, 4))
     for first, second in ((one.draw(update), four.draw(update)) for update in range(50)):
-        assert sorted(first.numbers[first.present]) == sorted(second.numbers[second.present])
+        assert sorted(first.indices[first.present]) == sorted(second.indices[second.present])
         shares = second.present.reshape(4, 10)
         counts = shares.sum(1)
         assert np.ptp(counts) <= 1

@@ -18,8 +18,8 @@ def included(sampling):
     """Whether each example is in each update."""
     found = np.zeros((UPDATES, EXAMPLES))
     for update, draw in enumerate(map(sampling.draw, range(UPDATES))):
-        assert len(set(draw.numbers[draw.present])) == draw.present.sum()
-        found[update, draw.numbers[draw.present]] = 1
+        assert len(set(draw.indices[draw.present])) == draw.present.sum()
+        found[update, draw.indices[draw.present]] = 1
     return found
 
 
@@ -90,11 +90,11 @@ def test_updates_see_poisson_samples():
 
 def test_draws_follow_from_key_and_update():
     sampling = PoissonSampling((1, 2), EXAMPLES, RATE, EXAMPLES)
-    whole = [sampling.draw(update).numbers for update in range(8)]
-    np.testing.assert_array_equal(sampling.draw(5).numbers, whole[5])
-    np.testing.assert_array_equal(sampling.draw_all(range(5, 8)).numbers, whole[5:])
+    whole = [sampling.draw(update).indices for update in range(8)]
+    np.testing.assert_array_equal(sampling.draw(5).indices, whole[5])
+    np.testing.assert_array_equal(sampling.draw_all(range(5, 8)).indices, whole[5:])
     other = PoissonSampling((1, 3), EXAMPLES, RATE, EXAMPLES).draw(0)
-    assert not np.array_equal(other.numbers, whole[0])
+    assert not np.array_equal(other.indices, whole[0])
 
 
 def test_larger_draws_are_cut_at_random():
@@ -136,8 +136,8 @@ def test_rows_are_those_of_the_draw(source, monkeypatch):
     assert not batches.options().autotune.enabled
     sizes = set()
     for draw, (inputs, targets, weights) in zip(map(sampling.draw, range(30)), batches, strict=True):
-        np.testing.assert_array_equal(inputs, x[draw.numbers])
-        np.testing.assert_array_equal(targets, y[draw.numbers])
+        np.testing.assert_array_equal(inputs, x[draw.indices])
+        np.testing.assert_array_equal(targets, y[draw.indices])
         np.testing.assert_array_equal(weights, draw.present.astype("float32"))
         np.testing.assert_array_equal(present_rows((inputs, targets, weights)), draw.present)
         sizes.add(int(draw.present.sum()))
@@ -161,7 +161,7 @@ def test_class_weights(source):
     sampling = PoissonSampling((1, 2), EXAMPLES, 0.5, EXAMPLES)
     draw = sampling.draw(0)
     *_, found = next(iter(private_batches(rows, sampling, lambda: range(1))))
-    expected = [weights.get(label, 1.0) for label in y[draw.numbers]] * draw.present
+    expected = [weights.get(label, 1.0) for label in y[draw.indices]] * draw.present
     np.testing.assert_array_equal(found, expected)
 
 

@@ -98,11 +98,12 @@ def _expand_part(part: str, text: str) -> list[str]:
     return ["".join(tokens) for tokens in itertools.product(*choices)]
 
 
-def _check_count(count: int, text: str, most: int = MOST_TASKS) -> None:
-    if count > most:
-        raise ValueError(f"{quote(text)} expands to {count} or more entries; at most {most} are allowed. Correct it.")
+def _check_count(count: int, text: str, limit: int = MOST_TASKS) -> None:
+    if count > limit:
+        raise ValueError(f"{quote(text)} expands to {count} or more entries; at most {limit} are allowed. Correct it.")
 
 
+# A job gets one of `JOBS` ranges of ports, all below the ephemeral ports.
 FIRST_PORT, PORTS_PER_JOB, JOBS = 15000, 16, 900
 
 

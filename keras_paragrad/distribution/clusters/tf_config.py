@@ -39,6 +39,7 @@ class TfConfig(ClusterKind):
 
 
 def _expect(value: object, kind: type, name: str) -> Any:
+    """Returns the value; refuses one that is not of a type."""
     if not isinstance(value, kind):
         raise ValueError(f"In TF_CONFIG, {name} is {quote(value)}. Expected {EXAMPLE}.")
     return value

@@ -116,7 +116,10 @@ def sketches(strategy: tf.distribute.Strategy, variables: Sequence[keras.Variabl
 
 
 def _sketch(value: np.ndarray) -> tuple[float, float]:
-    """A value's norm, and its dot product with the signs."""
+    """A value's norm, and its dot product with the signs.
+
+    In a large variable the signs repeat, and each repetition is multiplied by another sign.
+    """
     flat = np.asarray(value).reshape(-1).astype(np.float32, copy=False)
     size = len(_SIGNS)
     whole = len(flat) // size * size
@@ -167,16 +170,16 @@ def check_same_weights(strategy: tf.distribute.Strategy, model: keras.Model) -> 
 def refuse_if_differing(
     of_workers: np.ndarray, variables: Sequence[keras.Variable], when: str = "before the first step"
 ) -> None:
-    """Raises if a worker's sketches differ from the first worker's."""
+    """Raises if a worker's sketches differ from the first worker's; `when` is the time to name in the error."""
     where = first_difference(of_workers)
     if where is None:
         return
     variable, worker = where
     (norm, product), (other_norm, other_product) = of_workers[0, variable], of_workers[worker, variable]
-    said = f"norm {norm:.7g}, checksum {product:.7g}", f"norm {other_norm:.7g}, checksum {other_product:.7g}"
+    details = f"norm {norm:.7g}, checksum {product:.7g}", f"norm {other_norm:.7g}, checksum {other_product:.7g}"
     path = variables[variable].path
     raise ValueError(
-        f"The workers hold different weights {when}: {path} has {said[0]} on worker 0, and {said[1]} on worker "
+        f"The workers hold different weights {when}: {path} has {details[0]} on worker 0, and {details[1]} on worker "
         f"{worker}. Load or assign the same weights on every worker, and don't change the training on one of them only."
     )
 
@@ -196,4 +199,5 @@ def variables_to_compare(model: keras.Model) -> list[keras.Variable]:
 
 
 def _has_to_be_the_same(variable: keras.Variable) -> bool:
+    """Whether every replica holds all of a variable, and its values are floats."""
     return storage_of(variable).is_replicated() and tf.as_dtype(variable.dtype).is_floating

@@ -148,6 +148,7 @@ def _is_lambda(config: Mapping[str, object]) -> bool:
 
 
 def _describe_object(value: object) -> dict[str, Any]:
+    """An object by its class and config, and by its attributes if the class is custom."""
     # Keras leaves the bound arguments out of the config of some losses and metrics, such as Huber.
     config = {**bound_arguments(value), **(_config_of(value) or {})}
     description = {"class_name": type(value).__name__, "config": to_json(config)}
@@ -217,7 +218,7 @@ def _describe_model(model: keras.Model) -> dict[str, Any]:
         "variables of the optimizer": len(optimizer.variables) if optimizer else 0,
         "compile": {**arguments, "jit_compile": bool(model.jit_compile)},
         "recompute": {
-            "model" if place < 0 else f"layer {place}": what for place, what in describe_recomputed(model).items()
+            "model" if index < 0 else f"layer {index}": how for index, how in describe_recomputed(model).items()
         },
         "weights": [
             f"{weight.dtype} of shape {tuple(weight.shape)}{'' if weight.trainable else ', not trained'}"
@@ -259,6 +260,7 @@ def _names_in(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _renamed(value: Any, names: Mapping[str, str], refers: bool = False) -> Any:
+    """A description with other names where it has names of layers; `refers` says that `value` is in such a place."""
     if isinstance(value, list):
         return [_renamed(item, names, refers) for item in value]
     if isinstance(value, dict):

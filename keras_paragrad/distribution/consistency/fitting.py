@@ -25,7 +25,9 @@ from keras_paragrad.distribution.consistency.compare import (
 from keras_paragrad.distribution.consistency.describe import bind_arguments, describe_training, is_of_a_library
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 
+# A 64-bit checksum is gathered as two numbers, each of which float64 holds exactly.
 _HALF = 1 << 32
+# For each flag of the model that stops a loop, the batch hooks that may set it.
 _BATCH_HOOKS = {
     "stop_training": ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end"),
     "stop_evaluating": ("on_test_batch_begin", "on_test_batch_end"),
@@ -61,21 +63,24 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         self._strategy = strategy
         self._callbacks = callbacks
         self.data = data
+        # Whether workers ask each other after each batch, by the flag that a worker may have set.
         self._asks = {"stop_training": False, "stop_evaluating": False}
-        self._wants = False
-        self._reading: int | None = None
-        self._before = self._taken = 0
+        # Whether this worker stops when the epoch ends.
+        self._stops_later = False
+        # The number of the iterator that the data are read by, and the batches taken from it before and in this epoch.
+        self._iterator: int | None = None
+        self._taken_before = self._taken = 0
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Determines whether a worker may stop between batches."""
-        self._reading, self._before, self._taken = None, 0, 0
+        self._iterator, self._taken_before, self._taken = None, 0, 0
         mine = [stops_within(self._callbacks, flag) for flag in self._asks]
         counts = gather(self._strategy, np.array(mine, np.int64)).sum(axis=0)
         self._asks = dict(zip(self._asks, map(bool, counts.tolist()), strict=True))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Starts counting the epoch's batches."""
-        self._before, self._taken, self._wants = self._before + self._taken, 0, False
+        self._taken_before, self._taken, self._stops_later = self._taken_before + self._taken, 0, False
 
     def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Agrees on whether to stop, if a worker may."""
@@ -84,7 +89,7 @@ class AgreeEachEpoch(keras.callbacks.Callback):
             self.model.stop_training = self._any(self.model.stop_training)
         elif self.model.stop_training and not self._is_seen_by_all(logs):
             # The others would wait for this worker's gradients forever.
-            self._wants, self.model.stop_training = True, False
+            self._stops_later, self.model.stop_training = True, False
 
     def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
         """Agrees on whether to stop an evaluation."""
@@ -95,11 +100,12 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         """Compares the epoch, and agrees on whether it is the last."""
         variables = variables_to_compare(self.model)
         batches, layout = self._tally()
-        stop = self._wants or self.model.stop_training
-        numbers = [stop, self._taken, batches, layout // _HALF, layout % _HALF, self._rate(), len(variables)]
+        stop = self._stops_later or self.model.stop_training
+        facts = [stop, self._taken, batches, layout // _HALF, layout % _HALF, self._rate(), len(variables)]
         # First the number of variables: vectors of different lengths can't be gathered.
-        of_workers = gather(self._strategy, np.array(numbers, np.float64))
+        of_workers = gather(self._strategy, np.array(facts, np.float64))
         self._refuse_differing(epoch, of_workers)
+        # Two numbers per variable, which stand for its values.
         mine = sketches(self._strategy, variables)
         all_sketches = gather(self._strategy, mine.reshape(-1)).reshape(len(of_workers), -1, 2)
         refuse_if_differing(all_sketches, variables, f"after epoch {epoch}, counted from 0")
@@ -110,20 +116,24 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         if self.data is None or self.data.tally is None:
             self._taken = taken
             return
-        if self._reading != self.data.tally.reading and not self._taken:
-            self._reading, self._before = self.data.tally.reading, 0
+        # The epoch's first batch may come from a new iterator.
+        if self._iterator != self.data.tally.reading and not self._taken:
+            self._iterator, self._taken_before = self.data.tally.reading, 0
         self._taken = taken
 
     def _tally(self) -> tuple[int, int]:
-        if self.data is None or self.data.tally is None or self._reading is None:
+        """The number of batches that the iterator has read for this worker's steps, and a checksum of their shapes."""
+        if self.data is None or self.data.tally is None or self._iterator is None:
             return 0, 0
-        return self.data.tally.up_to(self._reading, self._before + self._taken)
+        return self.data.tally.up_to(self._iterator, self._taken_before + self._taken)
 
     def _rate(self) -> float:
+        """The learning rate, or NaN if there is none."""
         rate = getattr(getattr(self.model, "optimizer", None), "learning_rate", math.nan)
         return float(keras.ops.convert_to_numpy(rate))
 
     def _any(self, mine: bool) -> bool:
+        """Whether it is true on any worker; all workers call this."""
         return bool(gather(self._strategy, np.array([mine], np.int64)).any())
 
     def _is_seen_by_all(self, logs: Logs | None) -> bool:
@@ -132,20 +142,21 @@ class AgreeEachEpoch(keras.callbacks.Callback):
         return ends and not math.isfinite(float((logs or {}).get("loss", 0.0)))
 
     def _refuse_differing(self, epoch: int, of_workers: np.ndarray) -> None:
-        """Raises if workers differ in their steps, batches, learning rates or numbers of weights."""
+        """Raises if workers differ in what `on_epoch_end` gathers, `(workers, facts)`, beside the flag to stop."""
+        # By the index of a fact: the key of its advice, and its name.
         names = {
             1: ("steps", "steps taken"),
             2: ("batches", "batches of data"),
             5: ("learning rate", "learning rate"),
             6: ("weights", "weights to compare"),
         }
-        for index, (what, name) in names.items():
+        for index, (advice, name) in names.items():
             values = of_workers[:, index]
             others = np.flatnonzero(~((values == values[0]) | (np.isnan(values) & np.isnan(values[0]))))
             if len(others):
                 raise ValueError(
                     f"The workers differ after epoch {epoch}, counted from 0: {name}: {values[0]:.9g} on worker 0, "
-                    f"{values[others[0]]:.9g} on worker {others[0]}. {_ADVICE[what]}"
+                    f"{values[others[0]]:.9g} on worker {others[0]}. {_ADVICE[advice]}"
                 )
         others = np.flatnonzero((of_workers[:, 3:5] != of_workers[0, 3:5]).any(axis=1))
         if len(others):
@@ -207,7 +218,7 @@ class ComparedFit:
 
     @classmethod
     def of(cls, model: keras.Model, shard_policy: str = "auto", parts: int | None = None) -> "ComparedFit":
-        """The one that a model already has, or a new one."""
+        """The one that a model's `fit` already is, with these settings, or a new one."""
         installed = model.__dict__.get("fit")
         if not isinstance(installed, cls):
             return cls(model, shard_policy, parts)
@@ -217,6 +228,7 @@ class ComparedFit:
     def __call__(self, *args: Any, **kwargs: Any) -> keras.callbacks.History:
         """Calls the `fit` of the model's class, after checking that all workers are about to do the same."""
         history = self._compared(*args, **kwargs)
+        # Other workers may still read the last collective's result from this process, which may end next.
         barrier()
         return history
 
@@ -234,7 +246,7 @@ class ComparedFit:
         x = arguments.get("x")
         self._agreement = AgreeEachEpoch(strategy, callbacks, x if isinstance(x, DistributedData) else None)
         bound = inspect.signature(fit).bind(*args, **kwargs)
-        _put(bound, "callbacks", with_agreement(callbacks, self._agreement))
+        _replace_argument(bound, "callbacks", with_agreement(callbacks, self._agreement))
         try:
             return fit(*bound.args, **bound.kwargs)
         finally:
@@ -273,12 +285,12 @@ def given_callbacks(callbacks: Any) -> list[keras.callbacks.Callback]:
 def with_agreement(
     callbacks: Sequence[keras.callbacks.Callback], agreement: AgreeEachEpoch
 ) -> list[keras.callbacks.Callback]:
-    """Inserts `agreement` after the callbacks that may stop `fit`, and before the backups, which record that."""
+    """Inserts `agreement` after the callbacks that may stop `fit`, and before the backups, which record the stop."""
     backups = [callback for callback in callbacks if isinstance(callback, Backup)]
     return [*(callback for callback in callbacks if not isinstance(callback, Backup)), agreement, *backups]
 
 
-def _put(bound: inspect.BoundArguments, name: str, value: object) -> None:
+def _replace_argument(bound: inspect.BoundArguments, name: str, value: object) -> None:
     """Replaces an argument of a call; an overridden `fit` may take it among its keywords."""
     if name in bound.signature.parameters:
         bound.arguments[name] = value

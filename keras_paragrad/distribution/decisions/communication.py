@@ -22,13 +22,15 @@ def decide_communication(
         `"nccl"`, `"ring"`, `"hierarchical_copy"`, `"one_device"`, `"none"`, or `"given"` for a strategy object.
     """
     if options.given is not None:
-        return Decision(NAME, "given", "the strategy was created with its own", _on(devices), 'strategy="auto"')
+        return Decision(
+            NAME, "given", "the strategy was created with its own", _devices_in_words(devices), 'strategy="auto"'
+        )
     if kind.on_tpu or replicas == 1:
         reason = "a TPU brings its own" if kind.on_tpu else "there is one replica: nothing to all-reduce"
         return no_communication(hardware, options, kind, devices, reason)
     _check_requested(options.communication, hardware, kind, devices)
     if options.communication != "auto":
-        return Decision(NAME, options.communication, "requested", _on(devices), 'communication="auto"')
+        return Decision(NAME, options.communication, "requested", _devices_in_words(devices), 'communication="auto"')
     return _fastest(hardware, kind.on_workers, kind_of_device(devices[0]))
 
 
@@ -37,11 +39,11 @@ def no_communication(
 ) -> Decision:
     """The decision if nothing is all-reduced."""
     _check_requested(options.communication, hardware, kind, devices)
-    return Decision(NAME, "none", reason, _on(devices), NO_CHOICE)
+    return Decision(NAME, "none", reason, _devices_in_words(devices), NO_CHOICE)
 
 
 def _fastest(hardware: Hardware, between_workers: bool, device: str) -> Decision:
-    """The fastest that works for several devices of a kind."""
+    """Chooses the fastest all-reduce that works between several devices of a kind."""
     if device == "CPU" and between_workers:
         reason = "the only one that works between CPUs of several processes"
         evidence = "TensorFlow's own choice (AUTO) aborts the process there"
@@ -93,7 +95,8 @@ def decide_collective_timeout(options: Options, strategy: str, kind: StrategyKin
     return Decision(name, None, reason, "after 13 s, for a worker killed on the same machine", "collective_timeout=120")
 
 
-def _on(devices: tuple[str, ...]) -> str:
+def _devices_in_words(devices: tuple[str, ...]) -> str:
+    """The number and the kind of this process's devices, in words."""
     return f"{len(devices)} {kind_of_device(devices[0])} here" if devices else "the strategy defines the devices"
 
 
@@ -101,7 +104,7 @@ def _check_requested(requested: str, hardware: Hardware, kind: StrategyKind, dev
     """Refuses a collective implementation that does not work on these devices."""
     on_gpus = bool(devices) and kind_of_device(devices[0]) == "GPU"
     if requested == "nccl" and (not on_gpus or hardware.has_virtual_gpus):
-        others = "parts of a GPU" if on_gpus else _on(devices)
+        others = "parts of a GPU" if on_gpus else _devices_in_words(devices)
         raise ValueError(
             f'communication="nccl" works between whole GPUs, but there are {others}. Write communication="auto".'
         )

@@ -74,6 +74,7 @@ def decide_precision(hardware: Hardware, options: Options, kind: StrategyKind, d
 
 
 def _faster(hardware: Hardware, on_tpu: bool, devices: tuple[str, ...]) -> tuple[str | None, str]:
+    """`faster_policy` for the devices that train; for all GPUs, if no devices are known."""
     if on_tpu:
         return faster_policy("TPU")
     gpus = [gpu for gpu in hardware.of_kind("GPU") if not devices or gpu.name in devices]
@@ -81,7 +82,7 @@ def _faster(hardware: Hardware, on_tpu: bool, devices: tuple[str, ...]) -> tuple
 
 
 def _caution(policy: str | None, hardware: Hardware) -> str:
-    """What to know about a dtype policy on this hardware."""
+    """A caution about a requested dtype policy on this hardware; empty if there is none."""
     if policy == "mixed_float16" and hardware.tpus:
         return "a TPU has no units for float16; use mixed_bfloat16"
     if policy in ("mixed_float16", "mixed_bfloat16") and not hardware.of_kind("GPU") and not hardware.tpus:

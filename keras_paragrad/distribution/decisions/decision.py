@@ -40,7 +40,7 @@ class Decider(NamedTuple):
     """A function that makes one decision of the plan.
 
     Attributes:
-        name: The decision's, as in `decide_<name>`.
+        name: The decision's name, as in `decide_<name>`.
         decide: The function. Its parameters name its inputs: `hardware`, `options`, the `kind` of the strategy, and
             decisions of a lower order, whose values are passed.
         order: Decisions are made, and listed in the plan, in ascending order.

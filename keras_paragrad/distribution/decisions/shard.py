@@ -81,6 +81,7 @@ def choose_shard(model: keras.Model, batch_size: int, batch_spec: Specs, run: Pl
         min_shard_bytes=run.options.min_shard_bytes,
         batch_spec=batch_spec,
     )
+    # The bytes of a step for each value of `shard`, in the order of preference.
     totals = {column.shard: column.total for column in estimate.columns if not column.recompute}
     # Workers must choose the same: by the chief's estimate and the smallest device.
     gathered = gather(strategy, np.array([device_bytes, *totals.values()], np.int64))
@@ -125,7 +126,7 @@ def _mesh_arguments(plan: Plan, hardware: Hardware) -> str:
 
 
 def reshard(model: keras.Model, strategy: tf.distribute.Strategy, shard: str | None, min_bytes: int) -> None:
-    """Changes a model whose parameters are in shards: to copies that are whole, or to whole variables."""
+    """Changes a model built in shards: `"optimizer"` adds whole copies of parameters, `None` makes variables whole."""
     if shard == "optimizer":
         add_copies(strategy, model)
         create_in_shards(strategy, copies=True, min_bytes=min_bytes)

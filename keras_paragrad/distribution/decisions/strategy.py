@@ -63,7 +63,7 @@ def _counted(count: int, thing: str) -> str:
 
 
 def _choose(hardware: Hardware, options: Options) -> Decision:
-    """The strategy for the hardware."""
+    """Decides the strategy by the hardware, if none is requested."""
     cluster, gpus = hardware.cluster, hardware.of_kind("GPU")
     decision = functools.partial(Decision, "strategy", evidence=hardware_in_words(hardware))
     if cluster and cluster.job == "evaluator":
@@ -164,6 +164,7 @@ def decide_replicas(hardware: Hardware, options: Options, kind: StrategyKind, de
 
 
 def _fewer(names: tuple[str, ...]) -> str:
+    """What to write to use fewer of these devices, if there are several."""
     return f"devices={list_of(names[1:3])}" if len(names) > 1 else NO_CHOICE
 
 

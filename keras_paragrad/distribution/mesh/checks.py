@@ -17,6 +17,7 @@ from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.storage.dtensor import COMBINE_PASS, distribute, make_mesh, on_mesh, turn_combine_pass_off
 from keras_paragrad.storage.mesh_variable import MeshVariable
 
+# The learning rate of the steps that are checked.
 _RATE = 0.1
 
 
@@ -150,6 +151,7 @@ def _step_error(
 
 
 def _two_steps(variables: list[Any], x: tf.Tensor, y: tf.Tensor) -> None:
+    """Takes two compiled steps that change the variables."""
     step: Callable[..., None] = tf.function(functools.partial(_step, variables), autograph=False)
     for _ in range(2):
         step(x, y)

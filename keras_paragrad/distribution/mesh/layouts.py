@@ -74,6 +74,7 @@ def variables_kept_sharded(model: keras.Model, axes: dict[int, Axes]) -> set[int
 
 
 def _head_dimension(variable: keras.Variable) -> int | None:
+    """The dimension of an attention weight that counts heads; `None` if there is none."""
     return _HEADS.get("/".join(variable.path.split("/")[-2:]))
 
 
@@ -185,6 +186,7 @@ def _dimensions_to_shard(model: keras.Model, size: int) -> Iterator[tuple[keras.
 
 
 def _last_divisible(variable: keras.Variable, size: int, least_elements: int) -> Iterator[tuple[keras.Variable, int]]:
+    """Yields a large enough matrix or tensor with its last dimension that `size` divides, if there is one."""
     dimensions = [index for index, length in enumerate(variable.shape) if length % size == 0]
     if dimensions and len(variable.shape) > 1 and variable.shape.num_elements() >= least_elements:
         yield variable, dimensions[-1]

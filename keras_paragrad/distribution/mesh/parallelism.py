@@ -190,25 +190,27 @@ class MeshPreparation(Preparation):
 
     @contextlib.contextmanager
     def _tracing(self) -> Generator[None]:
+        """Context in which a step is traced for the mesh; then checks the layouts of layers' outputs."""
         with tracing_for_mesh(self.model, self._outputs):
             yield
         check_layout_map(self.model, self.mesh, self._outputs.requested)
 
 
 def _on_workers(method: str, model: keras.Model, x: FitData = None, *arguments: Any, **keywords: Any) -> Any:
-    """Calls a method of the model's class; all workers call it with the same data."""
+    """Calls a method of the model's class, on every worker with the same data."""
     if method == "fit" and not isinstance(x, DistributedData):
         raise ValueError(
             "On a mesh of several workers each of them reads every batch, and fit would shuffle differently on each. "
             "Write dist.fit(model, x, y), or model.fit(dist.dataset(x, y, batch_size=...))."
         )
     result = getattr(type(model), method)(model, x, *arguments, **keywords)
+    # Other workers may still read the last collective's result from this process, which may end next.
     barrier()
     return result
 
 
 def tolerance(model: keras.Model) -> float:
-    """The largest error of a gradient, relative to its largest entry."""
+    """The largest allowed error of a gradient on the mesh, relative to its largest entry."""
     dtypes = {layer.compute_dtype for layer in all_layers(model)} - {None}
     return max((_TOLERANCES.get(str(dtype), 0.5) for dtype in dtypes), default=1e-2)
 
@@ -217,6 +219,7 @@ class MeshParallel(Parallelism):
     """One replica, whose variables and batches are divided over several devices."""
 
     precedence = 20
+    # Of `compat.names.NAMES`.
     parts = ("memory", "meshes")
     accepts = DISTRIBUTIONS
 
@@ -233,6 +236,7 @@ class MeshParallel(Parallelism):
         check_mesh_options(options)
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
+        """This parallelism's own decisions; the functions in `decisions/` make the others."""
         # With `mesh=` the layout is ours, otherwise the `keras.distribution` has one.
         mesh, automatic = planned_mesh(options, hardware), options.mesh is not None
         layout = "by a layout that follows from its structure" if automatic else "by its distribution"
@@ -248,7 +252,7 @@ class MeshParallel(Parallelism):
         if mesh.workers > 1:
             reason = "each worker reads every batch, and each of its devices takes a part"
             decisions.append(Decision("shard_policy", "data", reason, f"{mesh.workers} workers", NO_CHOICE))
-        return Decisions(decisions, count, mesh.workers > 1)
+        return Decisions(decisions, counted=count, launched=mesh.workers > 1)
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
         # Before TensorFlow compiles anything on the mesh.
@@ -259,6 +263,7 @@ class MeshParallel(Parallelism):
             return strategies
         await_workers(cluster, options.startup_timeout, {"mesh": str(options.mesh), "devices": len(plan.devices.value)})
         span_workers(cluster.jobs["worker"], cluster.index)
+        # Between CPUs, TensorFlow's own choice (AUTO) aborts the process.
         ring = tf.distribute.experimental.CommunicationImplementation.RING
         communication = tf.distribute.experimental.CommunicationOptions(implementation=ring)
         workers = join_workers(MeshWorkersStrategy, cluster, plan.devices.value[:1], communication)

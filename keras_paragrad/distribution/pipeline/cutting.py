@@ -66,13 +66,14 @@ class Calls:
         self.model = model
         self.functional: FunctionalModel = functional
         self.nodes = calls_of(functional)
-        # The first and last call of each layer that has variables, and the calls that use each variable.
+        # The first and last call of each layer that has variables, and the first and last that use each variable.
         self._users: dict[str, tuple[int, int]] = {}
         for index, node in enumerate(self.nodes):
             variables = operation_variables(node.operation)
             keys = [f"weight {variable.path!r}" for variable in variables]
             for key in [f"layer {node.operation.name!r}", *keys] if variables else []:
                 self._users[key] = self._users.get(key, (index, index))[0], index
+        # For each tensor that calls use, the call that computes it and the last one that uses it.
         producers = {id(tensor): index for index, node in enumerate(self.nodes) for tensor in node.outputs}
         last_users = {id(tensor): index for index, node in enumerate(self.nodes) for tensor in node.input_tensors}
         self._tensors = [(index, last_users[tensor]) for tensor, index in producers.items() if tensor in last_users]
@@ -233,8 +234,8 @@ def measured_times(calls: Calls, device: str) -> list[int]:
     nanoseconds: dict[int, int] = {}
 
     def timing(part: Part, run: RunPart) -> RunPart:
-        def timed(known: Tensors, operation_fn: OperationFn) -> Tensors:
-            nanoseconds[id(part)], outputs = _timed(part, run, known, operation_fn)
+        def timed(inputs: Tensors, operation_fn: OperationFn) -> Tensors:
+            nanoseconds[id(part)], outputs = _timed(part, run, inputs, operation_fn)
             return outputs
 
         return timed
@@ -260,20 +261,22 @@ def measured_times(calls: Calls, device: str) -> list[int]:
 
 
 def _made_up(spec: tf.TensorSpec) -> tf.Tensor:
+    """Normal floats, or zeros of another dtype, in a spec's shape."""
     # Drawing from TensorFlow would change the random numbers that follow.
     sizes: Any = tuple(spec.shape)
     numbers = np.random.default_rng(0).normal(size=sizes)
     return tf.cast(numbers, spec.dtype) if spec.dtype.is_floating else tf.zeros(spec.shape, spec.dtype)
 
 
-def _timed(part: Part, run: RunPart, known: Tensors, operation_fn: OperationFn) -> tuple[int, Tensors]:
-    """The nanoseconds of a part's forward and backward pass, and its outputs."""
+def _timed(part: Part, run: RunPart, given: Tensors, operation_fn: OperationFn) -> tuple[int, Tensors]:
+    """The nanoseconds of a part's forward and backward pass for the given inputs, and its outputs."""
     variables = variables_of_part(part)
+    # Of the outputs; set while the function is traced.
     keys: list[int] = []
 
     @tf.function(autograph=False)
     def forward_backward(inputs: list[tf.Tensor], masks: list[tf.Tensor | None], values: list[tf.Tensor]) -> Any:
-        tensors = dict(zip(known, map(with_mask, inputs, masks), strict=True))
+        tensors = dict(zip(given, map(with_mask, inputs, masks), strict=True))
         weights = [value for variable, value in zip(variables, values, strict=True) if variable.trainable]
         watched = [tensor for tensor in [*inputs, *weights] if has_gradient(tensor)]
         scope = keras.StatelessScope(list(zip(variables, values, strict=True)), collect_losses=True)
@@ -292,7 +295,7 @@ def _timed(part: Part, run: RunPart, known: Tensors, operation_fn: OperationFn) 
 
     # Copies, as weights may be in the memory of the host.
     values = [tf.identity(tf.convert_to_tensor(variable.value)) for variable in variables]
-    arguments = list(known.values()), [mask_of(value) for value in known.values()], values
+    arguments = list(given.values()), [mask_of(value) for value in given.values()], values
     outputs, masks, *_ = forward_backward(*arguments)
     times = []
     for _ in range(_REPEATS):

@@ -32,6 +32,7 @@ class PipelineParallel(Parallelism):
     """
 
     precedence = 10
+    # Of `compat.names.NAMES`.
     parts = ("segments", "memory", "pipelines")
     accepts = (Pipeline,)
 
@@ -51,6 +52,7 @@ class PipelineParallel(Parallelism):
         return _canonical_stages(devices)
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
+        """This parallelism's own decisions; the functions in `decisions/` make the others."""
         if hardware.worker_count > 1:
             raise ValueError(
                 "A pipeline works within one process, and this one is of a cluster of "
@@ -65,7 +67,9 @@ class PipelineParallel(Parallelism):
             numbers = " to ".join(map(str, sorted({min(widths), max(widths)})))
             stages += f" on {numbers} devices each"
         replicas = Decision("replicas", 1, "the stages are one model", stages, 'strategy="mirrored"')
-        return Decisions([strategy, self._decide_devices(hardware, options), replicas, _decide_jit(options)], stages)
+        return Decisions(
+            [strategy, self._decide_devices(hardware, options), replicas, _decide_jit(options)], counted=stages
+        )
 
     def _decide_devices(self, hardware: Hardware, options: Options) -> Decision:
         """Decides the stages' devices."""
@@ -143,17 +147,17 @@ def _check_pipeline(options: Options, pipeline: Pipeline) -> None:
 
 
 def _check_devices(devices: Sequence[str | tuple[str, ...]], pipeline: Pipeline) -> None:
-    """Refuses devices of another number of stages, and more in a stage than there are micro-batches."""
+    """Refuses devices for another number of stages, and more in a stage than there are micro-batches."""
     if len(devices) != pipeline.count:
         named = [list(stage) if isinstance(stage, tuple) else stage for stage in devices]
-        unit, fix = "devices", "Name one device for each stage, in order."
+        noun, fix = "devices", "Name one device for each stage, in order."
         if isinstance(devices[0], tuple):
-            unit, fix = "lists", "Write a list of devices for each stage, in order."
+            noun, fix = "lists", "Write a list of devices for each stage, in order."
             if all(len(stage) == pipeline.count for stage in devices):
                 transposed = [list(stage) for stage in zip(*devices, strict=True)]
                 fix = f"Each list holds the devices of one stage, not of one replica: devices={transposed}."
         raise ValueError(
-            f"devices={named} has {len(devices)} {unit}, and the pipeline has {pipeline.count} stages. {fix}"
+            f"devices={named} has {len(devices)} {noun}, and the pipeline has {pipeline.count} stages. {fix}"
         )
     widest = max((stage for stage in devices if isinstance(stage, tuple)), key=len, default=())
     if len(widest) > pipeline.microbatches:

@@ -1,4 +1,7 @@
-"""Moves a model's stages to their devices, and runs batches through them in micro-batches."""
+"""Moves a model's stages to their devices, and runs batches through them in micro-batches.
+
+A column has one device of each stage. Micro-batches take turns on the columns.
+"""
 
 import contextlib
 import functools
@@ -111,6 +114,7 @@ class PipelinePreparation(Preparation):
         """Cuts the model into stages, which run on their devices, and batches into micro-batches."""
         model = self.model
         pipeline, devices, weighting, jit, prove = self.settings
+        # What fills *split* sets the current micro-batch there, and the stages choose their device by it.
         columns = Columns()
         split = self._micro_batches(pipeline, weighting, columns, max(map(len, devices)), prove)
         parts = cut(model, pipeline, devices[0][0])
@@ -123,8 +127,8 @@ class PipelinePreparation(Preparation):
         # Each variable and its original device, by the variable's `id`.
         self._homes: dict[int, tuple[keras.Variable, str]] = {}
         self._traced = TracedState()
-        placed = functools.partial(_place, columns, model, jit)
-        wraps = [(part, functools.partial(placed, index, names)) for index, (names, part) in enumerate(self._stages)]
+        place = functools.partial(_place, columns, model, jit)
+        wraps = [(part, functools.partial(place, index, names)) for index, (names, part) in enumerate(self._stages)]
         self._undo_stages = run_in_stages(functional_of(model), wraps)
         StepBuilder.of(model).fill(split=split, place=self._placing)
 
@@ -143,7 +147,7 @@ class PipelinePreparation(Preparation):
 
     @contextlib.contextmanager
     def _placing(self) -> Generator[None]:
-        """Context of a step, whose optimizer is built."""
+        """Context in which a step is traced: its optimizer is built, and operations follow their inputs' devices."""
         with tf.init_scope():
             build_model_optimizer(self.model)
         with placing_by_inputs(self.model):
@@ -175,15 +179,16 @@ class PipelinePreparation(Preparation):
     ) -> "MicroBatches":
         """The filler of *split*, which cuts a batch into micro-batches."""
         accumulator = find_accumulator(self.model.optimizer)
-        stated = accumulator.weighting if accumulator else "auto"
+        accumulated = accumulator.weighting if accumulator else "auto"
         # Even if accumulated batches are weighted uniformly, micro-batches of one may be uneven.
-        normalize = LossNormalization(weighting if stated in ("auto", "uniform") else stated, DIVIDER)
+        normalize = LossNormalization(weighting if accumulated in ("auto", "uniform") else accumulated, DIVIDER)
         if pipeline.microbatches > 1:
             normalize.check(self.model)
             warn_of_batch_statistics(self.model)
         return MicroBatches(pipeline.microbatches, normalize, columns, width, prove)
 
     def _retrace(self) -> None:
+        """Has the model's functions traced again."""
         StepBuilder.of(self.model).retrace()
         self.model.test_function = self.model.predict_function = None
 
@@ -197,7 +202,7 @@ def _place(
     part: Part,
     run: RunPart,
 ) -> StageOnDevices:
-    """The part's `run` on each of its stage's devices."""
+    """Wraps the function `run` of a part, so that it runs on its stage's devices."""
     runs = dict.fromkeys(devices, run)
     if jit:
         names = [STAGE.format(stage=index, column=column) for column in range(len(devices))]
@@ -212,7 +217,7 @@ class MicroBatches(NamedTuple):
         parts: The number of micro-batches of a batch; a batch of fewer rows has one for each row.
         normalize: Measures the weight of a micro-batch.
         columns: Is set to the micro-batch that is computed: they take turns on a stage's devices.
-        width: The most devices that a stage has.
+        width: The number of columns: the most devices that a stage has.
         prove: Whether the first batch must prove that its micro-batches give the same results as the whole.
     """
 
@@ -262,11 +267,11 @@ class MicroBatches(NamedTuple):
                 self.columns.micro_batch = index
                 first, last = index * rows // count, (index + 1) * rows // count
                 if static_rows is not None:
-                    micro_batch, fields = rows_at(data, first, last - first), {}
+                    micro_batch, options = rows_at(data, first, last - first), {}
                 else:
                     micro_batch = rows_at(data, first, tf.maximum(last - first, 1))
-                    fields: dict[str, Any] = {"replica_batch": _PossiblyEmpty(last - first, last > first)}
-                part = compute_part(context, micro_batch, rows, **fields)
+                    options: dict[str, Any] = {"replica_batch": _PossiblyEmpty(last - first, last > first)}
+                part = compute_part(context, micro_batch, rows, **options)
                 if index < self.width:
                     totals.append(part)
                 else:

@@ -96,14 +96,14 @@ def fit_memory(
 
 
 def _agreed(plan: MemoryPlan, run: PlannedRun) -> Candidate:
-    """The chief's choice, on all workers: their speeds differ."""
+    """The chief's choice, on all workers: their speeds differ, but in a sorted list their candidates are the same."""
     ways = sorted(plan.candidates, key=lambda candidate: str(candidate.choice))
     mine = next(index for index, candidate in enumerate(ways) if candidate is plan.chosen)
     return ways[int(gather(run.strategies.workers, np.array([mine], np.int64))[0, 0])]
 
 
 def _no_slices(model: keras.Model) -> str:
-    """Why batches can't be cut into slices; empty if they can."""
+    """Why the plan can't cut batches into slices; empty if it can."""
     if StepBuilder.of(model).stages.split is not None:
         return "microbatch(model, ...) was called; leave it out to have slices chosen"
     layers = layers_of_batch_statistics(model)
@@ -208,7 +208,7 @@ def _undo_slices(builder: StepBuilder, slices: object) -> None:
 
 
 def _decision(run: PlannedRun, candidate: Candidate, shards: Sequence[str | None]) -> Decision | None:
-    """The decision on shards, if it was open."""
+    """The decision on shards, or `None` if the plan has made it already."""
     if run.plan.shard.value != "auto":
         return None
     shard = candidate.choice.shard

@@ -58,7 +58,7 @@ DIVIDER = Divider(
     divides_steps=True,
 )
 
-# Of deterministic training.
+# For deterministic training, which adds the parts of a batch in a fixed order.
 IN_ORDER = dataclasses.replace(
     DIVIDER,
     parts="the parts of a batch",
@@ -120,6 +120,7 @@ class ReplicaPreparation(Preparation):
             )
         normalize = self._normalization(weighting) if exact else None
         deferred_refusal = None
+        # On one replica, a model that several would refuse is only warned about.
         if normalize and replicas == 1:
             deferred_refusal = DeferredRefusal(normalize, "is trained on one replica. Two")
             deferred_refusal.check(model)
@@ -131,8 +132,8 @@ class ReplicaPreparation(Preparation):
         if jit is not None and not deterministic:
             self.set_jit_compile(jit)
         by_xla = replicas > 1 and bool(model.jit_compile) and not self._all_reduces_in_forward_pass()
-        several = replica_placement(model.distribute_strategy).workers > 1
-        compared = ComparedFit.of(model, shard_policy, deterministic or None) if several else None
+        on_workers = replica_placement(model.distribute_strategy).workers > 1
+        compared_fit = ComparedFit.of(model, shard_policy, deterministic or None) if on_workers else None
         distribute = functools.partial(shard_again, model, shard_policy, deterministic) if deterministic else None
         ordered = None
         if deterministic:
@@ -140,11 +141,11 @@ class ReplicaPreparation(Preparation):
         if ordered is None:
             self._divide_as_before()
         take = Take(None if deferred_refusal else normalize, by_xla, deferred_refusal, prove, ordered)
-        install_on_replicas(model, take, compared.sharded if compared else distribute)
-        if compared:
+        install_on_replicas(model, take, compared_fit.sharded if compared_fit else distribute)
+        if compared_fit:
             evaluate = functools.partial(_with_barrier, type(model).evaluate, model)
             predict = functools.partial(_with_barrier, _predict_in_order, model)
-            self.replace(fit=compared, evaluate=evaluate, predict=predict)
+            self.replace(fit=compared_fit, evaluate=evaluate, predict=predict)
 
     def _divide_in_order(
         self, parts: int, weighting: str | DivisorFunction, prove: bool, by_xla: bool, replicas: int
@@ -184,10 +185,11 @@ class ReplicaPreparation(Preparation):
         uninstall_from_replicas(self.model)
 
     def _normalization(self, weighting: str | DivisorFunction) -> LossNormalization:
+        """How replica batches are weighted: as an accumulating optimizer states, or else by `weighting`."""
         accumulator = find_accumulator(self.model.optimizer)
-        stated = accumulator.weighting if accumulator else "auto"
+        accumulated = accumulator.weighting if accumulator else "auto"
         # Even if micro-batches are weighted uniformly, their replica batches may be uneven.
-        return LossNormalization(weighting if stated in ("auto", "uniform") else stated, DIVIDER)
+        return LossNormalization(weighting if accumulated in ("auto", "uniform") else accumulated, DIVIDER)
 
     def _warn_of_batch_statistics(self) -> None:
         """Warns of batch normalization that each replica computes separately."""
@@ -228,6 +230,7 @@ def _warn_of_idle_replicas(model: keras.Model, parts: int, replicas: int) -> Non
 
 
 def _with_barrier(method: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """Calls a method, and waits for the other workers, which may still read results from this process."""
     result = method(*args, **kwargs)
     barrier()
     return result
@@ -291,6 +294,7 @@ class DataParallel(Parallelism):
     precedence = 100
     adds_in_order = True
     fits_memory = True
+    # Of `compat.names.NAMES`.
     parts = ("replicas",)
 
     @classmethod
@@ -310,6 +314,7 @@ class DataParallel(Parallelism):
             )
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
+        """This parallelism's own decision; the functions in `decisions/` make the others."""
         strategy = decide_strategy(hardware, options)
         return Decisions([strategy], launched=self.kind(strategy.value).on_workers)
 

@@ -33,6 +33,7 @@ class Dispatcher:
     ):
         self._coordinator = coordinator
         self.in_flight = in_flight or STEPS_PER_WORKER * workers
+        # Acquired for each step in flight. A receiver's thread waits for its result.
         self._free = threading.BoundedSemaphore(self.in_flight)
         self._receivers = ThreadPoolExecutor(self.in_flight, thread_name_prefix="keras_paragrad-receiver")
         self._pending: set[Future[Any]] = set()
@@ -81,6 +82,7 @@ class Dispatcher:
         self._pending.clear()
 
     def _receive(self, remote: Any, on_result: Callable[[Any], object]) -> Any:
+        """Waits for a scheduled step, and returns what `on_result` makes of its result; runs in another thread."""
         try:
             return on_result(self._fetch(remote))
         except tf.errors.OpError as error:
@@ -106,7 +108,7 @@ class Dispatcher:
             self._fail()
 
     def _fail(self, first: Exception | None = None) -> NoReturn:
-        """Raises the error that caused all others."""
+        """Waits for all steps, and raises the error that caused all others; `first` is an error raised here, if any."""
         wait(self._pending)
         errors = [first, *(future.exception() for future in self._pending)]
         self._pending.clear()

@@ -51,6 +51,7 @@ class ParameterServers(Parallelism):
             refuse_devices(options)
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
+        """This parallelism's own decisions; the functions in `decisions/` make the others."""
         decisions = [] if options.given is not None else _decide_strategy(hardware, options)
         if options.jit is True:
             raise ValueError(
@@ -71,6 +72,7 @@ class ParameterServers(Parallelism):
         return Decisions(decisions, launched=True)
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:
+        """Connects the chief to the cluster; a worker or server serves in here, and never returns."""
         strategy, cluster = options.given, hardware.cluster
         if strategy is None:
             assert cluster is not None
@@ -97,6 +99,7 @@ class ParameterServers(Parallelism):
 
 
 def _decision(name: str, value: object, reason: str, evidence: str) -> Decision:
+    """A decision that only another strategy overrides."""
     return Decision(name, value, reason, evidence, 'strategy="none"')
 
 

@@ -104,14 +104,17 @@ class ServerPreparation(Preparation):
             return type(self.model).fit(self.model, **bound)
 
     def _evaluate(self, *arguments: Any, **keywords: Any) -> Any:
+        """`evaluate`, with data that the chief reads, and steps that workers take."""
         bound = self._bind("evaluate", arguments, keywords)
         extra = bound.pop("kwargs", {})
+        # With extra arguments, `fit` evaluates data that the chief reads already.
         if not extra:
             self._read_on_chief(bound, "batch_size", steps_per_epoch="steps")
         with self._dispatching():
             return type(self.model).evaluate(self.model, **bound, **extra)
 
     def _predict(self, *arguments: Any, **keywords: Any) -> Any:
+        """`predict`, with batches that the chief reads and sends ahead to workers."""
         bound = self._bind("predict", arguments, keywords)
         self._read_on_chief(bound, "batch_size", steps_per_epoch="steps")
         self._build(bound["x"])
@@ -126,7 +129,10 @@ class ServerPreparation(Preparation):
         return dict(list(bound.arguments.items())[1:])
 
     def _read_on_chief(self, bound: dict[str, Any], *names: str, **renamed: str) -> list[keras.callbacks.Callback]:
-        """Replaces the data arguments with data read by the chief; returns the callbacks that it needs."""
+        """Replaces the data arguments with data read by the chief; returns the callbacks that it needs.
+
+        Options for `distributed_dataset` are taken from the arguments `names`, or by another name as in `renamed`.
+        """
         if isinstance(bound["x"], DistributedData):
             return []
         options = {name: bound[name] for name in names} | {name: bound[other] for name, other in renamed.items()}
@@ -173,7 +179,7 @@ class ServerPreparation(Preparation):
 
 
 class _CheckModel(keras.callbacks.Callback):
-    """Refuses a training step that earlier callbacks have changed."""
+    """Refuses a training step that callbacks before this one have changed."""
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         check_server_model(self.model)

@@ -1,4 +1,7 @@
-"""Convolutions: a dense layer applied to every window."""
+"""Convolutions: a dense layer applied to every window.
+
+A tap is a spatial position of the kernel.
+"""
 
 import functools
 import math
@@ -51,6 +54,7 @@ class ConvolutionRule(Convolutional):
     """Positions are windows; rows are the taps and input channels of a group's windows."""
 
     def product(self, call: Call) -> Product:
+        """The kernel's gradient: windows times cotangents."""
         layer = call.layer
         inputs, cotangent = to_channels_last(call.input, layer), to_channels_last(call.cotangent, layer)
         if self.shares_taps(call):
@@ -58,7 +62,7 @@ class ConvolutionRule(Convolutional):
         return grouped_product(inputs, cotangent, Geometry.of(layer), self.groups(layer, inputs), call.by_xla)
 
     def shares_taps(self, call: Call) -> bool:
-        """Whether the taps are split between the factors, one axis each."""
+        """Whether the taps are split between the factors, one axis each: see `_product_of_shared_taps`."""
         layer = call.layer
         inputs, cotangent = to_channels_last(call.input, layer), to_channels_last(call.cotangent, layer)
         known = inputs.shape[1:].is_fully_defined() and cotangent.shape[1:].is_fully_defined()
@@ -77,6 +81,7 @@ class ConvolutionRule(Convolutional):
         return layer.groups
 
     def kernel_sum(self, call: Call, weights: tf.Tensor) -> tf.Tensor:
+        # `keras.ops.conv` has no causal padding.
         if call.layer.padding == "causal":
             return super().kernel_sum(call, weights)
         cotangent = call.cotangent * tf.reshape(weights, [-1, *[1] * (call.cotangent.shape.rank - 1)])
@@ -85,6 +90,7 @@ class ConvolutionRule(Convolutional):
     fold = staticmethod(folded.grouped_gradients)
 
     def folded(self, calls: Sequence[Call]) -> tf.Tensor | None:
+        """The kernel's gradients by folding, which a single call caches; `None` for several, or if it costs more."""
         (call, *others), layer = calls, calls[0].layer
         if others or not self.folds(call):
             return None
@@ -94,13 +100,13 @@ class ConvolutionRule(Convolutional):
 
     def folded_squared_norms(self, calls: Sequence[Call]) -> tf.Tensor | None:
         (call, *others), layer = calls, calls[0].layer
+        # Cached gradients, or ones that are needed anyway, only have to be squared.
         if others or not call.beside_plain or call.gradients is not None or not self.folds(call):
             return super().folded_squared_norms(calls)
-        # Only the norms are needed.
         return folded.grouped_squared_norms(call.input, call.cotangent, Geometry.of(layer), layer.kernel.shape)
 
     def folds(self, call: Call) -> bool:
-        """Whether the batch is folded into the channels."""
+        """Whether the gradients are computed with the batch folded into the channels: see `folded.py`."""
         foldable = folded.can_fold(call) and max(call.layer.dilation_rate) == 1
         return foldable and self.costs_less_folded(call) and folded.has_grouped_gradients()
 
@@ -127,6 +133,7 @@ class DepthwiseRule(ConvolutionRule):
     def groups(self, layer: keras.layers.Layer, inputs: Any) -> int:
         return inputs.shape[-1]
 
+    # Overridden, as `_kernel_gradient` and `folded.grouped_squared_norms` are for convolutions over channels.
     def kernel_sum(self, call: Call, weights: tf.Tensor) -> tf.Tensor:
         return Convolutional.kernel_sum(self, call, weights)
 
@@ -257,7 +264,7 @@ def merge_positions(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _is_ghost(positions: int, shape: Any) -> bool:
-    """Whether the inner products of windows are cheaper than the kernel gradients."""
+    """Whether norms are cheaper from inner products of windows (ghost norms) than from the kernel's gradients."""
     rows, columns = math.prod(shape[:-1]), shape[-1]
     return positions * (rows + columns) <= rows * columns
 

@@ -28,7 +28,7 @@ class LowRankDense(LowRank):
         return RuleCase(make, pick([(4, 3), (5,), (2, 3, 4), (40, 2)]))
 
     def factor_gradients(self, call: Call) -> tuple[FactorGradient, FactorGradient]:
-        """The gradients of LoRA's A and B for each example, as products that aren't computed yet, with a group axis."""
+        """The per-example gradients of LoRA's A and B, as products that aren't computed yet, with a group axis."""
         lora_a, lora_b, scale = lora_factors(call.layer, call.input.dtype)
         inputs, cotangent = _merge_positions(call.input), _merge_positions(call.cotangent)
         of_a = _product(inputs, scale * tf.einsum("btq,rq->btr", cotangent, lora_b))

@@ -113,17 +113,19 @@ class LowRankEinsum(LowRank):
         return len(axes.kernel) > 1 and axes.kernel[-1] not in axes.groups
 
     def factor_gradients(self, call: Call) -> tuple[FactorGradient, FactorGradient]:
+        """The per-example gradients of LoRA's A and B, as products that aren't computed yet."""
         a, b, scale = lora_factors(call.layer, call.input.dtype)
         axes = Axes.of(call.layer.equation, call.input.shape.rank)
         last = axes.kernel[-1]
         rank = next(letter for letter in string.ascii_letters if letter not in axes.inputs + axes.outputs + axes.kernel)
         sides = (axes.inputs, call.input), (axes.outputs, call.cotangent)
-        # The side that has the last axis, and the other.
+        # The side that has the kernel's last axis, and the other. Narrow: with the rank in the place of that axis.
         (with_last, wide), (without, other) = sides if last in axes.inputs else sides[::-1]
-        kernel, narrow = (spec.replace(last, rank) for spec in (axes.kernel, with_last))
+        kernel, narrow = (subscripts.replace(last, rank) for subscripts in (axes.kernel, with_last))
         by_b = scale * tf.einsum(f"{with_last},{rank}{last}->{narrow}", wide, b)
         by_a = scale * tf.einsum(f"{without},{kernel}->{narrow}", other, a)
 
+        # A's gradient is the kernel's, for the narrow tensor.
         of_input = (narrow, by_b) if last in axes.inputs else sides[0]
         of_output = sides[1] if last in axes.inputs else (narrow, by_b)
         rows, columns = (subscripts.replace(last, rank) for subscripts in (axes.rows, axes.columns))
@@ -176,6 +178,7 @@ class EinsumRule(Linear):
 def _draw_layer(
     layer: type[keras.layers.Layer], pick: Pick, equations: Sequence[tuple[Any, ...]]
 ) -> tuple[Any, tuple[int, ...]]:
+    """A function that makes a layer of one of the equations, and the shape of an example."""
     equation, shape, output_shape, axes = pick(equations)
     bias_axes, activation = pick([axes, None]), pick(["tanh", None, "silu"])
     return functools.partial(layer, equation, output_shape, activation, bias_axes), shape
@@ -193,13 +196,14 @@ def _has_roles(equation: str) -> bool:
 
 
 def _terms(equation: str) -> tuple[str, str, str]:
+    """The subscripts of input, kernel and output, with `0` for an ellipsis."""
     inputs, outputs = equation.replace(" ", "").replace("...", "0").split("->")
     inputs, kernel = inputs.split(",")
     return inputs, kernel, outputs
 
 
 def _sort_axes(tensor: tf.Tensor, axes: str, groups: str, positions: str, others: str) -> tf.Tensor:
-    """`(batch, groups, positions, others)`, each merged into one axis."""
+    """A tensor with subscripts `axes`, as `(batch, groups, positions, others)`, each merged into one axis."""
     order = axes[0] + groups + positions + others
     tensor = tf.transpose(tensor, [axes.index(axis) for axis in order])
     start = 1 + len(groups)

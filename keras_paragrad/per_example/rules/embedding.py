@@ -59,7 +59,10 @@ class TableGradients(NamedTuple):
         return tf.IndexedSlices(values, tf.reshape(self.indices, [-1]), tf.constant([self.size, width]))
 
     def _sum_duplicates(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """The indices `(count,)` and values `(count, width)` summed for each example and index, padded with zeros."""
+        """Sums the cotangents of equal indices in each example: indices `(count,)` and sums `(count, width)`.
+
+        Each example has as many entries as lookups: the sums first, in sorted order, and then zeros.
+        """
         order = tf.argsort(self.indices, axis=1, stable=True)
         indices, cotangents = (tf.gather(tensor, order, batch_dims=1) for tensor in (self.indices, self.cotangents))
         shape = tf.shape(indices)
@@ -187,7 +190,7 @@ def _table_gradients(calls: Sequence[Call]) -> TableGradients:
 
 
 def _factor_gradients(calls: Sequence[Call]) -> tuple[TableGradients, Product]:
-    """The gradients of A and of B."""
+    """The per-example gradients of LoRA's A, as a table's, and of B, as a product that isn't computed yet."""
     layer = calls[0].layer
     indices, cotangents = concatenate_lookups(calls)
     a, b = (
@@ -253,9 +256,18 @@ class ReversibleEmbeddingRule(Rule):
     def _by_weight(
         self, calls: Sequence[Call], table: list[Any], scores: list[Any], transpose: Callable[[tf.Tensor], tf.Tensor]
     ) -> list[tf.Tensor]:
-        """The parts summed for the tied table, or one for each of the two untied tables."""
+        """The quantity of each table: the sum of all parts for a tied table, or else each table's own part.
+
+        Args:
+            calls: The calls.
+            table: The quantity of the lookups, in a list that is empty if there are none.
+            scores: The quantity of the scorings, likewise.
+            transpose: Transposes a quantity of the table to the shape of the reverse table, and back.
+        """
+        # The reverse table of an untied layer is transposed.
         by_weight = [table + scores] if calls[0].layer.tie_weights else [table, list(map(transpose, scores))]
         parts = [[tf.convert_to_tensor(part) for part in parts] for parts in by_weight]
+        # A table that isn't used gets zeros.
         if not all(parts):
             zeros = tf.zeros_like(next(terms[0] for terms in parts if terms))
             parts = [terms or [transpose(zeros)] for terms in parts]
@@ -263,7 +275,7 @@ class ReversibleEmbeddingRule(Rule):
 
 
 def _split_calls(calls: Sequence[Call]) -> tuple[list[Call], list[Call]]:
-    """Splits the calls into lookups and scorings."""
+    """Splits the calls into lookups and scorings, which are called with `reverse`, the second argument."""
     parts: tuple[list[Call], list[Call]] = [], []
     for call in calls:
         parts[bool(call.keywords.get("reverse", (*call.arguments[1:], False)[0]))].append(call)
@@ -277,6 +289,7 @@ def _concatenate_scores(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _cotangent_before_cap(call: Call) -> tf.Tensor:
+    """The cotangent of the scores, of which Keras returns `cap * tanh(scores / cap)` if there is a cap."""
     if call.layer.logit_soft_cap is None:
         return call.cotangent
     capped = tf.cast(call.outputs[0], call.cotangent.dtype) / call.layer.logit_soft_cap

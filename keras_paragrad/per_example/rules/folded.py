@@ -1,5 +1,7 @@
 """Per-example gradients of convolution kernels, with the batch folded into the channels.
 
+A tap is a spatial position of the kernel. A chunk is the examples that are folded together.
+
 Groups of channels do not mix, and a depthwise convolution does not mix channels. So examples can be stacked as the
 groups of one image, and the image's kernel gradient holds each example's gradient.
 Rochette et al., https://arxiv.org/abs/1912.06015.
@@ -134,7 +136,7 @@ def has_grouped_gradients() -> bool:
 def _chunk_gradients(
     count: Scalar, inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]
 ) -> tf.Tensor:
-    """`(*taps, channels, count x filters)` with two axes of taps."""
+    """The gradients of a chunk of `count` examples, `(*taps, channels, count x filters)` with two axes of taps."""
     *taps, channels, filters = shape
     return tf.raw_ops.Conv2DBackpropFilter(
         input=_stack_channels(inputs),
@@ -146,6 +148,7 @@ def _chunk_gradients(
 
 
 def _depthwise_gradient(image: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry, multiplier: int) -> tf.Tensor:
+    """The kernel's gradient for one image of many channels, `(*taps, channels, multiplier)` with two axes of taps."""
     return tf.raw_ops.DepthwiseConv2dNativeBackpropFilter(
         input=image,
         filter_sizes=[*_two_axes(geometry.kernel_size), tf.shape(image)[3], multiplier],
@@ -169,6 +172,7 @@ def _depthwise_gradient_by_convolution(
     )
     image = pad_images(image, plane, sizes)[:, :height, :width]
     kernel = tf.reshape(cotangent, [*sizes, -1, multiplier])
+    # The kernel is now the cotangent, whose pixels are a stride apart; windows, one for each tap, are a dilation apart.
     dilation, stride = dilations[1], strides[1]
     return tf.nn.depthwise_conv2d(image, kernel, [1, dilation, dilation, 1], "VALID", dilations=[stride, stride])
 
@@ -179,7 +183,10 @@ def _map_chunks(
     cotangents: tf.Tensor,
     shape: Sequence[int],
 ) -> tf.Tensor:
-    """Maps a function over chunks of examples; it returns `(count, *shape)`, and all chunks are `(batch, *shape)`."""
+    """The results of all examples, `(batch, *shape)`, computed in chunks.
+
+    `compute_chunk` maps a chunk's number of examples, inputs and cotangents to `(count, *shape)`.
+    """
     batch: Any = tf.shape(inputs)[0] if inputs.shape[0] is None else inputs.shape[0]
     entries = inputs.shape[1:].num_elements()
     chunk_size = max(1, CHUNK // entries) if entries else EXAMPLES

@@ -62,11 +62,12 @@ class Generic(Rule):
                 raise batch_statistics_refusal(layer)
         with reads.recording_assignments() as previous_values:
             outputs = super().run(call, function, reads)
+        # A call that assigns variables, as dropout does its seed, is repeated from the values before it.
         call.recorded = previous_values
         return outputs
 
     def gradients(self, call: Call) -> list[tf.Tensor]:
-        # Neither TensorFlow nor XLA deduplicates equal loops.
+        # Cached, as neither TensorFlow nor XLA deduplicates equal loops.
         if call.gradients is None:
             assert call.cotangents is not None
             compute = _by_repeated_batches if call.recorded else _by_single_examples
@@ -114,7 +115,7 @@ class _Batch(NamedTuple):
 
 
 def _by_single_examples(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Reruns the layer on one example at a time; for each weight, the gradients of all examples."""
+    """Each weight's gradients for all examples: reruns the layer on one example at a time."""
     variables = call.layer.trainable_variables
     weights = [tf.convert_to_tensor(variable.value) for variable in variables]
     batch = _Batch.of(call)
@@ -133,7 +134,7 @@ def _by_single_examples(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tens
 
 
 def _by_repeated_batches(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
-    """Every example's gradients: a backward pass for each, with the cotangents of all other examples zeroed."""
+    """Each weight's gradients for all examples: reruns the batch, and takes a backward pass for each example."""
     variables = call.layer.trainable_variables
     with full_precision():
         weights = [tf.identity(variable.value) for variable in variables]
@@ -175,6 +176,7 @@ def _broadcast(flags: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
 def _gradients(
     tape: tf.GradientTape, outputs: list[tf.Tensor], weights: list[tf.Tensor], cotangents: list[tf.Tensor]
 ) -> list[tf.Tensor]:
+    """The weights' gradients in at least float32, from the outputs' cotangents; zeros where there are none."""
     cast = [tf.cast(cotangent, output.dtype) for cotangent, output in zip(cotangents, outputs, strict=True)]
     zero = tf.UnconnectedGradients.ZERO
     gradients = tape.gradient(outputs, weights, output_gradients=cast, unconnected_gradients=zero)

@@ -1,4 +1,7 @@
-"""Linear maps: sums over positions of outer products, for dense, einsum and convolution layers."""
+"""Linear maps: sums over positions of outer products, for dense, einsum and convolution layers.
+
+Ghost norms are norms of gradients computed from inner products of positions, without the gradients themselves.
+"""
 
 import abc
 import functools
@@ -34,7 +37,7 @@ class Product(NamedTuple):
     is_computed: bool = False
 
     def is_ghost(self, by_xla: bool = False) -> bool:
-        """Whether norms are cheaper from inner products of positions (ghost norms) than from the gradients."""
+        """Whether ghost norms are cheaper than norms of the computed gradients."""
         left: Any = self.left.shape
         _, _, positions, rows = left
         columns: Any = self.right.shape[3]
@@ -88,12 +91,13 @@ class Product(NamedTuple):
         return _matmul(self.right, self.left, transpose_a=True), True
 
     def inner_products(self, by_xla: bool = False) -> tuple[tf.Tensor, tf.Tensor]:
-        """Both factors' inner products between positions, `(batch, groups, positions, positions)`."""
+        """Each factor's inner products between positions, `(batch, groups, positions, positions)`."""
         return self._inner_products(self.left, by_xla), self._inner_products(self.right, by_xla)
 
     def _inner_products(self, side: tf.Tensor, by_xla: bool) -> tf.Tensor:
         sizes: Any = side.shape
         _, groups, positions, columns = sizes
+        # With one position, they are squared norms.
         if positions != 1:
             return _matmul(side, side, transpose_b=True)
         return tf.reshape(squared_norm(tf.reshape(side, [-1, columns]), by_xla), [-1, groups, 1, 1])
@@ -140,7 +144,7 @@ class Linear(Rule, abc.ABC):
         """Reshapes `(..., groups, rows, columns)` to the kernel's layout `(..., *kernel.shape)`."""
 
     def columns(self, call: Call) -> Sequence[int]:
-        """The output axes that are the product's groups and columns; none if they don't match."""
+        """The output axes that are the product's groups and columns; none if they aren't axes of the output."""
         return ()
 
     def broadcast_bias(self, layer: keras.layers.Layer, rank: int) -> Sequence[int]:
@@ -221,7 +225,7 @@ class Linear(Rule, abc.ABC):
         return concatenate_products([self.product(call) for call in calls])
 
     def _bias_sums_right_factor(self, call: Call) -> bool:
-        """Whether there is a bias whose gradient is the sum of the product's right factor."""
+        """Whether there is a bias whose gradient is the sum over positions of the product's right factor."""
         layer, sizes = call.layer, call.cotangent.shape
         columns = {axis for axis in self.columns(call) if sizes[axis] != 1}
         if layer.bias is None or not columns:
@@ -281,7 +285,7 @@ def bias_axes(cotangent: tf.Tensor, shape: Sequence[int]) -> list[int]:
 
 @functools.cache
 def _biases_go_to_the_last_axis() -> bool:
-    """Whether Keras adds a bias of the second axis to the last one, if that is as long."""
+    """Whether Keras adds a bias that is meant for the second axis to the last one, if that is as long."""
     # In a graph nothing runs, so that devices can still be configured.
     with tf.Graph().as_default():
         added: Any = keras.ops.add(tf.zeros([1, 2, 1, 2]), tf.zeros([1, 2, 1, 1])).op

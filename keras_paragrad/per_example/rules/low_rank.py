@@ -106,6 +106,7 @@ def make_with_lora(
 
 
 def _biases(calls: Sequence[Call]) -> list[tf.Tensor]:
+    """The per-example gradients of the bias over all calls, if there is one."""
     layer = calls[0].layer
     if layer.bias is None:
         return []

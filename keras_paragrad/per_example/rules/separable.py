@@ -65,6 +65,7 @@ class SeparableRule(Rule):
         return [tf.add_n(list(sums)) for sums in zip(*map(sums_of_call, calls), strict=True)]
 
     def _pointwise(self, call: Call, product: tf.Tensor) -> tf.Tensor:
+        """Reshapes `(..., 1, rows, columns)` to the pointwise kernel's shape, after the batch if there is one."""
         leading = [-1] if product.shape.rank == 4 else []
         return tf.reshape(product, [*leading, *call.layer.pointwise_kernel.shape])
 
@@ -78,7 +79,7 @@ class SeparableRule(Rule):
 
 
 def _kernel_gradients(call: Call) -> tuple[tf.Tensor, Product]:
-    """Each example's gradient for the depthwise kernel, and the pointwise kernel's as a product."""
+    """The per-example gradients of the depthwise kernel, and the pointwise kernel's as a product not yet computed."""
     layer = call.layer
     geometry = Geometry.of(layer)
     inputs, cotangent = to_channels_last(call.input, layer), to_channels_last(call.cotangent, layer)
@@ -97,6 +98,7 @@ def _kernel_gradients(call: Call) -> tuple[tf.Tensor, Product]:
 
 
 def _depthwise_gradients(call: Call, geometry: Geometry, inputs: tf.Tensor, cotangent: tf.Tensor) -> tf.Tensor:
+    """The per-example gradients of the depthwise kernel, from the cotangent of the depthwise output."""
     shape = call.layer.depthwise_kernel.shape
     if folded.can_fold(call):
         return folded.depthwise_gradients(inputs, cotangent, geometry, shape)

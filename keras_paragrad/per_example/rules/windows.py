@@ -1,4 +1,7 @@
-"""im2col: the windows of an input that a convolution multiplies with its kernel."""
+"""im2col: the windows of an input that a convolution multiplies with its kernel.
+
+A tap is a spatial position of the kernel.
+"""
 
 import itertools
 import math
@@ -73,7 +76,7 @@ def extract_windows(images: tf.Tensor, geometry: Geometry, outputs: Sequence[Any
 
 
 def first_axis_first(channels: int, by_xla: bool) -> bool:
-    """Whether `extract_windows` has taps in the kernel's order, which would cost a copy in `_gather_by_axis`."""
+    """Whether `extract_windows` returns taps in the kernel's order; in `_gather_by_axis`, that would cost a copy."""
     return by_xla or channels > FEW_CHANNELS
 
 
@@ -112,7 +115,7 @@ def _slice_windows(
         current = first + axis + (axis if into < first else 0)
         starts = [tap * dilation for tap in range(taps)]
         ranges = [slice(start, start + (count - 1) * stride + 1, stride) for start in starts]
-        slices = [patches[(slice(None),) * current + (taps,)] for taps in ranges]
+        slices = [patches[(slice(None),) * current + (positions,)] for positions in ranges]
         patches = tf.stack(slices, axis=into + (axis if in_order else 0))
     return patches
 
@@ -120,15 +123,18 @@ def _slice_windows(
 def _gather_windows(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> tf.Tensor:
     """The windows `(batch, positions, taps, channels)`, gathered by pixel index."""
     shape: Any = padded.shape
-    pixel_numbers = np.arange(math.prod(shape[1:-1])).reshape(shape[1:-1])
+    pixel_indices = np.arange(math.prod(shape[1:-1])).reshape(shape[1:-1])
     taps = itertools.product(*map(range, geometry.kernel_size))
-    indices = [pixel_numbers[_tap_slices(tap, geometry, outputs)].ravel() for tap in taps]
-    pixels = tf.reshape(padded, [-1, pixel_numbers.size, shape[-1]])
+    indices = [pixel_indices[_tap_slices(tap, geometry, outputs)].ravel() for tap in taps]
+    pixels = tf.reshape(padded, [-1, pixel_indices.size, shape[-1]])
     return tf.gather(pixels, np.stack(indices, -1).astype("int32"), axis=1)
 
 
 def _gather_by_axis(padded: tf.Tensor, geometry: Geometry, outputs: Sequence[int]) -> tf.Tensor:
-    """The windows `(batch x positions, taps x channels)`, gathered along one axis after the other."""
+    """The windows `(batch x positions, taps x channels)`, gathered along one axis after the other.
+
+    `width` is the entries gathered for a position: first its channels, then times the taps along each axis.
+    """
     shape: Any = padded.shape
     patches, width = padded, shape[-1]
     for axis, (taps, stride, dilation, count) in enumerate(zip(*geometry[:3], outputs, strict=True)):
