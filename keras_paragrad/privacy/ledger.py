@@ -74,7 +74,7 @@ class Ledger:
     """The releases that a model's weights depend on.
 
     Attributes:
-        digests: Digests of the trainable variables after the last `fit`, by `id`, or `None` before the first.
+        digests: Digests of the weights after the last `fit`, by `id`, or `None` before the first.
     """
 
     def __init__(self):

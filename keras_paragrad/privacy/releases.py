@@ -56,7 +56,8 @@ class Releases:
         self._model, self._updates, self._table = model, updates, table
         self.ledger = ledger_of(model.per_example.layer)
         # Another private model of this process may have trained the same values.
-        self.ledger.add(entry for digest in self._digests().values() for entry in released_by(digest) or ())
+        digests = map(variable_digest, model.per_example.layer.trainable_variables)
+        self.ledger.add(entry for digest in digests for entry in released_by(digest) or ())
         self.seed: int | None = None
         self._secret: tf.Variable | None = None
         self._key: tf.Variable | None = None
@@ -155,9 +156,12 @@ class Releases:
         self.sync()
         previous, digests = self.ledger.digests, self._digests()
         self._digests_at_begin = digests
+        trained = {
+            id(variable): digests[id(variable)] for variable in self._model.per_example.layer.trainable_variables
+        }
         # In the first `fit`, all weights count as changed.
         changed = {
-            key: digest for key, digest in digests.items() if previous is None or previous.get(key, digest) != digest
+            key: digest for key, digest in trained.items() if previous is None or previous.get(key, digest) != digest
         }
         # What each changed weight depends on; `None` if its value is unknown.
         released = {key: released_by(digest) for key, digest in changed.items()}
@@ -169,7 +173,7 @@ class Releases:
             names = [variable.path for variable in variables if released.get(id(variable), ()) is None]
             self._warn_of_unknown(f"{', '.join(names)}, which were changed outside of fit,")
         if previous is None:
-            remember_released(digests.values(), self.ledger)
+            remember_released(trained.values(), self.ledger)
         self._write()
 
     def end_fit(self) -> None:
@@ -180,8 +184,8 @@ class Releases:
         remember_released(changed, self.ledger)
 
     def _digests(self) -> dict[int, bytes]:
-        variables = self._model.per_example.layer.trainable_variables
-        return {id(variable): variable_digest(variable) for variable in variables}
+        # Frozen weights may be trained in a later `fit`, and be changed before.
+        return {id(variable): variable_digest(variable) for variable in self._model.per_example.layer.weights}
 
     def begin_epoch(self, event: Event, digest_of_data: Callable[[], bytes]) -> tuple[int, int]:
         """Continues the current run, or starts one.

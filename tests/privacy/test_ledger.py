@@ -277,6 +277,23 @@ def test_the_same_training_ends_the_same():
         assert again["epsilon"][-1] == history["epsilon"][-1]
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_values_that_frozen_weights_get_are_unknown_once_they_are_trained(changed):
+    private = build()
+    inner = private.per_example.layer.layers[0]
+    inner.trainable = False
+    compile_again(private)
+    fit(private)
+    if changed:
+        inner.set_weights([each + 0.125 for each in inner.get_weights()])
+    inner.trainable = True
+    compile_again(private)
+    fit(private)
+    assert math.isinf(private.privacy.epsilon) == changed
+    if not changed:
+        spent(private, (0.5, RATE, 4))
+
+
 @pytest.mark.parametrize("way", ["old file", "averaged", "float32", "old variables"])
 def test_updates_of_which_nothing_is_known(first, tmp_path, caplog, way):
     second = build(4.0, examples=EXAMPLES)
