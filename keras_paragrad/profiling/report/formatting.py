@@ -152,9 +152,9 @@ def axis_for(
 
     Args:
         values: The values to draw; may be empty.
-        formatter: Formats a mark's label.
+        formatter: Formats the labels of tick marks.
         may_be_logarithmic: Whether a logarithmic scale is allowed.
-        binary: Whether marks are spaced by a power of 2, for bytes.
+        binary: Whether tick marks are spaced by a power of 2, for bytes.
 
     Example:
 
@@ -202,7 +202,7 @@ def _round_gap(gap: float) -> float:
 
 
 def select_points(values: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
-    """Indices of at most `most` values to draw, at least 5: the extremes of equal spans.
+    """Indices of at most `most` values to draw, for `most` of at least 5: the extremes of equally long spans.
 
     Each span keeps its smallest, its largest and its first non-finite value; the first and last value stay too.
     """
