@@ -40,7 +40,7 @@ def distribution(shape):
 
 
 def batches(steps):
-    """Arrays of so many batches."""
+    """Arrays of a number of batches."""
     import numpy as np
 
     rows = BATCH * steps
@@ -48,7 +48,7 @@ def batches(steps):
 
 
 def timed(train):
-    """A case for `interleaved`: milliseconds a step of a function that takes `STEPS` of them."""
+    """A case for `interleaved`: milliseconds per step of a function that takes `STEPS` of them."""
 
     def run():
         start = time.perf_counter()
@@ -82,7 +82,7 @@ def alone(jit):
 
 
 def print_times(kind):
-    """Runs in a process of its own: milliseconds a step, by case, of one device and `"mirrored"` or `"meshes"`."""
+    """Runs in a separate process; prints milliseconds per step by case: one device, and `"mirrored"` or `"meshes"`."""
     make_devices()
     cases = {ALONE: alone(False)}
     if kind == "mirrored":
@@ -92,13 +92,13 @@ def print_times(kind):
         for name, shape in MESHES.items():
             cases[name] = on_mesh(shape, False)
             cases[f"{name}, XLA"] = on_mesh(shape, True)
-    # Not of arrays: the thread that tunes their pipeline sleeps, and is waited for when `fit` ends.
+    # `sharding.fit` feeds a dataset: `fit` of arrays would wait at its end for a thread that sleeps.
     trainings = {name: timed(functools.partial(fit, model, STEPS)) for name, model in cases.items()}
     print(json.dumps(interleaved(trainings, ROUNDS)))
 
 
 def print_held(name):
-    """Runs in a process of its own: bytes of weights and Adam's moments on the fullest device, in its own buffers."""
+    """Runs in a separate process; prints the bytes of weights and Adam's moments on the fullest device, and in all."""
     make_devices()
     from keras_paragrad.engine.mesh.running import variables_on_mesh
     from keras_paragrad.storage.dtensor import bytes_by_device
@@ -114,7 +114,8 @@ def print_held(name):
 
 
 def times():
-    # Once a process has computed on a mesh, replicas in it take twice as long. So they are compared by one device.
+    # Once a process has computed on a mesh, replicas in it take twice as long. So they run in separate processes, and
+    # are compared by the time of one device in each.
     replicas, taken = (result(in_own_process("print_times", kind, script=__file__)) for kind in ("mirrored", "meshes"))
     mirrored = replicas["mirrored"] / replicas[ALONE]
     rows = [["mirrored", round(replicas["mirrored"]), mirrored, 1.0]]
@@ -132,7 +133,7 @@ def held():
 
 
 def peers():
-    """The same by Keras on JAX."""
+    """Reports the times of the same layouts in Keras on JAX."""
     if not JAX.exists():
         print("Without JAX, which is not installed: make bench-peers")
         return

@@ -26,7 +26,7 @@ BENCHMARKS = Path(__file__).parent
 TORCH = BENCHMARKS.parent / ".venv-peers" / "torch" / "bin" / "python"
 DEVICES = 4
 BLOCKS, WIDTH, HEADS, TOKENS, WORDS, BATCH = 3, 720, 8, 32, 2000, 16
-# The same graph, next to no weights.
+# The width of a model with the same graph and next to no weights.
 TINY = 8
 
 
@@ -49,9 +49,10 @@ CASES = {
     'shard="parameters", XLA': Case(shard="parameters", jit=True),
     'shard="parameters", recomputed, XLA': Case(shard="parameters", recomputed=True, jit=True),
 }
-# How often it is each case's turn, and how many steps that is.
+# How many turns each case has, and how many steps a turn.
 TURNS, BLOCK = 7, 2
-# Of what all devices hold together, TensorFlow included. By case, where to begin to look for the widest model.
+# The most data that a process may hold, in bytes: all devices and TensorFlow together. The widest model that trains
+# within it is looked for from a width by case, and to within `NARROWER`.
 LIMIT = 3000e6
 BEGIN = {"mirrored": 896, 'shard="parameters"': 1760, 'shard="parameters", recomputed': 1760}
 NARROWER = 32
@@ -89,7 +90,7 @@ def make_devices():
 
 
 def prepared(case, width):
-    """A case's model, compiled, whose own `fit` trains it as the case says."""
+    """A case's compiled model, prepared so that `model.fit` trains it as the case says."""
     import keras
 
     from keras_paragrad import DistributedFit, recompute
@@ -133,7 +134,7 @@ def held(model):
 
 
 def print_memory(case, width):
-    """Runs in a process of its own: parameters, what a device holds, and the most memory that the process has held."""
+    """Runs in a separate process; prints its number of parameters, what a device holds, and the peak memory."""
     make_devices()
     model = prepared(case, int(width))
     fit(model, 4)
@@ -143,7 +144,7 @@ def print_memory(case, width):
 
 
 def print_fits(case, width):
-    """Runs in a process of its own: whether a model trains under the limit."""
+    """Runs in a separate process; prints the number of parameters if a model trains under the limit, or else fails."""
     # `RLIMIT_AS` would count mapped libraries too, and memory that is only reserved.
     resource.setrlimit(resource.RLIMIT_DATA, (int(LIMIT), int(LIMIT)))
     make_devices()
@@ -153,7 +154,7 @@ def print_fits(case, width):
 
 
 def print_times():
-    """Runs in a process of its own: by case, what a step took in each turn, in microseconds."""
+    """Runs in a separate process; prints, by case, the microseconds of a step in each turn."""
     from interleave import in_turns
 
     make_devices()
@@ -212,20 +213,21 @@ def times():
 
 
 def widest(case):
-    """The parameters of the widest model that trains under the limit, and those of the next one, which doesn't."""
+    """The width of the widest model that trains under the limit, to within `NARROWER`, and its number of parameters."""
+    # By width: numbers of parameters, and exit statuses.
     trained, failed = {}, {}
     width = BEGIN[case]
     while not (trained and failed and min(failed) - max(trained) <= NARROWER):
         done = in_own_process("print_fits", case, width, **SETTINGS)
         if done.returncode:
-            # A crash is one for want of memory too: not all of TensorFlow can be told that there is none left.
+            # A crash, with a negative status, is for want of memory too: some of TensorFlow doesn't check for it.
             if done.returncode > 0 and not any(each in done.stderr for each in OUT_OF_MEMORY):
                 raise RuntimeError(done.stderr[-2000:])
             failed[width] = done.returncode
         else:
             trained[width] = result(done)["parameters"]
         print(f"{case}, {width} wide: {'fails' if done.returncode else 'trains'}", file=sys.stderr, flush=True)
-        # Away from where it began in ever larger steps, and then halfway between.
+        # In ever larger steps until one width trains and one fails, and then halfway between.
         if trained and failed:
             width = (max(trained) + min(failed)) // 2 // NARROWER * NARROWER
         else:
@@ -252,14 +254,14 @@ def of_peer(way, width, **environment):
 
 
 def peers():
-    """PyTorch's shards, in processes, of which the peaks are added up."""
+    """Reports PyTorch's shards, in processes whose peaks are added up."""
     if not TORCH.exists():
         print("Without torch, which is not installed: make bench-peers")
         return
     rows = []
     for way in ("one process", "DDP", "FSDP"):
         full, tiny = (of_peer(way, width, **SETTINGS) for width in (WIDTH, TINY))
-        # What is kept for later is what makes steps fast.
+        # Timed without `SETTINGS`, as steps are faster if freed memory is kept for later.
         step = round(of_peer(way, WIDTH)["step"])
         rows.append(
             [way, *(round(each / 1e6) for each in (full["held"], full["peak"], full["peak"] - tiny["peak"])), step]
