@@ -151,6 +151,7 @@ def print_replicas(reduction, name):
 
 
 def report_replicas():
+    """Reports steps on two replicas, ours to stock Keras's."""
     for reduction, name in itertools.product(REDUCTIONS, MODELS):
         rows = []
         for line in printed("replicas", reduction, name):
@@ -217,6 +218,7 @@ def print_bytes(steps):
 
 
 def report_bytes():
+    """Reports the bytes per micro-batch, by the number of micro-batches in an update."""
     start, seconds = loopback_bytes(), 2.0
     time.sleep(seconds)
     others = round((loopback_bytes() - start) / seconds)
@@ -259,6 +261,7 @@ def print_throughput(optimizer):
 
 
 def report_throughput():
+    """Reports a step on two workers, to the sum of its parts, each alone."""
     (line,) = on_two_workers("throughput", "Adam")
     turns = line["turns"]
     took = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
@@ -320,6 +323,7 @@ def recovered(folder):
 
 
 def report_recovery():
+    """Reports how long training takes to go on after a worker is killed."""
     with contextlib.ExitStack() as stack:
         folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(KILLS)]
         found = [recovered(folder) for folder in folders]

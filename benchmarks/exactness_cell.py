@@ -101,6 +101,7 @@ class Training:
         self.batches = [self.batch(generator, rows) for rows in SIZES[cell["batches"]]]
 
     def batch(self, generator, rows):
+        """Draws inputs and labels of some rows, and weights if the cell weights examples."""
         x = generator.normal(size=(rows, FEATURES)).astype("float32")
         y = generator.integers(0, CLASSES, rows)
         if self.cell["weights"] == "none":
@@ -122,6 +123,7 @@ class Training:
         return [tuple(self.np.concatenate(parts) for parts in zip(*window, strict=True)) for window in windows]
 
     def model(self, wrap=lambda optimizer: optimizer, jit=False, per_call=1, **more):
+        """The compiled model; `wrap` gets its optimizer, which is made with the options in `more`."""
         keras, cell = self.keras, self.cell
         keras.utils.set_random_seed(1)
         inputs = keras.Input((FEATURES,))
@@ -152,6 +154,7 @@ class Training:
         return model.get_weights()
 
     def ours(self, dist):
+        """Trains the cell with a `DistributedFit`."""
         from keras_paragrad import AccumulatingOptimizer
 
         accumulates = self.cell["accumulation"] == "on"

@@ -125,6 +125,7 @@ def tape_loop(model, x):
 
 
 def beside_other_ways():
+    """Reports the times of one gradient, of the Jacobian in other ways, and in other frameworks."""
     from keras_paragrad.inputs.gradients import input_gradients
     from keras_paragrad.inputs.jacobian import input_jacobian
 
@@ -151,6 +152,7 @@ def beside_other_ways():
 
 
 def whole_call():
+    """Reports the time of a whole call, which compiles, beside `batch_jacobian` on chunks, compiled before."""
     from keras_paragrad.inputs.jacobian import input_jacobian
 
     inputs, outputs = SIZES[0]
@@ -178,6 +180,7 @@ def whole_call():
 
 
 def crossover():
+    """Reports forward beside reverse mode, where both need as many passes."""
     from keras_paragrad.inputs.jacobian import input_jacobian
 
     rows = []
@@ -288,6 +291,7 @@ def peak(case):
 
 
 def memory():
+    """Reports peak memory above an idle process, with and without the result that is kept in memory."""
     idle, *cases = MEMORY
     base = peak(idle)
     numbers = SIZES[0][0] * SIZES[0][1]

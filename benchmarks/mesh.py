@@ -65,6 +65,7 @@ def loss():
 
 
 def on_mesh(shape, jit):
+    """A Transformer that is prepared to be trained on a mesh by its own `fit`."""
     from keras_paragrad import DistributedFit
 
     dist = DistributedFit(distribution(shape))
@@ -114,6 +115,7 @@ def print_held(name):
 
 
 def times():
+    """Reports the time of a step on each mesh, to one device's and to the one on replicas."""
     # Once a process has computed on a mesh, replicas in it take twice as long. So they run in separate processes, and
     # are compared by the time of one device in each.
     replicas, taken = (result(in_own_process("print_times", kind, script=__file__)) for kind in ("mirrored", "meshes"))
@@ -127,6 +129,7 @@ def times():
 
 
 def held():
+    """Reports what the fullest device of each mesh holds."""
     found = {name: result(in_own_process("print_held", name, script=__file__)) for name in MESHES}
     rows = [[name, round(each["held"] / 1e6), each["held"] / each["whole"]] for name, each in found.items()]
     report("mesh", "MB of weights and optimizer state on a device", ["", "held", "of one device's"], rows)

@@ -151,6 +151,7 @@ def result_of(kind, *shape):
 
 
 def row_of_sleeping(stages, columns, microbatches):
+    """A row: times of the step, ideal and without overlap; ideal to step; measured and ideal share of waiting."""
     step = statistics.median(result_of("sleeping", stages, columns, microbatches))
     # The seconds of a micro-batch in a stage, forward and backward, and the micro-batches of a column.
     both, passes = 2 * SLEEP, -(-microbatches // columns)
@@ -161,6 +162,7 @@ def row_of_sleeping(stages, columns, microbatches):
 
 
 def row_of_computing(stages, columns, microbatches):
+    """A row: times of the step and on one device, their ratio, the measured and the ideal share of waiting."""
     found = result_of("computing", stages, columns, microbatches)
     milliseconds = [round(1e3 * statistics.median(found[name])) for name in ("step", "alone")]
     ratio = milliseconds[0] / milliseconds[1]

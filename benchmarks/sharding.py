@@ -81,6 +81,7 @@ def transformer(width):
 
 
 def make_devices():
+    """Divides the CPU into logical devices."""
     # Keras loads these where they happen to be installed, 130 MB that no training needs.
     sys.modules.update(dict.fromkeys(("pandas", "sklearn")))
     import tensorflow as tf
@@ -179,6 +180,7 @@ def result(done):
 
 
 def memory():
+    """Reports what a device holds and the peak of the process, each also to another case's."""
     found = {
         case: [result(in_own_process("print_memory", case, width, **SETTINGS)) for width in (WIDTH, TINY)]
         for case in CASES
@@ -204,6 +206,7 @@ def memory():
 
 
 def times():
+    """Reports the time of a step, and its median ratio to the mirrored one of the same turn."""
     taken = result(in_own_process("print_times"))
     rows = []
     for case, times in taken.items():
@@ -236,6 +239,7 @@ def widest(case):
 
 
 def largest():
+    """Reports the widest models that train under the limit."""
     if platform.system() != "Linux":
         print("Only Linux holds a process to a limit of its data.")
         return
@@ -247,6 +251,7 @@ def largest():
 
 
 def of_peer(way, width, **environment):
+    """What a way of training in PyTorch prints in a separate process, with the model of this width."""
     command = [TORCH, "-W", "ignore", "-m", "peers.sharding_torch", way]
     command += [WORDS if width > TINY else TINY, width, BLOCKS, HEADS, BATCH, TOKENS]
     settings = {"env": {**os.environ, **environment}, "cwd": BENCHMARKS, "capture_output": True, "text": True}

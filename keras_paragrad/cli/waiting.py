@@ -28,6 +28,7 @@ def while_waiting(command: str, work: Callable[[Say], int], needs_tensorflow: bo
     with _without_log_lines() if filters else contextlib.nullcontext() as log, _progress(f"{PROGRAM} {command}") as say:
         if needs_tensorflow and "tensorflow" not in sys.modules:
             say("loading TensorFlow")
+        # Also after an exception.
         status = 1
         try:
             status = work(say)

@@ -189,6 +189,7 @@ class Meter:
         return is_new
 
     def _set_weights(self, variables: Sequence[keras.Variable]) -> None:
+        """Sets the measured weights, and creates the vector's variable for them."""
         self._weights = list(variables)
         self._on_weights(weights_of(self.model, variables))
         with tf.init_scope(), self.model.distribute_strategy.scope():

@@ -225,6 +225,7 @@ class Profiler(keras.callbacks.Callback):
             self._scheduler.tracer.resume()
 
     def _end(self) -> None:
+        """Closes the open window, and writes the report, or warns that there was no window."""
         if self._scheduler is None:
             return
         tracer = self._scheduler.tracer
@@ -236,6 +237,7 @@ class Profiler(keras.callbacks.Callback):
             self._safely(lambda: _write_report(self.log_dir), "The report was not written")
 
     def _add(self, closed: ProfileSummary | None) -> None:
+        """Keeps and prints the summary of a window, if one has been closed."""
         if closed is None:
             return
         self.summaries.append(closed)

@@ -161,6 +161,7 @@ def _updating(evidence: Evidence) -> Finding:
 
 @recommendation("loss", worth=0.2)
 def _computing_the_loss(evidence: Evidence) -> Finding:
+    """Time of the loss's operations, outside of layers."""
     part = evidence.part_of(layer for layer in evidence.layers if layer.name == LOSS and not layer.is_layer)
     longest = next((layer for layer in evidence.layers if layer.is_layer), None)
     text = (
@@ -198,6 +199,7 @@ def _recurring(evidence: Evidence) -> Finding:
 
 @recommendation("normalization", worth=0.25)
 def _normalizing(evidence: Evidence) -> Finding:
+    """Time of normalization layers."""
     layers = [layer for layer in evidence.layers if "Normalization" in layer.kind]
     kinds = " or ".join(sorted({layer.kind for layer in layers}))
     text = (

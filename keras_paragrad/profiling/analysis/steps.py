@@ -94,6 +94,7 @@ def _work_of(trace: Trace, line: int) -> list[Span]:
         covered = {line: Coverage(spans) for line, spans in spans_by_line.items()}
         inside, outside = [], []
         for call in remaining:
+            # Whether work covers the nanosecond at which the call begins.
             is_inside = call.line in covered and covered[call.line].within(call.begin, call.begin + 1)
             (inside if is_inside else outside).append(call)
         remaining, new = outside, _pop_work(inside, work)

@@ -197,6 +197,7 @@ def _logarithmic(low: float, high: float, formatter: Formatter) -> Axis:
 
 
 def _round_gap(gap: float) -> float:
+    """The smallest of `_ROUND_GAPS` times a power of ten that is at least `gap`."""
     magnitude = 10.0 ** math.floor(math.log10(gap))
     return next(round_gap * magnitude for round_gap in _ROUND_GAPS if round_gap * magnitude >= gap * (1 - 1e-9))
 

@@ -54,6 +54,7 @@ def _verdict(workers: Sequence[WorkerBatches], own: Sequence[float]) -> tuple[st
 
 
 def _chart(workers: Sequence[WorkerBatches], own: Sequence[float], evidence: str) -> LanesChart:
+    """Draws the first batches of the slowest workers by their medians of own work; its table has all workers."""
     # The slowest ones, in the workers' order.
     chosen = sorted(sorted(range(len(workers)), key=lambda index: -own[index])[:MOST_DRAWN])
     drawn = [workers[index] for index in chosen]
