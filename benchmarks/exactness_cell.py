@@ -131,7 +131,7 @@ class Training:
         # A stage for each of up to four devices.
         for _ in range(2 if cell["replicas"] in PIPELINES else 0):
             hidden = keras.layers.Dense(16, activation="tanh")(hidden)
-            # A sum would have gradients that overflow float16 on one device, where those of micro-batches don't.
+            # A sum's gradients would overflow float16 on one device, and the ones of micro-batches wouldn't.
             hidden = keras.layers.Average()([hidden, first]) if "skips" in cell["replicas"] else hidden
         model = keras.Model(inputs, keras.layers.Dense(CLASSES, dtype="float32")(hidden))
         self.initial = model.get_weights()
@@ -274,7 +274,7 @@ def run(cell, way="ours"):
 
 
 def worst(results):
-    """The result with the largest difference among those of a cell's processes."""
+    """The result with the largest difference, among the results of a cell's processes."""
     return max(results, key=lambda result: result["difference"])
 
 

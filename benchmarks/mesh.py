@@ -2,7 +2,7 @@
 
 `python benchmarks/mesh.py` prints the tables and saves them in `results/mesh.json`. The same layout is trained by
 Keras on JAX on four devices of its own, if JAX is installed (`make bench-peers`): there, too, all devices share the
-processor, and a step is compared with that of one device in the same process.
+processor, and a step is compared with a step of one device in the same process.
 """
 
 import functools

@@ -42,7 +42,7 @@ class Nothing(keras.callbacks.Callback):
 
 
 def trained(name, jit_compile):
-    """A compiled model: one of those of other benchmarks, or one whose step takes about half a millisecond."""
+    """A compiled model: one that other benchmarks use too, or one whose step takes about half a millisecond."""
     if name == "small":
         keras.utils.set_random_seed(0)
         hidden = [keras.layers.Dense(64, activation="relu") for _ in range(2)]

@@ -2,7 +2,7 @@
 
 `python benchmarks/sharding.py` prints the tables and saves them in `results/sharding.json`; `python
 benchmarks/sharding.py times` does one of the sections `memory`, `times`, `largest` and `peers`. All devices share the
-memory and the cores of one machine: the peak of a process is that of all of them together, and times say what is added
+memory and the cores of one machine: a process's peak is the peak of all of them together, and times say what is added
 to a step, not how training scales.
 """
 
