@@ -20,12 +20,12 @@ from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
 
 WIDTH, LAYERS, MICRO_BATCH = 1500, 4, 64
 VOCABULARY, EMBEDDING, WORDS = 300_000, 32, 20
-# The step without an update is what is compared: the message of the optimizer used alone would be in the way.
+# One case uses the optimizer without its callback, about which it logs a message.
 logging.getLogger("keras_paragrad").setLevel(logging.ERROR)
 
 
 class BareGradient(keras.optimizers.Optimizer):
-    """Writes the gradient down and updates nothing: what a step can't cost less than."""
+    """Stores the gradient and updates nothing, which is the least that a step can cost."""
 
     def __init__(self):
         super().__init__(learning_rate=0.0)
@@ -83,7 +83,10 @@ def adam(**arguments):
 
 
 def compare(build, data, k, jit_compile, micro_batch, micro_batches, rounds):
-    """Milliseconds a micro-batch of every way to take the same updates."""
+    """Milliseconds per micro-batch of each way to take the same updates, with `k` micro-batches in one.
+
+    `build` makes a model of an optimizer, and `data` makes batches of a number of rows.
+    """
     small = data(micro_batch)
 
     def case(optimizer, callbacks=()):
@@ -103,6 +106,7 @@ def compare(build, data, k, jit_compile, micro_batch, micro_batches, rounds):
 
 
 def speed(title, build, data, settings, micro_batch, micro_batches, rounds=5):
+    """Reports what `compare` measures for each setting, a pair of `jit_compile` and `k`."""
     rows = []
     for jit_compile, k in settings:
         took = compare(build, data, k, jit_compile, micro_batch, micro_batches, rounds)

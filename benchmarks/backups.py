@@ -1,4 +1,4 @@
-"""How long backups keep training waiting: ours, written by a thread and synchronously, and those of Keras and Orbax.
+"""How long training waits for backups: ours, written by a thread and synchronously, and the ones of Keras and Orbax.
 
 `python benchmarks/backups.py` prints the tables and saves them in `results/backups.json`.
 """
@@ -39,7 +39,7 @@ def build():
 
 
 def timed_batches(callback):
-    """Has a callback note the seconds that it takes after each batch; returns the list of these."""
+    """Has a callback record how many seconds it takes after each batch; returns the list, which grows in `fit`."""
     seconds, after_batch = [], callback.on_train_batch_end
 
     def timed(batch, logs=None):
@@ -53,7 +53,7 @@ def timed_batches(callback):
 
 @contextlib.contextmanager
 def slow_disk():
-    """Within it, flushing a file takes as long as on a slow disk."""
+    """Context in which flushing a file takes as long as on a slow disk."""
     flush = os.fsync
 
     def fsync(file):
@@ -68,7 +68,7 @@ def slow_disk():
 
 
 def callback_of(case, directory):
-    """The callback of a case, and none without backups."""
+    """The callback of a case; `None` without backups."""
     if case == NONE:
         return None
     if case in (BACKGROUND, SYNCHRONOUS):
@@ -79,20 +79,20 @@ def callback_of(case, directory):
 
 
 def trained(model, case):
-    """Trains over some backups; seconds in all, and seconds that the callback took after batches."""
+    """Trains for `BACKUPS` backups; returns the seconds in all, and those that the callback took after batches."""
     data = endless(np.ones((BATCH, WIDTH), "float32"), np.ones((BATCH, 1), "float32"))
     with tempfile.TemporaryDirectory() as directory:
         callback = callback_of(case, directory)
         seconds = timed_batches(callback) if callback else []
         begun = time.perf_counter()
-        # As the last one is written, training goes on, and no further one is due when the epoch ends.
+        # Training goes on while the last one is written, and no further one is due when the epoch ends.
         steps = EVERY * (BACKUPS + 1) - 1
         model.fit(data, steps_per_epoch=steps, verbose=0, callbacks=[callback] if callback else None)
         return time.perf_counter() - begun, sum(seconds)
 
 
 def measure(disk):
-    """Reports all cases by turns."""
+    """Measures all cases by turns on the `"fast"` or `"slow"` disk, and reports them."""
     cases = [NONE, BACKGROUND, SYNCHRONOUS, KERAS]
     if importlib.util.find_spec("orbax"):
         cases.append(ORBAX)

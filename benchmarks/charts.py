@@ -1,6 +1,6 @@
 """Draws the charts of the benchmarks' first page from what is saved in `results/`, for `python benchmarks/tables.py`.
 
-Each is an SVG with colors of its own for light and dark, narrow enough for a phone, and has a number at each bar.
+Each is an SVG with colors for light and for dark mode, narrow enough for a phone, and has a number at each bar.
 """
 
 import math
@@ -38,8 +38,8 @@ class Bar(NamedTuple):
     """A bar with its number.
 
     Attributes:
-        label: What it shows, above it.
-        value: Its length; an error has none, and is shown in words.
+        label: What it shows, written above it.
+        value: Its length on the panel's scale; an error's name has no bar.
         ours: Whether it is a measurement of this package, and not of what it is compared with.
     """
 
@@ -54,7 +54,7 @@ class Panel(NamedTuple):
     Attributes:
         title: What is measured, with its unit.
         bars: From top to bottom.
-        reference: Where a line is drawn, such as 1 for ratios.
+        reference: The value at which a line is drawn, such as 1 for ratios.
         smallest: On a logarithmic scale, the value of a bar without length.
     """
 
@@ -68,7 +68,7 @@ class Panel(NamedTuple):
         return TITLE + ROW * len(self.bars)
 
     def place(self, value: float) -> float:
-        """Where a value is from left to right."""
+        """The horizontal position of a value, in pixels."""
         values = [each.value for each in self.bars if not isinstance(each.value, str)]
         if self.smallest is None:
             low, high = min(0.0, *values), max([*values, self.reference or 0.0])
@@ -79,7 +79,7 @@ class Panel(NamedTuple):
 
 
 def drawn(panels: Sequence[Panel]) -> str:
-    """The picture."""
+    """The SVG of panels, one below the other."""
     height = sum(each.height for each in panels) + 8 * len(panels)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}">',
@@ -94,6 +94,7 @@ def drawn(panels: Sequence[Panel]) -> str:
 
 
 def _panel(panel: Panel, top: int) -> list[str]:
+    """The SVG elements of a panel that begins `top` pixels from the top."""
     parts = [f'<text class="title" x="{LEFT}" y="{top + 21}">{escape(panel.title)}</text>']
     start = LEFT if panel.smallest else panel.place(0.0)
     line = None if panel.reference is None else panel.place(panel.reference)
@@ -110,7 +111,7 @@ def _panel(panel: Panel, top: int) -> list[str]:
         after = max(start, end)
         if line is not None:
             parts.append(f'<rect class="line" x="{line - 1:.1f}" y="{y + 17}" width="2" height="{BAR + 4}"/>')
-            # A number doesn't lie on the line.
+            # The number is written beside the line rather than on it.
             after = line if after < line < after + 40 else after
         parts.append(f'<text x="{after + 6:.1f}" y="{y + 30}">{escape(shown)}</text>')
     return parts
@@ -137,7 +138,7 @@ def exactness() -> list[Panel]:
 
 
 def _float(text: str) -> float | str:
-    """An error's name stays one."""
+    """A number, or the text if it is an error's name."""
     try:
         return float(text)
     except ValueError:
@@ -233,6 +234,7 @@ def per_example() -> list[Panel]:
 
 
 def _beside(title: str, name: str, ours: Sequence[float], other: str, theirs: Sequence[float]) -> Panel:
+    """A panel of ratios by model: our component's, called `name`, and the `other` library's."""
     bars = []
     for model, mine, its in zip(MODELS, ours, theirs, strict=True):
         bars += [Bar(f"{model}: {other}", its, False), Bar(f"{model}: {name}", mine)]

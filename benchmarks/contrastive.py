@@ -23,7 +23,7 @@ WHOLE, RECOMPUTED, OURS, PLAIN = CASES
 
 
 def contrastive_model(case, jit_compile, rows):
-    """A convolutional encoder of two views, compiled with the loss of SimCLR, and a batch."""
+    """A convolutional encoder of two views, compiled with the loss of SimCLR, and the arrays of a batch."""
     import warnings
 
     import keras
@@ -31,11 +31,11 @@ def contrastive_model(case, jit_compile, rows):
 
     from keras_paragrad import microbatch, recompute
 
-    # That slices with a loss of their own aren't the batch.
+    # The warning that slices with a loss of their own don't take the whole batch's step.
     warnings.simplefilter("ignore")
 
     class PairLoss(keras.losses.Loss):
-        """Two views of each example, side by side: each finds its own among those of the batch."""
+        """The loss of finding an example's second view, by its first, among the second views of the batch."""
 
         def call(self, y, z):
             views = keras.ops.split(z, 2, axis=-1)
@@ -65,6 +65,7 @@ def contrastive_model(case, jit_compile, rows):
 
 
 def train(case, rows, trains):
+    """Makes a model and a batch of some rows; trains two steps if `trains` is `"yes"`."""
     from models import endless
 
     model, *data = contrastive_model(case, False, int(rows))

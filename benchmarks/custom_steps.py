@@ -1,4 +1,4 @@
-"""What a `train_step` of the model's own takes in slices: beside Keras's, and a GAN's phases beside its passes alone.
+"""What a custom `train_step` takes in slices: beside Keras's step, and a GAN's two updates beside each update alone.
 
 `python benchmarks/custom_steps.py` prints the tables and saves them in `results/custom_steps.json`.
 """
@@ -43,7 +43,7 @@ KINDS = {
 
 
 def step_of(case, jit_compile):
-    """A classifier of vectors, and a batch."""
+    """The compiled classifier of a case, and the arrays of a batch."""
     kind, sliced = KINDS[case]
     keras.utils.set_random_seed(0)
     hidden = [layers.Dense(512, activation="relu") for _ in range(3)]
@@ -57,7 +57,7 @@ def step_of(case, jit_compile):
 
 
 class Gan(keras.Model):
-    """Updates the discriminator, then the generator by it, or one of them alone."""
+    """A GAN whose step updates the parts named in `passes`: the discriminator, then the generator, or one alone."""
 
     def __init__(self, passes):
         super().__init__()
@@ -99,7 +99,7 @@ ALONE = ("discriminator alone", "generator alone")
 
 
 def gan_of(case, jit_compile):
-    """A GAN, and a batch."""
+    """The compiled GAN of a case, and the arrays of a batch."""
     passes, sliced = PASSES[case]
     keras.utils.set_random_seed(0)
     model = Gan(passes)

@@ -1,7 +1,7 @@
 """What the same bits on any number of devices cost: a step with `deterministic=8`, to the same step without.
 
 `python benchmarks/deterministic.py` prints the table and saves it in `results/deterministic.json`. Each case is
-measured in processes of its own, by turns, as determinism is a setting of the whole process.
+measured in separate processes, by turns, as determinism is a setting of the whole process.
 """
 
 import itertools
@@ -22,7 +22,10 @@ BATCH, STEPS, TURNS = 128, 60, 3
 
 
 def print_step(name: str, replicas: int, parts: int) -> None:
-    """Runs in a process of its own: the median of the milliseconds between the ends of two steps."""
+    """Runs in a separate process; prints the median of the milliseconds between the ends of two steps.
+
+    `parts` is the value of `deterministic`, 0 for without.
+    """
     import keras
     import numpy as np
     import tensorflow as tf
@@ -46,7 +49,7 @@ def print_step(name: str, replicas: int, parts: int) -> None:
     x = words if name == "transformer" else draw.normal(size=(BATCH, *shape)).astype("float32")
     data = endless(x, draw.integers(0, 10, BATCH))
     dist.fit(model, data, steps_per_epoch=STEPS, verbose=0, callbacks=[clock])
-    # The first ones trace, and fill a pipeline.
+    # The first steps trace, and the input pipeline fills.
     print(1e3 * statistics.median(late - early for early, late in itertools.pairwise(ends[10:])))
 
 

@@ -26,7 +26,7 @@ from harness import fashion_mnist, interleaved, report
 
 
 def place_in_cluster():
-    """The number of this worker."""
+    """This worker's index in the cluster."""
     return json.loads(os.environ["TF_CONFIG"])["task"]["index"]
 
 
@@ -81,39 +81,43 @@ def batches(rows=BATCH):
 
 
 def median_step(fit, steps=STEPS):
-    """A case for `interleaved`: the median of the milliseconds between the ends of two steps of `fit(steps, clock)`."""
+    """A case for `interleaved`: the median of the milliseconds between the ends of two steps of `fit(steps, clock)`.
+
+    `fit` calls the callback `clock` after each step.
+    """
     ends = []
     clock = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: ends.append(time.perf_counter()))
 
     def run():
         ends.clear()
         fit(steps, clock)
-        # The first few are of a pipeline that fills.
+        # During the first few steps, the input pipeline fills.
         return statistics.median(late - early for early, late in itertools.pairwise(ends[5:])) * 1e3
 
     return run
 
 
 def fitted(model, data):
-    """What `median_step` measures: a model's own `fit`."""
+    """The `fit` of a model, as `median_step` calls it."""
     return lambda steps, *callbacks: model.fit(
         data, steps_per_epoch=steps, shuffle=False, verbose=0, callbacks=list(callbacks)
     )
 
 
-def print_turns(cases, **case):
-    """Prints a JSON line: what each case took, in every turn that counts."""
+def print_turns(cases):
+    """Prints a JSON line with the time of each case in each turn that counts."""
     turns = [interleaved(cases, rounds=1, warm_up=0) for _ in range(2 + ROUNDS)][2:]
-    print(json.dumps({**case, "turns": turns}), flush=True)
+    print(json.dumps({"turns": turns}), flush=True)
 
 
 def quartiles(values):
+    """The median as text, with the lower and the upper quartile."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return f"{middle:.3g} ({low:.3g} to {high:.3g})"
 
 
 def print_replicas(reduction, name):
-    """Runs in a process of its own: stock Keras and ours under one strategy, by turns."""
+    """Runs in a separate process; prints the times of stock Keras and ours under one strategy, by turns."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
     operations = tf.distribute.ReductionToOneDevice() if reduction == "one_device" else None
@@ -135,7 +139,7 @@ def print_replicas(reduction, name):
         parallel = functools.partial(training, optimizer, dist.scope)
         alone = functools.partial(training, optimizer, contextlib.nullcontext)
         ours = parallel(prepared=True, own_feed=True)
-        # Few at a time: all of them take the caches from one another. XLA's factors are large, and need fewer turns.
+        # Two at a time, as trainings displace each other from the caches. XLA's ratios are large, and need fewer turns.
         pairs = [
             (BLOCKS, {"stock": parallel(), "ours": ours}),
             (BLOCKS, {"stock": parallel(), "ours, stock's feed": parallel(prepared=True)}),
@@ -147,6 +151,7 @@ def print_replicas(reduction, name):
 
 
 def report_replicas():
+    """Reports steps on two replicas, ours to stock Keras's."""
     for reduction, name in itertools.product(REDUCTIONS, MODELS):
         rows = []
         for line in printed("replicas", reduction, name):
@@ -160,13 +165,13 @@ def report_replicas():
 
 
 def loopback_bytes():
-    """How many bytes this machine has sent to itself."""
+    """How many bytes this machine has sent to itself since its start."""
     lines = Path("/proc/net/dev").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.split()[0] == "lo:")
 
 
 def worker_model(make_optimizer):
-    # Before anything else, as TensorFlow has it.
+    # TensorFlow requires this before anything else.
     dist = DistributedFit(strategy="multi_worker")
     with dist.scope():
         model = model_of("mlp", make_optimizer())
@@ -174,7 +179,7 @@ def worker_model(make_optimizer):
 
 
 def collectives(fit, steps):
-    """How many all-reduces this worker has begun in so many steps."""
+    """Runs some steps, and returns how many all-reduces this worker has begun in them."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     with tempfile.TemporaryDirectory() as folder:
@@ -188,7 +193,7 @@ def collectives(fit, steps):
 
 
 def print_bytes(steps):
-    """Runs as each of two workers: a JSON line."""
+    """Runs as each of two workers; prints the bytes sent and the all-reduces per micro-batch as a JSON line."""
     dist, model = worker_model(lambda: AccumulatingOptimizer("adam", int(steps)))
     seen = []
 
@@ -207,12 +212,13 @@ def print_bytes(steps):
     sent = [(late - early) / SEGMENT for early, late in itertools.pairwise(seen)]
     # Each of the two workers sends the other half of its own gradient, and half of the sum.
     gradients = 2 * sum(4 * int(np.prod(weight.shape)) for weight in model.trainable_weights)
-    # What a `fit` begins with drops out.
+    # In the difference, the all-reduces at the beginning of a `fit` cancel.
     reduces = (collectives(fit, 2 * TRACED) - collectives(fit, TRACED)) / TRACED
     print(json.dumps({"sent": sent, "gradients": gradients, "reduces": reduces}), flush=True)
 
 
 def report_bytes():
+    """Reports the bytes per micro-batch, by the number of micro-batches in an update."""
     start, seconds = loopback_bytes(), 2.0
     time.sleep(seconds)
     others = round((loopback_bytes() - start) / seconds)
@@ -229,7 +235,7 @@ def report_bytes():
 
 
 def print_throughput(optimizer):
-    """Runs as each of two workers, on a core of its own: a JSON line."""
+    """Runs as each of two workers, on separate cores; prints times of the step and of its parts as a JSON line."""
     dist, model = worker_model(lambda: optimizer_of(optimizer))
     strategy = dist.strategy
     data = dist.dataset(batches(), steps_per_epoch=STEPS)
@@ -255,6 +261,7 @@ def print_throughput(optimizer):
 
 
 def report_throughput():
+    """Reports a step on two workers, to the sum of its parts, each alone."""
     (line,) = on_two_workers("throughput", "Adam")
     turns = line["turns"]
     took = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
@@ -271,7 +278,7 @@ def report_throughput():
 
 
 def print_recovery(folder):
-    """Runs as each of two workers, of which the last kills itself the first time; notes when each step has ended."""
+    """Runs as each of two workers, and records when each step ends; the last worker kills itself the first time."""
     index = place_in_cluster()
     killed = Path(folder, "killed")
     journal = Path(folder, f"{index}-{os.getpid()}.steps")
@@ -293,14 +300,14 @@ def print_recovery(folder):
 
 
 def recovered(folder):
-    """Trains two workers through a kill; seconds of what came between, and how many steps were taken again."""
+    """Trains two workers through a kill; returns the seconds between events, and how many steps were taken again."""
     words = [sys.executable, "-m", "keras_paragrad", "launch", "--workers", "2", "--max-restarts", "1"]
     begun = time.time()
     with subprocess.Popen([*words, __file__, "recovery", folder], stderr=subprocess.PIPE, text=True) as launcher:
         again = [time.time() for line in launcher.stderr if "restarting all processes" in line]
     if launcher.returncode or len(again) != 1:
         raise RuntimeError(f"The launcher ended with {launcher.returncode} after {len(again)} restarts.")
-    # Of the first worker: one file before the kill, and one after it.
+    # The first worker has written one file before the kill, and one after it.
     journals = [[line.split() for line in path.read_text().splitlines()] for path in Path(folder).glob("0-*.steps")]
     journals = [[(int(step), float(when)) for step, when in journal] for journal in journals]
     before, after = sorted(journals)
@@ -316,6 +323,7 @@ def recovered(folder):
 
 
 def report_recovery():
+    """Reports how long training takes to go on after a worker is killed."""
     with contextlib.ExitStack() as stack:
         folders = [stack.enter_context(tempfile.TemporaryDirectory()) for _ in range(KILLS)]
         found = [recovered(folder) for folder in folders]
@@ -328,14 +336,14 @@ def report_recovery():
 
 
 def printed(*words):
-    """What a process of a section prints, line by line, each of it JSON."""
+    """Runs a section's separate process; returns the lines that it prints, parsed as JSON."""
     command = [sys.executable, "-W", "ignore", __file__, *map(str, words)]
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
     return [json.loads(line) for line in finished.stdout.splitlines()]
 
 
 def on_two_workers(*words):
-    """What the first of two workers prints, line by line, each of it JSON."""
+    """Runs a section's process as two workers; returns the lines that the first one prints, parsed as JSON."""
     command = [sys.executable, "-m", "keras_paragrad", "launch", "--workers", "2", __file__, *map(str, words)]
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
     label = "[worker 0] "

@@ -1,4 +1,4 @@
-"""What `DistributedFit.estimate` says that training takes, and what it was seen to take.
+"""The memory that `DistributedFit.estimate` says that training takes, beside the memory that it was seen to take.
 
 `python benchmarks/estimate.py` prints the tables and saves them in `results/estimate.json`; `python
 benchmarks/estimate.py shards` does one of the sections `alone` and `shards`.
@@ -18,6 +18,7 @@ from harness import report
 BATCHES = {"MLP": 32768, "CNN": 1024, "Transformer": 32, "Transformer, recomputed": 32, "LSTM": 512}
 # Freed memory goes back at once. oneDNN, which TensorFlow uses on some processors, keeps some for later.
 SETTINGS = {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "65536"}
+# By column: whether oneDNN is on, and whether XLA compiles the step.
 RUNS = {"seen": ("0", ""), "seen with oneDNN": ("1", ""), "seen under XLA": ("0", "jit")}
 
 
@@ -65,7 +66,7 @@ def block(tokens, width, name):
 
 
 def train(name, small, jit_compile):
-    """Prints the peak of this process after three steps, without what its data takes, in bytes."""
+    """Prints this process's peak memory after three steps, without the inputs, in bytes."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -87,7 +88,7 @@ def train(name, small, jit_compile):
 
 
 def estimate(name):
-    """Prints the estimate, in bytes."""
+    """Prints the estimate for one device, in bytes."""
     import keras
 
     from keras_paragrad import DistributedFit
@@ -98,17 +99,18 @@ def estimate(name):
 
 
 def estimate_shards(case):
-    """Prints the estimate of a case of `sharding.py` for all its devices, in bytes; with its layers that run again."""
+    """Prints the estimate of a case of `sharding.py` for all its devices, in bytes."""
     from keras_paragrad.memory import estimate_memory
 
     sharding.make_devices()
     model = sharding.prepared(case, sharding.WIDTH)
     found = estimate_memory(model, sharding.BATCH, sharding.DEVICES)
-    # What is recomputed in the model, is so in the column without.
+    # The column without recomputation still has the recomputation that the model itself asks for.
     print(sharding.DEVICES * found[sharding.CASES[case].shard].total)
 
 
 def in_own_process(arguments, onednn="0"):
+    """The number of bytes that this script prints with these arguments in a separate process, in MB."""
     # On Linux a process's peak begins with what its parent holds, so this one must not load TensorFlow.
     command = [sys.executable, "-W", "ignore", __file__, json.dumps(arguments)]
     environment = {**os.environ, **SETTINGS, "TF_ENABLE_ONEDNN_OPTS": onednn, "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -117,7 +119,7 @@ def in_own_process(arguments, onednn="0"):
 
 
 def alone():
-    """Models on one device."""
+    """Reports models on one device."""
     rows = []
     for name in BATCHES:
         row = [name, round(in_own_process([name]))]
@@ -134,7 +136,7 @@ def alone():
 
 
 def shards():
-    """The Transformer of `sharding.py` on four devices, whose peak is that of the process without the graph."""
+    """Reports the Transformer of `sharding.py` on four devices; seen is the peak of the process without its graph's."""
     rows = []
     for case, how in sharding.CASES.items():
         if not how.replicated or how.jit:

@@ -1,4 +1,4 @@
-"""How far accumulation ends from whole batches: Keras's built-in and ours, on Fashion-MNIST.
+"""How far weights trained with accumulation are from whole batches': Keras's built-in and ours, on Fashion-MNIST.
 
 `python benchmarks/exactness.py` prints the table of the README and saves it in `results/exactness.json`.
 """
@@ -28,7 +28,7 @@ def decaying():
     return keras.optimizers.schedules.ExponentialDecay(1e-3, decay_steps=2, decay_rate=0.7)
 
 
-# By name: how many of the images, the inner optimizer's arguments, whether they are weighted, and on two replicas.
+# By name: the number of images, the inner optimizer's arguments, whether weighted, and whether on two replicas.
 CASES = {
     "even micro-batches, Adam": (768, {}, False, False),
     "an uneven last micro-batch": (ROWS, {}, False, False),
@@ -41,7 +41,7 @@ CASES = {
 
 
 def train(case, way):
-    """The weights after training a case on whole batches, with Keras's accumulation or with ours."""
+    """The weights after training a case in a way: `"whole"` batches, Keras's `"built-in"` accumulation, or `"ours"`."""
     rows, arguments, weighted, replicas = CASES[case]
     arguments = {"learning_rate": 1e-3, **arguments}
     if callable(arguments["learning_rate"]):
@@ -74,7 +74,7 @@ def train(case, way):
 
 
 def print_difference(case, way):
-    """Runs in a process of its own: the largest difference that a way of accumulating makes to the weights."""
+    """Runs in a separate process; prints the largest difference of a weight from whole batches, or an error's name."""
     devices = [tf.config.LogicalDeviceConfiguration()] * 2
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
     whole = train(case, "whole")
@@ -87,6 +87,7 @@ def print_difference(case, way):
 
 
 def difference(case, way):
+    """What `print_difference` prints in a separate process, rounded."""
     command = [sys.executable, __file__, case, way]
     printed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True).stdout.split()[-1]
     return printed if printed.endswith("Error") else f"{float(printed):.1e}"

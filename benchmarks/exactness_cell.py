@@ -1,7 +1,7 @@
-"""One cell of the exactness matrix: how far a training on replicas ends from that of one device on whole batches.
+"""One cell of the exactness matrix: how far training on replicas ends from training one device on whole batches.
 
-`python benchmarks/exactness_cell.py '{"replicas": "mirrored x2"}'` prints a line of JSON; what is left out takes the
-first of `AXES`. Workers are processes that this one starts.
+A cell has one setting of each of `AXES`. `python benchmarks/exactness_cell.py '{"replicas": "mirrored x2"}'` prints a
+line of JSON; axes that are left out take their first setting. Workers are processes that this one starts.
 """
 
 import json
@@ -48,7 +48,7 @@ DEVICES |= dict.fromkeys(MESHES, 4)
 DEVICES |= {name: sum(map(len, stages)) for name, stages in PIPELINES.items()}
 RATES = {"SGD": 0.1, "Adam": 1e-2, "AdamW": 1e-2, "Lion": 1e-3, "Lamb": 1e-2, "Muon": 2e-3}
 MICRO_BATCHES = 4
-# With the usual 1e-7 a gradient near zero decides by its last digits between one step and its opposite.
+# With the usual 1e-7, the last digits of a gradient near zero decide between a step and its opposite.
 EPSILONS = {"Adam": {"epsilon": 1e-3}, "AdamW": {"epsilon": 1e-3}}
 CLIPS = {"none": {}, "clipnorm": {"clipnorm": 0.05}, "global_clipnorm": {"global_clipnorm": 0.1}}
 CLIPS["clipvalue"] = {"clipvalue": 0.005}
@@ -59,7 +59,7 @@ FEATURES, CLASSES, EPOCHS, STEPS = 8, 3, 2, 2
 MIN_SHARD_BYTES = 128
 CLASS_WEIGHT = {0: 0.5, 1: 1.0, 2: 2.5}
 TIME_LIMIT = 240
-# Float16 rounds each replica's gradient.
+# By precision, a field of the result and its largest allowed value. Float16 rounds each replica's gradient.
 ALLOWED = {"float32": ("difference", 1e-6), "mixed_float16": ("relative", 2e-3)}
 # Lion takes the gradient's sign, which rounding turns where replicas all but cancel. Muon makes its singular values
 # alike, and the smallest are mostly rounding: one device's gradients, rounded to float16, move its weights by 7e-3.
@@ -67,7 +67,7 @@ ALLOWED_IN_FLOAT16 = {"Lion": ("relative", 0.1), "Muon": ("relative", 0.02)}
 
 
 def completed(cell):
-    """The cell with what it leaves out."""
+    """Fills in the settings that a cell leaves out."""
     unknown = {name: value for name, value in cell.items() if value not in AXES.get(name, ())}
     if unknown:
         raise SystemExit(f"Not in the matrix: {unknown}. Its axes: {AXES}")
@@ -77,7 +77,7 @@ def completed(cell):
 def refused(cell):
     """Whether `DistributedFit` refuses a cell.
 
-    A pipeline has no shards, and a mesh neither, and only last batches that its devices can't share evenly.
+    Pipelines and meshes have no shards. On a mesh, only the last batch may be one that devices can't share evenly.
     """
     if cell["replicas"] in PIPELINES:
         return cell["shard"] != "none"
@@ -87,7 +87,7 @@ def refused(cell):
 
 
 class Training:
-    """Trainings of one cell, in a process whose devices are set up for it."""
+    """Trainings of one cell, in a process whose devices are set up for it; each returns the model's weights."""
 
     def __init__(self, cell):
         import keras
@@ -101,6 +101,7 @@ class Training:
         self.batches = [self.batch(generator, rows) for rows in SIZES[cell["batches"]]]
 
     def batch(self, generator, rows):
+        """Draws inputs and labels of some rows, and weights if the cell weights examples."""
         x = generator.normal(size=(rows, FEATURES)).astype("float32")
         y = generator.integers(0, CLASSES, rows)
         if self.cell["weights"] == "none":
@@ -115,13 +116,14 @@ class Training:
 
     @property
     def whole(self):
-        """The batches that one device would take: those of a window put together."""
+        """The batches that one device takes: with accumulation, the batches of each window put together."""
         if self.cell["accumulation"] == "off":
             return self.batches
-        windows = [self.batches[at : at + STEPS] for at in range(0, len(self.batches), STEPS)]
+        windows = [self.batches[start : start + STEPS] for start in range(0, len(self.batches), STEPS)]
         return [tuple(self.np.concatenate(parts) for parts in zip(*window, strict=True)) for window in windows]
 
     def model(self, wrap=lambda optimizer: optimizer, jit=False, per_call=1, **more):
+        """The compiled model; `wrap` gets its optimizer, which is made with the options in `more`."""
         keras, cell = self.keras, self.cell
         keras.utils.set_random_seed(1)
         inputs = keras.Input((FEATURES,))
@@ -129,7 +131,7 @@ class Training:
         # A stage for each of up to four devices.
         for _ in range(2 if cell["replicas"] in PIPELINES else 0):
             hidden = keras.layers.Dense(16, activation="tanh")(hidden)
-            # A sum would have gradients that overflow float16 on one device, where those of micro-batches don't.
+            # A sum's gradients would overflow float16 on one device, and the ones of micro-batches wouldn't.
             hidden = keras.layers.Average()([hidden, first]) if "skips" in cell["replicas"] else hidden
         model = keras.Model(inputs, keras.layers.Dense(CLASSES, dtype="float32")(hidden))
         self.initial = model.get_weights()
@@ -152,6 +154,7 @@ class Training:
         return model.get_weights()
 
     def ours(self, dist):
+        """Trains the cell with a `DistributedFit`."""
         from keras_paragrad import AccumulatingOptimizer
 
         accumulates = self.cell["accumulation"] == "on"
@@ -162,7 +165,7 @@ class Training:
         return model.get_weights()
 
     def stock(self, strategy):
-        """What Keras alone makes of the cell."""
+        """Trains the cell with Keras alone."""
         more = {"gradient_accumulation_steps": STEPS} if self.cell["accumulation"] == "on" else {}
         with strategy.scope():
             model = self.model(jit=self.cell["jit"] == "on", per_call=self.cell["steps_per_execution"], **more)
@@ -174,7 +177,7 @@ class Training:
 
 
 def train(cell):
-    """Runs in a process of its own, or in several: how far a way of training ends from one device."""
+    """How far the weights end from one device's, in the cell's `"way"` of training; runs in each of its processes."""
     warnings.simplefilter("ignore")
     training = Training(cell)
     from keras_paragrad import DistributedFit
@@ -204,7 +207,7 @@ def train(cell):
 
 
 def on_mesh(keras, shape, devices):
-    """What trains on a mesh."""
+    """A `DistributedFit` on a mesh; `shape` is one of `MESHES`."""
     from keras_paragrad import DistributedFit
 
     if shape is None:
@@ -213,7 +216,7 @@ def on_mesh(keras, shape, devices):
 
 
 def holds(cell, result):
-    """Whether a cell's result is that of one device."""
+    """Whether a cell's result is as near to one device's as its precision and optimizer allow."""
     cell = completed(cell)
     measure, allowed = ALLOWED[cell["precision"]]
     if cell["precision"] != "float32":
@@ -232,7 +235,7 @@ def free_ports(count):
 
 
 def environments(cell):
-    """The environment of each process that the cell takes."""
+    """The environment variables of each process that a cell takes."""
     if "workers" not in cell["replicas"]:
         return [os.environ]
     workers = [f"127.0.0.1:{port}" for port in free_ports(2)]
@@ -241,9 +244,10 @@ def environments(cell):
 
 
 def run(cell, way="ours"):
-    """A cell's result, or the `error` that ended it.
+    """Runs a cell in separate processes; returns its result, or the `error` that ended it.
 
-    `difference` is the largest of any weight, `relative` that of all weights in parts of how far they have moved.
+    `difference` is the largest difference of a weight. `relative` is the norm of all differences, as a fraction of the
+    norm of how far the weights have moved.
     """
     if way == "stock" and completed(cell)["shard"] != "none":
         return {"error": "no shards"}
@@ -270,7 +274,7 @@ def run(cell, way="ours"):
 
 
 def worst(results):
-    """The largest of the differences that a cell's processes found."""
+    """The result with the largest difference, among the results of a cell's processes."""
     return max(results, key=lambda result: result["difference"])
 
 

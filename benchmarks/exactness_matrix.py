@@ -1,8 +1,9 @@
-"""The exactness matrix: `DistributedFit` and Keras alone beside one device, one process a cell.
+"""The exactness matrix: `DistributedFit` and Keras alone beside one device, in a process for each cell.
 
-`python benchmarks/exactness_matrix.py` runs one setting at a time, beside Keras alone, and then a sample in which all
-pairs of settings meet; `--strength 3` all triples, `--whole` every cell. It prints the table of the README and saves it
-with the cells in `results`. With `--again`, what held the last time is taken from there, and the rest is run.
+A cell has one setting of each axis. `python benchmarks/exactness_matrix.py` runs one setting at a time, beside Keras
+alone, and then a sample in which all pairs of settings meet; with `--strength 3` all triples, with `--whole` all cells.
+It prints the table of the README and saves it with the cells in `results`. With `--again`, what held the last time is
+taken from there, and the rest is run.
 """
 
 import argparse
@@ -18,7 +19,7 @@ CELLS = RESULTS / "exactness_cells.json"
 
 
 def cells_covering(strength, seed=0):
-    """Few cells in which every combination of so many axes' settings is met; greedy, from a seed."""
+    """Chooses few cells in which each combination of settings of `strength` axes occurs; greedily, from a seed."""
     generator = random.Random(seed)
     groups = list(itertools.combinations(AXES, strength))
     missing = {(group, values) for group in groups for values in itertools.product(*(AXES[name] for name in group))}
@@ -29,6 +30,7 @@ def cells_covering(strength, seed=0):
         drawn = [{name: wanted.get(name, generator.choice(AXES[name])) for name in AXES} for _ in range(40)]
         drawn = [cell for cell in drawn if not refused(cell)]
         if not drawn:
+            # No cell with this combination is accepted.
             missing.remove((group, values))
             continue
         best = max(drawn, key=lambda cell: len(_met(cell, groups) & missing))
@@ -38,6 +40,7 @@ def cells_covering(strength, seed=0):
 
 
 def _met(cell, groups):
+    """The combinations that a cell has: a setting of each axis in a group."""
     return {(group, tuple(cell[name] for name in group)) for group in groups}
 
 
@@ -53,13 +56,14 @@ def single_cells():
 
 
 def held_before():
-    """By cell and by who ran it, what held the last time."""
+    """What held the last time, by the cell as JSON and the names of the result's fields, which say who ran it."""
     kept = json.loads(CELLS.read_text()) if CELLS.exists() else []
     kept = [{**each, "cell": completed(each["cell"])} for each in kept]
     return {(json.dumps(each["cell"]), *each): each for each in kept if holds(each["cell"], each["ours"])}
 
 
 def run_all(cells, ways, known):
+    """Runs cells, unless their results are `known`, in each way: `"ours"`, or Keras alone as `"stock"`."""
     results = []
     for number, cell in enumerate(cells, 1):
         before = known.get((json.dumps(cell), "cell", *ways))
@@ -70,13 +74,14 @@ def run_all(cells, ways, known):
 
 
 def in_words(result):
+    """The difference, or the name of the error."""
     if "error" in result:
         return result["error"].partition(":")[0].rpartition(".")[2]
     return f"{result['difference']:.0e}"
 
 
 def what_differs(cell):
-    """What sets a cell apart from the first one."""
+    """In words, the settings in which a cell differs from the first one."""
     return (
         ", ".join(f"{name.replace('_', ' ')}: {value}" for name, value in cell.items() if value != AXES[name][0])
         or "two replicas, SGD, even batches"
@@ -92,7 +97,7 @@ def report_singles(known):
 
 
 def report_sample(cells, known):
-    """By setting, the worst of all cells that have it, those of the other settings in float32."""
+    """Reports for each setting how many of its cells hold, and the largest difference of those in float32."""
     results = run_all(cells, ("ours",), known)
     rows = []
     for name, values in AXES.items():

@@ -64,7 +64,7 @@ def main(words: list[str] | None = None, parts: dict[str, Part] = PARTS) -> int:
         return 0
     if not arguments.cpu and not has_gpu():
         return 2
-    # In the small form on CPUs nothing is kept unless it is said where.
+    # On CPUs, nothing is saved without `--output`.
     path = arguments.output or (None if arguments.cpu else saved.RESULTS)
     failed = run(arguments, parts, path)
     if path == saved.RESULTS and parts is PARTS:
@@ -73,7 +73,7 @@ def main(words: list[str] | None = None, parts: dict[str, Part] = PARTS) -> int:
 
 
 def run(arguments: argparse.Namespace, parts: dict[str, Part], path: Path | None) -> bool:
-    """Runs the parts, prints and keeps the lines, and returns whether any failed or could not be run."""
+    """Runs the parts, prints a line for each case and saves it, and returns whether any failed or could not be run."""
     results = saved.Results(path, datetime.date.today().isoformat())
     lock, outcomes = threading.Lock(), []
 
@@ -83,6 +83,7 @@ def run(arguments: argparse.Namespace, parts: dict[str, Part], path: Path | None
             results.add(part, name, line)
             print(f"{part:8} {line.outcome:9} {name}: {line.text} [{line.seconds:g} s]", flush=True)
 
+    # Called once it is known which machine this is.
     def meet(machine: dict) -> None:
         with lock:
             results.meet(machine)
@@ -127,14 +128,14 @@ def has_gpu() -> bool:
 
 
 def gpu_count() -> int:
-    """The number of GPUs that TensorFlow sees; for a process of its own."""
+    """The number of GPUs that TensorFlow sees; runs in a separate process."""
     import tensorflow as tf
 
     return len(tf.config.list_physical_devices("GPU"))
 
 
 def can_load(library: str) -> bool:
-    """Whether the loader finds a library, or a wheel of NVIDIA's has it, where TensorFlow looks too."""
+    """Whether the loader finds a library, or one of NVIDIA's wheels has it, where TensorFlow looks too."""
     try:
         ctypes.CDLL(library)
     except OSError:

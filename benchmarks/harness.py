@@ -26,12 +26,12 @@ FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 
 
 def interleaved(cases: dict[str, Callable[[], float]], rounds: int, warm_up: int = 2) -> dict[str, float]:
-    """The median of what each case returns, with the cases taking turns.
+    """Runs cases by turns, and returns the median time of each.
 
     Args:
-        cases: By name, a function that does one run and returns its time, in milliseconds a unit of work.
-        rounds: How many turns count.
-        warm_up: How many turns before that do not, for compilation.
+        cases: By name, a function that does one run and returns its time, in milliseconds per unit of work.
+        rounds: How many turns of each case count.
+        warm_up: How many turns run before, as they may compile, and don't count.
     """
     times: dict[str, list[float]] = {name: [] for name in cases}
     for turn in range(warm_up + rounds):
@@ -43,7 +43,7 @@ def interleaved(cases: dict[str, Callable[[], float]], rounds: int, warm_up: int
 
 
 def timed_fit(model, dataset, steps: int, micro_batches: int, callbacks: Sequence = ()) -> Callable[[], float]:
-    """A case for `interleaved`: milliseconds a micro-batch in `model.fit`."""
+    """A case for `interleaved`: milliseconds per micro-batch in `model.fit`, whose `steps` have so many of them."""
 
     def run() -> float:
         start = time.perf_counter()
@@ -54,28 +54,28 @@ def timed_fit(model, dataset, steps: int, micro_batches: int, callbacks: Sequenc
 
 
 def step_times(trained: dict[str, tuple], rounds: int, steps: int = 1) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds a step of each case, and milliseconds of processor time, with the cases taking turns.
+    """The median wall time and processor time of each case's steps, in milliseconds, with the cases taking turns.
 
     Args:
         trained: By name, a compiled model and the arrays of a batch.
-        rounds: How many turns count.
+        rounds: How many turns of each case count.
         steps: How many steps a turn has.
     """
     from models import endless
 
-    # Of all cores, which says more on a machine that others use too.
-    computing: dict[str, list[float]] = {case: [] for case in trained}
+    # Processor time of all cores says more than wall time on a machine that others use too.
+    processor_times: dict[str, list[float]] = {case: [] for case in trained}
 
     def turn(case: str) -> float:
         model, *data = trained[case]
-        start, computed = time.perf_counter(), time.process_time()
-        # Not of arrays: the thread that tunes their pipeline sleeps, and is waited for when `fit` ends.
+        start, processor_start = time.perf_counter(), time.process_time()
+        # At its end, `fit` of arrays would wait for the thread that tunes their pipeline, which sleeps.
         model.fit(endless(*data), steps_per_epoch=steps, verbose=0)
-        computing[case].append((time.process_time() - computed) / steps * 1e3)
+        processor_times[case].append((time.process_time() - processor_start) / steps * 1e3)
         return (time.perf_counter() - start) / steps * 1e3
 
-    walls = interleaved({case: functools.partial(turn, case) for case in trained}, rounds, warm_up=1)
-    return walls, {case: statistics.median(taken[1:]) for case, taken in computing.items()}
+    wall_times = interleaved({case: functools.partial(turn, case) for case in trained}, rounds, warm_up=1)
+    return wall_times, {case: statistics.median(taken[1:]) for case, taken in processor_times.items()}
 
 
 def report_step_times(
@@ -84,11 +84,11 @@ def report_step_times(
     make: Callable[[str, bool], tuple],
     cases: Sequence[str],
     base: str | Sequence[str],
-    to: str,
+    base_name: str,
     rounds: int,
     steps: int = 1,
 ) -> None:
-    """Reports milliseconds a step, and of processor time, without and with XLA.
+    """Reports the wall time and processor time of steps, in milliseconds, without and with XLA.
 
     Args:
         name: The benchmark's file.
@@ -96,19 +96,24 @@ def report_step_times(
         make: Returns the model of a case, compiled with XLA or not, and the arrays of a batch.
         cases: The cases, which take turns.
         base: The case that others are compared to, or several, whose sum they are compared to.
-        to: Its name in the columns.
-        rounds: How many turns count.
+        base_name: How the column headers name it.
+        rounds: How many turns of each case count.
         steps: How many steps a turn has.
     """
-    columns = ["", "step", f"to {to}", "CPU time", f"to {to}, CPU time"]
+    columns = ["", "step", f"to {base_name}", "CPU time", f"to {base_name}, CPU time"]
     for jit_compile in ("off", "on"):
         taken = step_times({case: make(case, jit_compile == "on") for case in cases}, rounds, steps)
-        # Of several, the sum.
-        whole = [sum(each[case] for case in ([base] if isinstance(base, str) else base)) for each in taken]
+        bases = [base] if isinstance(base, str) else base
+        # Wall time, then processor time.
+        base_times = [sum(times[case] for case in bases) for times in taken]
         rows = [
             [
                 case,
-                *(cell for each, to in zip(taken, whole, strict=True) for cell in (round(each[case]), each[case] / to)),
+                *(
+                    cell
+                    for times, base_time in zip(taken, base_times, strict=True)
+                    for cell in (round(times[case]), times[case] / base_time)
+                ),
             ]
             for case in cases
         ]
@@ -116,7 +121,7 @@ def report_step_times(
 
 
 def peak_memory(script: str, *arguments: str) -> float:
-    """The most memory, in MB, that `run_benchmark` of a script holds with these arguments, in a process of its own."""
+    """Peak memory in MB of a separate process of a script, which calls `run_benchmark`, with these arguments."""
     # On Linux a process's peak begins with what its parent holds, so this one must not load TensorFlow before.
     command = [sys.executable, "-W", "ignore", script, *arguments]
     finished = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
@@ -124,18 +129,19 @@ def peak_memory(script: str, *arguments: str) -> float:
 
 
 def run_benchmark(train: Callable[..., object], *reports: Callable[[], None]) -> None:
-    """Makes the reports, or with arguments of a `peak_memory` trains, and prints the most memory held, in MB."""
+    """Makes the reports; or, run by `peak_memory`, passes its arguments to `train` and prints peak memory in MB."""
     if not sys.argv[1:]:
         for each in reports:
             each()
         return
     train(*sys.argv[1:])
+    # macOS counts bytes, and Linux KiB.
     unit = 1 if platform.system() == "Darwin" else 1024
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)
 
 
 def fashion_mnist(rows: int, part: str = "train") -> tuple[np.ndarray, np.ndarray]:
-    """The first images of a part of Fashion-MNIST, `"train"` or `"t10k"`, scaled to [0, 1], and their classes."""
+    """The first `rows` images of a part of Fashion-MNIST, `"train"` or `"t10k"`, in [0, 1], and their classes."""
     if not FASHION_MNIST.exists():
         raise SystemExit("The benchmarks train on Fashion-MNIST. Install it: apt-get install dataset-fashion-mnist")
     with gzip.open(FASHION_MNIST / f"{part}-images-idx3-ubyte.gz") as images:

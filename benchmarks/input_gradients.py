@@ -20,7 +20,7 @@ import numpy as np
 from harness import interleaved, report
 
 CHUNK, CHUNKS, WIDTH, ROUNDS = 2048, 4, 256, 4
-# Numbers in and out of a row.
+# The numbers of inputs and of outputs of a row.
 SIZES = ((8, 100), (32, 32), (100, 8))
 PEERS = Path(__file__).parents[1] / ".venv-peers"
 PEER_COLUMNS = {
@@ -52,7 +52,7 @@ def dense(inputs, outputs):
 
 
 def crossover_models():
-    """As many numbers in as out, so that the time of a pass is what is compared."""
+    """Models with as many outputs as inputs, so that both modes need as many passes, whose times are compared."""
     import keras
     from keras import layers
 
@@ -70,7 +70,7 @@ def crossover_models():
 
 
 def timed(function):
-    """A case for `interleaved`: milliseconds of a chunk, when the function is called for each."""
+    """A case for `interleaved`: milliseconds per chunk of a function that is called for each chunk."""
 
     def run():
         start = time.perf_counter()
@@ -82,7 +82,7 @@ def timed(function):
 
 
 def streamed(start_stream):
-    """A case for `interleaved`: milliseconds of a chunk that a stream gives, after the first, which is compiled for."""
+    """A case for `interleaved`: milliseconds per chunk of a stream, after the first, for which it compiles."""
 
     def run():
         stream = start_stream()
@@ -95,6 +95,7 @@ def streamed(start_stream):
 
 
 def batch_jacobian(model, x):
+    """A function that computes the Jacobians of rows by TensorFlow's `batch_jacobian`, compiled once."""
     import tensorflow as tf
 
     @tf.function(autograph=False)
@@ -109,7 +110,7 @@ def batch_jacobian(model, x):
 
 
 def tape_loop(model, x):
-    """A persistent tape and a Python loop over the outputs, as one writes it by hand."""
+    """A function that computes the Jacobians of rows by a persistent tape and a Python loop over the outputs."""
     import tensorflow as tf
 
     x = tf.constant(x)
@@ -124,6 +125,7 @@ def tape_loop(model, x):
 
 
 def beside_other_ways():
+    """Reports the times of one gradient, of the Jacobian in other ways, and in other frameworks."""
     from keras_paragrad.inputs.gradients import input_gradients
     from keras_paragrad.inputs.jacobian import input_jacobian
 
@@ -150,6 +152,7 @@ def beside_other_ways():
 
 
 def whole_call():
+    """Reports the time of a whole call, which compiles, beside `batch_jacobian` on chunks, compiled before."""
     from keras_paragrad.inputs.jacobian import input_jacobian
 
     inputs, outputs = SIZES[0]
@@ -177,6 +180,7 @@ def whole_call():
 
 
 def crossover():
+    """Reports forward beside reverse mode, where both need as many passes."""
     from keras_paragrad.inputs.jacobian import input_jacobian
 
     rows = []
@@ -198,7 +202,7 @@ def crossover():
 
 
 def of_peer(name):
-    """What another framework takes, for each of the `SIZES`; dashes where it is not installed."""
+    """The times of another framework in its environment, for each of `SIZES`; dashes if it is not installed."""
     python = PEERS / name / "bin" / "python"
     missing = {f"{inputs}, {outputs}": ["-"] * len(PEER_COLUMNS[name]) for inputs, outputs in SIZES}
     if not python.exists():
@@ -217,7 +221,7 @@ def weights_of(inputs, outputs):
 
 
 def print_torch():
-    """Runs in PyTorch's environment."""
+    """Runs in PyTorch's environment; prints the times of its ways for each of `SIZES`."""
     import torch
 
     took = {}
@@ -238,7 +242,7 @@ def print_torch():
 
 
 def print_jax():
-    """Runs in JAX's environment."""
+    """Runs in JAX's environment; prints the times of its ways for each of `SIZES`."""
     import jax
     import jax.numpy as jnp
 
@@ -257,7 +261,7 @@ def print_jax():
 
 
 def print_peak(case):
-    """Runs in a process of its own: the most memory it has held, in MB, and that of the result where it is held."""
+    """Runs in a separate process; prints its peak memory in MB, with the result if the case keeps that in memory."""
     from keras_paragrad.inputs.jacobian import input_jacobian
 
     way, thousands = MEMORY[case]
@@ -287,6 +291,7 @@ def peak(case):
 
 
 def memory():
+    """Reports peak memory above an idle process, with and without the result that is kept in memory."""
     idle, *cases = MEMORY
     base = peak(idle)
     numbers = SIZES[0][0] * SIZES[0][1]

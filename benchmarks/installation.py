@@ -1,8 +1,8 @@
 """Seconds from an empty environment to the end of README's first script, on pairs of releases of Keras and TensorFlow.
 
-`python benchmarks/installation.py 3.10-2.19` downloads the wheel in `dist/` and all that the pair needs, past pip's
+`python benchmarks/installation.py 3.10-2.19` downloads the wheel in `dist/` and all that the pair needs, without pip's
 cache, installs that without the network, and runs the script, which has to print `12 updates`. It saves the time
-that each took in `results/installation.json`. Without a pair, all.
+that each step took in `results/installation.json`. Without a pair, it measures all.
 """
 
 import argparse
@@ -23,15 +23,15 @@ LAST_LINE = "12 updates"
 
 
 def measured(pair, folder):
-    """The releases of a pair, what each step took, and bytes."""
+    """The releases of a pair, the time of each step, and the bytes downloaded and installed."""
     environment, downloads, script = (folder / name for name in ("environment", "downloads", "first.py"))
     script.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)[0])
     (wheel,) = (ROOT / "dist").glob("*.whl")
     venv.create(environment, with_pip=True)
     python = environment / "bin" / "python"
-    past_cache = ("download", "--no-cache-dir", "--only-binary=:all:", "-d", downloads)
+    download = ("download", "--no-cache-dir", "--only-binary=:all:", "-d", downloads)
     steps = {
-        "download": functools.partial(install, python, pair, wheel, command=past_cache),
+        "download": functools.partial(install, python, pair, wheel, command=download),
         "install": functools.partial(
             install, python, pair, wheel, command=("install", "--no-index", "--find-links", downloads)
         ),
@@ -42,14 +42,14 @@ def measured(pair, folder):
 
 
 def trained(python, script):
-    """Runs README's first script."""
+    """Runs README's first script, which has to end with `LAST_LINE`."""
     run = subprocess.run([python, "-P", script], cwd=script.parent, capture_output=True, text=True, check=False)
     if run.returncode or run.stdout.strip().splitlines()[-1] != LAST_LINE:
         raise SystemExit(f"{run.stdout[-2000:]}{run.stderr[-2000:]}")
 
 
 def timed(step):
-    """The seconds that a step takes, and those of processors."""
+    """Runs a step; returns its wall time, and the processor time of the processes that it has started, in seconds."""
     start, before = time.perf_counter(), os.times()
     step()
     after = os.times()

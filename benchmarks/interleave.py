@@ -1,4 +1,4 @@
-"""Trainings that take turns every few steps, so that what else the machine does is the same for all of them."""
+"""Trainings that take turns every few steps, so that all of them are slowed alike by what else the machine does."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ import numpy as np
 
 # Blocks before those that count, as they compile.
 COMPILING = 3
-# Trains so many steps with a callback before all others.
+# Trains for a number of steps, with a callback that comes before all others.
 Train = Callable[[keras.callbacks.Callback, int], object]
 
 
@@ -21,8 +21,11 @@ class Turn(keras.callbacks.Callback):
 
     Args:
         block: How many steps there are in a block.
-        mine: The semaphore that says that it is this training's turn.
-        following: That of the next one.
+        mine: The semaphore that is released when it is this training's turn.
+        following: The semaphore of the next training.
+
+    Attributes:
+        took: The microseconds per step in each block.
     """
 
     def __init__(self, block: int, mine: threading.Semaphore, following: threading.Semaphore):
@@ -43,7 +46,7 @@ class Turn(keras.callbacks.Callback):
 
 
 def in_turns(trainings: dict[str, Train], blocks: int, block: int = 32) -> dict[str, np.ndarray]:
-    """Takes the time of trainings that run in turns, each in a thread of its own.
+    """Times the steps of trainings that run by turns, each in a separate thread.
 
     Args:
         trainings: By name, a function that trains in one epoch.
@@ -51,7 +54,7 @@ def in_turns(trainings: dict[str, Train], blocks: int, block: int = 32) -> dict[
         block: How many steps there are in a block.
 
     Returns:
-        By name, the microseconds of a step in each block, of which one follows on another's.
+        By name, the microseconds per step in each block. Blocks at the same index ran one after the other.
     """
     semaphores = [threading.Semaphore(0) for _ in trainings]
     turns = [Turn(block, mine, semaphores[(at + 1) % len(semaphores)]) for at, mine in enumerate(semaphores)]
@@ -59,6 +62,7 @@ def in_turns(trainings: dict[str, Train], blocks: int, block: int = 32) -> dict[
     def run(turn: Turn, train: Train) -> None:
         turn.mine.acquire()
         try:
+            # The last block ends as one more step begins.
             train(turn, block * (COMPILING + blocks) + 1)
         finally:
             turn.following.release()

@@ -1,4 +1,4 @@
-"""What a process keeps of each model that it has made, trained and let go of, as a tuner's loop does.
+"""The memory that a process keeps of each model that it has made, trained and released, as a tuner's loop does.
 
 `python benchmarks/leaks.py` prints the table and saves it in `results/leaks.json`. Each case trains 100 models in a
 process of its own, with `clear_session()` and a garbage collection after each.
@@ -43,7 +43,7 @@ def train(case):
 
 
 def print_growth(case):
-    """Runs in a process of its own: by how many MB its resident memory grows with each model."""
+    """Runs in a separate process; prints by how many MB its resident memory grows with each model."""
     import gc
 
     import keras

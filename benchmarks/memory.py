@@ -10,7 +10,7 @@ import sys
 
 from harness import fashion_mnist, report
 
-# By name: the micro-batches an update takes and how they are accumulated, the batch, and the size of its slices.
+# By name: the micro-batches of an update, how they are accumulated, the rows of a batch, and of its slices.
 CASES = {
     "nothing trained": (0, None, 1, None),
     "one batch of 1024": (1, None, 1024, None),
@@ -24,7 +24,7 @@ CASES = {
 
 
 def train(case, jit_compile):
-    """One epoch of a model with few parameters and large activations, so that what a batch takes shows."""
+    """Trains an epoch of a model with few parameters and large activations, so that what a batch takes shows."""
     import keras
 
     from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
@@ -48,7 +48,7 @@ def train(case, jit_compile):
 
 
 def print_peak(case, jit_compile):
-    """Runs in a process of its own: the most memory it has held, in MB."""
+    """Runs in a separate process; prints its peak memory in MB."""
     train(case, jit_compile == "on")
     unit = 1 if platform.system() == "Darwin" else 1024
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6)

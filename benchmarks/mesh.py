@@ -2,7 +2,7 @@
 
 `python benchmarks/mesh.py` prints the tables and saves them in `results/mesh.json`. The same layout is trained by
 Keras on JAX on four devices of its own, if JAX is installed (`make bench-peers`): there, too, all devices share the
-processor, and a step is compared with that of one device in the same process.
+processor, and a step is compared with a step of one device in the same process.
 """
 
 import functools
@@ -40,7 +40,7 @@ def distribution(shape):
 
 
 def batches(steps):
-    """Arrays of so many batches."""
+    """Arrays of a number of batches."""
     import numpy as np
 
     rows = BATCH * steps
@@ -48,7 +48,7 @@ def batches(steps):
 
 
 def timed(train):
-    """A case for `interleaved`: milliseconds a step of a function that takes `STEPS` of them."""
+    """A case for `interleaved`: milliseconds per step of a function that takes `STEPS` of them."""
 
     def run():
         start = time.perf_counter()
@@ -65,6 +65,7 @@ def loss():
 
 
 def on_mesh(shape, jit):
+    """A Transformer that is prepared to be trained on a mesh by its own `fit`."""
     from keras_paragrad import DistributedFit
 
     dist = DistributedFit(distribution(shape))
@@ -82,7 +83,7 @@ def alone(jit):
 
 
 def print_times(kind):
-    """Runs in a process of its own: milliseconds a step, by case, of one device and `"mirrored"` or `"meshes"`."""
+    """Runs in a separate process; prints milliseconds per step by case: one device, and `"mirrored"` or `"meshes"`."""
     make_devices()
     cases = {ALONE: alone(False)}
     if kind == "mirrored":
@@ -92,13 +93,13 @@ def print_times(kind):
         for name, shape in MESHES.items():
             cases[name] = on_mesh(shape, False)
             cases[f"{name}, XLA"] = on_mesh(shape, True)
-    # Not of arrays: the thread that tunes their pipeline sleeps, and is waited for when `fit` ends.
+    # `sharding.fit` feeds a dataset: `fit` of arrays would wait at its end for a thread that sleeps.
     trainings = {name: timed(functools.partial(fit, model, STEPS)) for name, model in cases.items()}
     print(json.dumps(interleaved(trainings, ROUNDS)))
 
 
 def print_held(name):
-    """Runs in a process of its own: bytes of weights and Adam's moments on the fullest device, in its own buffers."""
+    """Runs in a separate process; prints the bytes of weights and Adam's moments on the fullest device, and in all."""
     make_devices()
     from keras_paragrad.engine.mesh.running import variables_on_mesh
     from keras_paragrad.storage.dtensor import bytes_by_device
@@ -114,7 +115,9 @@ def print_held(name):
 
 
 def times():
-    # Once a process has computed on a mesh, replicas in it take twice as long. So they are compared by one device.
+    """Reports the time of a step on each mesh, to one device's and to the one on replicas."""
+    # Once a process has computed on a mesh, replicas in it take twice as long. So they run in separate processes, and
+    # are compared by the time of one device in each.
     replicas, taken = (result(in_own_process("print_times", kind, script=__file__)) for kind in ("mirrored", "meshes"))
     mirrored = replicas["mirrored"] / replicas[ALONE]
     rows = [["mirrored", round(replicas["mirrored"]), mirrored, 1.0]]
@@ -126,13 +129,14 @@ def times():
 
 
 def held():
+    """Reports what the fullest device of each mesh holds."""
     found = {name: result(in_own_process("print_held", name, script=__file__)) for name in MESHES}
     rows = [[name, round(each["held"] / 1e6), each["held"] / each["whole"]] for name, each in found.items()]
     report("mesh", "MB of weights and optimizer state on a device", ["", "held", "of one device's"], rows)
 
 
 def peers():
-    """The same by Keras on JAX."""
+    """Reports the times of the same layouts in Keras on JAX."""
     if not JAX.exists():
         print("Without JAX, which is not installed: make bench-peers")
         return

@@ -37,7 +37,7 @@ def transformer():
 
 
 def low_rank():
-    """The transformer, of which adapters of rank 4 and the biases beside them are trained."""
+    """The transformer with adapters of rank 4; only they and the biases beside them are trained."""
     from keras_paragrad.compat.model import all_layers
 
     model = transformer()
@@ -55,7 +55,7 @@ def model_of(name):
 
 
 def batch_of(name, rows=None):
-    """A batch of the size that the model is compared with, or of so many rows."""
+    """The arrays of a batch, with the model's usual number of rows or with `rows`."""
     rows = rows or ROWS[name]
     if name in ("transformer", "low_rank"):
         generator = np.random.default_rng(0)
@@ -69,8 +69,11 @@ def loss_of(reduction="sum_over_batch_size"):
 
 
 def endless(*batch):
-    """A batch for ever. Without autotuning, whose thread sleeps ever longer, and is waited for when `fit` ends."""
-    # Not every framework's process has it.
+    """A dataset that repeats a batch forever.
+
+    It has no autotuning, whose thread sleeps ever longer, and for which the end of `fit` waits.
+    """
+    # Imported here, as processes of other frameworks may not have it.
     import tensorflow as tf
 
     options = tf.data.Options()

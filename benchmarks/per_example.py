@@ -54,13 +54,13 @@ CORRUPTS = "corrupts memory"
 
 
 def trained(name, options, jit_compile):
-    """A model to be fitted, plain if there are no options."""
+    """A compiled model; with `options`, wrapped by `wrap`."""
     model = model_of(name)
     if options is not None:
         # Without room made for them beforehand, gradients are not compiled by XLA.
         room = {"capacity": ROWS[name]} if options.get("quantity") == "gradients" else {}
         model = wrap(model, **options, **room)
-    # Of all optimizers the one that takes the least, so that what is added to the gradient shows.
+    # SGD takes the least time of all optimizers, so that what `wrap` adds to the gradient shows.
     model.compile(keras.optimizers.SGD(0.01), loss_of(), jit_compile=jit_compile)
     if model.jit_compile != jit_compile:
         raise RuntimeError(f"Keras has set jit_compile={model.jit_compile} for {name} with {options}.")
@@ -68,7 +68,7 @@ def trained(name, options, jit_compile):
 
 
 def time_to_read(layer):
-    """Milliseconds it takes to read the gradients that a step has left."""
+    """The milliseconds that it takes to read the gradients that a step has left."""
 
     def read():
         start = time.perf_counter()
@@ -79,7 +79,7 @@ def time_to_read(layer):
 
 
 def print_fits():
-    """Runs in a process of its own: a JSON line for each model, jit on and off."""
+    """Runs in a separate process; prints a JSON line for each model, jit on and off."""
     for name in MODELS:
         for jit in ("off", "on"):
             data = endless(*batch_of(name))
@@ -91,7 +91,7 @@ def print_fits():
 
 
 class Ways:
-    """The ways TensorFlow has to a model's gradients of single examples, as functions without arguments."""
+    """Ways to compute a model's per-example gradients in TensorFlow, as functions without arguments."""
 
     def __init__(self, name):
         self.name = name
@@ -133,7 +133,7 @@ class Ways:
         return tape.jacobian(losses, self.weights)
 
     def compiled(self, jit):
-        """The plain gradient first, and those that work."""
+        """By name, the compiled functions: first the plain gradient, then the ways that don't corrupt memory."""
         ways = {
             "plain": self.plain,
             "gradients: keras_paragrad": self.ours,
@@ -150,7 +150,7 @@ class Ways:
 
 
 def print_functions():
-    """Runs in a process of its own: the JSON lines of `print_ratios` for all models, jit on and off."""
+    """Runs in a separate process; prints the JSON lines of `print_ratios` for all models, jit on and off."""
     for name in MODELS:
         for jit in ("off", "on"):
             print_ratios(name, jit, Ways(name).compiled(jit), rounds=3)
@@ -158,7 +158,7 @@ def print_functions():
 
 
 def print_peak(name, way, jit, rows):
-    """Runs in a process of its own: the most memory it has held, in MB."""
+    """Runs in a separate process; prints its peak memory in MB."""
     x, y = batch_of(name, int(rows))
     if way != "nothing trained":
         trained(name, WAYS[way], jit == "on").fit(x, y, len(x), epochs=3, verbose=0)
@@ -167,14 +167,14 @@ def print_peak(name, way, jit, rows):
 
 
 def lines(python, *arguments):
-    """What a process prints, line by line, each of it JSON."""
+    """Runs Python with these arguments, and returns the lines that it prints, parsed as JSON."""
     command = [str(python), "-W", "ignore", *map(str, arguments)]
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=BENCHMARKS, timeout=1800, check=True)
     return [json.loads(line) for line in finished.stdout.splitlines()]
 
 
-def in_processes_of_their_own():
-    """The ratios of TensorFlow's ways, and of those peers that are installed."""
+def function_ratios():
+    """The ratios of TensorFlow's ways and of the peers that are installed, measured in separate processes."""
     found = lines(sys.executable, __file__, "functions")
     for peer in ("jax", "torch"):
         python = PEERS / peer / "bin" / "python"
@@ -186,7 +186,7 @@ def in_processes_of_their_own():
 
 
 def report_fits(jax):
-    """Every quantity in `fit`; `jax` is the ratio of the gradients in JAX by model, where it is installed."""
+    """Reports every quantity in `fit`; `jax` has the ratio of JAX's gradients by model, if JAX is installed."""
     found = {(line["model"], line["jit"]): line for line in lines(sys.executable, __file__, "fit")}
     rows = []
     for name, title in MODELS.items():
@@ -199,6 +199,7 @@ def report_fits(jax):
 
 
 def report_functions(found):
+    """Reports the `found` lines of `print_ratios`, with a column for each model."""
     ratios = {(line["way"], line["jit"], line["model"]): line["ratio"] for line in found}
     ways = dict.fromkeys((way, jit) for way, jit, _ in ratios)
     rows = [[way, jit, *(ratios.get((way, jit, name), "") for name in MODELS)] for way, jit in sorted(ways)]
@@ -207,7 +208,7 @@ def report_functions(found):
 
 
 def report_sweep(clock="wall"):
-    """Norms and clipped updates over shapes, and the worst of each rule."""
+    """Reports norms and clipped updates over shapes, and the worst of each rule."""
     rows = lines(sys.executable, __file__, "points", clock)
     unit = "processor time of one thread" if clock == "cpu" else "wall time"
     columns = ["rule", "shape", "jit", "plain", "norms", "clipped"]
@@ -226,6 +227,7 @@ def peak(*case):
 
 
 def report_memory():
+    """Reports what norms add to the peak memory of plain training."""
     # Nothing is trained, whatever the model.
     idle = peak("mlp", "nothing trained", "off", 1)
     rows = []
@@ -255,7 +257,7 @@ def main():
     if hasattr(os, "sched_setaffinity"):
         # The same two cores for all frameworks.
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2])
-    found = in_processes_of_their_own()
+    found = function_ratios()
     report_fits({line["model"]: line["ratio"] for line in found if line["way"] == "gradients: JAX vmap(grad)"})
     report_functions(found)
     report_memory()

@@ -26,12 +26,12 @@ class Point(NamedTuple):
     """A shape, and how its layers are made.
 
     Attributes:
-        rule: What kind of layer it is.
-        shape: In words.
-        inputs: The model's, without the batch.
-        batch: How many examples.
+        rule: The kind of layer.
+        shape: The shape in words.
+        inputs: The shape of the model's inputs, without the batch.
+        batch: How many examples a batch has.
         layers: Makes the layers before the classifier.
-        optimizer: Its name.
+        optimizer: The name of the optimizer.
     """
 
     rule: str
@@ -111,7 +111,7 @@ POINTS = [
 
 
 def fitted(point, options, jit):
-    """A function that trains so many steps."""
+    """A function that trains a point's model for a number of steps; plain if `options` is `None`, or else wrapped."""
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input(point.inputs), *point.layers(), keras.layers.Dense(10)])
     if options is not None:
@@ -124,7 +124,10 @@ def fitted(point, options, jit):
 
 
 def measured(point, jit, clock):
-    """Milliseconds of a plain step, and the ratios of the others to the block of plain steps beside each."""
+    """Milliseconds of a plain step, and for each other way the median ratio to the plain steps of the same round.
+
+    `clock` returns seconds.
+    """
     fits = {way: fitted(point, options, jit) for way, options in WAYS.items()}
     for fit in fits.values():
         fit(2)
@@ -147,7 +150,7 @@ def measured(point, jit, clock):
 
 
 def print_points(by_processor_time, words=""):
-    """Runs in a process of its own: a JSON line for each point whose rule and shape have the words in them."""
+    """Runs in a separate process; prints a JSON line for each point whose rule and shape contain the words."""
     clock = time.perf_counter
     if by_processor_time:
         clock = time.process_time

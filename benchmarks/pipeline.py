@@ -3,12 +3,13 @@
 `python benchmarks/pipeline.py` prints two tables and saves them in `results/pipeline.json`.
 
 Stages that sleep take no processor, so that two cores are enough to see whether TensorFlow runs stages at the same
-time. Each device does one thing at a time. A step's ideal time is (m + s - 1) times that of a micro-batch in a stage,
-for m micro-batches of a column and s stages (GPipe); without overlap it is the product.
+time. Each device does one thing at a time. The devices of a stage are its columns, which take turns with micro-batches.
+A step's ideal time is (m + s - 1) times the time of a micro-batch in a stage, for m micro-batches of a column and s
+stages (GPipe); without overlap it is that time for each micro-batch and stage.
 
 Stages that compute do so on as many cores as there are, each operation on one of them. So only as many stages as
 there are cores can overlap. The bubble is measured by `Profiler`: the share of the time between the first and the last
-operation of the stages in which a stage has nothing that runs.
+operation of the stages in which a stage runs nothing.
 """
 
 import collections
@@ -26,16 +27,16 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 from harness import report
 
-# Seconds that a stage takes of a micro-batch, in the forward and in the backward pass.
+# Seconds that a stage takes for a micro-batch, in the forward and again in the backward pass.
 SLEEP = 0.05
 # Stages, and devices for each.
 SHAPES, MICROBATCHES, STEPS = ((2, 1), (4, 1), (2, 2)), (1, 2, 4, 8), 5
-# Of the stages that compute: a stage's layers, their width, and the rows of a batch.
+# For stages that compute: the layers of each, their width, and the rows of a batch.
 DEEP, WIDTH, ROWS = 4, 512, 2048
 
 
 def pipeline_of(stages, columns, microbatches):
-    """A `DistributedFit` on logical devices of the CPU."""
+    """A `DistributedFit` on logical devices of the CPU, which cuts a model at its layers `stage_0`, `stage_1`, ..."""
     import tensorflow as tf
 
     from keras_paragrad import DistributedFit
@@ -49,7 +50,7 @@ def pipeline_of(stages, columns, microbatches):
 
 
 def times_of(model, rows, targets):
-    """The seconds of some steps after the first."""
+    """The seconds of each of `STEPS` steps after the first, which traces."""
     model.train_on_batch(rows, targets)
     seconds = []
     for _ in range(STEPS):
@@ -60,17 +61,17 @@ def times_of(model, rows, targets):
 
 
 def sleeping(stages, columns, microbatches):
-    """Runs in a process of its own: the seconds of some steps."""
+    """Runs in a separate process; returns the seconds of some steps."""
     import keras
     import numpy as np
     import tensorflow as tf
 
-    # Sleepers hold threads.
+    # Sleeping operations hold threads.
     tf.config.threading.set_inter_op_parallelism_threads(4 * stages * columns)
     locks = collections.defaultdict(threading.Lock)
 
     def sleep(tensor):
-        """On the device that it is called for, which does one thing at a time."""
+        """Sleeps on the tensor's device, which does one thing at a time."""
         lock = locks[tf.identity(tensor).device]
 
         def passed(values):
@@ -82,7 +83,7 @@ def sleeping(stages, columns, microbatches):
         return tf.ensure_shape(slept, tensor.shape)
 
     class Sleeps(keras.layers.Layer):
-        """A product by a weight that takes its time."""
+        """Multiplies by a weight, and sleeps in the forward and in the backward pass."""
 
         def build(self, shape):
             self.weight = self.add_weight(shape=(), initializer="ones")
@@ -104,7 +105,7 @@ def sleeping(stages, columns, microbatches):
 
 
 def computing(stages, columns, microbatches):
-    """Runs in a process of its own: the seconds of some steps, and what the profiler says of the stages."""
+    """Runs in a separate process; returns the seconds of steps, and the bubble that the profiler measures."""
     import keras
     import numpy as np
     import tensorflow as tf
@@ -114,7 +115,7 @@ def computing(stages, columns, microbatches):
     tf.config.threading.set_intra_op_parallelism_threads(1)
     dist = pipeline_of(stages, columns, microbatches)
 
-    def made():
+    def build():
         keras.utils.set_random_seed(0)
         hidden = inputs = keras.Input((WIDTH,))
         for stage in range(stages):
@@ -126,9 +127,9 @@ def computing(stages, columns, microbatches):
         return model
 
     rows = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
-    alone = times_of(made(), rows, rows)
+    alone = times_of(build(), rows, rows)
     with dist.scope():
-        model = made()
+        model = build()
     dist.prepare(model)
     seconds = times_of(model, rows, rows)
     with tempfile.TemporaryDirectory() as folder:
@@ -141,6 +142,7 @@ def computing(stages, columns, microbatches):
 
 
 def result_of(kind, *shape):
+    """What `sleeping` or `computing` returns in a separate process."""
     command = [sys.executable, "-W", "ignore", __file__, kind, *map(str, shape)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     if done.returncode:
@@ -149,7 +151,9 @@ def result_of(kind, *shape):
 
 
 def row_of_sleeping(stages, columns, microbatches):
+    """A row: times of the step, ideal and without overlap; ideal to step; measured and ideal share of waiting."""
     step = statistics.median(result_of("sleeping", stages, columns, microbatches))
+    # The seconds of a micro-batch in a stage, forward and backward, and the micro-batches of a column.
     both, passes = 2 * SLEEP, -(-microbatches // columns)
     ideal, serial = (passes + stages - 1) * both, microbatches * stages * both
     bubble = (stages - 1) / (passes + stages - 1)
@@ -158,6 +162,7 @@ def row_of_sleeping(stages, columns, microbatches):
 
 
 def row_of_computing(stages, columns, microbatches):
+    """A row: times of the step and on one device, their ratio, the measured and the ideal share of waiting."""
     found = result_of("computing", stages, columns, microbatches)
     milliseconds = [round(1e3 * statistics.median(found[name])) for name in ("step", "alone")]
     ratio = milliseconds[0] / milliseconds[1]

@@ -1,7 +1,7 @@
 """Whether `DistributedFit(fit_memory=True)` chooses the fastest way to train that fits.
 
-`python benchmarks/plan.py` trains models in every way that is a candidate, each in a process of its own. Then the plan
-chooses in four budgets of memory, where a trial reads what was measured. It prints the table and saves it in
+`python benchmarks/plan.py` trains models in every way that is a candidate of the plan, each in a separate process. Then
+plans choose for four budgets of memory, with trials that look up what was measured. It prints the table and saves it in
 `results/plan.json`. `python benchmarks/plan.py one` does one device alone, `two` two logical ones. With `KEEP=FOLDER`
 what was measured is kept there, and not measured again.
 """
@@ -69,7 +69,7 @@ def prepared(name, devices):
 
 
 def measure(name, devices):
-    """Prints the bytes and seconds of every candidate, and what plans for the budgets choose by them, as JSON."""
+    """Measures the bytes and seconds of every candidate; prints as JSON what plans for the budgets choose by them."""
     from keras_paragrad.distribution.replicas import memory as replicas
     from keras_paragrad.memory import plan as plans
     from keras_paragrad.memory.plan_search import PlanSearch
@@ -79,7 +79,7 @@ def measure(name, devices):
     run, replicas._STEPS = dist._run, STEPS
     shards, _ = replicas._shards(model, run.plan.shard.value)
     options = {"replicas": devices, "shards": shards, "no_slices": replicas._no_slices(model)}
-    # A model that fits by far has no other candidates, unless it is asked for them.
+    # Otherwise, a model that fits by far would get fewer candidates.
     plans._CERTAIN = 0.0
     plan = plans.plan_memory(model, BATCHES[name], 2**40, None, **options)
     spec = next(iter(plan_batches(model, name)))
@@ -90,6 +90,7 @@ def measure(name, devices):
             measured[candidate.choice] = trial(candidate)
             keep(name, devices, measured)
             print(candidate.choice, candidate.estimated, measured[candidate.choice], file=sys.stderr, flush=True)
+    # The first candidate is to train the model as it is.
     whole = measured[plan.candidates[0].choice].bytes
     rows = []
     for share in BUDGETS:
@@ -127,12 +128,14 @@ def kept(name, devices):
 
 
 def keep(name, devices, measured):
+    """Saves what was measured, if there is a folder for it."""
     if folder := os.environ.get("KEEP"):
         found = [[dataclasses.asdict(choice), dataclasses.asdict(value)] for choice, value in measured.items()]
         Path(folder, f"{name}-{devices}.json").write_text(json.dumps(found))
 
 
 def plan_batches(model, name):
+    """Yields the specs of a batch of data."""
     import tensorflow as tf
 
     x = tf.TensorSpec((None, *model.inputs[0].shape[1:]), model.inputs[0].dtype)

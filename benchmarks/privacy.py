@@ -26,10 +26,10 @@ PEERS = Path(__file__).parents[1] / ".venv-peers"
 # An update's examples, the updates of an epoch, and the epochs of a timed fit. A physical batch is a quarter of what
 # an update usually draws.
 SIZE, UPDATES, EPOCHS, ROUNDS = 1024, 14, 2, 5
-# Of which the images are enough for an epoch.
+# Sizes of updates for which there are enough images for an epoch.
 SIZES = (SIZE, 2048, 4096)
 MODELS = ("mlp", "cnn", "transformer")
-# How many times a plain step one with four physical batches may take.
+# How many plain steps a private one with four physical batches may take.
 TARGETS = {"mlp": 1.35, "cnn": 1.6, "transformer": 1.35, "low_rank": 1.35}
 ONE, FOUR = "make_private, one batch", "make_private, four physical batches"
 NORMS, CLIPPED = "wrap(quantity='norms')", "wrap(clip_norm=1.0)"
@@ -56,6 +56,7 @@ def prepared(name, way, jit_compile, size=SIZE):
         settings = {"clip_norm": 1.0, "expected_batch_size": size, "delta": 1e-6, "noise_multiplier": 1.0}
         private = make_private(model, **settings, examples=len(data[0]))
         if way == FOUR:
+            # Without a size, a physical batch has as many rows as an update usually draws.
             _, rows = private.privacy.rows()
             private = make_private(model, **settings, examples=len(data[0]), physical_batch_size=-(-rows // 4))
         model, options = private, {}
@@ -64,10 +65,10 @@ def prepared(name, way, jit_compile, size=SIZE):
 
 
 def timed(name, way, jit_compile, size):
-    """The median time of a step, in ms.
+    """A case for `in_plain`: the median time of a step in `fit`, in ms.
 
-    Not that of `fit`: TensorFlow's iterators now and then wait for their autotuner when an epoch ends, as long as the
-    epoch took. Keras's own of arrays do, so `fit` of the plain model as well.
+    The whole time of `fit` says less: when an epoch ends, TensorFlow's iterators now and then wait for their autotuner,
+    as long as the epoch took. Keras's iterators of arrays do, also with the plain model.
     """
     import keras
 
@@ -113,7 +114,7 @@ def low_rank():
 
 
 def print_peak(name, way):
-    """Runs in a process of its own: the most memory it has held, in MB."""
+    """Runs in a separate process; prints its peak memory in MB."""
     model, data, options = prepared(name, way, jit_compile=False)
     model.fit(*data, verbose=0, **options)
     unit = 1 if platform.system() == "Darwin" else 1024
@@ -121,7 +122,7 @@ def print_peak(name, way):
 
 
 def printed(*command):
-    """The lines that a process prints."""
+    """Runs a command, and returns the lines that it prints."""
     command = [str(word) for word in command]
     finished = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent, check=True)
     return finished.stdout.splitlines()
@@ -138,7 +139,7 @@ def memory():
 
 
 def peers():
-    """A private step of other libraries, to a plain one of the same framework."""
+    """Reports the private step of other libraries, to a plain one of the same framework."""
     rows = []
     for framework, library in (("torch", "Opacus, ghost clipping"), ("jax", "JAX-Privacy")):
         python = PEERS / framework / "bin" / "python"
@@ -153,7 +154,7 @@ def peers():
 
 
 def trained(epsilon, learning_rate=LEARNING_RATE):
-    """Accuracy on the test images of Fashion-MNIST, the noise multiplier, and seconds; `None` is without privacy."""
+    """Trains with an epsilon, or without privacy for `None`; returns test accuracy, noise multiplier and seconds."""
     import keras
     import numpy as np
     from models import cnn, loss_of
@@ -178,6 +179,7 @@ def trained(epsilon, learning_rate=LEARNING_RATE):
 
 
 def accuracy(*epsilons):
+    """Reports accuracies after each training; rows of other epsilons that were measured before stay."""
     title = "Accuracy on Fashion-MNIST, a CNN with tanh"
     columns = ["epsilon", "accuracy", "noise multiplier", "seconds"]
     path = RESULTS / "privacy.json"

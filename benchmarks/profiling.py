@@ -1,4 +1,4 @@
-"""What seeing costs: every callback beside plain `fit` and Keras's TensorBoard callback, and how long the report takes.
+"""What profiling costs: each callback beside plain `fit` and Keras's TensorBoard callback, and the time of the report.
 
 `python benchmarks/profiling.py` prints the tables and saves them in `results/profiling.json`.
 """
@@ -27,22 +27,22 @@ from keras_paragrad import GradientTelemetry, Profiler, ProfileSchedule, Through
 NAME = "profiling"
 TITLES = {"small": "MLP 784-64-64-10, batch of 128", **{name: MODELS[name] for name in ("mlp", "cnn")}}
 BLOCKS = 40
-# Where a model's weights come to lie is worth some microseconds of a short step: new models are made so often.
+# In how many rounds new models are made: where weights lie in memory is worth some microseconds of a short step.
 ROUNDS = {"small": 8, "mlp": 1, "cnn": 1}
 TRACED, REPORTS = 20, 5
-# An idle Profiler says that it has traced nothing.
+# An idle Profiler logs that it has traced nothing.
 logging.getLogger("keras_paragrad").setLevel(logging.ERROR)
 
 
 class Nothing(keras.callbacks.Callback):
-    """What one callback more takes; the one that takes the time is there already."""
+    """A callback that does nothing, to measure what one more callback takes beside the one that measures."""
 
     def on_train_batch_end(self, batch, logs=None):
         """Does nothing."""
 
 
 def trained(name, jit_compile):
-    """A compiled model: one of those of other benchmarks, or one whose step takes about half a millisecond."""
+    """A compiled model: one that other benchmarks use too, or one whose step takes about half a millisecond."""
     if name == "small":
         keras.utils.set_random_seed(0)
         hidden = [keras.layers.Dense(64, activation="relu") for _ in range(2)]
@@ -58,7 +58,7 @@ def data_of(name):
 
 
 def groups(folder):
-    """By name, what makes the callbacks, in groups that take turns; each `fit` has new ones."""
+    """Two groups of cases that take turns: by name, a function that makes the callbacks of a `fit`."""
 
     def place(name):
         return str(Path(folder, name.replace(" ", "_")))
@@ -66,16 +66,16 @@ def groups(folder):
     idle = ProfileSchedule(skip_first=10**9)
     plain = {"plain": lambda name: []}
     ours = {
-        # Twice, to show what the figures of the others are worth.
+        # Plain twice, to show how precise the figures of the others are.
         "plain again": lambda name: [],
         "a callback that does nothing": lambda name: [Nothing()],
         "Profiler, idle": lambda name: [Profiler(place(name), schedule=idle)],
-        # Brought up to date once in a second of its own training, of which seven take turns.
+        # Its figures are updated once per second of its own training, which is one of seven that take turns.
         "Throughput": lambda name: [Throughput(place(name), interval=7.0)],
         "GradientTelemetry, every 10 steps": lambda name: [GradientTelemetry(place(name), every=10)],
         "GradientTelemetry, every step": lambda name: [GradientTelemetry(place(name), every=1)],
     }
-    # Its thread goes on writing in the next training's turn, so that it is beside the plain one alone.
+    # Its thread goes on writing in the next training's turn, so it takes turns with the plain one alone.
     tensorboard = {"TensorBoard of Keras": lambda name: [keras.callbacks.TensorBoard(place(name))]}
     return {**plain, **ours}, {**plain, **tensorboard}
 
@@ -101,7 +101,7 @@ def times_of_round(name, jit_compile, cases):
 
 
 def report_cost(jit_compile):
-    """Seconds for a report of a short trace: from our own summary of it, and of the trace as another tool leaves it."""
+    """Seconds to write the report of a short trace with our summary of it, and without; and the report's bytes."""
     with tempfile.TemporaryDirectory() as folder:
         schedule = ProfileSchedule(skip_first=10, active=TRACED)
         callbacks = [Profiler(folder, schedule=schedule, summary=False, report=None), Throughput(folder)]
@@ -117,7 +117,7 @@ def report_cost(jit_compile):
 
 
 def timed(write):
-    """The median of some times, in seconds; the first, which loads libraries, among them."""
+    """The median time of several calls, in seconds; the first, which loads libraries, is one of them."""
     times = []
     for _ in range(REPORTS):
         begin = time.perf_counter()
@@ -127,7 +127,7 @@ def timed(write):
 
 
 def report_cost_of(name, title):
-    """Prints what every callback adds to a step of a model."""
+    """Reports what each callback adds to a step of a model."""
     for jit_compile in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             found = [step_times(name, jit_compile, cases) for cases in groups(folder)]
@@ -137,7 +137,7 @@ def report_cost_of(name, title):
 
 
 def rows_of(times):
-    """What each case takes, and how much more than plain training that took turns with it."""
+    """Yields a row for each case: what a step takes, and how much more than the plain one that took turns with it."""
     plain = float(np.median(times["plain"]))
     for case, took in times.items():
         low, added, high = np.percentile(took - times["plain"], (25, 50, 75))
@@ -146,7 +146,7 @@ def rows_of(times):
 
 
 def report_reports():
-    """Prints how long reports take."""
+    """Reports how long it takes to write a report."""
     rows = []
     for jit_compile in (False, True):
         ours, foreign, size = report_cost(jit_compile)

@@ -42,23 +42,23 @@ HELD = 1e-6
 
 
 def install(python, pair, *packages, command=("install",)):
-    """Installs a pair of releases into an environment, and packages with it; or downloads them, by `command`."""
+    """Installs a pair of releases and other packages into an environment; by another pip `command`, downloads them."""
     pip = [python, "-m", "pip", "--disable-pip-version-check"]
     subprocess.run([*pip, *command, "-q", *PAIRS[pair], *packages], check=True)
     if pair == "pre":
-        # Keras's pre-releases have a name of their own, by which TensorFlow's ask for them, and share files.
+        # Keras's pre-releases are a package of another name with the same files; TensorFlow's depend on that one.
         subprocess.run([*pip, "uninstall", "-qq", "-y", "keras", "keras-nightly"], check=True)
         subprocess.run([*pip, *command, "-q", "--pre", "--no-deps", "keras-nightly"], check=True)
 
 
 def versions_in(python, **options):
-    """The releases in an environment."""
+    """The versions of Keras, TensorFlow and Python in an environment."""
     run = subprocess.run([python, "-P", "-c", VERSIONS], capture_output=True, text=True, check=True, **options)
     return json.loads(run.stdout.splitlines()[-1])
 
 
 def python_of(pair, environments):
-    """The Python of a pair's environment, which is made if it isn't there."""
+    """The path of Python in a pair's environment, which is made if it isn't there."""
     folder = environments / pair
     python = folder / "bin" / "python"
     if not (folder / ".made").exists():
@@ -69,7 +69,7 @@ def python_of(pair, environments):
 
 
 def measured(pair, environments, limit):
-    """The releases of a pair, and the result of each case."""
+    """Runs all cases on a pair of releases within `limit` seconds; returns its versions and the result of each case."""
     python = python_of(pair, environments)
     (wheel,) = (ROOT / "dist").glob("*.whl")
     pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
@@ -90,7 +90,7 @@ def measured(pair, environments, limit):
 
 
 def parsed(parser):
-    """The arguments of a command for the pairs that it names, all by default."""
+    """Parses the arguments of a command, with the `pairs` that it names, or all of them."""
     parser.add_argument("pairs", nargs="*", metavar="pair", help=f"of {', '.join(PAIRS)}")
     arguments = parser.parse_args()
     if unknown := set(arguments.pairs) - PAIRS.keys():

@@ -2,7 +2,7 @@
 
 `python benchmarks/sharding.py` prints the tables and saves them in `results/sharding.json`; `python
 benchmarks/sharding.py times` does one of the sections `memory`, `times`, `largest` and `peers`. All devices share the
-memory and the cores of one machine: the peak of a process is that of all of them together, and times say what is added
+memory and the cores of one machine: a process's peak is the peak of all of them together, and times say what is added
 to a step, not how training scales.
 """
 
@@ -26,7 +26,7 @@ BENCHMARKS = Path(__file__).parent
 TORCH = BENCHMARKS.parent / ".venv-peers" / "torch" / "bin" / "python"
 DEVICES = 4
 BLOCKS, WIDTH, HEADS, TOKENS, WORDS, BATCH = 3, 720, 8, 32, 2000, 16
-# The same graph, next to no weights.
+# The width of a model with the same graph and next to no weights.
 TINY = 8
 
 
@@ -49,9 +49,10 @@ CASES = {
     'shard="parameters", XLA': Case(shard="parameters", jit=True),
     'shard="parameters", recomputed, XLA': Case(shard="parameters", recomputed=True, jit=True),
 }
-# How often it is each case's turn, and how many steps that is.
+# How many turns each case has, and how many steps a turn.
 TURNS, BLOCK = 7, 2
-# Of what all devices hold together, TensorFlow included. By case, where to begin to look for the widest model.
+# The most data that a process may hold, in bytes: all devices and TensorFlow together. The widest model that trains
+# within it is looked for from a width by case, and to within `NARROWER`.
 LIMIT = 3000e6
 BEGIN = {"mirrored": 896, 'shard="parameters"': 1760, 'shard="parameters", recomputed': 1760}
 NARROWER = 32
@@ -80,6 +81,7 @@ def transformer(width):
 
 
 def make_devices():
+    """Divides the CPU into logical devices."""
     # Keras loads these where they happen to be installed, 130 MB that no training needs.
     sys.modules.update(dict.fromkeys(("pandas", "sklearn")))
     import tensorflow as tf
@@ -89,7 +91,7 @@ def make_devices():
 
 
 def prepared(case, width):
-    """A case's model, compiled, whose own `fit` trains it as the case says."""
+    """A case's compiled model, prepared so that `model.fit` trains it as the case says."""
     import keras
 
     from keras_paragrad import DistributedFit, recompute
@@ -133,7 +135,7 @@ def held(model):
 
 
 def print_memory(case, width):
-    """Runs in a process of its own: parameters, what a device holds, and the most memory that the process has held."""
+    """Runs in a separate process; prints its number of parameters, what a device holds, and the peak memory."""
     make_devices()
     model = prepared(case, int(width))
     fit(model, 4)
@@ -143,7 +145,7 @@ def print_memory(case, width):
 
 
 def print_fits(case, width):
-    """Runs in a process of its own: whether a model trains under the limit."""
+    """Runs in a separate process; prints the number of parameters if a model trains under the limit, or else fails."""
     # `RLIMIT_AS` would count mapped libraries too, and memory that is only reserved.
     resource.setrlimit(resource.RLIMIT_DATA, (int(LIMIT), int(LIMIT)))
     make_devices()
@@ -153,7 +155,7 @@ def print_fits(case, width):
 
 
 def print_times():
-    """Runs in a process of its own: by case, what a step took in each turn, in microseconds."""
+    """Runs in a separate process; prints, by case, the microseconds of a step in each turn."""
     from interleave import in_turns
 
     make_devices()
@@ -178,6 +180,7 @@ def result(done):
 
 
 def memory():
+    """Reports what a device holds and the peak of the process, each also to another case's."""
     found = {
         case: [result(in_own_process("print_memory", case, width, **SETTINGS)) for width in (WIDTH, TINY)]
         for case in CASES
@@ -203,6 +206,7 @@ def memory():
 
 
 def times():
+    """Reports the time of a step, and its median ratio to the mirrored one of the same turn."""
     taken = result(in_own_process("print_times"))
     rows = []
     for case, times in taken.items():
@@ -212,20 +216,21 @@ def times():
 
 
 def widest(case):
-    """The parameters of the widest model that trains under the limit, and those of the next one, which doesn't."""
+    """The width of the widest model that trains under the limit, to within `NARROWER`, and its number of parameters."""
+    # By width: numbers of parameters, and exit statuses.
     trained, failed = {}, {}
     width = BEGIN[case]
     while not (trained and failed and min(failed) - max(trained) <= NARROWER):
         done = in_own_process("print_fits", case, width, **SETTINGS)
         if done.returncode:
-            # A crash is one for want of memory too: not all of TensorFlow can be told that there is none left.
+            # A crash, with a negative status, is for want of memory too: some of TensorFlow doesn't check for it.
             if done.returncode > 0 and not any(each in done.stderr for each in OUT_OF_MEMORY):
                 raise RuntimeError(done.stderr[-2000:])
             failed[width] = done.returncode
         else:
             trained[width] = result(done)["parameters"]
         print(f"{case}, {width} wide: {'fails' if done.returncode else 'trains'}", file=sys.stderr, flush=True)
-        # Away from where it began in ever larger steps, and then halfway between.
+        # In ever larger steps until one width trains and one fails, and then halfway between.
         if trained and failed:
             width = (max(trained) + min(failed)) // 2 // NARROWER * NARROWER
         else:
@@ -234,6 +239,7 @@ def widest(case):
 
 
 def largest():
+    """Reports the widest models that train under the limit."""
     if platform.system() != "Linux":
         print("Only Linux holds a process to a limit of its data.")
         return
@@ -245,6 +251,7 @@ def largest():
 
 
 def of_peer(way, width, **environment):
+    """What a way of training in PyTorch prints in a separate process, with the model of this width."""
     command = [TORCH, "-W", "ignore", "-m", "peers.sharding_torch", way]
     command += [WORDS if width > TINY else TINY, width, BLOCKS, HEADS, BATCH, TOKENS]
     settings = {"env": {**os.environ, **environment}, "cwd": BENCHMARKS, "capture_output": True, "text": True}
@@ -252,14 +259,14 @@ def of_peer(way, width, **environment):
 
 
 def peers():
-    """PyTorch's shards, in processes, of which the peaks are added up."""
+    """Reports PyTorch's shards, in processes whose peaks are added up."""
     if not TORCH.exists():
         print("Without torch, which is not installed: make bench-peers")
         return
     rows = []
     for way in ("one process", "DDP", "FSDP"):
         full, tiny = (of_peer(way, width, **SETTINGS) for width in (WIDTH, TINY))
-        # What is kept for later is what makes steps fast.
+        # Timed without `SETTINGS`, as steps are faster if freed memory is kept for later.
         step = round(of_peer(way, WIDTH)["step"])
         rows.append(
             [way, *(round(each / 1e6) for each in (full["held"], full["peak"], full["peak"] - tiny["peak"])), step]

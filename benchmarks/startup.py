@@ -23,7 +23,7 @@ from keras_paragrad import AccumulatingOptimizer, DistributedFit, microbatch, wr
 ROUNDS, ROWS, CLASSES = 3, 32, 10
 CONVOLUTIONS, BLOCKS, WIDTH, TOKENS, WORDS = 30, 8, 64, 32, 1000
 PLAIN, MIRRORED = "plain Keras", "stock MirroredStrategy"
-# By name: what the first update is compared to.
+# The case that each one's first update is compared to.
 CASES = {
     PLAIN: PLAIN,
     MIRRORED: PLAIN,
@@ -38,7 +38,7 @@ CASES = {
 
 @keras.saving.register_keras_serializable()
 class Block(keras.layers.Layer):
-    """A block of a Transformer as people write it: a layer of their own, of which nothing is known."""
+    """A block of a Transformer as users write it: a custom layer, about which the package knows nothing."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -62,14 +62,14 @@ class Block(keras.layers.Layer):
 
 
 def cnn():
-    """Thirty convolutions, all of Keras's own layers."""
+    """Thirty convolutions: layers of Keras."""
     layers = [keras.layers.Conv2D(8, 3, padding="same", activation="relu") for _ in range(CONVOLUTIONS)]
     ends = keras.layers.GlobalAveragePooling2D(), keras.layers.Dense(CLASSES)
     return keras.Sequential([keras.Input((16, 16, 3)), *layers, *ends])
 
 
 def transformer():
-    """Eight blocks of the user's own."""
+    """Eight blocks, which are custom layers."""
     tokens = keras.Input((TOKENS,), dtype="int32")
     x = keras.layers.Embedding(WORDS, WIDTH)(tokens)
     for _ in range(BLOCKS):
@@ -82,20 +82,20 @@ MODELS = {"CNN of 30 layers": cnn, "Transformer of 8 blocks of its own": transfo
 
 
 class FirstUpdate(keras.callbacks.Callback):
-    """Notes when the first update has ended, after so many batches."""
+    """Records as `ended` when the first update has ended, which takes `batches` batches."""
 
     def __init__(self, batches):
         super().__init__()
         self.batches = batches
 
     def on_train_batch_end(self, batch, logs=None):
-        """Notes the time."""
+        """Records the time."""
         if batch + 1 == self.batches:
             self.ended = time.perf_counter()
 
 
 def first_update(make, case):
-    """Milliseconds from the call of `fit` to the end of its first batch, with a new model."""
+    """Milliseconds from the call of `fit` to the end of its first update, with a new model."""
     keras.utils.set_random_seed(0)
     keras.backend.clear_session()
     gc.collect()
@@ -114,11 +114,11 @@ def first_update(make, case):
     if case == "microbatch":
         microbatch(model, ROWS // 4)
     # A window of two halves is an update of the same rows.
-    noted = FirstUpdate(2 if case == "AccumulatingOptimizer" else 1)
+    update = FirstUpdate(2 if case == "AccumulatingOptimizer" else 1)
     fit = functools.partial(dist.fit, model) if dist else model.fit
     start = time.perf_counter()
-    fit(x, y, batch_size=ROWS // noted.batches, verbose=0, shuffle=False, callbacks=[noted])
-    return (noted.ended - start) * 1e3
+    fit(x, y, batch_size=ROWS // update.batches, verbose=0, shuffle=False, callbacks=[update])
+    return (update.ended - start) * 1e3
 
 
 def measure(name):
@@ -133,7 +133,7 @@ def measure(name):
 
 
 if __name__ == "__main__":
-    # Stock strategies of models of other shapes don't go together in one process.
+    # A second `MirroredStrategy` in a process can fail with a model of other shapes.
     for each in sys.argv[1:] or MODELS:
         if sys.argv[1:]:
             measure(each)

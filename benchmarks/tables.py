@@ -22,18 +22,18 @@ Row = Mapping[str, Any]
 
 @functools.cache
 def saved(name: str) -> dict[str, Any]:
-    """What a benchmark has saved: by title, rows."""
+    """What a benchmark has saved: the rows of each table, by title."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def rows_of(name: str, title: str) -> dict[str, Row]:
-    """The rows of the one table whose title begins so, by their first cell."""
+    """The rows of a benchmark's one table whose title begins with `title`, by their first cell."""
     (rows,) = (rows for each, rows in saved(name).items() if each.startswith(title))
     return {next(iter(row.values())).strip(): row for row in rows}
 
 
 def in_words(value: object) -> str:
-    """A number with two or three digits."""
+    """A cell as text; floats have two decimals below 10, one below 100, and none above."""
     if isinstance(value, float):
         return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
     return str(value)
@@ -45,14 +45,14 @@ def without_range(ratio: str) -> float:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table in Markdown, whose first column is text."""
+    """A table in Markdown; the first column is aligned to the left, and the others to the right."""
     lines = [[each or " " for each in head], ["---", *["---:"] * (len(head) - 1)]]
     lines += [[in_words(cell) for cell in row] for row in rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def as_saved(name: str, title: str) -> str:
-    """A table as the benchmark has printed it."""
+    """A table with the rows and columns that the benchmark has saved."""
     rows = list(rows_of(name, title).values())
     return table(list(rows[0]), [list(row.values()) for row in rows])
 
@@ -84,7 +84,7 @@ def stock_errors() -> str:
 
 
 def cells_title() -> str:
-    """The title of the sample of combined settings, which begins with how many they are."""
+    """The title of the sample of combined settings, which begins with their number."""
     (title,) = (each for each in saved("exactness_matrix") if " cells: " in each)
     return title
 
@@ -108,52 +108,53 @@ def trust() -> str:
 
 
 def _share(part: int, whole: int) -> str:
+    """Such as `217 of 218`, or `all 218`."""
     return f"all {whole}" if part == whole else f"{part} of {whole}"
 
 
 def on_gpu() -> float:
-    """A micro-batch on one H200, to Keras's own."""
+    """The time of an accumulated micro-batch on one H200, to Keras's own."""
     line = saved("gpu")["NVIDIA H200"]["parts"]["fast"]["lines"]["accumulation with Adam: MLP, k=4"]
     return line["values"]["milliseconds"]["AccumulatingOptimizer"] / line["values"]["milliseconds"]["Keras"]
 
 
 def on_replicas() -> float:
-    """A step on two replicas, to that of `MirroredStrategy`."""
+    """The time of a step on two replicas, to `MirroredStrategy`'s."""
     title = "A step on 2 replicas, MLP 784-512-512-10, batch of 128; gradients are added up on one"
     return without_range(rows_of("distribution", title)["Adam"]["ours to stock, at most 1"])
 
 
 def on_workers() -> float:
-    """A step on two workers, to half the step and the all-reduce, each alone."""
+    """The time of a step on two workers, to half the step and the all-reduce, each alone."""
     return without_range(rows_of("distribution", "Two workers on a ring")["the step to the sum of the two"]["ms"])
 
 
 def clipped_steps() -> list[float]:
-    """Steps that clip per example, to plain ones: MLP, CNN, Transformer."""
+    """The times of steps that clip per example, to plain ones: MLP, CNN, Transformer."""
     rows = saved("per_example")["A step of fit, in plain steps"]
     return [row["jit off"] for row in rows if row[""].strip() == "clipped update"]
 
 
 def private_steps() -> list[float]:
-    """Private steps, to plain ones: MLP, CNN, Transformer."""
+    """The times of private steps, to plain ones: MLP, CNN, Transformer."""
     rows = rows_of("privacy", "A step of 1024 examples in fit")
     column = "make_private, four physical batches, to plain"
     return [rows[f"{model}, jit off"][column] for model in ("mlp", "cnn", "transformer")]
 
 
 def opacus_steps() -> list[float]:
-    """The same in Opacus."""
+    """The times of private steps of Opacus, to plain ones in PyTorch: MLP, CNN, Transformer."""
     rows = [row for row in saved("privacy")["A step in other libraries"] if row["examples"] == 1024]
     return [row["private, four physical batches, to plain"] for row in rows if row[""].startswith("Opacus")]
 
 
 def working() -> list[int]:
-    """How many components work, by pair of releases."""
+    """How many trainings of components work on each pair of releases, from the oldest to the newest."""
     return [sum("error" not in each for each in pair["cases"].values()) for pair in saved("releases").values()]
 
 
 def costs() -> str:
-    """What the components cost, and beside what: the slower ones too."""
+    """What components cost, beside what each is compared with; also where they are slower."""
     accumulation = rows_of("accumulation", "Milliseconds a micro-batch of 64")
     contrastive = rows_of("contrastive", "Milliseconds a step, jit off")
     recomputed = rows_of("recompute", "Milliseconds a step, jit off")
@@ -233,7 +234,7 @@ def main_numbers() -> str:
     return table(["", "number"], [[f"[{PAGES[page]}]({page}.md): {what}", number] for page, what, number in rows])
 
 
-# By page, the name of a benchmark.
+# By page, the benchmark's name in links.
 PAGES = {
     "exactness": "Exactness",
     "accumulation": "Accumulation",
@@ -254,7 +255,7 @@ def _list(values: Sequence[float]) -> str:
 
 
 def exactness_of_distribution() -> str:
-    """Every setting of the matrix."""
+    """The difference from one device for each setting of the matrix."""
     rows = rows_of("exactness_matrix", "Largest difference of")
     return table(
         ["", "Keras", "`DistributedFit`"],
@@ -263,17 +264,20 @@ def exactness_of_distribution() -> str:
 
 
 def exactness_of_accumulation() -> str:
-    """Every setting of windows."""
+    """The difference from whole batches for each setting of accumulation."""
     rows = rows_of("exactness", "Largest difference from")
     head = ["", "`gradient_accumulation_steps=4`", "`AccumulatingOptimizer`"]
     return table(head, [[name, *list(row.values())[1:]] for name, row in rows.items()])
 
 
 def processor_times(name: str, what: str) -> str:
-    """Milliseconds of processor time without and with XLA, each beside what it is compared to."""
+    """Milliseconds of processor time without and with XLA, each beside its ratio to the base case.
+
+    `what` is how the tables' titles go on.
+    """
     without, by_xla = (rows_of(name, f"Milliseconds a step, jit {jit}: {what}") for jit in ("off", "on"))
-    *_, to = next(iter(without.values()))
-    head = ["", "jit off", to.removesuffix(", CPU time"), "jit on", to.removesuffix(", CPU time")]
+    *_, ratio = next(iter(without.values()))
+    head = ["", "jit off", ratio.removesuffix(", CPU time"), "jit on", ratio.removesuffix(", CPU time")]
     return table(
         head,
         [[case, *(cell for rows in (without, by_xla) for cell in list(rows[case].values())[3:])] for case in without],
@@ -290,7 +294,7 @@ def releases() -> str:
 
 
 def _found(result: Row | None) -> str:
-    """A difference, or what refuses."""
+    """A case's difference, or the error that refuses it; nothing for a case that wasn't run."""
     if result is None:
         return ""
     return (
@@ -301,7 +305,7 @@ def _found(result: Row | None) -> str:
 
 
 def backups(disk: str) -> str:
-    """How long training waits for a backup."""
+    """How long training waits for a backup on the `"fast"` or `"slow"` disk."""
     rows = rows_of("backups", f"2 backups of a model of 200 MB with Adam, every 20 steps, {disk} disk")
     columns = ["seconds blocked by one", "% of training", "to synchronous"]
     return table(
@@ -311,7 +315,7 @@ def backups(disk: str) -> str:
 
 
 def soak() -> str:
-    """What trainings came to whose workers and machines were lost and came."""
+    """The results of trainings whose workers and machines were lost and joined again."""
     (rows,) = saved("soak").values()
     head = ["", "trainings", "disturbances", "worlds", "largest difference"]
     errors = [f"{row['error']:.0e}".replace("0e+00", "0") for row in rows]
@@ -320,7 +324,10 @@ def soak() -> str:
 
 
 def worlds() -> str:
-    """By form and sequence of worlds, the difference from one device, and the digest of deterministic training."""
+    """For each form and sequence of worlds, the difference from one device, and the digest of deterministic training.
+
+    A world is a process with a number of replicas, and a form is a kind of model or of training.
+    """
     (forms,) = saved("worlds").values()
     rows = []
     for form, sequences in forms.items():
@@ -339,7 +346,7 @@ def worlds() -> str:
 
 
 def installation() -> str:
-    """By pair of releases, the seconds from an empty environment to the end of README's first script."""
+    """For each pair of releases, the seconds from an empty environment to the end of README's first script."""
     steps = ("download", "install", "script")
     rows = [
         [
@@ -355,7 +362,7 @@ def installation() -> str:
     return table(["Keras, TensorFlow", *sizes, *seconds, "processor time, s"], rows)
 
 
-# By page and by the name of a table there, what writes it.
+# By page and by the name of a table in it, the function that returns the table.
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"trust": trust, "stock Keras": stock_errors, "costs": costs},
     "docs/index.md": {"stock Keras": stock_errors},
@@ -395,7 +402,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
 
 
 def written(page: str, text: str) -> str:
-    """A page's text with its tables as they are saved.
+    """A page's text with its tables made anew from what is saved.
 
     Raises:
         KeyError: The page has marks of a table that is not in `TABLES`.

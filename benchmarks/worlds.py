@@ -1,10 +1,10 @@
-"""One training in sequences of worlds: how far its end is from one device's, and with `deterministic` its digest.
+"""One training in sequences of worlds: how far its weights end from one device's, and with `deterministic` its digest.
 
     python benchmarks/worlds.py            # ten minutes on two cores; writes benchmarks/results/worlds.json
 
-Each world is a process with so many replicas, on logical devices of the CPU. Another one takes over within an epoch,
-in the middle of a window, from a backup. In the last sequence, processes are killed by SIGKILL after batches drawn at
-random.
+A world is a process with a number of replicas, on logical devices of the CPU. The next one takes over within an epoch,
+in the middle of an accumulation window, from a backup. In the last sequence, processes are killed by SIGKILL after
+batches drawn at random. A form is a kind of model, or a way to train it.
 """
 
 import argparse
@@ -35,7 +35,7 @@ SEED, ROWS, BATCH_SIZE, EPOCHS = 7, 203, 32, 3
 
 
 def build(form: str) -> Any:
-    """The model, before it is compiled."""
+    """The model of a form, before it is compiled."""
     import keras
 
     layers = keras.layers
@@ -58,7 +58,7 @@ def build(form: str) -> Any:
 
 
 def rows(form: str) -> tuple[Any, Any]:
-    """Inputs and labels."""
+    """The inputs and labels of a form."""
     import numpy as np
 
     draw = np.random.default_rng(0)
@@ -69,7 +69,11 @@ def rows(form: str) -> tuple[Any, Any]:
 
 
 def train(form: str, replicas: int, folder: str, *, deterministic: bool, interrupt_after: int) -> dict[str, Any] | None:
-    """Trains a form in a world, from the backup that is there; `None` if another world is to take over."""
+    """Trains a form in a world, resuming from a backup in `folder` if there is one.
+
+    Returns:
+        The weights, the digest and the history; `None` if another world is to take over.
+    """
     import keras
     import numpy as np
 
@@ -90,7 +94,7 @@ def train(form: str, replicas: int, folder: str, *, deterministic: bool, interru
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
 
     class Interrupt(keras.callbacks.Callback):
-        """Says how many batches there were, and ends this world after some of them."""
+        """Prints how many batches have run, which `run_world` reads, and ends this world after some of them."""
 
         batches = 0
 
@@ -123,7 +127,10 @@ def work(task: dict[str, Any]) -> None:
 
 
 def run_world(task: dict[str, Any], kill_after: int = 0) -> dict[str, Any]:
-    """Runs a world in a process of its own, which is killed after a number of batches, if that isn't 0."""
+    """Runs `work` in a separate process; returns the results of its forms.
+
+    With `kill_after`, the process is killed after so many batches, and there are no results.
+    """
     Path(task["folder"]).mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, __file__, "--work", json.dumps(task)]
@@ -157,7 +164,7 @@ def run_sequence(name: str, folder: Path, *, deterministic: bool) -> dict[str, A
 
 
 def error(results: dict[str, Any], expected: dict[str, Any]) -> float:
-    """The largest difference of weights, as a share of the largest."""
+    """The largest difference of weights, as a fraction of the largest expected weight."""
     import numpy as np
 
     pairs = list(zip(results["weights"], expected["weights"], strict=True))

@@ -8,13 +8,13 @@ PROGRAM = "keras-paragrad"
 
 def is_command() -> bool:
     """Whether Python was started for a command: `keras-paragrad`, or `python -m keras_paragrad`."""
-    script = getattr(sys, "argv", None) or [""]
-    if script[0] == "-m":
+    words = getattr(sys, "argv", None) or [""]
+    if words[0] == "-m":
         # Python is still locating the module, which may be another one that imports this package.
         module = sys.orig_argv[sys.orig_argv.index("-m") + 1 :][:1] if "-m" in sys.orig_argv else []
         return module == ["keras_paragrad"]
-    return PurePath(script[0]).stem in (PROGRAM, f"{PROGRAM}-script")
+    return PurePath(words[0]).stem in (PROGRAM, f"{PROGRAM}-script")
 
 
-# Later, `sys.argv` has the path of a module.
+# At import, as `sys.argv` later has the path of a module.
 STARTED_AS_COMMAND = is_command()

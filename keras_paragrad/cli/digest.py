@@ -7,6 +7,7 @@ from keras_paragrad.cli.parser import add_examples, complete_paths, print_error
 from keras_paragrad.cli.waiting import Say, while_waiting
 
 _PAGE = "guides/deterministic"
+# The exit status if digests differ.
 _DIFFER = 3
 
 
@@ -25,10 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the digests; returns 0, 3 if the digests of several paths differ, or 2 if there is nothing to digest."""
-    return while_waiting("digest", lambda say: _printed(arguments.paths, say))
+    return while_waiting("digest", lambda say: _print_digests(arguments.paths, say))
 
 
-def _printed(paths: list[str], say: Say) -> int:
+def _print_digests(paths: list[str], say: Say) -> int:
+    """Prints the digest of each path, and in which parts they differ; returns the exit status."""
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
     from keras_paragrad.distribution.checkpoint.files import DamagedBackupError
     from keras_paragrad.distribution.digest import digest_of

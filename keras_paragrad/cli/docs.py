@@ -24,8 +24,8 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     names = names_of(arguments.page, known)
     if not names:
-        last = {name.rpartition("/")[2]: name for name in known}
-        near = suggest_word(arguments.page.removesuffix(".md"), [*known, *last])
+        last_parts = dict.fromkeys(name.rpartition("/")[2] for name in known)
+        near = suggest_word(arguments.page.removesuffix(".md"), [*known, *last_parts])
         return print_error(
             "docs", f"there is no page {quote(arguments.page)}{near or '. `keras-paragrad docs` lists all.'}"
         )

@@ -23,11 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", metavar="train.py:build_model", type=_function, help="a file, and its function that returns the model"
     )
     complete_paths(model)
-    some = integer(1, LARGEST)
-    parser.add_argument("--batch-size", type=some, default=32, metavar="N", help="examples in a batch (default: 32)")
+    positive = integer(1, LARGEST)
+    parser.add_argument(
+        "--batch-size", type=positive, default=32, metavar="N", help="examples in a batch (default: 32)"
+    )
     devices = integer(1, MOST_DESCRIBED)
     parser.add_argument("--devices", type=devices, default=1, metavar="N", help="number of devices (default: 1)")
-    parser.add_argument("--length", type=some, metavar="N", help="the size of the inputs' axes of unknown size")
+    parser.add_argument("--length", type=positive, metavar="N", help="the size of the inputs' axes of unknown size")
     gigabytes = finite_number(above=0, most=MOST_DESCRIBED)
     parser.add_argument("--memory-gb", type=gigabytes, metavar="GB", help="memory of a device, in GiB (default: here)")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
@@ -35,10 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the estimate; returns 0, or 2 if there is no such function, or its model can't be traced."""
-    return while_waiting("estimate", lambda say: _estimated(arguments, say))
+    return while_waiting("estimate", lambda say: _print_estimate(arguments, say))
 
 
-def _estimated(arguments: argparse.Namespace, say: Say) -> int:
+def _print_estimate(arguments: argparse.Namespace, say: Say) -> int:
+    """Estimates and prints; `say` announces what takes long. Returns the exit status."""
     path, name = arguments.model
     namespace = vars(_imported(path))
     if not callable(namespace.get(name)):
@@ -53,8 +56,8 @@ def _estimated(arguments: argparse.Namespace, say: Say) -> int:
     say(f"calling {name} of {path}, and tracing its model")
     with without_memory():
         model = namespace[name]()
-    here = arguments.memory_gb is None
-    device_bytes = detect().device_bytes() if here else max(1, round(arguments.memory_gb * 2**30))
+    is_this_machine = arguments.memory_gb is None
+    device_bytes = detect().device_bytes() if is_this_machine else max(1, round(arguments.memory_gb * 2**30))
     try:
         estimate = estimate_memory(
             model, arguments.batch_size, arguments.devices, length=arguments.length, device_bytes=device_bytes

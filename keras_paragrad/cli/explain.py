@@ -42,25 +42,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("--all", action="store_true", help="print each decision, why, and how to change it")
     shown.add_argument("--json", action="store_true", help="print the plan as JSON")
     machine = parser.add_argument_group("another machine")
-    some, none = integer(1, MOST_DESCRIBED), integer(0, MOST_DESCRIBED)
-    machine.add_argument("--cpus", type=some, metavar="N", help="processors")
-    machine.add_argument("--logical-cpus", type=some, metavar="N", help="logical CPU devices")
-    machine.add_argument("--gpus", type=none, metavar="N", help="GPUs of each worker")
+    positive, nonnegative = integer(1, MOST_DESCRIBED), integer(0, MOST_DESCRIBED)
+    machine.add_argument("--cpus", type=positive, metavar="N", help="processors")
+    machine.add_argument("--logical-cpus", type=positive, metavar="N", help="logical CPU devices")
+    machine.add_argument("--gpus", type=nonnegative, metavar="N", help="GPUs of each worker")
     gigabytes = finite_number(above=0, most=MOST_DESCRIBED)
     machine.add_argument("--gpu-memory-gb", type=gigabytes, metavar="GB", help="memory of each GPU, in GiB")
     machine.add_argument("--compute-capability", type=_capability, metavar="X.Y", help="of each GPU, such as 9.0")
-    machine.add_argument("--tpu", dest="tpu_cores", type=none, const=8, nargs="?", metavar="N", help="a TPU of N cores")
-    machine.add_argument("--workers", type=some, metavar="N", help="number of workers, each on such a machine")
-    machine.add_argument("--ps", type=none, metavar="N", help="number of parameter servers; implies a chief")
+    machine.add_argument(
+        "--tpu", dest="tpu_cores", type=nonnegative, const=8, nargs="?", metavar="N", help="a TPU of N cores"
+    )
+    machine.add_argument("--workers", type=positive, metavar="N", help="number of workers, each on such a machine")
+    machine.add_argument("--ps", type=nonnegative, metavar="N", help="number of parameter servers; implies a chief")
     _add_options(parser.add_argument_group("arguments of DistributedFit"))
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the plan; returns 0, or 2 if the arguments are wrong, or contradict the machine."""
-    return while_waiting("explain", lambda _: _explained(arguments))
+    return while_waiting("explain", lambda _: _print_plan(arguments))
 
 
-def _explained(arguments: argparse.Namespace) -> int:
+def _print_plan(arguments: argparse.Namespace) -> int:
+    """Makes and prints the plan; returns the exit status."""
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
     from keras_paragrad.distribution.plan import Explanation, make_plan, summary_lines
     from keras_paragrad.plain_text import show
@@ -138,6 +141,7 @@ def _machine(arguments: argparse.Namespace) -> "Hardware":
 
 
 def _options(arguments: argparse.Namespace) -> "Options":
+    """The arguments of `DistributedFit` that were given; others keep their defaults."""
     from keras_paragrad.distribution.options import Options
 
     options: dict[str, Any] = {

@@ -41,13 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `launch`: its own options, then a script or module with its arguments."""
     parser.usage = _USAGE
     add_examples(parser, _EXAMPLES, "guides/launch")
-    some, none = integer(1, _MOST), integer(0, _MOST)
+    positive, nonnegative = integer(1, _MOST), integer(0, _MOST)
     here = parser.add_argument_group("on this machine")
     here.add_argument(
         "--workers", type=integer_range(1, _MOST), metavar="N", help="number of workers, or 2:4 for two to four"
     )
-    here.add_argument("--ps", type=none, default=0, metavar="N", help="number of parameter servers; implies a chief")
-    here.add_argument("--devices-per-worker", type=some, metavar="N", help="GPUs visible to each worker (default: all)")
+    here.add_argument(
+        "--ps", type=nonnegative, default=0, metavar="N", help="number of parameter servers; implies a chief"
+    )
+    here.add_argument(
+        "--devices-per-worker", type=positive, metavar="N", help="GPUs visible to each worker (default: all)"
+    )
     port, restarts = integer(1024, 65535), integer(0, 10**6)
     here.add_argument("--port-base", type=port, metavar="PORT", help="use free ports from this one up (default: any)")
     here.add_argument(
@@ -71,11 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     here.add_argument("--all-epochs", action="store_true", help="show all workers' epoch lines, not the first's alone")
     _add_nodes(parser.add_argument_group("on several machines, with this command on each, in any order"))
-    what = parser.add_argument_group("what to start")
-    what.add_argument(
+    program = parser.add_argument_group("what to start")
+    program.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="a module and its arguments"
     )
-    complete_paths(what.add_argument("script", nargs=argparse.REMAINDER, help="a script and its arguments"))
+    complete_paths(program.add_argument("script", nargs=argparse.REMAINDER, help="a script and its arguments"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -91,23 +95,25 @@ def run(arguments: argparse.Namespace) -> int:
         if rendezvous is None and arguments.workers is None:
             return _exec_task(command, _given_cluster(arguments, cluster), arguments.max_restarts or 0)
         _check_alone(f"--workers {arguments.workers}" if rendezvous is None else f"--nodes {arguments.nodes}", cluster)
-        numbers = arguments.workers if rendezvous is None else arguments.nodes
-        if arguments.ps and numbers.least < numbers.most:
+        # How many workers, or with a rendezvous machines, there may be.
+        allowed = arguments.workers if rendezvous is None else arguments.nodes
+        may_change = allowed.least < allowed.most
+        if arguments.ps and may_change:
             raise ValueError(
-                f"--workers {numbers} goes without parameter servers. Leave --ps out, or write one number."
+                f"--workers {allowed} goes without parameter servers. Leave --ps out, or write one number."
             )
-        if arguments.regrow_seconds is not None and numbers.least == numbers.most:
+        if arguments.regrow_seconds is not None and not may_change:
             raise ValueError("--regrow-seconds is for a number of workers that may change, as in --workers 2:4.")
-        restarts = _RESTARTS if numbers.least < numbers.most else 0
+        restarts = _RESTARTS if may_change else 0
         supervision = Supervision(
-            numbers.least,
+            allowed.least,
             restarts if arguments.max_restarts is None else arguments.max_restarts,
             arguments.grace_seconds,
             _REGROW if arguments.regrow_seconds is None else arguments.regrow_seconds,
             arguments.all_epochs,
         )
-        workers = numbers.most if rendezvous is None else arguments.workers_per_node or 1
-        world = str(numbers) if numbers.least < numbers.most else None
+        workers = allowed.most if rendezvous is None else arguments.workers_per_node or 1
+        world = str(allowed) if may_change else None
         layout = Layout(workers, arguments.ps, arguments.devices_per_worker, arguments.port_base, world=world)
         return launch(layout, command, supervision, rendezvous)
     except ValueError as error:
@@ -150,7 +156,7 @@ def _add_nodes(several: Any) -> None:
 
 
 def _rendezvous(arguments: argparse.Namespace) -> "RendezvousSettings | None":
-    """The rendezvous point of the machines; `None` without `--nodes`."""
+    """How the machines meet; `None` without `--nodes`."""
     several = ("node_rank", "rendezvous", "workers_per_node", "token_file", "node_address", "startup_timeout", "wait")
     given = [f"--{name.replace('_', '-')}" for name in several if getattr(arguments, name) is not None]
     if arguments.nodes is None:
@@ -195,7 +201,7 @@ def _address(word: str) -> str:
 
 
 def _token(file: str | None) -> str:
-    """The token that the machines share."""
+    """Reads the token that the machines share, from `--token-file` or else from the environment."""
     if file is None:
         token, where = os.environ.get(_TOKEN, ""), _TOKEN
     else:
@@ -215,7 +221,7 @@ def _token(file: str | None) -> str:
 
 
 def _command(script: list[str], module: list[str] | None) -> list[str]:
-    """The command line to start, after checking that the program exists."""
+    """The command line of the script or module to start, after checking that it exists."""
     if module is not None:
         if not module:
             raise ValueError("-m needs a module name, as in: launch --workers 2 -m package.train")

@@ -15,6 +15,7 @@ _LOG_LINE = re.compile(
     rb"(?:INFO|WARNING|ERROR):(?:tensorflow|absl):|WARNING: All log messages before absl::InitializeLog|"
     rb"To enable the following instructions:"
 )
+# How many log lines are held back; older ones are dropped.
 _MOST = 100
 
 

@@ -35,10 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
     log_dirs = arguments.compare or [arguments.log_dir]
     if arguments.compare and not log_dirs[1:]:
         return print_error("report", "--compare takes two folders or more: report --compare before after", 2)
-    return while_waiting("report", lambda say: _written(log_dirs, arguments.output, say), needs_tensorflow=False)
+    return while_waiting("report", lambda say: _write(log_dirs, arguments.output, say), needs_tensorflow=False)
 
 
-def _written(log_dirs: list[str], output: str | None, say: Say) -> int:
+def _write(log_dirs: list[str], output: str | None, say: Say) -> int:
+    """Writes the report, or with several folders the comparison; returns the exit status."""
     log_dir, *others = log_dirs
     say(f"reading {quote(log_dir)}" if not others else f"reading {len(log_dirs)} folders")
     from keras_paragrad.profiling.report import write_report

@@ -28,6 +28,7 @@ def while_waiting(command: str, work: Callable[[Say], int], needs_tensorflow: bo
     with _without_log_lines() if filters else contextlib.nullcontext() as log, _progress(f"{PROGRAM} {command}") as say:
         if needs_tensorflow and "tensorflow" not in sys.modules:
             say("loading TensorFlow")
+        # Also after an exception.
         status = 1
         try:
             status = work(say)
@@ -39,10 +40,10 @@ def while_waiting(command: str, work: Callable[[Say], int], needs_tensorflow: bo
 
 
 class _HeldLog:
-    """TensorFlow's log lines that were held back."""
+    """TensorFlow's log lines that the filter holds back."""
 
     def show(self) -> None:
-        """Prints them."""
+        """Has the filter print them."""
         sys.stderr.flush()
         os.write(2, log_filter.FAILED)
 
@@ -72,20 +73,20 @@ def _without_log_lines() -> Generator[_HeldLog]:
 
 @contextlib.contextmanager
 def _progress(prefix: str) -> Generator[Say]:
-    """Prints each stage at once, and again with its duration until it ends."""
+    """Context whose `say` prints a stage of the command at once, and again with its duration until it ends."""
     stages, ended = [("", time.monotonic())], threading.Event()
 
-    def say(what: str) -> None:
-        stages.append((what, time.monotonic()))
-        print(f"{prefix}: {what}...", file=sys.stderr, flush=True)
+    def say(stage: str) -> None:
+        stages.append((stage, time.monotonic()))
+        print(f"{prefix}: {stage}...", file=sys.stderr, flush=True)
 
     def repeat() -> None:
         while not ended.wait(1.0):
-            what, since = stages[-1]
+            stage, since = stages[-1]
             seconds = time.monotonic() - since
-            if what and seconds >= _REPEATED * (repeated.get(since, 0) + 1):
+            if stage and seconds >= _REPEATED * (repeated.get(since, 0) + 1):
                 repeated[since] = int(seconds // _REPEATED)
-                print(f"{prefix}: {what}... {seconds:.0f} s", file=sys.stderr, flush=True)
+                print(f"{prefix}: {stage}... {seconds:.0f} s", file=sys.stderr, flush=True)
 
     # How often each stage was announced again, by its start time.
     repeated: dict[float, int] = {}

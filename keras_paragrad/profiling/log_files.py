@@ -29,7 +29,8 @@ from keras_paragrad.profiling.summary import RunInfo
 Result = TypeVar("Result")
 
 _log = logging.getLogger("keras_paragrad")
-_numbers = itertools.count()
+# Distinguish the event files of this process.
+_file_numbers = itertools.count()
 Ints = Sequence[int] | np.ndarray
 
 
@@ -53,7 +54,13 @@ class Table:
         self._file = _Parquet(path, columns, resume) if path.suffix == ".parquet" else _Csv(path, columns, resume)
 
     def append(self, steps: Ints, epochs: Ints, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
-        """Writes rows: `steps` and `epochs` have the shape `(reports,)`, `values` `(reports, len(labels))`."""
+        """Writes a row for each value; a report is the values of one step.
+
+        Args:
+            steps, epochs: Of each report, shape `(reports,)`.
+            labels: For each value of a report, what goes into the label columns.
+            values: Shape `(reports, len(labels))`.
+        """
         self._file.append(steps, epochs, labels, values)
 
     def close(self) -> None:
@@ -141,8 +148,8 @@ def begin_csv(path: Path, columns: Sequence[str], resume: bool) -> None:
     path.write_text(header, encoding="utf-8", newline="")
 
 
-def _check_ours(ours: bool, path: Path) -> None:
-    if not ours:
+def _check_ours(is_ours: bool, path: Path) -> None:
+    if not is_ours:
         raise FileExistsError(
             f"{path} already exists with other columns, and was not changed. Give the callback its own log_dir"
         )
@@ -160,7 +167,9 @@ class Scalars:
     def __init__(self, log_dir: Path, suffix: str):
         log_dir.mkdir(parents=True, exist_ok=True)
         # TensorBoard's convention: later files sort after earlier ones.
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}{suffix}"
+        name = (
+            f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}{suffix}"
+        )
         self._writer = tf.io.TFRecordWriter(str(log_dir / name))
         self._write(tf.compat.v1.Event(wall_time=time.time(), file_version="brain.Event:2"))
         self._writer.flush()

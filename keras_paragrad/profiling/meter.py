@@ -1,4 +1,8 @@
-"""Measures updates for `GradientTelemetry`: the compiled step writes a small vector, and the host reads it."""
+"""Measures updates for `GradientTelemetry`: the compiled step writes a small vector, and the host reads it.
+
+The vector has the values of `HEADER`, then for each of `QUANTITIES` one value per weight. A call is a call of the train
+function; a watched one runs the step that measures.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,7 +21,7 @@ from keras_paragrad.sums import row_sums
 
 
 class Meter:
-    """Measures updates; fills the *telemetry* stage of `keras_paragrad.engine.step.builder.StepBuilder`.
+    """Measures updates; the training step calls it as the *telemetry* stage of its `StepBuilder`.
 
     An unbuilt model gets its weights in its first step, so the vector is created while that step is traced. With
     several replicas Keras has built the model before, and the vector is created at once.
@@ -38,7 +42,7 @@ class Meter:
     ):
         self.model, self.every, self._on_update, self._on_weights = model, every, on_update, on_weights
         self._trainable = model.trainable_variables
-        # Each optimizer updates its own weights.
+        # Whether a custom `train_step` has several optimizers, each of which updates its own weights.
         self._several = overrides_train_step(model) and bool(other_optimizers(model))
         # The optimizer whose updates are counted: with several, the one that a step calls last.
         self._counted: keras.optimizers.Optimizer = model.optimizer
@@ -51,17 +55,19 @@ class Meter:
             self._set_weights(self._trainable)
         else:
             self._on_weights(weights_of(model, self._trainable))
+        # With several optimizers: whether `_counted` is known from tracing, and whether `begin` has run since.
         self._traced = self._begun = False
-        self._last_read = 0
-        self._updates = 0
-        self._batches: int | None = None
+        # The number of the update that was read last, and how many updates there were before the next call.
+        self._last_read = self._updates = 0
+        # How many batches have run since the vector was read, if which of them update is unknown.
+        self._unread_batches: int | None = None
 
     def is_of(self, model: keras.Model) -> bool:
         """Whether the model still trains the measured weights."""
         return self.model is model and [*map(id, model.trainable_variables)] == [*map(id, self._trainable)]
 
     def begin(self) -> None:
-        """Reads the optimizer's number of updates."""
+        """Reads from the optimizer how many updates it has made; from there on, `wants` counts."""
         self._updates = self.updates()
 
     def updates(self) -> int:
@@ -71,21 +77,22 @@ class Meter:
         return max(int(counter.iterations.numpy()) for counter in counters)
 
     def watch(self, updated: Sequence[keras.Variable], known: Sequence[keras.Variable]) -> Sequence[keras.Variable]:
-        """The measured weights, chosen in the first call.
+        """Chooses the measured weights in the first call.
 
         Args:
             updated: The weights of this update.
             known: The weights that the optimizer was built with.
+
+        Returns:
+            The weights that `show` gets: all measured ones; with several optimizers, the updated ones.
 
         Raises:
             ValueError: A weight is updated that was not chosen.
         """
         if not self._weights:
             self._trainable = self.model.trainable_variables
-            trainable, of_model = (
-                {id(weight) for weight in self._trainable},
-                {id(weight) for weight in self.model.weights},
-            )
+            trainable = {id(weight) for weight in self._trainable}
+            of_model = {id(weight) for weight in self.model.weights}
             known_ids = {id(weight) for weight in known}
             weights = [weight for weight in self._trainable if id(weight) in known_ids]
             # Frozen after the optimizer was built, and still updated.
@@ -121,16 +128,16 @@ class Meter:
         self._vector.assign(tf.cond(due, lambda: self._measure(update), lambda: tf.identity(self._vector)))
 
     def _places(self, weights: Sequence[keras.Variable]) -> list[list[int]]:
-        """The slice of these weights' entries in the full vector."""
+        """The indices in the vector of the header and of these weights' values, for `tensor_scatter_nd_update`."""
         position = {id(weight): index for index, weight in enumerate(self._weights)}
         starts = range(len(HEADER), len(HEADER) + len(QUANTITIES) * len(self._weights), len(self._weights))
         of_weights = [start + position[id(weight)] for start in starts for weight in weights]
         return [[place] for place in (*range(len(HEADER)), *of_weights)]
 
     def wants(self, updates: int | None) -> bool:
-        """Whether an update to be measured is among the next ones."""
+        """Whether to watch the next call, which makes so many updates; always if only the optimizer knows (`None`)."""
         if updates is None:
-            self._batches = self._batches or 0
+            self._unread_batches = self._unread_batches or 0
             return True
         before, self._updates = self._updates, self._updates + updates
         return before // self.every != self._updates // self.every
@@ -140,22 +147,28 @@ class Meter:
         return tf.zeros([len(HEADER)], "float64") if self._vector is None else self._vector.value()
 
     def ran(self, watched: bool, batches: int, latest: tf.Tensor | None) -> None:
-        """Reads the vector, if it may have changed."""
+        """Reads the vector after a call, if it may have changed.
+
+        Args:
+            watched: Whether the call was watched.
+            batches: How many batches it ran.
+            latest: The vector, or `None` if only its variable has it.
+        """
         if self._several and self._traced and not self._begun:
             self._begun = True
             self.begin()
-        if self._batches is not None:
+        if self._unread_batches is not None:
             # Which batches update is unknown; each makes at most one update.
-            self._batches += batches
-            if self._batches < self.every:
+            self._unread_batches += batches
+            if self._unread_batches < self.every:
                 return
-            self._batches = 0
-        if watched and not self.read(latest) and self._batches is None:
+            self._unread_batches = 0
+        if watched and not self.read(latest) and self._unread_batches is None:
             # The optimizer has made fewer updates than batches: the scaled loss has overflowed.
             self.begin()
 
     def read(self, latest: Any = None) -> bool:
-        """Reports the measurement if it is new, and returns whether it was."""
+        """Passes the vector to `on_update` if it is of an update not read before; returns whether it is."""
         if latest is None:
             if self._vector is None:
                 return False
@@ -166,26 +179,27 @@ class Meter:
         number = int(vector[0])
         is_new = number not in (0, self._last_read)
         if self._several:
-            # An epoch's last call may have had fewer batches than requested.
+            # All updates of a watched call are measured, and an epoch's last call may end before the one that is due.
             is_new = is_new and number // self.every != self._last_read // self.every
         self._last_read = number
         if is_new:
-            # The step stores half squares.
+            # The step stores half squares; counts, at the end, stay.
             vector[len(HEADER) : -len(self._weights)] *= 2
             self._on_update(vector)
         return is_new
 
     def _set_weights(self, variables: Sequence[keras.Variable]) -> None:
+        """Sets the measured weights, and creates the vector's variable for them."""
         self._weights = list(variables)
         self._on_weights(weights_of(self.model, variables))
         with tf.init_scope(), self.model.distribute_strategy.scope():
-            # 64 bits, so that it can count updates.
             size = len(HEADER) + len(QUANTITIES) * len(self._weights)
+            # 64 bits, as it also holds the number of the update.
             self._vector = replica_variable([size], tf.float64)
 
 
 def weights_of(model: keras.Model, variables: Sequence[keras.Variable]) -> list[Weight]:
-    """Layers and names of a model's weights, without duplicates."""
+    """The layer and the name of each weight of a model; a name that a layer has twice is numbered."""
     counts: dict[tuple[str, str], int] = {}
     weights = []
     for variable in variables:
@@ -198,12 +212,15 @@ def weights_of(model: keras.Model, variables: Sequence[keras.Variable]) -> list[
 
 
 def _measure(update: Update, square: Callable[[tf.Tensor | None], tf.Tensor]) -> tf.Tensor:
-    """The vector of an update: its number, learning rate and loss scale, and each weight's half squares."""
+    """The vector of an update: its number, learning rate and loss scale, then half squares and non-finite counts.
+
+    `square` returns half the sum of a tensor's squares, and 0 for `None`.
+    """
     gradients = [square(gradient) for gradient in update.gradients]
     # Without clipping, both are the same tensors.
     clipped = [
-        norm if after is before else square(after)
-        for norm, before, after in zip(gradients, update.gradients, update.clipped, strict=True)
+        half_square if after is before else square(after)
+        for half_square, before, after in zip(gradients, update.gradients, update.clipped, strict=True)
     ]
     weights = [square(weight) for weight in update.before]
     change = [square(change) for change in update.change]
@@ -223,11 +240,12 @@ def _float(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _half_square(tensor: tf.Tensor | None) -> tf.Tensor:
-    # A single operation.
+    # `l2_loss` is a single operation.
     return tf.constant(0.0) if tensor is None else tf.nn.l2_loss(_float(tensor))
 
 
 def _half_square_by_xla(tensor: tf.Tensor | None) -> tf.Tensor:
+    # On CPUs, XLA would add up a tensor sequentially; `row_sums` divides it.
     return tf.constant(0.0) if tensor is None else row_sums(tf.square(tf.reshape(_float(tensor), [1, -1])) / 2, True)[0]
 
 

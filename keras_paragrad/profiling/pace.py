@@ -43,6 +43,7 @@ class Clock:
         try:
             logs = self.function(iterator)
         except (StopIteration, tf.errors.OutOfRangeError):
+            # The data has ended.
             raise
         except BaseException:
             self.on_failure()
@@ -96,6 +97,7 @@ class Retraces:
         """Starts observing a train function."""
         if function is self._function:
             return
+        # A new train function may call functions of the previous one, which keep their counts.
         previous = {id(function): count for function, count in zip(self._traced, self._counts, strict=True)}
         self._function, self._traced = function, compiled_functions(function)
         counts = _traces(self._traced)
@@ -168,21 +170,22 @@ class Pace:
     def rates(self, now: float) -> dict[str, float | None]:
         """Examples, updates and steps per second since the last call; restarts counting.
 
-        Excluded steps are assumed to have the average number of examples.
+        Without any step to count, returns the previous rates. Excluded steps are assumed to have the average number of
+        examples.
         """
         seconds = now - self.start
         steps = self.steps - self._first_step
         counted = steps - self._excluded_steps
         if seconds <= 0 or counted <= 0:
             return dict(self._rates)
-        examples, updates, share = self.examples(), self.updates(), counted / steps
-        new = None if examples is None or self._examples is None else examples - self._examples
-        if new is not None and new <= 0:
+        examples, updates, counted_share = self.examples(), self.updates(), counted / steps
+        new_examples = None if examples is None or self._examples is None else examples - self._examples
+        if new_examples is not None and new_examples <= 0:
             # The metrics were reset, as by an `evaluate` in the middle of the epoch.
-            new = None
+            new_examples = None
         self._rates = {
-            "examples_per_second": None if new is None else new * share / seconds,
-            "updates_per_second": (updates - self.update) * share / seconds,
+            "examples_per_second": None if new_examples is None else new_examples * counted_share / seconds,
+            "updates_per_second": (updates - self.update) * counted_share / seconds,
             "steps_per_second": counted / seconds,
         }
         self.start, self._first_step, self._examples, self.update = now, self.steps, examples, updates

@@ -16,24 +16,24 @@ from keras_paragrad.compat.types import Logs
 _BAR, _TIMES = 20, 16
 # Characters between values, and around a value's number.
 _AROUND = len(" - :  ")
-# Which values a progress bar shows.
-_SHOWN = Slot["_Filter | None"]("shown", None)
+# Attached to a progress bar: the filter that decides which values it shows.
+_FILTER = Slot["_Filter | None"]("shown", None)
 
 
 def check_show(value: object, names: Collection[str], example: str) -> str | tuple[str, ...]:
     """Checks the argument `show`: `"auto"`, or some of the names that a callback reports."""
     if isinstance(value, str) and value == "auto":
         return value
-    what = f"'auto', or names among {', '.join(names)}"
+    expected = f"'auto', or names among {', '.join(names)}"
     if isinstance(value, str):
-        raise refusal("show", value, what, f'["{example}"]')
+        raise refusal("show", value, expected, f'["{example}"]')
 
     def check(name: str, value: object) -> str:
         if (text := check_text(name, value)) not in names:
             raise refusal(name, value, f"one of {', '.join(names)}", None)
         return text
 
-    return check_each("show", value, check, what, example=f'["{example}"]')
+    return check_each("show", value, check, expected, example=f'["{example}"]')
 
 
 def hide_in_progress_bar(
@@ -53,13 +53,18 @@ def hide_in_progress_bar(
     callbacks = getattr(fit and fit.f_locals.get("callbacks"), "callbacks", ())
     bar = next((callback for callback in callbacks if isinstance(callback, keras.callbacks.ProgbarLogger)), None)
     if bar is not None and fit is not None:
-        shown = _SHOWN.of(bar) or _Filter(bar, fit.f_locals.get("validation_data") is not None)
-        _SHOWN.attach(bar, shown)
-        shown.add(names, few, show)
+        value_filter = _FILTER.of(bar) or _Filter(bar, fit.f_locals.get("validation_data") is not None)
+        _FILTER.attach(bar, value_filter)
+        value_filter.add(names, few, show)
 
 
 class _Filter:
-    """Wraps the progress bar of `fit`, for all callbacks together."""
+    """Hides values from the progress bar of a `fit`, for all callbacks of this package together.
+
+    Args:
+        bar: The progress bar, whose hooks are wrapped.
+        validates: Whether `fit` validates, which adds a `val_` value beside each of Keras's.
+    """
 
     def __init__(self, bar: keras.callbacks.ProgbarLogger, validates: bool):
         self._validates = validates
@@ -90,6 +95,7 @@ class _Filter:
             self._chosen += show
 
     def _filtered(self, logs: Logs | None) -> Logs:
+        """The logs without the callbacks' values that the bar doesn't show."""
         logs = logs or {}
         new = [name for name in self._few if name in logs and name not in self._hidden and name not in self._shown]
         if new:
@@ -97,12 +103,12 @@ class _Filter:
         return {name: value for name, value in logs.items() if name not in self._names or name in self._shown}
 
     def _show_what_fits(self, new: Sequence[str], logs: Logs) -> None:
-        """Shows the names that fit into the line beside other values, which validation doubles.
+        """Adds the `new` names that fit into the line beside other values, which validation doubles.
 
         A name that is shown once stays until the end of the epoch.
         """
-        counts = 2 * len(str(self._steps)) + 2 if self._steps else len("      1/Unknown")
-        left = shutil.get_terminal_size().columns - counts - _BAR - _TIMES
+        counter = 2 * len(str(self._steps)) + 2 if self._steps else len("      1/Unknown")
+        left = shutil.get_terminal_size().columns - counter - _BAR - _TIMES
         others = [name for name in logs if name not in self._names and not name.startswith("val_")]
         left -= sum(_width(name, logs[name]) for name in (*others, *self._shown) if name in logs)
         if self._validates:

@@ -90,7 +90,7 @@ class RequestSignal:
         request: Called on each signal, in the main thread, between any two bytecode instructions.
     """
 
-    # A `fit` that was aborted doesn't notify its callbacks.
+    # An aborted `fit` doesn't notify its callbacks, so the next `listen` restores its handler.
     listening: "ClassVar[RequestSignal | None]" = None
 
     def __init__(self, name: str | None, request: Callable[[], None]):

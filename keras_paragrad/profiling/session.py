@@ -1,4 +1,7 @@
-"""A session of TensorFlow's profiler: its requirements, its files, and how long it pauses training."""
+"""A session of TensorFlow's profiler: its requirements, its files, and how long it pauses training.
+
+A session traces one window, a range of batches. On disk, a window is a folder with a trace and this package's summary.
+"""
 
 import contextlib
 import json
@@ -71,8 +74,8 @@ class Session:
         """Stops the profiler, moves its trace to where TensorBoard finds it, and returns the trace's folder.
 
         Raises:
-            OSError: It can't be written.
-            RuntimeError: There is nothing to write.
+            OSError: The trace can't be written.
+            RuntimeError: The profiler wrote no trace, or was stopped from elsewhere.
         """
         try:
             tf.profiler.experimental.stop(save=True)
@@ -115,7 +118,7 @@ class ProfilerPauses:
     @classmethod
     @contextlib.contextmanager
     def timed(cls) -> Generator[None]:
-        """Context manager or decorator that adds the time of its body; must not be nested."""
+        """Context manager or decorator that adds the time of its body; if nested, that would count twice."""
         start = time.perf_counter()
         try:
             yield
@@ -124,7 +127,7 @@ class ProfilerPauses:
 
 
 def warn_of_missing(log_dir: Path, *, report: bool) -> None:
-    """Logs missing packages and a full disk, in one line each."""
+    """Logs which packages are missing, jinja2 only if a `report` is to be written, and a full disk."""
     missing = [name for name in _PURPOSES if not is_installed(name) and (report or name != "jinja2")]
     if missing:
         _log.warning("%s", explain_missing("Profiler", [f"{name} (to {_PURPOSES[name]})" for name in missing]))
@@ -140,7 +143,7 @@ def warn_of_missing(log_dir: Path, *, report: bool) -> None:
 
 
 def remove_oldest(log_dir: Path, keep: int) -> None:
-    """Removes all but the newest `keep` windows of this run and others.
+    """Removes all but the newest `keep` windows in a log directory, of this run and earlier ones.
 
     Traces of other programs stay, as do files in a window that neither this package nor TensorBoard wrote.
     """
@@ -159,12 +162,12 @@ def _is_ours(summary: Path, log_dir: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     folder = summary.parent
-    written_for = isinstance(content, dict) and content.get("trace") == folder.relative_to(log_dir).as_posix()
-    return written_for and not folder.is_symlink()
+    names_folder = isinstance(content, dict) and content.get("trace") == folder.relative_to(log_dir).as_posix()
+    return names_folder and not folder.is_symlink()
 
 
 def _remove(folder: Path) -> None:
-    """Deletes the files of a session, and its folder if nothing else is in it."""
+    """Deletes the files of a window, and its folder if nothing else is in it."""
     hosts = {path.name.removesuffix(TRACE) for path in folder.glob(f"*{TRACE}")}
     # TensorBoard caches its results next to the trace, named after the host or ALL_HOSTS.
     prefixes = tuple(f"{host}." for host in (*hosts, "ALL_HOSTS"))

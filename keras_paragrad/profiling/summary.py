@@ -120,7 +120,7 @@ class LayerTime:
     """The self times of a layer's operations in the window, in milliseconds.
 
     Attributes:
-        name: The layer, or of what the operations are that belong to none: the loss, the optimizer, collectives, or
+        name: The layer; for operations outside of layers, what they belong to: the loss, the optimizer, collectives, or
             unknown.
         forward: In the forward pass.
         backward: In the backward pass.
@@ -145,7 +145,7 @@ class LayerTime:
 
 
 COLLECTIVES, LOSS, OPTIMIZER = "collectives", "loss", "optimizer"
-# How oneDNN's variants of an operation are named.
+# The prefix in the names of oneDNN's variants of an operation.
 VARIANT = re.compile(r"^_(Mkl)?(Native)?")
 # In a log directory, the files of `WorkerSteps`.
 WORKER_FILES = "worker_*_batches.csv"
@@ -200,8 +200,8 @@ class StageWork:
 
     Attributes:
         stage: Number of the stage, from 0.
-        column: Number of the stage's device.
-        micro_batch: Number of the micro-batch.
+        column: Number of the device among the stage's devices, from 0.
+        micro_batch: Number of the micro-batch, from 0.
         backward: Whether this is the backward pass.
         begins: Milliseconds after the first operation of all stages.
         duration: Milliseconds.
@@ -221,7 +221,7 @@ class PipelineTime:
 
     Attributes:
         stages: Number of stages.
-        columns: Largest number of devices in a stage.
+        columns: Largest number of devices in a stage, which take turns with micro-batches.
         microbatches: Number of micro-batches.
         bubble: The fraction of the time in which devices wait, between the first and the last operation of all stages,
             over all steps.

@@ -112,6 +112,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         self._files: TelemetryFiles | None = None
         self._logs: dict[str, float] = {}
         self._epoch = 0
+        # Whether it was logged why no update was reported.
         self._explained = False
 
     @property
@@ -170,14 +171,14 @@ class GradientTelemetry(keras.callbacks.Callback):
         StepBuilder.of(self.model).end_fit(self._fillers)
 
     def _fillers(self) -> dict[str, object]:
-        """Fills the *telemetry* stage for the optimizer that the model is now compiled with."""
+        """The meter for the step's *telemetry* stage; called again if the model is compiled during `fit`."""
         if self._measured_optimizer is not self.model.optimizer:
             self._flush()
             self._start()
         return {"telemetry": self._meter}
 
     def _start(self) -> bool:
-        """Creates the meter for the model; returns whether it already existed."""
+        """Creates a meter for the model and its optimizer; returns whether there was one already."""
         model, optimizer = self.model, self.model.optimizer
         known = self._meter is not None and self._meter.is_of(model) and self._measured_optimizer is optimizer
         if not known:
@@ -218,7 +219,11 @@ class GradientTelemetry(keras.callbacks.Callback):
         return f"updates {before + 1} to {now} were made outside the training step, where they can't be measured."
 
     def _on_update(self, vector: np.ndarray) -> None:
-        """Buffers a measured vector, and takes the logs from it."""
+        """Buffers a measured vector, and takes the logs from it.
+
+        After the values of `HEADER`, the vector has a row for each of `QUANTITIES`, with one value per weight: squared
+        norms of the gradient, of the clipped gradient, of the weight and of its change, and the non-finite count.
+        """
         self._reported = True
         self._recent.append((vector, self._epoch))
         self._vectors.append(vector)

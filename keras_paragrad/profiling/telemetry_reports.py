@@ -52,7 +52,10 @@ class Norms(NamedTuple):
 
     @classmethod
     def of(cls, squares: np.ndarray) -> "Norms":
-        """Takes sums of squares and a count along the first axis: gradient, clipped, weights, change, non-finite."""
+        """Norms from sums of squares of gradient, clipped gradient, weights and change, and from non-finite counts.
+
+        These five are the first axis of `squares`.
+        """
         gradient, clipped, weights, change = np.sqrt(squares[:4])
         ratio = np.divide(change, weights, out=np.full_like(weights, np.nan), where=weights != 0)
         return cls(gradient, clipped, weights, ratio, squares[4])
@@ -81,18 +84,22 @@ class Reports(NamedTuple):
 
 
 class ReportReader:
-    """Parses the vectors that the compiled step writes."""
+    """Parses the vectors that the compiled step writes: `HEADER`, then for each of `QUANTITIES` a figure per weight.
+
+    Figures are as `Norms.of` takes them.
+    """
 
     def __init__(self, weights: Sequence[Weight]):
         self.weights = tuple(weights)
         self.layers = tuple(dict.fromkeys(weight.layer for weight in weights))
         belongs = [[weight.layer == layer for layer in self.layers] for weight in weights]
+        # Weights layer by layer, and where each layer begins, for `np.add.reduceat`.
         self._in_order = sorted(range(len(weights)), key=lambda position: self.layers.index(weights[position].layer))
         sizes = [sum(column) for column in zip(*belongs, strict=True)]
         self._starts = np.cumsum([0, *sizes[:-1]])
 
     def read(self, vectors: np.ndarray, epochs: Sequence[int]) -> Reports:
-        """Parses vectors, `(reports, size)`: update, learning rate, loss scale, and five figures of each weight."""
+        """Parses the vectors of reports, of shape `(reports, size)`, with the epoch of each."""
         steps, learning_rate, loss_scale = vectors[:, : len(HEADER)].T
         figures = vectors[:, len(HEADER) :].reshape(len(vectors), len(QUANTITIES), -1).swapaxes(0, 1)
         by_layer = np.add.reduceat(figures[..., self._in_order], self._starts, axis=-1)
@@ -141,12 +148,12 @@ class Alarms:
 
     def _all_healthy(self, norms: np.ndarray) -> bool:
         """Whether all reports are certainly healthy, in one vectorized check."""
-        least, most = norms.min(initial=np.inf), norms.max(initial=0)
+        smallest, largest = norms.min(initial=np.inf), norms.max(initial=0)
         known = self._counts > 0
         means = np.exp(np.divide(self._log_sums, self._counts, out=np.zeros_like(self._counts), where=known))
-        lowest = min(least, means[known].min(initial=np.inf))
+        lowest = min(smallest, means[known].min(initial=np.inf))
         # Means and medians are at least the minimum, so a norm within the bound of the minimum is within theirs.
-        return bool(least > 0 and self.vanishing * most <= least and most <= self.exploding * lowest)
+        return bool(smallest > 0 and self.vanishing * largest <= smallest and largest <= self.exploding * lowest)
 
     def _check(self, step: int, norms: np.ndarray, nonfinite: np.ndarray) -> Iterator[str]:
         """Warnings of an update: layers with gradients that are non-finite, explode, vanish or are zero."""
@@ -176,6 +183,7 @@ class Alarms:
         return rises | ~finite | (alive & (norms > self.exploding * _lower_median(norms[alive])))
 
     def _lasts(self, kind: str, now: np.ndarray) -> np.ndarray:
+        """Counts the reports in a row in which layers have a problem; returns which have had it for long enough."""
         self._consecutive[kind] = np.where(now, self._consecutive[kind] + 1, 0)
         return self._consecutive[kind] >= self.patience
 

@@ -1,4 +1,4 @@
-"""Prints a window's summary to a terminal."""
+"""Prints the summary of a trace window, which is a range of traced batches, to a terminal."""
 
 import shlex
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _BAR = 24
 
 
 class WindowFigures(Printable):
-    """A window's summary with at most `most` operations, for `print` and for a rich console."""
+    """A window's summary with its longest operations, at most `most`, for `print` and for a rich console."""
 
     width = WIDTH
 

@@ -122,6 +122,7 @@ class Throughput(keras.callbacks.Callback):
         self._start = time.perf_counter()
         model = self.model
         resumes = self._known_model is model or int(model.optimizer.iterations.numpy()) > 0
+        # `_first`: the first call hasn't ended. `_constants`: the figures that are measured once.
         self._known_model, self._first, self._constants = model, True, {}
         hide_in_progress_bar(model, SHOWN, _FEW, self.show)
         self._times, self._retraces, self._pace = StepTimes(), Retraces(), Pace(model, self.batch_size)
@@ -131,6 +132,7 @@ class Throughput(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Starts counting the epoch's steps."""
+        # `_last_end`: when the last call ended, 0 before the epoch's first. `_last_time`: the time of a step in it.
         self._epoch, self._last_end, self._last_time, self._epoch_ended = epoch, 0.0, None, False
         self._pace.begin(time.perf_counter())
         self._pauses = ProfilerPauses.seconds
@@ -177,7 +179,7 @@ class Throughput(keras.callbacks.Callback):
         self._remove_clock()
 
     def _remove_clock(self) -> None:
-        """Restores the train function."""
+        """Restores the train function, and closes the files."""
         if self._clock is not None and self.model.train_function is self._clock:
             self.model.train_function = self._clock.function
         self._clock = None
@@ -186,7 +188,10 @@ class Throughput(keras.callbacks.Callback):
             self._files = None
 
     def _on_call_end(self, iterator: BatchIterator, start: float, end: float) -> None:
-        """Times a call of the train function, without compilation and profiling."""
+        """Times a call of the train function, without compilation and profiling.
+
+        The time counts when the next call ends: only then is it known that the call wasn't cut short by the data's end.
+        """
         # This runs in every step.
         if self._last_time:
             self._times.add(self._last_time)
@@ -246,8 +251,9 @@ class Throughput(keras.callbacks.Callback):
             return None
 
     def _refresh(self, now: float) -> None:
+        """Updates `figures` and the values for the batches' logs, and writes them to files."""
         rates = self._pace.rates(now)
-        steps = rates.pop("steps_per_second", None)
+        step_rate = rates.pop("steps_per_second", None)
         p50, p95 = self._times.percentiles()
         flops = self._constants.get("flops_per_step")
         figures = {
@@ -258,7 +264,7 @@ class Throughput(keras.callbacks.Callback):
             "retraces": self._retraces.count,
             "host_memory_bytes": host_memory() if self._host_memory else None,
             "device_memory_bytes": device_memory(),
-            "mfu": flops * steps / self.peak_flops if flops and steps and self.peak_flops else None,
+            "mfu": flops * step_rate / self.peak_flops if flops and step_rate and self.peak_flops else None,
             "collective_share": collective_share(self.log_dir) if self.log_dir else None,
         }
         self.figures = {name: float(value) for name, value in figures.items() if value is not None}

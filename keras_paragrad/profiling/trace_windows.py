@@ -1,4 +1,7 @@
-"""Traces windows: step markers, one window from its first batch to its summary, and the scheduler that opens them."""
+"""Traces windows, which are ranges of batches: step markers, a window from its start to its summary, and the scheduler.
+
+A call is a call of the train function, which runs `steps_per_execution` batches.
+"""
 
 import json
 import logging
@@ -49,9 +52,11 @@ class StepMarkers:
         stats = {"batch": batch, "update": updates.update, "pulls": self._pulls}
         if self._nested:
             if self._update is None:
+                # Without `_r=1`, TensorBoard shows no steps.
                 self._update = tf.profiler.experimental.Trace("update", step_num=updates.update, _r=1)
             self._call = tf.profiler.experimental.Trace("batch", **stats)
         else:
+            # From these, the analysis numbers the updates of a call's batches.
             stats |= {"count": self._per_call, "left": updates.left, "each": updates.batches_per_update}
             self._call = tf.profiler.experimental.Trace("train", step_num=batch, _r=1, **stats)
         self._batch = batch
@@ -59,7 +64,7 @@ class StepMarkers:
     def close(self, batch: int, *, pauses: bool = True) -> None:
         """Marks the end of the last call, if open, and of its update, if complete or if training pauses.
 
-        If `batch`, the number of batches that have run, is unchanged by the call, the data had ended.
+        If `batch`, the number of batches that have run, is as before the call, the data had ended: no `ran` is set.
         """
         update = self._updates.update
         if self._call is not None:
@@ -81,15 +86,15 @@ class WindowTracer:
     """Traces windows of a model's training, and keeps the newest `keep` on disk.
 
     Attributes:
-        window: The window that is being traced, or `None`.
+        window: The open window, from its warm-up to its end, or `None`.
         traced: How many windows have been written.
     """
 
     def __init__(self, model: keras.Model, log_dir: Path, run: RunInfo, keep: int):
         self.window: TraceWindow | None = None
         self.traced = 0
-        # The logged reasons why traces were not read.
-        self._unread: set[str] = set()
+        # Why traces could not be read; each reason is logged once.
+        self._logged_reasons: set[str] = set()
         self._model = model
         self._log_dir = log_dir
         self._run = run
@@ -101,13 +106,13 @@ class WindowTracer:
         self._pulls = replica_placement(model.distribute_strategy).local
 
     def next_due(self) -> int:
-        """The batch count at which the open window needs its next `advance`; 0 for every call."""
+        """The batch count at which the open window needs its next `advance`; 0 if it needs one before every call."""
         if self.window is None or self._markers is not None:
             return 0
         return self.window.begin
 
     def advance(self, batch: int) -> bool:
-        """Advances the open window before a call, after `batch` batches; returns whether it goes on."""
+        """Advances the open window before a call, after `batch` batches; returns whether it stays open."""
         if self.window is None:
             return False
         if self._markers is not None and batch >= self.window.end:
@@ -128,14 +133,14 @@ class WindowTracer:
             OSError: The log directory can't be written to.
         """
         # A call of several batches may have run past its start.
-        late = max(batch - window.begin, 0)
-        self.window = TraceWindow(window.warmup, window.begin + late, window.end + late)
+        delay = max(batch - window.begin, 0)
+        self.window = TraceWindow(window.warmup, window.begin + delay, window.end + delay)
         if self.window.begin > batch:
             self._session = Session(self._log_dir)
 
     @ProfilerPauses.timed()
     def _begin(self, batch: int) -> None:
-        """Prepares a window, aligned to updates: its session, markers and memory samples."""
+        """Starts recording. With one batch per call, a window has whole updates, and is postponed if one has begun."""
         window = self.window
         assert window is not None
         updates = UpdateCount(self._model.optimizer)
@@ -149,6 +154,7 @@ class WindowTracer:
             length = window.end - window.begin
             batches = updates.batches_per_update
             self.window = TraceWindow(window.warmup, batch, batch + -(-length // batches) * batches)
+        # What the warm-up traced isn't kept.
         if self._session is not None:
             self._session.discard()
         self._session = Session(self._log_dir)
@@ -194,11 +200,12 @@ class WindowTracer:
             )
         return summary
 
-    def _read(self, folder: Path, peak: dict[str, int | None]) -> ProfileSummary:
+    def _read(self, folder: Path, peaks: dict[str, int | None]) -> ProfileSummary:
+        """Summarizes a trace, with peak memory by device; if it can't be read, the summary has a note that says why."""
         try:
             from keras_paragrad.profiling.analysis import summarize
 
-            return summarize(folder, run=self._run, layers=self._layers, peak_memory=peak)
+            return summarize(folder, run=self._run, layers=self._layers, peak_memory=peaks)
         # The trace itself is on disk for TensorBoard.
         except MissingExtraError as error:
             reason, note = str(error), f"The trace is in {folder}, but was not read. {error}"
@@ -208,10 +215,10 @@ class WindowTracer:
                 f"The trace is in {folder}, but could not be read ({type(error).__name__}: {error}). "
                 "Run pip install -U 'keras_paragrad[profile]'."
             )
-        if reason not in self._unread:
-            self._unread.add(reason)
+        if reason not in self._logged_reasons:
+            self._logged_reasons.add(reason)
             _log.warning("%s", note)
-        return ProfileSummary(run=self._run, peak_memory=peak, notes=(note,))
+        return ProfileSummary(run=self._run, peak_memory=peaks, notes=(note,))
 
     @ProfilerPauses.timed()
     def abandon(self) -> None:

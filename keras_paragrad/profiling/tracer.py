@@ -110,14 +110,16 @@ class Profiler(keras.callbacks.Callback):
         self._worker_steps: WorkerSteps | None = None
         self._epoch: BatchesOfEpoch | None = None
         self._warned: set[str] = set()
+        # The batch count from which `_advance` is due.
         self._next: float = math.inf
+        # The batches that a call of the train function runs; Keras notifies callbacks once per call.
         self._per_call = 1
         self._batches = 0
-        self._is_first = True
+        self._is_first_worker = True
 
     def trace_now(self) -> None:
         """Requests a window that begins with the next batch; may be called from any thread while `fit` runs."""
-        if not self._is_first:
+        if not self._is_first_worker:
             _log.warning("%s", FIRST_WORKER_ALONE)
         elif self._scheduler is not None:
             self._scheduler.requested = True
@@ -150,7 +152,7 @@ class Profiler(keras.callbacks.Callback):
         self._safely(self._pause)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Closes the last step marker."""
+        """Closes the last step marker, which validation must not lengthen."""
         self._safely(self._pause)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
@@ -162,18 +164,19 @@ class Profiler(keras.callbacks.Callback):
         self._next = math.inf
 
     def _begin(self) -> None:
+        """Prepares windows on the first worker, timing of batches if there are several, and the signal's handler."""
         Session.end_running()
         run = run_info(self.model)
-        self._is_first = run.worker == 0
-        if self._is_first:
+        self._is_first_worker = run.worker == 0
+        if self._is_first_worker:
             self._scheduler = WindowScheduler(self.schedule, WindowTracer(self.model, self.log_dir, run, self.keep))
             self._next = self._scheduler.next_due(0)
         self._worker_steps = None
         if self.schedule and run.workers > 1:
-            self._safely(lambda: self._begin_worker_steps(), _NOT_TIMED)
+            self._safely(self._begin_worker_steps, _NOT_TIMED)
         # On other workers too: without a handler, the signal would kill the training.
         self._request_signal.listen()
-        if self._is_first:
+        if self._is_first_worker:
             self._safely(lambda: write_run_info(self.log_dir, run), "The run's description was not written")
 
     def _begin_worker_steps(self) -> None:
@@ -187,6 +190,7 @@ class Profiler(keras.callbacks.Callback):
         self._worker_steps = None
 
     def _advance(self) -> None:
+        """Before a call: times the previous one, and opens, continues or closes a window."""
         if self._worker_steps is not None:
             self._worker_steps.advance(self._batches)
         closed = self._scheduler.advance(self._batches) if self._scheduler is not None else None
@@ -203,6 +207,7 @@ class Profiler(keras.callbacks.Callback):
                 self._next = 0
 
     def _pause(self) -> None:
+        """Ends the last call: corrects the number of batches it ran, and closes its marker and its timing."""
         if self._scheduler is None and self._worker_steps is None:
             return
         if self._epoch is not None:
@@ -220,6 +225,7 @@ class Profiler(keras.callbacks.Callback):
             self._scheduler.tracer.resume()
 
     def _end(self) -> None:
+        """Closes the open window, and writes the report, or warns that there was no window."""
         if self._scheduler is None:
             return
         tracer = self._scheduler.tracer
@@ -231,6 +237,7 @@ class Profiler(keras.callbacks.Callback):
             self._safely(lambda: _write_report(self.log_dir), "The report was not written")
 
     def _add(self, closed: ProfileSummary | None) -> None:
+        """Keeps and prints the summary of a window, if one has been closed."""
         if closed is None:
             return
         self.summaries.append(closed)
@@ -240,16 +247,16 @@ class Profiler(keras.callbacks.Callback):
                 self._safely(lambda: print_figures(figures), "A window's summary was not printed")
 
     def _warn_of_no_window(self) -> None:
-        """Warns that training was too short for a window."""
+        """Warns that training was too short for a scheduled window, unless a failure has been logged."""
         first = self.schedule.window(0) if self.schedule else None
         if first is None or self._warned:
             return
         self._warned.add("no window")
-        half = max(min(self._batches // 2, first.end - first.begin), 1)
+        active = max(min(self._batches // 2, first.end - first.begin), 1)
         _log.warning(
             "Profiler traced nothing: its first window begins after %d batches, and training had %d. "
             "Write Profiler(..., schedule=ProfileSchedule(skip_first=%d, warmup=0, active=%d)).",
-            *(first.begin, self._batches, self._batches // 4, half),
+            *(first.begin, self._batches, self._batches // 4, active),
         )
 
     def _safely(self, action: Callable[[], None], failure: str = _NOT_TRACED) -> None:
@@ -262,6 +269,7 @@ class Profiler(keras.callbacks.Callback):
                 self._abandon()
 
     def _warn_once(self, failure: str, error: Exception) -> None:
+        """Logs a failure, with its error's first line as the reason; once per reason in a `fit`."""
         reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
         # A full disk or a read-only folder: the operating system's message doesn't name the folder.
         fix = f" Make space in {self.log_dir}, or give Profiler another log_dir." if isinstance(error, OSError) else ""

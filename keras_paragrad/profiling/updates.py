@@ -37,7 +37,7 @@ class UpdateCount:
         self.read()
 
     def read(self) -> None:
-        """Reads the optimizer's position, which waits for the device."""
+        """Reads `update` and `position` from the optimizer, which waits for the device."""
         optimizer = self._optimizer
         if optimizer is None:
             return
@@ -110,5 +110,5 @@ class BatchesOfEpoch:
         return min(batches, self._start + seen - self._seen_at_start)
 
     def _count(self) -> int | None:
-        known = self._per_call == 1 or self._steps
-        return None if known else UpdateCount(self._optimizer).batches
+        is_needed = self._per_call > 1 and not self._steps
+        return UpdateCount(self._optimizer).batches if is_needed else None

@@ -1,4 +1,7 @@
-"""Times each worker's batches in the windows of a schedule, and how long it waits for other workers."""
+"""Times each worker's batches in the windows of a schedule, and how long it waits for other workers.
+
+A window is a range of batches. A call of the train function runs `steps_per_execution` batches.
+"""
 
 import csv
 import time
@@ -48,7 +51,7 @@ class WorkerSteps:
         begin_csv(self._path, COLUMNS, resume=False)
 
     def next_due(self, batch: int) -> float:
-        """The batch count at which `advance` has to be called next."""
+        """The batch count at which `advance` has to be called next; 0, which is past, within a window."""
         window = self._schedule.window(self._index)
         if self._call is not None or window is None:
             return 0 if self._call is not None else float("inf")
@@ -56,7 +59,7 @@ class WorkerSteps:
 
     def advance(self, batch: int) -> None:
         """Before a call, after `batch` batches: times the previous call, and begins to time this one if one is due."""
-        was_open = self._call is not None
+        was_timing = self._call is not None
         self.pause(batch)
         window = self._schedule.window(self._index)
         if window is not None and batch >= window.end:
@@ -66,7 +69,7 @@ class WorkerSteps:
             window = self._schedule.window(self._index)
         if window is None or batch < window.begin:
             return
-        if not was_open:
+        if not was_timing:
             self._clock.switch(on=True)
         self._call = _Call(batch, time.perf_counter())
 

@@ -49,7 +49,7 @@ def summarize(
     if (spans := training_spans(events)) is None:
         return _summarize(folder, file, events, run, layers, peak_memory)
     with tempfile.TemporaryDirectory() as copies:
-        # xprof's tables are of whole files.
+        # xprof's tables are of whole files, so it gets one without the events between training steps.
         copy = Path(copies, file.name)
         write_events_within(file, copy, spans)
         return _summarize(folder, copy, read_trace(copy), run, layers, peak_memory)
@@ -63,11 +63,11 @@ def _summarize(
     layers: Collection[str],
     peak_memory: Mapping[str, int | None] | None,
 ) -> ProfileSummary:
-    """Summarizes the events of a file."""
+    """Summarizes the events of a file, a trace in `folder` or a copy of one without pauses of training."""
     steps = step_times(events)
     operations = [*xprof_operations(file, events.runs), *compiled_operations(events.compiled)]
     longest = longest_operations(operations, layers)
-    by_layer, hidden = layer_times(operations, layers, run.optimizer), communication(events)
+    by_layer, collectives = layer_times(operations, layers, run.optimizer), communication(events)
     # A stage's operations on the host don't show what its GPU does.
     pipeline = None if events.has_device else pipeline_time(events.stages, steps, begin_of(events))
     return ProfileSummary(
@@ -76,10 +76,10 @@ def _summarize(
         operations=longest,
         layers=by_layer,
         kinds=kind_times(operations),
-        communication=hidden,
+        communication=collectives,
         memory=memory_use(file, steps, begin_of(events)),
         peak_memory=dict(peak_memory or {}),
-        advice=advise(Evidence(steps, longest, run, events, operations, by_layer, hidden, pipeline)),
+        advice=advise(Evidence(steps, longest, run, events, operations, by_layer, collectives, pipeline)),
         # From `plugins` on, as in a log directory.
         trace="/".join(folder.parts[folder.parts.index("plugins") :]) if "plugins" in folder.parts else folder.name,
         notes=tuple(_notes(events, len(steps), operations)),

@@ -143,8 +143,8 @@ def _waiting_for_replicas(evidence: Evidence) -> Finding:
 @recommendation("recompute", worth=0.15)
 def _recomputing(evidence: Evidence) -> Finding:
     part = evidence.part_of(LayerTime("", recompute=layer.recompute) for layer in evidence.layers)
-    most = max(evidence.layers, key=lambda layer: layer.recompute, default=None)
-    text = f"If memory allows, recompute fewer layers; {most.name} costs most." if most else ""
+    costliest = max(evidence.layers, key=lambda layer: layer.recompute, default=None)
+    text = f"If memory allows, recompute fewer layers; {costliest.name} costs most." if costliest else ""
     return Finding(evidence.share_of(part), "computes forward passes a second time", text)
 
 
@@ -161,13 +161,16 @@ def _updating(evidence: Evidence) -> Finding:
 
 @recommendation("loss", worth=0.2)
 def _computing_the_loss(evidence: Evidence) -> Finding:
+    """Time of the loss's operations, outside of layers."""
     part = evidence.part_of(layer for layer in evidence.layers if layer.name == LOSS and not layer.is_layer)
-    last = next((layer for layer in evidence.layers if layer.is_layer), None)
+    longest = next((layer for layer in evidence.layers if layer.is_layer), None)
     text = (
         f"{_compile_first(evidence)}Predict fewer classes, as of a smaller vocabulary, or fewer positions: the loss "
         "and the layer before it take time for each."
     )
-    detail = f"; the layer that takes longest is {_named(last)}, {evidence.part_of([last]):.0%}" if last else ""
+    detail = (
+        f"; the layer that takes longest is {_named(longest)}, {evidence.part_of([longest]):.0%}" if longest else ""
+    )
     return Finding(evidence.share_of(part), "computes the loss", text, detail)
 
 
@@ -196,6 +199,7 @@ def _recurring(evidence: Evidence) -> Finding:
 
 @recommendation("normalization", worth=0.25)
 def _normalizing(evidence: Evidence) -> Finding:
+    """Time of normalization layers."""
     layers = [layer for layer in evidence.layers if "Normalization" in layer.kind]
     kinds = " or ".join(sorted({layer.kind for layer in layers}))
     text = (

@@ -6,7 +6,7 @@ from keras_paragrad.profiling.summary import Communication
 
 
 def communication(trace: Trace) -> Communication | None:
-    """The seconds of collectives in a trace's steps, summed over devices, in all and hidden; `None` without any.
+    """How long collectives take in a trace's steps, summed over devices, in all and hidden; `None` without any.
 
     Where GPUs or TPUs have collectives, the hidden part is the time in which the same device computes. Collectives of
     the host are hidden by what any device of this process computes.
@@ -19,6 +19,6 @@ def communication(trace: Trace) -> Communication | None:
         ]
     else:
         pairs = [(Coverage(collectives), Coverage(trace.device) | computing)]
-    total = sum(during.total for during, _ in pairs)
-    hidden = sum((during & computed).total for during, computed in pairs)
+    total = sum(in_collectives.total for in_collectives, _ in pairs)
+    hidden = sum((in_collectives & in_compute).total for in_collectives, in_compute in pairs)
     return Communication(total / NANOSECONDS, hidden / NANOSECONDS) if total else None

@@ -1,4 +1,7 @@
-"""The events of a trace that make up a training step, in nanoseconds, and the time that they cover."""
+"""The events of a trace that make up a training step, in nanoseconds, and the time that they cover.
+
+A line of a trace is a thread. A flow is an id that links a call to the work that other threads do for it.
+"""
 
 import bisect
 from collections import Counter, defaultdict
@@ -15,7 +18,7 @@ NANOSECONDS = 1e6
 
 @dataclass(frozen=True)
 class Marker:
-    """A step marker, with its metadata as text, on a thread (a line of the trace)."""
+    """A step marker on a line; `stats` is its metadata by name."""
 
     begin: float
     end: float
@@ -33,7 +36,7 @@ class Pull:
 
 @dataclass(frozen=True)
 class Work:
-    """A thread's part in a function that another thread called, with the call's flow."""
+    """A thread's part in a function that another thread called."""
 
     begin: float
     end: float
@@ -74,7 +77,7 @@ class StageOperation(NamedTuple):
 
     Attributes:
         stage: Number of the stage, from 0.
-        column: Number of the stage's device.
+        column: Number of the device among the stage's devices, from 0.
         micro_batch: Number of the micro-batch; of a program it isn't known yet, and 0.
         backward: Whether it belongs to the backward pass.
         begin, end: In nanoseconds.
@@ -107,8 +110,8 @@ class Trace:
         python_input: Python code of an input pipeline, as of a generator or a `PyDataset`.
         python_calls: Calls from Python into TensorFlow, by thread.
         lock_released: The parts of these calls that run with Python's interpreter lock released, by thread.
-        calls: Functions that were called.
-        work: The parts of them that other threads ran.
+        calls: Functions that were dispatched to other threads.
+        work: The parts of them that these threads ran.
         compiled: Operations compiled by XLA and run on the CPU.
         programs: Runs of programs that XLA compiled for the CPU, with their ids.
         stages: Operations and programs on the CPU that belong to a stage of a pipeline.
@@ -146,6 +149,7 @@ class Trace:
         calls = [call for call in self.functions if call.line == line]
         for call in sorted(calls, key=lambda call: (call.begin, -call.end)):
             is_inner = bool(compiling) and call.begin < compiling[-1].end
+            # A function is traced in a call within which Python begins to build a graph.
             if not is_inner and bisect.bisect(graphs, call.end) > bisect.bisect_left(graphs, call.begin):
                 compiling.append(call)
         return compiling

@@ -58,9 +58,9 @@ class Evidence:
         kinds = [kind_of_device(device.rpartition("/device:")[2]) for device in self.run.devices]
         return self.run.device_kind or next((kind for kind in kinds if kind != "CPU"), "")
 
-    def share_of(self, part: float) -> float:
-        """The fraction of the step that a fraction of the operations' time takes."""
-        return part * self.shares["compute"]
+    def share_of(self, fraction: float) -> float:
+        """Converts a fraction of the operations' time to a fraction of the step."""
+        return fraction * self.shares["compute"]
 
     def part_of(self, layers: Iterable[LayerTime]) -> float:
         """The fraction of the operations' time that some layers take."""

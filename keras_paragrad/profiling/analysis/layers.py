@@ -40,6 +40,7 @@ def layer_times(operations: Sequence[Operation], layers: Collection[str], optimi
     times: dict[tuple[str, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for operation in chosen:
         layer, scopes = names.of(operation.name), operation.name.split("/")[:-1]
+        # A name, and whether it is a layer's.
         key = (layer, True) if layer else (_part_without_layer(operation, scopes, optimizers), False)
         times[key][_pass_of(scopes) if layer or key[0] == LOSS else "other"] += operation.milliseconds
     kinds: Mapping[str, str] = layers if isinstance(layers, Mapping) else {}
@@ -61,16 +62,18 @@ def kind_times(operations: Sequence[Operation]) -> tuple[KindTime, ...]:
         of_kind[1] += operation.times
     total = sum(time for time, _ in times.values()) or 1.0
     found = [KindTime(kind, int(count), time, time / total) for kind, (time, count) in times.items()]
-    return tuple(sorted(found, key=lambda allocation: -allocation.milliseconds))
+    return tuple(sorted(found, key=lambda kind: -kind.milliseconds))
 
 
 def _pass_of(scopes: Sequence[str]) -> str:
+    """The pass that an operation belongs to, by the scopes in its name."""
     if any(scope in _BACKWARD for scope in scopes):
         return "backward"
     return "recompute" if any(_RECOMPUTED.fullmatch(scope) for scope in scopes) else "forward"
 
 
 def _part_without_layer(operation: Operation, scopes: Sequence[str], optimizers: Collection[str]) -> str:
+    """What an operation outside of layers belongs to; `optimizers` are lower-case names of optimizer classes."""
     if COLLECTIVE.search(operation.kind):
         return COLLECTIVES
     if _LOSS in scopes:

@@ -20,7 +20,7 @@ def memory_use(file: Path, steps: Sequence[StepTime], origin: float) -> tuple[Me
     Args:
         file: An `.xplane.pb` file.
         steps: The steps.
-        origin: The begin of the first step, in nanoseconds.
+        origin: When the first step begins, in nanoseconds.
     """
     profile = xprof_tool(file, "memory_profile") if steps else None
     found = []
@@ -36,7 +36,7 @@ def memory_use(file: Path, steps: Sequence[StepTime], origin: float) -> tuple[Me
 
 
 def in_batches(times: np.ndarray, steps: Sequence[StepTime]) -> np.ndarray:
-    """Times in milliseconds after the first step's begin as batches and their fractions; NaN outside of steps.
+    """Converts milliseconds after the start of the first step to batches, 7.5 in the middle of 7; NaN outside of steps.
 
     Example:
 
@@ -46,7 +46,7 @@ def in_batches(times: np.ndarray, steps: Sequence[StepTime]) -> np.ndarray:
     array([7.5 , 8.25,  nan])
     """
     begins, durations = (np.array([getattr(step, name) for step in steps]) for name in ("begins", "duration"))
-    numbers = np.array([step.step for step in steps])
-    at = np.clip(np.searchsorted(begins, times, side="right") - 1, 0, None)
-    part = (times - begins[at]) / durations[at]
-    return np.where((part >= 0) & (part < 1), np.round(numbers[at] + part, 4), np.nan)
+    batches = np.array([step.step for step in steps])
+    indices = np.clip(np.searchsorted(begins, times, side="right") - 1, 0, None)
+    fractions = (times - begins[indices]) / durations[indices]
+    return np.where((fractions >= 0) & (fractions < 1), np.round(batches[indices] + fractions, 4), np.nan)

@@ -19,7 +19,7 @@ _NUMBERED_SCOPE = re.compile(r"(.+)_\d+$")
 
 
 class Operation(NamedTuple):
-    """An operation's self time in milliseconds, and whether it ran on a GPU or TPU."""
+    """An operation: how often it ran, its self time in all in milliseconds, and whether it ran on a GPU or TPU."""
 
     name: str
     kind: str
@@ -74,6 +74,7 @@ def compiled_operations(compiled: list[Compiled]) -> list[Operation]:
     """Self times of the operations compiled by XLA and run on the CPU, which xprof omits from its table."""
     times: dict[str, float] = defaultdict(float)
     counts: dict[str, int] = defaultdict(int)
+    # The runs around the current one, outermost first. A run's time isn't self time of the one around it.
     stack: list[Compiled] = []
     for run in sorted(compiled, key=lambda run: (run.line, run.begin, -run.end)):
         while stack and (stack[-1].line != run.line or stack[-1].end <= run.begin):
@@ -99,7 +100,7 @@ def in_steps(operations: Sequence[Operation]) -> list[Operation]:
 
 
 def longest_operations(operations: list[Operation], layers: Collection[str]) -> tuple[OperationTime, ...]:
-    """The longest of all operations."""
+    """The operations that take longest in steps, at most `MOST`, in descending order."""
     chosen = in_steps(operations)
     total = sum(operation.milliseconds for operation in chosen) or 1.0
     names = LayerNames(layers, [operation.name for operation in chosen])
@@ -155,6 +156,7 @@ class LayerNames:
     def __init__(self, layers: Collection[str], operations: Iterable[str]):
         self.layers = frozenset(layers)
         scopes = {scope for name in operations for scope in name.split("/")[:-1]}
+        # Whether TensorFlow has appended numbers: some scope is a layer's only without its number.
         self._is_numbered = any(self._without_number(scope) in self.layers for scope in scopes - self.layers)
 
     def of(self, operation: str) -> str:

@@ -1,4 +1,7 @@
-"""Computes from a trace where the time of each batch went, and how the stages of a pipeline overlapped."""
+"""Computes from a trace where the time of each batch went, and how the stages of a pipeline overlapped.
+
+A line of a trace is a thread, and a span is the beginning and the end of an event, in nanoseconds.
+"""
 
 import bisect
 import collections
@@ -81,6 +84,7 @@ def _work_of(trace: Trace, line: int) -> list[Span]:
     work: dict[str, list[Work]] = defaultdict(list)
     for part in trace.work:
         work[part.flow].append(part)
+    # Calls made within work that was found have started more work.
     remaining = [call for call in trace.calls if call.line != line]
     started = new = _pop_work([call for call in trace.calls if call.line == line], work)
     while new and remaining:
@@ -90,6 +94,7 @@ def _work_of(trace: Trace, line: int) -> list[Span]:
         covered = {line: Coverage(spans) for line, spans in spans_by_line.items()}
         inside, outside = [], []
         for call in remaining:
+            # Whether work covers the nanosecond at which the call begins.
             is_inside = call.line in covered and covered[call.line].within(call.begin, call.begin + 1)
             (inside if is_inside else outside).append(call)
         remaining, new = outside, _pop_work(inside, work)
@@ -121,8 +126,9 @@ def lock_waits(calls: Sequence[Span], executions: Sequence[Span]) -> list[Span]:
     """
     calls, executions = sorted(calls), sorted(executions)
     returned = itertools.accumulate((end for _, end in calls), max)
-    requested = [end + _SWITCH_INTERVAL for end in returned]
-    waits = [(at, begin) for at, (begin, _) in zip(requested, calls[1:], strict=False) if at < begin]
+    # When the thread is assumed to wait, unless its next call has begun.
+    starts = [end + _SWITCH_INTERVAL for end in returned]
+    waits = [(start, begin) for start, (begin, _) in zip(starts, calls[1:], strict=False) if start < begin]
     begins = [begin for begin, _ in executions]
     for begin, end in calls:
         inside = executions[bisect.bisect_left(begins, begin) : bisect.bisect_left(begins, end)]
@@ -147,7 +153,7 @@ class _Batch(NamedTuple):
 
 
 def _batches(marker: Marker, pulls: list[Pull]) -> Iterator[_Batch]:
-    """The batches of one marker."""
+    """The batches of one marker that ran; one marker can cover several."""
     stats = marker.stats
     first = int(stats.get("batch", stats.get("step_num", 0)))
     requested = int(stats.get("count", 1))
@@ -193,10 +199,11 @@ def _parts_on(trace: Trace, line: int, markers: list[Marker]) -> Parts:
     # Operations outside of the host's work are the input pipeline's, which runs concurrently.
     operations = Coverage(trace.operations) & host
     device = Coverage(trace.device)
+    # Each layer adds an activity to the ones before it, which come first where they overlap.
     compiling = Coverage(_clip([(call.begin, call.end) for call in trace.compiling(line)], steps))
     layers = [device]
-    for more in (waiting, operations, Coverage(_clip(trace.collective, steps)), compiling, host):
-        layers.append(layers[-1] | more)
+    for activity in (waiting, operations, Coverage(_clip(trace.collective, steps)), compiling, host):
+        layers.append(layers[-1] | activity)
 
     def parts(begin: float, end: float) -> dict[str, float]:
         covered = [layer.within(begin, end) / NANOSECONDS for layer in layers]
@@ -251,7 +258,7 @@ def pipeline_time(
     Args:
         operations: All operations of stages.
         steps: The steps.
-        origin: The begin of the first step, in nanoseconds.
+        origin: When the first step begins, in nanoseconds.
 
     Example:
 
@@ -268,6 +275,7 @@ def pipeline_time(
     by_step = [(step, inside) for step, inside in by_step if inside]
     if not by_step:
         return None
+    # Devices, by stage and column.
     lanes = {(operation.stage, operation.column) for _, inside in by_step for operation in inside}
     stages = 1 + max(stage for stage, _ in lanes)
     columns = 1 + max(column for _, column in lanes)
@@ -297,7 +305,7 @@ def _within(operations: Iterable[StageOperation], step: StepTime, origin: float)
 
 
 def _number_programs(operations: Iterable[StageOperation], columns: int) -> list[StageOperation]:
-    """Numbers the micro-batches of programs' runs: columns take turns, each in order."""
+    """Numbers the micro-batches that compiled programs run: the columns, a stage's devices, take turns, in order."""
     runs: dict[str, int] = collections.Counter()
     numbered = []
     for operation in operations:
@@ -324,6 +332,7 @@ def _busy(operations: Iterable[StageOperation], lane: tuple[int, int]) -> float:
 def _work(operations: Iterable[StageOperation], origin: float, gap: float) -> list[StageWork]:
     """Joins operations of the same micro-batch into intervals."""
     work = []
+    # By stage, column, micro-batch and pass.
     ordered = sorted(operations, key=lambda operation: (operation[:4], operation.begin))
     for key, group in itertools.groupby(ordered, key=lambda operation: operation[:4]):
         intervals: list[list[float]] = []

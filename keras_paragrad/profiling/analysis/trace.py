@@ -1,4 +1,7 @@
-"""Reads a trace file, and sorts its events by their role in a training step."""
+"""Reads a trace file, and sorts its events by their role in a training step.
+
+A plane of a trace is a device or the host, and a line of a plane is a thread, or a stream of a device.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -34,7 +37,8 @@ COLLECTIVE = re.compile(r"collective|nccl|all[-_]?reduce|all[-_]?gather|reduce[-
 _COLLECTIVE_CALL, _COLLECTIVE_DONE = "CollectiveOpV2Kernel::Run", "CollectiveExecutor::ExecuteAsync::Done"
 # Events that enclose a call, as in xprof; only the events inside count.
 _ENCLOSING = ("EagerExecute", "EagerLocalExecute", "EagerKernelExecute", "end: ", "Threadpool")
-# Statistics of events that dispatch work to other threads, and of events that run it: the flow's type and id.
+# A flow links an event that dispatches work to another thread with the event that runs it there. Each has the flow's
+# type and id in its statistics, under these names.
 _PRODUCER, _CONSUMER = ("_pt", "_p"), ("_ct", "_c")
 # A call from Python into TensorFlow, and its part that runs with the interpreter lock released.
 _FROM_PYTHON, _LOCK_RELEASED = "TFE_Py_", "EagerExecute"
@@ -135,7 +139,10 @@ def _read_host(trace: Trace, plane: _Plane) -> None:
 
 
 class _HostReader:
-    """Adds the events of the host's threads to a trace; has a method for each kind of event."""
+    """Adds the events of the host's threads to a trace.
+
+    It has a method for each kind of event, which gets an event, its span, and the number of its line.
+    """
 
     def __init__(self, trace: Trace):
         self.trace = trace
@@ -145,6 +152,7 @@ class _HostReader:
         self._running: dict[int, Span] = {}
 
     def read(self, line: _Line, number: int) -> None:
+        """Adds the events of the line with this number."""
         for kinds, event in _classified_events(line):
             span = _span(event)
             for kind in kinds:
@@ -215,10 +223,12 @@ class _HostReader:
         self.trace.host[line].append(span)
 
 
+# A kind of event: the method that adds it.
 Kind = Callable[[_HostReader, _Event, Span, int], None]
 
 
 def _flow(event: _Event, names: tuple[str, str]) -> str:
+    """The flow that an event starts or ends, as text; `names` are `_PRODUCER` or `_CONSUMER`."""
     stats = dict(event.stats)
     return ":".join(str(stats.get(name, "")) for name in names)
 
@@ -239,7 +249,7 @@ def _classified_events(line: _Line) -> Iterator[tuple[tuple[Kind, ...], _Event]]
 
 
 def _kinds(event: _Event) -> tuple[Kind, ...]:
-    """The readers that record an event."""
+    """The kinds of an event: none if it is left out, and several if it plays several roles."""
     if event.name == _LOCK_RELEASED:
         return (_HostReader.lock_released,)
     if event.name.startswith(_ENCLOSING):
@@ -270,7 +280,7 @@ def _kinds(event: _Event) -> tuple[Kind, ...]:
 
 
 def _kind(name: str, stats: set[str]) -> Kind:
-    """The reader of an event that its name and the keys of its metadata tell."""
+    """The main kind of an event, by its name and the names of its statistics."""
     if name.startswith("IteratorGetNext"):
         return _HostReader.input
     if name in (_COLLECTIVE_CALL, _COLLECTIVE_DONE):

@@ -98,7 +98,7 @@ def layer_time_rows(runs: Sequence[Run]) -> tuple[Row, ...]:
 
 
 def layer_rows(runs: Sequence[Run]) -> tuple[tuple[str, tuple[Row, ...]], ...]:
-    """The title of each quantity, and rows of its medians by layer."""
+    """For each quantity recorded per layer: its title, and a row of medians for each layer."""
     by_title = []
     for quantity, title in LAYER_QUANTITIES.items():
         layers = dict.fromkeys(
@@ -137,6 +137,7 @@ def _by_longest(times: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def _row(name: str, values: Sequence[float | None], formatter: Callable[[float | None], str]) -> Row:
+    """A row of one value per run; shares change by percentage points, others by percent."""
     before, *others = values
     changed = points if formatter is share else change
     return Row(name, tuple(map(formatter, values)), tuple(changed(before, after) for after in others))

@@ -152,9 +152,9 @@ def axis_for(
 
     Args:
         values: The values to draw; may be empty.
-        formatter: Formats a mark's label.
+        formatter: Formats the labels of tick marks.
         may_be_logarithmic: Whether a logarithmic scale is allowed.
-        binary: Whether marks are spaced by a power of 2, for bytes.
+        binary: Whether tick marks are spaced by a power of 2, for bytes.
 
     Example:
 
@@ -197,12 +197,13 @@ def _logarithmic(low: float, high: float, formatter: Formatter) -> Axis:
 
 
 def _round_gap(gap: float) -> float:
+    """The smallest of `_ROUND_GAPS` times a power of ten that is at least `gap`."""
     magnitude = 10.0 ** math.floor(math.log10(gap))
     return next(round_gap * magnitude for round_gap in _ROUND_GAPS if round_gap * magnitude >= gap * (1 - 1e-9))
 
 
 def select_points(values: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
-    """Indices of at most `most` values to draw, at least 5: the extremes of equal spans.
+    """Indices of at most `most` values to draw, for `most` of at least 5: the extremes of equally long spans.
 
     Each span keeps its smallest, its largest and its first non-finite value; the first and last value stay too.
     """

@@ -7,7 +7,10 @@ from keras_paragrad.profiling.report.formatting import Axis
 
 @dataclass(frozen=True)
 class Box:
-    """A part of a lane: its position along it, in percent, and its number, or `""` if unreadable."""
+    """A part of a lane: its position along it, in percent, and the number in it, `""` if there is none or no room.
+
+    `kind` is its CSS class, which gives its colour.
+    """
 
     kind: str
     left: float
@@ -42,12 +45,12 @@ class LanesChart:
     """Lanes, with their table.
 
     Attributes:
-        title: What it shows.
+        title: What the chart shows.
         x_axis: The axis of time.
         lanes: The lanes.
         legend: The kinds of boxes, and their names.
-        heads: The heads of the table.
-        rows: Its cells.
+        heads: The column headers of the table.
+        rows: The cells of each row of the table.
         description: A sentence for screen readers.
         note: Remarks for readers.
     """

@@ -48,7 +48,7 @@ def layers_chart(summary: ProfileSummary) -> LanesChart | None:
 
 
 def kind_rows(summary: ProfileSummary) -> tuple[tuple[tuple[str, ...], float], ...]:
-    """The cells of each kind of operation, and its share in percent; the last row sums the kinds left out."""
+    """Rows of the kinds of operations: the cells, and the share in percent; the last row sums the kinds left out."""
     batches = len(summary.steps) or 1
     kinds: Sequence[KindTime] = summary.kinds
     if len(kinds) > MOST_KINDS:
@@ -69,6 +69,7 @@ def _table_size(layers: Sequence[LayerTime]) -> str:
 
 
 def _lane(layer: LayerTime, top: float, height: float, batches: int, x_axis: Axis) -> Lane:
+    """A layer's lane, which is `height` percent of the chart high: the name, and a bar with a box for each pass."""
     boxes: list[Box] = []
     start = 0.0
     for pass_ in PASSES:

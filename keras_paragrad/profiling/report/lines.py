@@ -1,4 +1,4 @@
-"""Line charts over the steps, with the same values as a table."""
+"""Line charts over the steps, with the same values as a table. A record is a `Series`, drawn as one line."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -138,7 +138,7 @@ def line_chart(
     y_axis = axis_for(values, formatter, may_be_logarithmic, binary=formatter is size)
     marked = (excluded or {}).items()
     drawn = [*series, *(record for _, record in marked)]
-    first, last = (bound([record.steps[at] for record in drawn]) for bound, at in ((min, 0), (max, -1)))
+    first, last = min(record.steps[0] for record in drawn), max(record.steps[-1] for record in drawn)
     x_axis = steps_axis(math.floor(first), math.ceil(last), count)
     return LineChart(
         title=f"{title}, logarithmic" if y_axis.logarithmic else title,
@@ -167,13 +167,22 @@ def sparkline(series: Series, x_axis: Axis, y_axis: Axis) -> Line:
 
 
 def _line(series: Series, style: int, x_axis: Axis, y_axis: Axis, step_unit: str, most: int = MOST_POINTS) -> Line:
-    """A series drawn between the gaps of its non-finite values, with its statistics."""
+    """A series drawn between the gaps of its non-finite values, with its statistics.
+
+    Args:
+        series: The series.
+        style: The number of its colour and dashes.
+        x_axis, y_axis: The axes.
+        step_unit: What the steps are, for the statistics.
+        most: The largest number of points to draw.
+    """
     chosen = select_points(series.values, most)
     steps, values = np.round(series.steps[chosen], 3), series.values[chosen]
     finite = np.isfinite(values)
+    # Indices of neighbours that are all finite, or all not.
     stretches = np.split(np.arange(len(values)), np.flatnonzero(np.diff(finite)) + 1)
     points = [
-        [(x_axis.position(float(steps[at])), y_axis.position(float(values[at]))) for at in stretch]
+        [(x_axis.position(float(steps[index])), y_axis.position(float(values[index]))) for index in stretch]
         for stretch in stretches
         if finite[stretch[0]]
     ]
@@ -194,6 +203,7 @@ def _point(x: float, y: float) -> str:
 
 
 def _statistics(series: Series, formatter: Formatter, step_unit: str) -> dict[str, str]:
+    """The fields of `Line` that describe all values of a series, formatted."""
     finite = series.finite
     if not len(finite):
         return dict.fromkeys(("smallest", "median", "largest", "last"), "not finite")

@@ -25,7 +25,7 @@ MOST_RETRACES = 50
 
 @dataclass(frozen=True)
 class ProfiledWindow:
-    """A traced window, named by its folder, and by the summary's file if there are several."""
+    """A traced window, a range of batches; named by its folder, and by the summary's file if there are several."""
 
     name: str
     summary: ProfileSummary
@@ -138,7 +138,7 @@ def _nothing_to_report(folder: Path, notes: list[str]) -> str:
 
 
 def _windows(folder: Path, notes: list[str]) -> tuple[ProfiledWindow, ...]:
-    """The newest windows, oldest first; analyses the newest traces without a summary."""
+    """The newest windows, oldest first; analyses the newest traces without a summary. Adds notes on what is missing."""
     traces = sorted({path.parent for pattern in (TRACES, SUMMARIES) for path in folder.rglob(pattern)})
     # A window still being traced, or whose run was killed, is in a hidden folder.
     traces = [trace for trace in traces if not any(part.startswith(".") for part in trace.relative_to(folder).parts)]
@@ -254,7 +254,7 @@ def read_workers(folder: Path, count: int) -> tuple[WorkerBatches, ...]:
 
 
 def _batches_by_window(path: Path) -> dict[float, dict[float, tuple[float, float]]]:
-    """The time of a batch and the waiting time in it, by window and batch; skips incomplete rows."""
+    """By window and batch, in milliseconds, how long the batch took and how long it waited; skips incomplete rows."""
     windows: dict[float, dict[float, tuple[float, float]]] = defaultdict(dict)
     for row in _csv_rows(path) if path.is_file() else ():
         try:
@@ -289,6 +289,7 @@ def read_retraces(folder: Path) -> tuple[tuple[Retrace, ...], int]:
 
 
 def _rows(folder: Path, name: str) -> Iterable[Mapping[str, str]]:
+    """The rows of `<name>.csv` or else of `<name>.parquet`; none without a file."""
     csv_file, parquet = folder / f"{name}.csv", folder / f"{name}.parquet"
     if csv_file.is_file():
         return _csv_rows(csv_file)
@@ -311,5 +312,6 @@ def _parquet_rows(path: Path) -> Iterator[Mapping[str, str]]:
 
 
 def _sorted_series(quantity: str, name: str, variable: str, steps: np.ndarray, values: np.ndarray) -> Series:
+    """A series in the order of steps, with the last of several values for one step."""
     ordered, last = np.unique(steps[::-1], return_index=True)
     return Series(quantity, name, variable, ordered, values[::-1][last])

@@ -194,6 +194,7 @@ def _select(layers: Sequence[Series]) -> list[Series]:
     """Selects layers to draw: with non-finite values, then the largest and the smallest; in the model's order."""
     if len(layers) <= MOST_LINES:
         return list(layers)
+    # As many of the first in rank as of the last, or one more.
     ranks = [_rank(layer) for layer in layers]
     ordered = sorted(range(len(layers)), key=lambda index: ranks[index], reverse=True)
     chosen = [*ordered[: MOST_LINES - MOST_LINES // 2], *ordered[-(MOST_LINES // 2) :]]
@@ -201,5 +202,6 @@ def _select(layers: Sequence[Series]) -> list[Series]:
 
 
 def _rank(layer: Series) -> tuple[int, float]:
+    """A key that sorts layers by the number of non-finite values, then by the largest value."""
     finite = layer.finite
     return len(layer.values) - len(finite), float(finite.max()) if len(finite) else 0.0

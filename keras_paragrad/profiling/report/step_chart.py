@@ -95,7 +95,7 @@ def step_chart(steps: Sequence[StepTime], figures: StepFigures, longest: float) 
     chosen = select_points(np.array([step.duration for step in steps]), MOST_BARS)
     drawn = [steps[index] for index in chosen]
     y_axis = axis_for([longest], milliseconds, may_be_logarithmic=False)
-    every = -(-len(drawn) // _MOST_LABELS)
+    bars_per_label = -(-len(drawn) // _MOST_LABELS)
     width = 100 / len(drawn)
     bars = tuple(_bar(step, index * width, width, y_axis) for index, step in enumerate(drawn))
     note = ""
@@ -104,7 +104,7 @@ def step_chart(steps: Sequence[StepTime], figures: StepFigures, longest: float) 
     return StepChart(
         y_axis=y_axis,
         bars=bars,
-        labels=tuple((bar.left + bar.width / 2, bar.cells[0]) for bar in bars[::every]),
+        labels=tuple((bar.left + bar.width / 2, bar.cells[0]) for bar in bars[::bars_per_label]),
         median=y_axis.position(figures.median),
         p95=y_axis.position(figures.p95),
         parts=_parts(figures),

@@ -60,7 +60,7 @@ class WindowView:
 
 
 def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
-    """A window in detail, whose time axis reaches `longest` milliseconds, for comparison with another one."""
+    """A window in detail; its time axis reaches at least `longest` milliseconds, to be compared with other windows."""
     summary = window.summary
     figures = figures_of(summary.steps)
     operations = tuple(
@@ -159,7 +159,7 @@ def stages_chart(times: PipelineTime) -> LanesChart:
 
 
 def _lane(times: PipelineTime, key: tuple[int, int], top: float, height: float, x_axis: Axis) -> Lane:
-    """The lane of a stage's device, with a box for each piece of its work."""
+    """The lane of a stage's device, which `key` names by stage and column, with a box for each piece of its work."""
     stage, column = key
     name = f"stage {stage}{_letters(column) if times.columns > 1 else ''}"
     work = sorted((piece for piece in times.work if (piece.stage, piece.column) == key), key=lambda piece: piece.begins)
@@ -168,17 +168,18 @@ def _lane(times: PipelineTime, key: tuple[int, int], top: float, height: float, 
 
 
 def _sums(times: PipelineTime, key: tuple[int, int]) -> list[str]:
-    """The forward and backward times of a stage's device."""
+    """The forward and backward times of a stage's device, formatted; `key` is its stage and column."""
     work = [piece for piece in times.work if (piece.stage, piece.column) == key]
     return [milliseconds(sum(piece.duration for piece in work if piece.backward is back)) for back in (False, True)]
 
 
 def _letters(column: int) -> str:
+    """Names a device of a stage: a to z, then aa, ab and so on."""
     return (_letters(column // 26 - 1) if column >= 26 else "") + chr(ord("a") + column % 26)
 
 
 def _box(work: StageWork, later: Sequence[StageWork], name: str, x_axis: Axis) -> Box:
-    """The box of a stage's work on a micro-batch."""
+    """The box of a stage's work on a micro-batch, with its number unless work that is drawn `later` covers that."""
     left, right = x_axis.position(work.begins), x_axis.position(work.begins + work.duration)
     kind = "backward" if work.backward else "forward"
     tooltip = f"{name}, micro-batch {work.micro_batch}, {kind}: {milliseconds(work.duration)}"

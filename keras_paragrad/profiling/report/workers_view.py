@@ -40,20 +40,22 @@ def workers_view(workers: Sequence[WorkerBatches]) -> WorkersView | None:
 
 
 def _verdict(workers: Sequence[WorkerBatches], own: Sequence[float]) -> tuple[str, str]:
+    """Sentences on which worker is the slowest and by how much; `own` are the medians of each one's own work."""
     slowest = int(np.argmax(own))
-    number, most = workers[slowest].worker, own[slowest]
+    number, longest = workers[slowest].worker, own[slowest]
     others = float(np.median([time for index, time in enumerate(own) if index != slowest]))
     evidence = (
-        f"worker {number} computes {milliseconds(most)} per batch, the others {milliseconds(others)}; the rest is "
+        f"worker {number} computes {milliseconds(longest)} per batch, the others {milliseconds(others)}; the rest is "
         "spent waiting (medians)"
     )
-    if most < _NOTICEABLE * others:
+    if longest < _NOTICEABLE * others:
         return f"The workers are about equally fast; worker {number} is marginally the slowest.", evidence
     return f"Worker {number} is the slowest: check its input, and what else runs on its machine.", evidence
 
 
 def _chart(workers: Sequence[WorkerBatches], own: Sequence[float], evidence: str) -> LanesChart:
-    # The slowest is drawn in any case.
+    """Draws the first batches of the slowest workers by their medians of own work; its table has all workers."""
+    # The slowest ones, in the workers' order.
     chosen = sorted(sorted(range(len(workers)), key=lambda index: -own[index])[:MOST_DRAWN])
     drawn = [workers[index] for index in chosen]
     longest = max(float(worker.milliseconds[:MOST_BATCHES].sum()) for worker in drawn)
@@ -76,14 +78,15 @@ def _chart(workers: Sequence[WorkerBatches], own: Sequence[float], evidence: str
 
 
 def _lane(worker: WorkerBatches, top: float, height: float, x_axis: Axis) -> Lane:
+    """A worker's lane: for each batch, a box for its own work and one for waiting."""
     name = f"worker {worker.worker}"
     boxes: list[Box] = []
     start = 0.0
     for batch, own, waiting in list(zip(worker.batches, worker.own, worker.waiting, strict=True))[:MOST_BATCHES]:
-        for kind, time, what in (("compute", own, "its own work"), ("collective", waiting, "waiting")):
+        for kind, time, label in (("compute", own, "its own work"), ("collective", waiting, "waiting")):
             if time > 0:
                 left, right = x_axis.position(start), x_axis.position(start + float(time))
-                tooltip = f"{name}, batch {count(batch)}, {what}: {milliseconds(float(time))}"
+                tooltip = f"{name}, batch {count(batch)}, {label}: {milliseconds(float(time))}"
                 boxes.append(Box(kind, left, round(right - left, 2), "", tooltip))
                 start += float(time)
     return Lane(name, round(top + 0.1 * height, 2), round(0.8 * height, 2), tuple(boxes))
