@@ -208,7 +208,7 @@ def _probe_units(
     """The units found by calls on placeholders, and whether the last such call succeeded."""
     indivisible: set[int] = set()
     size = _PROBE_BATCH
-    # Each turn makes another layer a single unit, or is the last one with its size, of which there are two at most.
+    # Each turn makes another layer a single unit, or is the last one with its size; at most two sizes are tried.
     while True:
         units = units_of(layer, indivisible)
         capture, succeeded = _call_on_placeholders(layer, units, arguments, keywords, size)

@@ -52,7 +52,8 @@ class ExampleGradients(keras.callbacks.Callback):
         nonfinite_count: How many of them are not finite.
         quantiles_of_norms: The quantiles of the finite norms.
         histogram: The finite norms' count per bin, and the bin edges, as from `numpy.histogram`.
-        clip_fraction: The fraction of examples whose gradients were clipped, or `None` without clipping.
+        clip_fraction: The fraction of examples whose gradients were clipped, or `None` without clipping or before the
+            first epoch.
         largest_norms: The examples with the largest norms, a list of `(place, norm)`, largest first; NaN ranks as
             infinity.
 
@@ -121,8 +122,9 @@ class ExampleGradients(keras.callbacks.Callback):
 
     @property
     def clip_fraction(self) -> float | None:
-        clip_norm = self._wrapper.clip_norm
-        return None if clip_norm is None else float(np.sum(self._finite_norms > clip_norm) / len(self.norms))
+        if not len(self.norms) or self._wrapper.clip_norm is None:
+            return None
+        return float(np.sum(self._finite_norms > self._wrapper.clip_norm) / len(self.norms))
 
     @property
     def largest_norms(self) -> list[Largest]:

@@ -77,7 +77,7 @@ class _Csv:
         # Opened each time: an aborted training leaves no file open.
         with self._path.open("a", newline="", encoding="utf-8") as file:
             for step, epoch, row in zip(steps, epochs, values.tolist(), strict=True):
-                # Nine digits distinguish any two 32-bit floats; all seventeen take three times as long.
+                # Nine digits already distinguish any two 32-bit floats; seventeen take three times as long.
                 rows = zip(quoted, row, strict=True)
                 file.writelines(f"{step},{epoch},{label},{value:.12g}\n" for label, value in rows)
 

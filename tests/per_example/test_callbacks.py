@@ -181,6 +181,7 @@ def test_the_norms_of_an_epoch():
     model = wrap(inner(), clip_norm=2.0)
     model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
     examples = ExampleGradients(quantiles=(0.25, 0.5), largest=5, bins=7)
+    assert examples.clip_fraction is None and examples.largest_norms == []
     history = model.fit(X, Y, batch_size=50, shuffle=False, verbose=0, callbacks=[examples]).history
     theirs = norms_of(example_gradients(inner(), X, lambda y_pred, y: tf.reduce_mean((y_pred - y) ** 2), Y))
     np.testing.assert_allclose(examples.norms, theirs, rtol=1e-4)

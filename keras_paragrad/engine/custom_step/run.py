@@ -195,7 +195,7 @@ class _Phase:
         """Runs the step on a slice; returns its scope, which holds the assigned states, and its logs.
 
         Args:
-            sums: The values carried so far, of which the step reads the states.
+            sums: The values carried so far; the step reads their states.
             rows: The slice.
             on_apply: Called in place of each optimizer call of this phase, with its index and its gradients.
             last: Whether this is the last slice, in which `on_apply` updates variables.

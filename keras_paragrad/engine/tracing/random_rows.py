@@ -73,7 +73,7 @@ class Rows:
 def _draw(
     make: Callable[..., Any], rows: Rows, original: Callable[..., tf.Tensor], shape: Any, *args: Any, **kwargs: Any
 ):
-    """Replaces a random operation of TensorFlow: calls it, and replaces its values by those of `rows`, if any."""
+    """Replaces a random operation of TensorFlow: calls it, and takes the values of `rows` instead, if any."""
     # The original's result gives the dtype.
     drawn = original(shape, *args, **kwargs)
     values = rows.draw(make, shape, {**dict(zip(("minval", "maxval"), args, strict=False)), **kwargs})

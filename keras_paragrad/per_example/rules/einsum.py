@@ -119,7 +119,7 @@ class LowRankEinsum(LowRank):
         last = axes.kernel[-1]
         rank = next(letter for letter in string.ascii_letters if letter not in axes.inputs + axes.outputs + axes.kernel)
         sides = (axes.inputs, call.input), (axes.outputs, call.cotangent)
-        # The side that has the kernel's last axis, and the other. Narrow: with the rank in the place of that axis.
+        # The side that has the kernel's last axis, and the other. The narrow one has the rank in place of that axis.
         (with_last, wide), (without, other) = sides if last in axes.inputs else sides[::-1]
         kernel, narrow = (subscripts.replace(last, rank) for subscripts in (axes.kernel, with_last))
         by_b = scale * tf.einsum(f"{with_last},{rank}{last}->{narrow}", wide, b)

@@ -289,7 +289,7 @@ def _concatenate_scores(calls: Sequence[Call]) -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def _cotangent_before_cap(call: Call) -> tf.Tensor:
-    """The cotangent of the scores, of which Keras returns `cap * tanh(scores / cap)` if there is a cap."""
+    """The cotangent of the scores; with a cap, Keras returns `cap * tanh(scores / cap)` in place of the scores."""
     if call.layer.logit_soft_cap is None:
         return call.cotangent
     capped = tf.cast(call.outputs[0], call.cotangent.dtype) / call.layer.logit_soft_cap
