@@ -1576,14 +1576,14 @@ _MEMORY = [
         "distribution/fit.py",
         "data.count_batch_rows() or 32",
         "data.batch_size or 32",
-        "memory/test_plan.py::test_plans_for_the_batches_of_any_data",
+        "memory/test_fit_memory.py::test_plans_for_the_batches_of_any_data",
     ),
     _fault(
         "data of another length is trained by the plan of the last",
         "distribution/fitted_memory.py",
         "if None in sizes or sizes[0] == sizes[1] else None",
         "",
-        "memory/test_plan.py::test_other_lengths_and_losses_are_planned_for",
+        "memory/test_fit_memory.py::test_other_lengths_and_losses_are_planned_for",
     ),
     _fault(
         "a way to train that took too much is chosen",
@@ -1611,7 +1611,7 @@ _MEMORY = [
         "distribution/replicas/memory.py",
         "if candidate.choice.slices > 1:\n            microbatch",
         "if candidate.choice.slices > 10**6:\n            microbatch",
-        "memory/test_plan.py::test_the_chosen_slices_are_applied",
+        "memory/test_fit_memory.py::test_the_chosen_slices_are_applied",
     ),
 ]
 
