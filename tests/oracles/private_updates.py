@@ -31,7 +31,7 @@ def draws_of(private, updates):
     padded, _ = private.privacy.rows()
     sampling = PoissonSampling(private._sampling_key(), private.privacy.examples, private.privacy.sampling_rate, padded)
     drawn = [sampling.draw(update) for update in range(updates)]
-    return [draw.numbers[draw.present] for draw in drawn]
+    return [draw.indices[draw.present] for draw in drawn]
 
 
 def noise_of(private, update, shapes):

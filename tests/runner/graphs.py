@@ -21,6 +21,7 @@ def leave_unoptimized(optimized: bool = False) -> None:
     """
     import tensorflow as tf
 
+    _leave_untuned()
     if "GRAPPLER" not in os.environ:
         _note_short_stacks()
     left_out = not optimized and "GRAPPLER" not in os.environ
@@ -34,6 +35,24 @@ def leave_determinism() -> None:
 
         if config.is_op_determinism_enabled():
             config.disable_op_determinism()
+
+
+@functools.cache
+def _leave_untuned() -> None:
+    """Has no thread tune how tf.data runs.
+
+    An iterator waits for it as it is freed. Where TensorFlow wakes the thread before it is told to end, it sleeps on,
+    for as long as the iterator has existed: on a busy machine, tests waited for half a minute.
+    """
+    from tensorflow.python.data.ops import dataset_ops, options
+
+    untuned = options.Options()
+    untuned.autotune.enabled = False
+
+    def apply(dataset: dataset_ops.DatasetV2) -> dataset_ops.DatasetV2:
+        return dataset_ops._OptionsDataset(dataset, untuned)
+
+    dataset_ops.DatasetV2._apply_debug_options = apply
 
 
 @functools.cache
