@@ -29,6 +29,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("default")
 
 _libc = ctypes.CDLL(None)
+# What a process keeps after a module, of the 2.5 GB that it may take.
+_KEPT_BYTES = 1.5e9
 
 
 def _configure_tensorflow():
@@ -142,7 +144,11 @@ def _kernels_chosen_as_before():
 def _memory_given_back():
     yield
     from keras_paragrad.engine.tracing import gradient_functions
+    from keras_paragrad.memory.available import resident_bytes
 
+    # Collecting takes half a second, and most modules leave little.
+    if (resident_bytes() or 0) < _KEPT_BYTES:
+        return
     # TensorFlow registers a graph's gradient functions for ever, and each of them holds the graph.
     registered = gradient_functions.gradient_registry._registry.values()
     graphs = [gradient_functions._graph_of(entry["type"]) for entry in registered]

@@ -36,31 +36,31 @@ def of(digest: Digest) -> tuple[str | None, ...]:
 
 
 @functools.cache
-def on_one_device(kind: str):
+def on_one_device(kind: str, **options: object):
     """The digest and the history that training in other worlds is compared with."""
-    return train(world(1), kind)
+    return train(world(1), kind, **options)
 
 
 @pytest.mark.slow(25)
 @pytest.mark.grappler
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits_in_any_world(kind):
-    one, history = train(world(1), kind)
-    two, history_of_two = train(world(2), kind)
+    one, history = train(world(1), kind, validated=True)
+    two, history_of_two = train(world(2), kind, validated=True)
     assert of(one) == of(two)
     assert history == history_of_two
-    sliced, history_in_slices = train(8, kind)
+    sliced, history_in_slices = train(8, kind, validated=True)
     assert of(sliced) == of(one)
     assert history_in_slices["loss"] == history["loss"]
     assert history_in_slices["accuracy"] == history["accuracy"]
 
 
 @pytest.mark.slow(60)
-@pytest.mark.parametrize("replicas", [3, pytest.param(4, marks=pytest.mark.long)])
-def test_more_replicas(replicas):
+@pytest.mark.parametrize(("replicas", "kind"), [(3, "dense"), pytest.param(4, "convolutions", marks=pytest.mark.long)])
+def test_more_replicas(replicas, kind):
     """With three, the last one computes no part."""
-    one = on_one_device("convolutions")
-    task = {"replicas": replicas, "kind": "convolutions"}
+    one = on_one_device(kind)
+    task = {"replicas": replicas, "kind": kind}
     (other,) = own_process.call(train_in_world, task, [{}], seconds=200)
     assert (list(of(one[0])), one[1]) == (other["digest"], other["history"])
 
@@ -68,9 +68,9 @@ def test_more_replicas(replicas):
 @pytest.mark.slow(60)
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_workers(workers):
-    one = on_one_device("convolutions")
+    one = on_one_device("dense", validated=True)
     environments = own_process.environments_of_workers(workers)
-    for other in own_process.call(train_in_world, {"kind": "convolutions"}, environments, seconds=300):
+    for other in own_process.call(train_in_world, {"kind": "dense", "validated": True}, environments, seconds=300):
         assert (list(of(one[0])), one[1]) == (other["digest"], other["history"])
 
 
@@ -90,7 +90,7 @@ def test_gradients_are_those_of_whole_batches():
         np.testing.assert_allclose(ours, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
 
 
-@pytest.mark.slow(30)
+@pytest.mark.long
 def test_accumulation_and_clipping():
     def optimizer() -> keras.optimizers.Optimizer:
         return AccumulatingOptimizer(keras.optimizers.Adam(0.01, global_clipnorm=0.01), steps=2)
@@ -99,12 +99,11 @@ def test_accumulation_and_clipping():
     assert (of(one[0]), one[1]) == (of(two[0]), two[1])
 
 
-@pytest.mark.slow(60)
-@pytest.mark.parametrize("shard", [pytest.param("optimizer", marks=pytest.mark.long), "parameters"])
-def test_shards(shard):
-    one, history = on_one_device("dense")
-    sharded, history_of_shards = train(world(2, shard=shard, min_shard_bytes=1), "dense")
-    assert (of(one), history) == (of(sharded), history_of_shards)
+@pytest.mark.long
+def test_optimizer_states_in_shards():
+    digest, history = train(world(2, shard="optimizer", min_shard_bytes=1), "dense")
+    one = on_one_device("dense")
+    assert (of(digest), history) == (of(one[0]), one[1])
 
 
 @pytest.mark.slow(30)
@@ -165,16 +164,18 @@ def test_batch_statistics_of_fewer_rows_than_parts():
 
 
 @pytest.mark.slow(60)
-@pytest.mark.parametrize("shard", [None, pytest.param("parameters", marks=pytest.mark.long)])
-def test_resumed_elsewhere_within_a_window(shard, tmp_path):
+@pytest.mark.parametrize(
+    ("before", "after", "shard"),
+    [(1, 2, None), *(pytest.param(4, 3, shard, marks=pytest.mark.long) for shard in (None, "parameters"))],
+)
+def test_resumed_elsewhere_within_a_window(before, after, shard, tmp_path):
     """Interrupted after 5 batches, in the second of three micro-batches of a window; resumed on another world."""
-    whole = train(world(1), "dense", windows=3)
-    for number, (before, after) in enumerate([(1, 2), (4, 3)]):
-        task = {"kind": "dense", "windows": 3, "backups": str(tmp_path / str(number)), "shard": shard}
-        interrupted = {**task, "replicas": before, "interrupt_after": 5}
-        assert own_process.call(train_in_world, interrupted, [{}], seconds=200) == [None]
-        (resumed,) = own_process.call(train_in_world, {**task, "replicas": after}, [{}], seconds=200)
-        assert (list(of(whole[0])), whole[1]) == (resumed["digest"], resumed["history"])
+    whole = on_one_device("dense", windows=3)
+    task = {"kind": "dense", "windows": 3, "backups": str(tmp_path), "shard": shard}
+    interrupted = {**task, "replicas": before, "interrupt_after": 5}
+    assert own_process.call(train_in_world, interrupted, [{}], seconds=200) == [None]
+    (resumed,) = own_process.call(train_in_world, {**task, "replicas": after}, [{}], seconds=200)
+    assert (list(of(whole[0])), whole[1]) == (resumed["digest"], resumed["history"])
 
 
 @pytest.mark.slow(30)
@@ -240,7 +241,8 @@ def test_files_have_the_digest_of_the_model(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "They differ in weights, optimizer, data order."
 
 
-def test_backups_in_shards_have_the_digest_of_the_model(tmp_path):
+@pytest.mark.slow(30)
+def test_shards_and_their_backups_have_the_same_digest(tmp_path):
     """Shards are joined, without the padding of the last one."""
     dist, digests = world(2, shard="parameters", min_shard_bytes=1), []
 
@@ -248,7 +250,9 @@ def test_backups_in_shards_have_the_digest_of_the_model(tmp_path):
         def on_epoch_end(self, epoch, logs=None):
             digests.append(of(digest_of(self.model)))
 
-    train(dist, "dense", callbacks=[Digests(), *dist.callbacks(tmp_path, delete_when_done=False)])
+    digest, history = train(dist, "dense", callbacks=[Digests(), *dist.callbacks(tmp_path, delete_when_done=False)])
+    one = on_one_device("dense")
+    assert (of(digest), history) == (of(one[0]), one[1])
     backups = sorted(tmp_path.glob("*.backup"))
     assert [of(digest_of(path)) for path in backups] == digests
     shards = next(tmp_path.glob(f"{backups[0].name}.shards-*"))

@@ -58,6 +58,7 @@ def train(
     windows: int = 0,
     seed: int = 1,
     prepared: bool = False,
+    validated: bool = False,
     callbacks: Any = (),
 ) -> tuple[Digest, dict[str, list[float]]]:
     """Trains in a world, or on one device in slices, of which every batch has so many."""
@@ -69,7 +70,7 @@ def train(
     accumulates = windows or isinstance(model.optimizer, AccumulatingOptimizer)
     callbacks = [*([ExactAccumulation()] if accumulates else []), *callbacks]
     options: dict[str, Any] = {"batch_size": BATCH_SIZE // (4 if windows else 1), "epochs": 2, "verbose": 0}
-    options |= {"callbacks": callbacks, "validation_data": (x[:21], y[:21])}
+    options |= {"callbacks": callbacks, "validation_data": (x[:21], y[:21]) if validated else None}
     if not isinstance(dist, DistributedFit):
         # Keras shuffles in an order of its own.
         order = [np.random.default_rng((1, epoch)).permutation(ROWS) for epoch in range(2)]
@@ -120,7 +121,8 @@ def train_in_world(task: dict[str, Any]) -> dict[str, Any] | None:
     if task.get("interrupt_after"):
         callbacks.append(Interrupt(task["interrupt_after"]))
     try:
-        digest, history = train(dist, task["kind"], windows=task.get("windows", 0), callbacks=callbacks)
+        settings = {"windows": task.get("windows", 0), "validated": task.get("validated", False)}
+        digest, history = train(dist, task["kind"], callbacks=callbacks, **settings)
     except KeyboardInterrupt:
         return None
     return {"digest": list(digest[:3]), "history": history}
