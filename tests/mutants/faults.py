@@ -533,6 +533,13 @@ _DISTRIBUTION = [
         "distribution/data/test_batch_sharding.py::test_sizes",
     ),
     _fault(
+        "a learning rate grows with the replicas where their root was asked for",
+        "distribution/training.py",
+        "factor = scaling_factor(run.options.lr_scaling, strategy.num_replicas_in_sync) or 1.0",
+        "factor = plan.lr_scaling.value or float(strategy.num_replicas_in_sync)",
+        "distribution/test_fit.py::test_the_learning_rate_grows_with_the_batch_and_falls_back",
+    ),
+    _fault(
         "deterministic training adds parts in the order in which replicas have them",
         "engine/step/part_function.py",
         "            pairs = [sums[index : index + 2] for index in range(0, len(sums), 2)]",
@@ -1145,6 +1152,13 @@ _PRIVACY = [
         "                self._releases.position,\n",
         "                self._updates.value,\n",
         "privacy/test_ledger.py::test_a_key_gives_noise_to_one_update_alone",
+    ),
+    _fault(
+        "frozen weights that are changed and then trained pass for unchanged",
+        "privacy/releases.py",
+        "for variable in self._model.per_example.layer.weights}",
+        "for variable in self._model.per_example.layer.trainable_variables}",
+        "privacy/test_ledger.py::test_values_that_frozen_weights_get_are_unknown_once_they_are_trained",
     ),
     _fault(
         "one seed gives one key, whatever is trained",
