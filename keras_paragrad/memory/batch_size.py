@@ -179,12 +179,12 @@ def check_can_find(model: keras.Model, asked_by: str, instead: str) -> None:
 
 
 def estimated_bytes(model: keras.Model, spec: Specs, rows: int) -> int:
-    """The estimated peak of a step, in bytes.
+    """The estimated peak of a step of `rows` rows on one device, in bytes; `spec` is from `spec_of`.
 
     Raises:
         ValueError: The step can't be traced.
     """
-    return breakdowns_of(model, traced_step(model, rows, batch=spec), 1)[0].total
+    return breakdowns_of(model, traced_step(model, rows, batch=spec), replicas=1)[0].total
 
 
 def spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:

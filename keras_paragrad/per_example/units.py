@@ -43,7 +43,7 @@ def units_of(layer: keras.layers.Layer, indivisible: Collection[int] = ()) -> li
 
 
 def layers_with_variable(layer: keras.layers.Layer, variable: keras.Variable) -> list[keras.layers.Layer]:
-    """The layer and its sublayers with a trainable weight; the fewest weights first, and inner layers before outer."""
+    """The layer and its sublayers that train a variable; the fewest weights first, and inner layers before outer."""
     layers_by_id = {
         id(inner): inner
         for inner in layer_and_sublayers(layer)

@@ -132,7 +132,7 @@ def find_per_example_layer(model: keras.Model) -> PerExampleGradients | None:
 
 
 def _check_methods(model: keras.Model) -> None:
-    """Refuses a model whose overridden training methods would not run, or to which a component is attached."""
+    """Refuses a model with training methods that would not run: its class's, or those that `microbatch` installs."""
     name = type(model).__name__
     for method in TRAINING_METHODS:
         if not overrides(model, method) or (method in _ON_DATA and not preprocesses(model)):

@@ -154,6 +154,7 @@ def _positions(layer: keras.layers.Layer, rank: int) -> int | None:
     """Number of an example's values per channel; `None` if it is unknown."""
     if rank == 2:
         return 1
+    # `input` raises if the layer was never called on symbolic tensors.
     with contextlib.suppress(AttributeError, ValueError):
         sizes = list(layer.input.shape)[1:]
         sizes.pop(layer.axis % rank - 1)

@@ -141,7 +141,7 @@ class PrivateGradients(PerExampleGradients):
 
 
 def check_clip(clip: object) -> ClipNorm:
-    """Checks the argument `clip_norm` of `make_private`."""
+    """Checks the argument `clip_norm` of `make_private`; returns it, with numbers as floats."""
     if isinstance(clip, AdaptiveClip) or (isinstance(clip, str) and clip == PER_LAYER):
         return clip
     if isinstance(clip, Mapping) and clip:

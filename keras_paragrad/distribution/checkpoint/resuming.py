@@ -241,12 +241,14 @@ class Resumption:
         """Restores the metrics' states, once.
 
         Args:
-            assign: `assign_all`, which waits until the model has as many variables as the backup; or, after the first
-                step, `add_all`.
+            assign: `assign_all`, with which nothing happens while the model has fewer metric variables than the backup;
+                or, after the first step, `add_all`, which adds to what that step counted.
         """
         metrics = {"metrics": model_variables.training_variables(self.model)["metrics"]}
-        waits = assign is model_variables.assign_all and len(metrics["metrics"]) < len(self._content.values["metrics"])
-        if self._metrics_restored or waits:
+        too_early = assign is model_variables.assign_all and len(metrics["metrics"]) < len(
+            self._content.values["metrics"]
+        )
+        if self._metrics_restored or too_early:
             return
         self._content.check_fits("metrics", metrics["metrics"], self._source)
         assign(metrics, {"metrics": self._values("metrics")})

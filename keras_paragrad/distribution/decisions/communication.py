@@ -84,10 +84,11 @@ def decide_pack_bytes(options: Options, communication: str) -> Decision:
 
 @decides(60, same_on_all_workers=False)
 def decide_collective_timeout(options: Options, strategy: str, kind: StrategyKind) -> Decision:
-    """Decides after how many seconds a collective without the other workers fails; `None` for never."""
+    """Decides how many seconds a collective waits for the other workers before it fails; `None` for no limit."""
     name = "collective_timeout"
     if not kind.on_workers or options.given is not None:
-        return Decision(name, None, "no process waits for another", f"strategy is {strategy}", NO_CHOICE)
+        reason = "no process waits for another" if options.given is None else "the given strategy has its own"
+        return Decision(name, None, reason, f"strategy is {strategy}", NO_CHOICE)
     if options.collective_timeout is not None:
         thread = "TensorFlow starts a watchdog thread for each collective"
         return Decision(name, float(options.collective_timeout), "requested", thread, "collective_timeout=None")

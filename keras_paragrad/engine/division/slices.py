@@ -1,4 +1,4 @@
-"""Finds, before the trace, whether slices can be combined if the number of rows in a batch isn't known."""
+"""Finds, before the step is traced, whether the losses of slices can be combined for any number of rows in a batch."""
 
 import keras
 
@@ -32,12 +32,13 @@ def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str
 
     def find() -> str | None:
         build_losses(model, data)
+        # One loss that is a mean over rows, in a model of Keras's own layers, needs no trace.
         losses = model._compile_loss._flat_losses if model._compile_loss else ()
         if len(losses) == 1 and losses[0].loss.reduction in MEANS and is_known_to_divide(model):
             return None
         try:
-            with explaining_rows(model, data, 1, trace):
-                # A pipeline's micro-batches may have any number of rows.
+            with explaining_rows(model, data, parts=1, trace=trace):
+                # As many rows as a slice has. Of a pipeline, `size` is 1: its micro-batches have any number of rows.
                 trace_rows(model, trace, data, split.size if split.size > 1 else None)
         except IndivisibleError as refusal:
             return str(refusal)

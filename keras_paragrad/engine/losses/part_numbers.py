@@ -67,11 +67,17 @@ class PartNumbers(abc.ABC):
         """The same for a weighted `Mean`; refuses numbers that parts don't make up."""
 
     def of_mean(self, value: tf.Tensor, weight: Any, what: str) -> tuple[tf.Tensor, Any]:
-        """Replaces the number that a `Mean` receives, and its weight."""
+        """The number and the weight that a `Mean` receives in place of a part's.
+
+        Args:
+            value: The part's number.
+            weight: The weight that the step gives it, which is kept, or `None`.
+            what: What errors call the number.
+        """
         made_up_by = self._next_update()
         if weight is not None:
             return self.weighted(value, what, made_up_by), weight
-        # Without a weight, the batch counts once.
+        # Without a weight, the batch counts once: the shares of its parts add up to that.
         return self.of_batch(value, what, made_up_by), self.share(what)
 
     def of_sum(self, value: tf.Tensor, what: str) -> tf.Tensor:

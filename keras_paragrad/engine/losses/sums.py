@@ -94,8 +94,12 @@ def loss_sums(
     """The losses of a part of a batch as sums, from the result of `compute_loss` and the calls of its compiled losses.
 
     Args:
+        model: The model.
+        loss: The result of `compute_loss`.
+        terms: The calls of its compiled losses.
         rows: Number of examples in the part.
-        weight: The normalizer of the part's loss, or `None`; used if the user or a trial stated it.
+        weight: The divisor of the part's loss. If it is `None`, or neither the user nor a trial stated it, the loss is
+            weighted by the rows.
         divided: Whether Keras divided the losses by the number of replicas.
     """
     dtype = model._loss_tracker.dtype
@@ -109,8 +113,10 @@ def loss_sums(
     composed = outputs.known and (stated is None or summed) and not overrides_compute_loss(model)
     if composed:
         # The rest is weight regularizers, which are the same for every part, and losses that layers add.
-        value = value - tf.add_n(outputs.weighted) if model.losses and outputs.weighted else value
-        value = value if model.losses else tf.constant(0, dtype)
+        if not model.losses:
+            value = tf.constant(0, dtype)
+        elif outputs.weighted:
+            value -= tf.add_n(outputs.weighted)
     if divided:
         value *= replica_count()
     form = LossForm(

@@ -33,9 +33,10 @@ def _moments(
     inputs: tf.Tensor,
     mask: tf.Tensor | None,
 ) -> tuple[tf.Tensor, tf.Tensor]:
-    """Replaces `BatchNormalization._moments`: the mean and variance of a batch, each `(channels,)`."""
-    by_rows = 0 in _reduction_axes(layer, inputs)
-    if not (layer.synchronized and by_rows) or replica_count() == 1 or is_trial():
+    """Replaces `BatchNormalization._moments`, which is `original`: the mean and variance of a batch, `(channels,)`."""
+    averages_rows = 0 in _reduction_axes(layer, inputs)
+    # In a trial, on made-up rows, there are no other replicas.
+    if not (layer.synchronized and averages_rows) or replica_count() == 1 or is_trial():
         return original(layer, inputs, mask)
     if mask is not None:
         return _masked_moments(layer, inputs, mask, rows.nonempty)

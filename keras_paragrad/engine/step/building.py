@@ -129,7 +129,7 @@ def _spec(tensor: Any) -> Any:
     return None if tensor is None else tf.TensorSpec((None, *tensor.shape[1:]), tensor.dtype)
 
 
-def _zeros(
+def _gradient_or_zeros(
     replicas: int,
     original: Callable[..., Any],
     tape: tf.GradientTape,
@@ -138,7 +138,10 @@ def _zeros(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Replaces `tape.gradient` by zeros on several replicas: outside of them, TensorFlow can't differentiate."""
+    """Replaces `tape.gradient`, which is `original`, if a step for several replicas is only built: returns zeros.
+
+    Mirrored variables have no gradient outside of their replicas, and no update uses it.
+    """
     if replicas == 1:
         return original(tape, target, sources, *args, **kwargs)
     return tf.nest.map_structure(lambda source: tf.zeros(source.shape, source.dtype), sources)
@@ -148,7 +151,7 @@ def _zeros(
 _WITHOUT_UPDATES = ProcessPatch[int](
     lambda: (
         Replacement(Variable, "assign", lambda replicas, original, variable, value: variable),
-        Replacement(tf.GradientTape, "gradient", _zeros),
+        Replacement(tf.GradientTape, "gradient", _gradient_or_zeros),
     )
 )
 

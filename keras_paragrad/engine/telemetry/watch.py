@@ -44,7 +44,7 @@ class Observe(Protocol):
 
 @contextlib.contextmanager
 def observing_gradients(model: keras.Model, observe: Observe | None, rows: tf.Tensor) -> Generator[None]:
-    """Context in which a traced step passes its gradients to an observer; entered on every replica."""
+    """Context in which a traced step passes gradients to an observer; entered on every replica, with its row count."""
     if observe is None:
         yield
         return

@@ -19,11 +19,13 @@ _REST = "no layer named"
 
 
 def layer_times(operations: Sequence[Operation], layers: Collection[str], optimizer: str = "") -> tuple[LayerTime, ...]:
-    """Sums times by layer and pass, with operations outside of layers; in descending order, empty without layers.
+    """Adds up the times of steps by layer and pass, longest first; empty if no operation is a layer's.
+
+    Operations outside of layers have entries of their own.
 
     Args:
         operations: All operations.
-        layers: The names of layers; a mapping has their classes.
+        layers: The names of layers, or a mapping from these to the names of their classes.
         optimizer: The classes of the optimizer, as `RunInfo` has them, by which Keras names its scope.
 
     Example:
