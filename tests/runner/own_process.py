@@ -1,8 +1,8 @@
 """Tests in processes of their own, forked from one that has imported TensorFlow and done nothing with it yet."""
 
-import contextlib
 import gc
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -132,13 +132,24 @@ def on_workers(function: Callable[..., Any], argument: Any, seconds: float, work
 
 def environments_of_workers(workers: int = 2) -> list[dict[str, str]]:
     """What is in the environment of each process of a cluster of workers on this machine."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(workers)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        hosts = [f"127.0.0.1:{each.getsockname()[1]}" for each in sockets]
+    hosts = [f"127.0.0.1:{next(_free_ports)}" for _ in range(workers)]
     tasks = [{"cluster": {"worker": hosts}, "task": {"type": "worker", "index": index}} for index in range(workers)]
     return [{"TF_CONFIG": json.dumps(task)} for task in tasks]
+
+
+def _ports() -> Iterator[int]:
+    """Free ports: below those that the kernel gives to connections, and other ones in each of pytest's processes."""
+    first = 10_000 + os.getpid() * 1009 % 20_000
+    for port in itertools.cycle(range(first, first + 2000)):
+        try:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        yield port
+
+
+_free_ports = _ports()
 
 
 def _imported_with(module: str) -> list[str]:
