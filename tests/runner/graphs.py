@@ -41,8 +41,8 @@ def leave_determinism() -> None:
 def _leave_untuned() -> None:
     """Has no thread tune how tf.data runs.
 
-    An iterator waits for it as it is freed. Where TensorFlow wakes the thread before it is told to end, it sleeps on,
-    for as long as the iterator has existed: on a busy machine, tests waited for half a minute.
+    An iterator waits for that thread as it is freed, and the thread at times sleeps for as long as the iterator has
+    existed: on a busy machine, tests waited for half a minute.
     """
     from tensorflow.python.data.ops import dataset_ops, options
 
