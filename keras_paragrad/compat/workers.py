@@ -29,7 +29,7 @@ def first_row(rows: tf.Tensor | int, part: tf.Tensor | int, parts: int) -> Any:
 def parts_per_replica(parts: int, replicas: int) -> int:
     """The number of consecutive parts of a batch per replica.
 
-    A power of two: parts are summed in a binary tree, of which each replica computes one branch.
+    A power of two: parts are summed in a binary tree, and each replica computes one branch.
     """
     count = 1
     while count * replicas < parts:

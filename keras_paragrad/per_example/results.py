@@ -79,7 +79,7 @@ def check_capacity(names: Collection[str], capacity: int | None) -> None:
 
 
 class ReplicaSum:
-    """A tensor of the last step, of which each replica stores a part; its value is their sum."""
+    """A tensor of the last step. Each replica stores a part, and the value is the sum of the parts."""
 
     def __init__(self, shape: Sequence[int], dtype: tf.DType = tf.float32):
         self.value = replica_variable(shape, dtype)

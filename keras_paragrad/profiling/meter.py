@@ -42,7 +42,7 @@ class Meter:
     ):
         self.model, self.every, self._on_update, self._on_weights = model, every, on_update, on_weights
         self._trainable = model.trainable_variables
-        # Whether a custom `train_step` has several optimizers, each of which updates its own weights.
+        # Whether a custom `train_step` has several optimizers, for different weights.
         self._several = overrides_train_step(model) and bool(other_optimizers(model))
         # The optimizer whose updates are counted: with several, the one that a step calls last.
         self._counted: keras.optimizers.Optimizer = model.optimizer

@@ -39,20 +39,12 @@ def leave_determinism() -> None:
 
 @functools.cache
 def _leave_untuned() -> None:
-    """Has no thread tune how tf.data runs.
+    """Has no thread tune how tf.data runs: on a busy machine, tests waited for half a minute until it had ended."""
+    from tensorflow.python.data.ops import dataset_ops
 
-    An iterator waits for that thread as it is freed, and the thread at times sleeps for as long as the iterator has
-    existed: on a busy machine, tests waited for half a minute.
-    """
-    from tensorflow.python.data.ops import dataset_ops, options
+    from keras_paragrad.compat.data import without_autotuning
 
-    untuned = options.Options()
-    untuned.autotune.enabled = False
-
-    def apply(dataset: dataset_ops.DatasetV2) -> dataset_ops.DatasetV2:
-        return dataset_ops._OptionsDataset(dataset, untuned)
-
-    dataset_ops.DatasetV2._apply_debug_options = apply
+    dataset_ops.DatasetV2._apply_debug_options = without_autotuning
 
 
 @functools.cache

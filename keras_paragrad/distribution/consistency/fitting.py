@@ -25,7 +25,7 @@ from keras_paragrad.distribution.consistency.compare import (
 from keras_paragrad.distribution.consistency.describe import bind_arguments, describe_training, is_of_a_library
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 
-# A 64-bit checksum is gathered as two numbers, each of which float64 holds exactly.
+# A 64-bit checksum is gathered as two numbers that float64 holds exactly.
 _HALF = 1 << 32
 # For each flag of the model that stops a loop, the batch hooks that may set it.
 _BATCH_HOOKS = {

@@ -230,8 +230,8 @@ def gradient_of(context: StepContext, data: Batch, **fields: Any) -> Gradient:
     """
     context = context._replace(**fields)
     model, replica_batch = context.model, context.replica_batch
-    apart = context.by_xla or (context.in_loop and is_slower_in_loop(model))
-    gradient, y_pred = (forward_backward_in_function if apart else forward_backward)(context, data)
+    as_function = context.by_xla or (context.in_loop and is_slower_in_loop(model))
+    gradient, y_pred = (forward_backward_in_function if as_function else forward_backward)(context, data)
     assert gradient.loss is not None, "a pass has computed it"
     batch = arguments_of(data, y_pred)
     sums = gradient.sums and gradient.sums.zero_unless(replica_batch.nonempty)

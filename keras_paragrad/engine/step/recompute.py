@@ -51,7 +51,7 @@ class _Captured(NamedTuple):
 
     @classmethod
     def of(cls, variables: Sequence[keras.Variable]) -> Self:
-        """Captures variables, some of which may be repeated, with their present values."""
+        """Captures variables with their present values; a variable may be given several times."""
         unique = list({id(variable): variable for variable in variables}.values())
         weights = [variable for variable in unique if variable.trainable]
         state = [variable for variable in unique if not variable.trainable]
