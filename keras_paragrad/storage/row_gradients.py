@@ -93,7 +93,7 @@ def _split_reads(gradient: GradientTensor) -> Sequence[GradientTensor]:
     """Splits the gradient of a variable that is read several times by reads, if one of these has unique rows."""
     if not isinstance(gradient, tf.IndexedSlices):
         return [gradient]
-    reads = list(_indices_by_read(gradient.indices))
+    reads = list(indices_by_read(gradient.indices))
     if len(reads) == 1 or not any(map(_has_unique_rows, reads)):
         return [gradient]
     values = tf.split(gradient.values, [tf.size(rows) for rows in reads])
@@ -107,12 +107,12 @@ def _concatenate(reads: list[Any]) -> Any:
     return tf.IndexedSlices(values, rows, reads[0].dense_shape)
 
 
-def _indices_by_read(rows: tf.Tensor) -> Iterator[tf.Tensor]:
+def indices_by_read(rows: tf.Tensor) -> Iterator[tf.Tensor]:
     """The row numbers that were concatenated into `rows`."""
     operation = None if tf.executing_eagerly() else rows.op
     if operation is not None and operation.type == "ConcatV2":
         for input_ in operation.inputs[:-1]:
-            yield from _indices_by_read(input_)
+            yield from indices_by_read(input_)
     else:
         yield rows
 

@@ -80,6 +80,7 @@ def apply_gradient(
     *,
     whole: bool,
     also_reduce: Sequence[tf.Tensor] = (),
+    reduced: bool = False,
 ) -> list[tf.Tensor] | None:
     """Passes gradients to an optimizer; called on every replica.
 
@@ -91,6 +92,7 @@ def apply_gradient(
             before they are clipped, as on one device. Otherwise Keras's optimizer all-reduces them, after clipping. An
             accumulating optimizer all-reduces them itself.
         also_reduce: Other tensors to all-reduce in the same collective.
+        reduced: Whether every replica has the sums already, but for weights in shards.
 
     Returns:
         The sums of `also_reduce`, or `None` if gradients were not all-reduced here.
@@ -123,8 +125,9 @@ def apply_gradient(
             f"them and would sum them again. Wrap the outermost: AccumulatingOptimizer({optimizer.name}, steps=...)."
         )
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    applied, sums = reduce_gradients(
-        [gradients[index] for index in present], [variables[index] for index in present], also_reduce
+    given, updated = [gradients[index] for index in present], [variables[index] for index in present]
+    applied, sums = (
+        (reduce_divided_gradients(given, updated), []) if reduced else reduce_gradients(given, updated, also_reduce)
     )
     by_index = dict(zip(present, applied, strict=True))
     total = [by_index.get(index) for index in range(len(gradients))]
@@ -138,6 +141,27 @@ def apply_gradient(
         norms,
     )
     return sums
+
+
+def apply_same(
+    optimizer: keras.optimizers.Optimizer,
+    gradients: Gradients,
+    variables: Sequence[keras.Variable],
+    contribution: Contribution | None = None,
+) -> None:
+    """Passes gradients of a whole batch, which every replica has, to an optimizer; called on every replica.
+
+    `contribution` is that of a gradient of the whole batch to an accumulation window.
+    """
+    share = 1 / replica_count()
+    if find_accumulator(optimizer):
+        scale, weight, decay = contribution or Contribution(1.0, 1.0)
+        shared = Contribution(scale * share, weight * share, decay)
+        apply_gradient(optimizer, variables, gradients, shared, whole=True)
+        return
+    # Shards are scattered from a sum over the replicas. Others are summed already.
+    parts = [scale_gradient(each, share) if any_divided([of]) else each for each, of in zip(gradients, variables, strict=True)]
+    apply_gradient(optimizer, variables, parts, whole=True, reduced=True)
 
 
 def _skips_nonfinite(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> bool:

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import keras
@@ -21,7 +22,7 @@ from keras_paragrad.compat.model import (
     train_step_of,
 )
 from keras_paragrad.compat.operations import Variable
-from keras_paragrad.compat.optimizer import held_optimizers
+from keras_paragrad.compat.optimizer import build_optimizer, held_optimizers
 from keras_paragrad.compat.private import FuncGraph, SymbolicScope, compute_output_spec
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.state import MethodPatch, patched
@@ -31,6 +32,8 @@ from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.tracing.announcing import announcing
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.storage.gathering import zeros_in_place_of_shards
+from keras_paragrad.storage.storage import any_divided
+from keras_paragrad.storage.updating import check_optimizer_of_shards, install_storages
 
 _MIRRORED = (
     tf.distribute.MirroredStrategy,
@@ -267,6 +270,27 @@ def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.Abstrac
         return contextlib.nullcontext()
     unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
     return patched(model, lambda: _ReplacedBuild(unbuilt, _build_eagerly))
+
+
+def build_for(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
+    """Checks an optimizer that a step calls, builds it for the variables, and installs their storages in it."""
+    if any_divided(variables):
+        check_optimizer_of_shards(optimizer)
+    if not optimizer.built:
+        make_variables(functools.partial(build_optimizer, optimizer, variables))
+    install_storages(optimizer, variables)
+
+
+def make_variables(make: Callable[[], None]) -> None:
+    """Makes variables in another thread: TensorFlow refuses to make any while it retraces a function."""
+    strategy = tf.distribute.get_strategy()
+
+    def make_in_scope() -> None:
+        with strategy.scope():
+            make()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(make_in_scope).result()
 
 
 def _build_eagerly(build: Callable[..., None], variables: Sequence[keras.Variable]) -> None:

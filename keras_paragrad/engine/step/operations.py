@@ -221,33 +221,39 @@ _ASSIGNING = (
 )
 
 
-def check_repeatable(name: str, operations: Iterable[tf.Operation]) -> None:
-    """Refuses operations whose second run may differ, as they use a state other than Keras's variables."""
-    for operation in _stateful(operations):
-        kind = operation.type
-        if kind in _REPEATABLE or kind.startswith(("Collective", "Nccl")):
-            continue
-        if any(word in kind for word in _VARIABLES):
-            problem = "uses a tf.Variable that Keras does not know, which may hold another value when it runs again"
-            advice = "Make it with self.add_weight"
-        elif any(word in kind for word in _RANDOM):
-            problem = "draws random numbers, and would draw others when it runs again"
-            advice = "Draw with keras.random, with seed=a keras.random.SeedGenerator that is an attribute of the layer"
-        else:
-            problem = "may not do the same when it runs again"
-            advice = "Move it out of the layer"
-        raise ValueError(
-            f"{name!r} can't be recomputed: its operation {operation.name!r} ({kind}) {problem}. {advice}, or leave "
-            "the layer out of `layers`."
-        )
-
-
 class HiddenState(NamedTuple):
-    """An operation that draws random numbers or changes a state unknown to Keras, its problem, and advice."""
+    """An operation that draws random numbers or uses a state unknown to Keras, its problem, and advice."""
 
     operation: tf.Operation
     problem: str
     advice: str
+
+
+def find_unrepeatable(operations: Iterable[tf.Operation], *, but_random: bool = False) -> HiddenState | None:
+    """Finds the first operation whose second run may differ, if any; ignores random numbers if `but_random`."""
+    for operation in _stateful(operations):
+        kind = operation.type
+        random = any(word in kind for word in _RANDOM)
+        if kind in _REPEATABLE or kind.startswith(("Collective", "Nccl")) or (random and but_random):
+            continue
+        if any(word in kind for word in _VARIABLES):
+            problem = "uses a tf.Variable that Keras does not know, which may hold another value when it runs again"
+            return HiddenState(operation, problem, "Make it with self.add_weight")
+        if random:
+            advice = "Draw with keras.random, with seed=a keras.random.SeedGenerator that is an attribute of the layer"
+            return HiddenState(operation, "draws random numbers, and would draw others when it runs again", advice)
+        return HiddenState(operation, "may not do the same when it runs again", "Move it out of the layer")
+    return None
+
+
+def check_repeatable(name: str, operations: Iterable[tf.Operation]) -> None:
+    """Refuses operations whose second run may differ."""
+    if found := find_unrepeatable(operations):
+        operation, problem, advice = found
+        raise ValueError(
+            f"{name!r} can't be recomputed: its operation {operation.name!r} ({operation.type}) {problem}. {advice}, "
+            "or leave the layer out of `layers`."
+        )
 
 
 def find_hidden_state(operations: Iterable[tf.Operation]) -> HiddenState | None:
@@ -260,16 +266,6 @@ def find_hidden_state(operations: Iterable[tf.Operation]) -> HiddenState | None:
             advice = "Make it with self.add_weight, as an attribute of the layer"
             return HiddenState(operation, "assigns to a tf.Variable that Keras does not know", advice)
     return None
-
-
-def check_runs_twice(name: str, operations: Iterable[tf.Operation]) -> None:
-    """Refuses operations that would draw other random numbers, or change a state twice, if they run twice."""
-    if hidden := find_hidden_state(operations):
-        operation = hidden.operation
-        raise ValueError(
-            f"The loss of {name!r} compares examples, so each slice of a batch runs twice, and its operation "
-            f"{operation.name!r} ({operation.type}) {hidden.problem}. {hidden.advice}."
-        )
 
 
 def _stateful(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:

@@ -1,0 +1,251 @@
+"""`divided`: a function of rows, computed in parts of the rows, one after the other, and differentiable to any order.
+
+The parts of f(x, w) with rows x_1, ..., x_n give
+
+    rows   y = (y_1, ..., y_n),  y_i = f(x_i, w)                      concatenated
+    sums   s = s_1 + ... + s_n                                        added
+
+and so do the parts of its gradient, for cotangents y' and s':
+
+    rows   x'_i = y'_i dy_i/dx_i + s' ds_i/dx_i
+    sums   w'  = sum_i (y'_i dy_i/dw + s' ds_i/dw)
+
+So the gradient of a divided function is a divided function of the rows (x, y') and of (w, s'). No part keeps its
+activations: the gradient computes each again, from the state (seeds, moving averages) that it began with.
+
+The gradient of a table has a row for each lookup, which optimizers treat one by one. Lookups that depend on rows are rows;
+others, such as positions, are the same in all parts, and their values are sums.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import tensorflow as tf
+
+from keras_paragrad.compat.layers import has_gradient
+from keras_paragrad.engine.calls.sources import differentiating, is_needed, is_zero, split_lookups
+from keras_paragrad.engine.replicas.replica_batch import rows_at, rows_of
+
+
+class Result(NamedTuple):
+    """What a part gives: tensors to concatenate, tensors to add, and the state after it."""
+
+    rows: list[Any]
+    sums: list[Any]
+    state: list[Any]
+
+
+# Maps a part's rows, tensors that all parts read, and the state before the part to its result.
+Function = Callable[[list[Any], list[Any], list[Any]], Result]
+
+
+class Parts(Protocol):
+    """How the parts of a function are computed."""
+
+    def run(
+        self, function: Function, rows: list[Any], whole: list[Any], state: list[Any], before: Any
+    ) -> tuple[Result, Any]:
+        """The result for all rows, and the states before the parts, from `before` if given instead of carried on."""
+        ...
+
+
+def divided(
+    function: Function, rows: list[Any], whole: list[Any], parts: Parts, state: list[Any], before: Any = None
+) -> Result:
+    """Computes a function in parts of its rows.
+
+    Args:
+        function: The function.
+        rows: Tensors with an entry on the first axis for each row.
+        whole: Tensors that all parts read, such as weights.
+        parts: How the parts are computed.
+        state: The state before the first part; each part continues with what the part before has left.
+        before: Instead, the states before each part, as `parts` has returned them.
+    """
+    inputs, count = [*rows, *whole], len(rows)
+    indices = [index for index, tensor in enumerate(inputs) if isinstance(tensor, tf.Tensor) and has_gradient(tensor)]
+    computed: list[Result] = []
+
+    def run(*tensors: tf.Tensor):
+        every = list(inputs)
+        for index, tensor in zip(indices, tensors, strict=True):
+            every[index] = tensor
+        result, states = parts.run(function, every[:count], every[count:], state, before)
+        computed.append(result)
+        outputs = [*result.rows, *result.sums]
+
+        def gradient(*cotangents: Any, variables: Any = None) -> list[Any]:
+            assert not variables, "functions that read variables aren't divided"
+            needed = [index for index, tensor in zip(indices, tensors, strict=True) if is_needed(tensor)]
+            given = {
+                index: tf.convert_to_tensor(cotangent)
+                for index, (output, cotangent) in enumerate(zip(outputs, cotangents, strict=True))
+                if has_gradient(output) and not is_zero(cotangent)
+            }
+            if not needed or not given:
+                return [None] * len(indices)
+            backward = _Backward(function, needed, count, list(given), len(result.rows))
+            of_rows, of_sums = backward.by_kind(given)
+            # A part is computed again only once its gradient is needed.
+            with tf.control_dependencies(list(given.values())):
+                total = divided(backward, [*every[:count], *of_rows], [*every[count:], *of_sums], parts, [], states)
+            found = dict(zip(needed, backward.gradients(total), strict=True))
+            return [found.get(index) for index in indices]
+
+        return outputs, gradient
+
+    if not indices:
+        run()
+        return computed[-1]
+    flat: Any = tf.custom_gradient(run)(*(inputs[index] for index in indices))
+    flat, last = list(flat) if isinstance(flat, (list, tuple)) else [flat], computed[-1]
+    return Result(flat[: len(last.rows)], flat[len(last.rows) :], last.state)
+
+
+class _Backward:
+    """The gradient of a function, as a function of its rows, of what is whole, and of the cotangents of its outputs.
+
+    Args:
+        function: The function.
+        needed: Its inputs with a gradient, by index; the first `count` inputs are rows.
+        targets: Its outputs with a cotangent, by index; the first `outputs` are rows.
+    """
+
+    def __init__(self, function: Function, needed: list[int], count: int, targets: list[int], outputs: int):
+        self.function, self.needed, self.count, self.targets, self.outputs = function, needed, count, targets, outputs
+        # By needed input: where its gradient is in a result. Found by the last trace, and the same in each.
+        self._kinds: list[Any] = []
+
+    def by_kind(self, given: dict[int, tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+        """The cotangents of rows, and of sums."""
+        of_rows = [cotangent for index, cotangent in given.items() if index < self.outputs]
+        return of_rows, list(given.values())[len(of_rows) :]
+
+    def __call__(self, rows: list[Any], whole: list[Any], state: list[Any]) -> Result:
+        of_sums = sum(index >= self.outputs for index in self.targets)
+        inputs, weights = rows[: self.count], whole[: len(whole) - of_sums]
+        every = [*inputs, *weights]
+        sources = [every[index] for index in self.needed]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(sources)
+            result = self.function(inputs, weights, state)
+        outputs, cotangents = [*result.rows, *result.sums], [*rows[self.count :], *whole[len(weights) :]]
+        with differentiating(sources):
+            gradients = tape.gradient([outputs[index] for index in self.targets], sources, cotangents)
+        self._kinds, found = [], Result([], [], [])
+        for index, source, gradient in zip(self.needed, sources, gradients, strict=True):
+            # `None` for a weight without a gradient, which an optimizer doesn't update.
+            lookups = split_lookups(gradient, rows) if index >= self.count else None
+            if lookups is None or gradient is None:
+                self._kinds.append(None if gradient is None else index < self.count)
+                if gradient is not None:
+                    (found.rows if index < self.count else found.sums).append(tf.convert_to_tensor(gradient))
+                continue
+            self._kinds.append(([by_row for by_row, _ in lookups], source.shape))
+            for by_row, lookup in lookups:
+                (found.rows if by_row else found.sums).extend([lookup.values, lookup.indices])
+        return found
+
+    def gradients(self, total: Result) -> Iterator[Any]:
+        """The gradient of each needed input, from the results of all parts."""
+        rows, sums = iter(total.rows), iter(total.sums)
+        for kind in self._kinds:
+            if kind is None:
+                yield None
+            elif isinstance(kind, bool):
+                yield next(rows if kind else sums)
+            else:
+                by_row, shape = kind
+                pairs = [(next(rows), next(rows)) if each else (next(sums), next(sums)) for each in by_row]
+                values, numbers = (tf.concat(list(pieces), 0) for pieces in zip(*pairs, strict=True))
+                yield tf.IndexedSlices(values, numbers, tf.constant(shape.as_list(), numbers.dtype))
+
+
+class Once:
+    """All rows at once. The gradient computes them again."""
+
+    def run(
+        self, function: Function, rows: list[Any], whole: list[Any], state: list[Any], before: Any
+    ) -> tuple[Result, Any]:
+        """See `Parts`."""
+        state = state if before is None else before
+        return function(rows, whole, state), state
+
+
+class Slices(NamedTuple):
+    """Slices of at most `size` rows, one after the other; XLA compiles each, if `by_xla`."""
+
+    size: int
+    by_xla: bool = False
+
+    def run(
+        self, function: Function, rows: list[Any], whole: list[Any], state: list[Any], before: Any
+    ) -> tuple[Result, Any]:
+        """See `Parts`. Of a static number of rows, the rest is traced for itself; else all slices have a dynamic size."""
+        static, traced = rows[0].shape[0], function
+        if not tf.executing_eagerly():
+            traced = tf.function(function, autograph=False, jit_compile=self.by_xla or None)
+        count: Any = rows_of(rows[0]) if static is None else static
+
+        def compute(index: Any, length: Any, carried: list[Any]) -> tuple[Result, list[Any]]:
+            start = carried if before is None else [states[index] for states in before]
+            return traced(rows_at(rows, index * self.size, length, in_bounds=True), whole, start), start
+
+        if tf.executing_eagerly():
+            return self._in_python(compute, count, state)
+        length: Any = self.size if static is not None else None
+        looped = -(-count // self.size) if static is None else static // self.size
+        first, start = compute(0, length or tf.minimum(self.size, count), state)
+        arrays = [
+            tf.TensorArray(value.dtype, looped, element_shape=value.shape, infer_shape=False).write(0, value)
+            for value in [*first.rows, *start]
+        ]
+
+        def body(index: tf.Tensor, arrays: list[tf.TensorArray], sums: list[Any], carried: list[Any]) -> Any:
+            result, begun = compute(index, length or tf.minimum(self.size, count - index * self.size), carried)
+            arrays = [array.write(index, value) for array, value in zip(arrays, [*result.rows, *begun], strict=True)]
+            return index + 1, arrays, _add(sums, result.sums), result.state
+
+        _, arrays, sums, after = tf.while_loop(
+            lambda index, *_: index < looped,
+            body,
+            (tf.constant(1), arrays, first.sums, first.state),
+            shape_invariants=tf.nest.map_structure(_shape_of, (tf.constant(1), arrays, first.sums, first.state)),
+            parallel_iterations=1,
+        )
+        outputs = [_join(*pair) for pair in zip(arrays, first.rows, strict=False)]
+        states = [array.stack() for array in arrays[len(outputs) :]]
+        if static is not None and static % self.size:
+            rest, begun = compute(looped, static % self.size, after)
+            outputs = [tf.concat(pair, 0) for pair in zip(outputs, rest.rows, strict=True)]
+            states = [tf.concat([all_but, last[None]], 0) for all_but, last in zip(states, begun, strict=True)]
+            sums, after = _add(sums, rest.sums), rest.state
+        return Result(outputs, sums, after), states if before is None else before
+
+    def _in_python(self, compute: Callable[..., Any], count: Any, state: list[Any]) -> tuple[Result, Any]:
+        results, starts = [], []
+        for index in range(-(-int(count) // self.size)):
+            result, start = compute(index, min(self.size, int(count) - index * self.size), state)
+            results, starts, state = [*results, result], [*starts, start], result.state
+        sums = results[0].sums
+        for result in results[1:]:
+            sums = _add(sums, result.sums)
+        rows = [tf.concat(pieces, 0) for pieces in zip(*(result.rows for result in results), strict=True)]
+        return Result(rows, sums, state), [list(states) for states in zip(*starts, strict=True)]
+
+
+def _add(sums: list[Any], others: list[Any]) -> list[Any]:
+    """Adds sums of two parts; the row numbers of lookups are the same in all parts."""
+    return [one + other if has_gradient(one) else one for one, other in zip(sums, others, strict=True)]
+
+
+def _shape_of(value: Any) -> Any:
+    return tf.TensorShape([]) if isinstance(value, tf.TensorArray) else value.shape
+
+
+def _join(array: tf.TensorArray, first: tf.Tensor) -> tf.Tensor:
+    """Concatenates the rows of all slices in an array, whose first element is `first`."""
+    inner = first.shape[1:]
+    if not first.shape.is_fully_defined():
+        return tf.ensure_shape(array.concat(), [None, *inner])
+    return tf.reshape(array.stack(), [-1, *inner])

@@ -1,0 +1,233 @@
+"""A step that every replica runs on the whole batch: rows are gathered, and calls are made on each replica's share.
+
+What is whole is the same on all replicas, and so is its gradient. With the rows Y = (y_1, ..., y_R) of R replicas
+
+    own     Y -> y_r                gradient: gather
+    gather  y_r -> Y                gradient: own
+    copy    w -> w, for own rows    gradient: total
+    total   w_r -> sum_r w_r        gradient: copy
+
+(Megatron's conjugate collectives), so a call y_r = f(own(X), copy(w)), Y = gather(y_r) has any derivative of f(X, w).
+"""
+
+import contextlib
+import functools
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.compat.collectives import replica_count, replica_index, replicas_are_local, sum_over_replicas
+from keras_paragrad.compat.layers import has_gradient
+from keras_paragrad.compat.model import step_metrics
+from keras_paragrad.compat.types import Batch
+from keras_paragrad.engine.calls.sources import is_needed, is_zero, split_lookups
+from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.replicas.replica_batch import rows_at, rows_of
+from keras_paragrad.storage.sharding import all_gather
+
+# Collectives add integers as float64, which can't represent all integers of 64 bits.
+_LONG = (tf.int64, tf.uint64)
+
+
+class Rows:
+    """The rows of a batch of `total` rows, of which this replica has `count`, from row `first` on."""
+
+    def __init__(self, first: Any, count: Any, total: Any):
+        self.first, self.count, self.total = first, count, total
+
+    @classmethod
+    def of_replicas(cls, count: Any) -> "Rows":
+        """The rows of all replicas, in their order, of which this one has `count`."""
+        here = tf.one_hot(replica_index(), replica_count(), dtype=tf.float32)
+        (counts,) = sum_over_replicas([here * tf.cast(count, "float32")])
+        counts = tf.cast(counts, "int32")
+        return cls(tf.reduce_sum(counts[: replica_index()]), count, tf.reduce_sum(counts))
+
+    def gather(self, tensors: Sequence[Any]) -> list[Any]:
+        """The rows of all replicas, from this replica's `count` rows of each tensor."""
+        if replicas_are_local():
+            return [tf.ensure_shape(all_gather(tensor), [self._static, *tensor.shape[1:]]) for tensor in tensors]
+        # Zeros around the own rows, and a sum: `all_gather` of several sizes in one step mixes them up.
+        sums = sum_over_replicas([self._padded(tensor) for tensor in tensors])
+        return [self._unpadded(total, tensor) for total, tensor in zip(sums, tensors, strict=True)]
+
+    @property
+    def _static(self) -> int | None:
+        return self.total if isinstance(self.total, int) else None
+
+    def _padded(self, tensor: tf.Tensor) -> tf.Tensor:
+        if tensor.dtype in _LONG:
+            tensor = tf.bitcast(tensor, tf.int32)
+        elif tensor.dtype.is_bool:
+            tensor = tf.cast(tensor, "int32")
+        elif tensor.dtype == tf.string:
+            raise IndivisibleError(
+                "A batch of strings can't be sent between workers. Turn them into numbers in the dataset: "
+                "dataset.map(lambda x, y: (vectorize(x), y))."
+            )
+        after = self.total - self.first - self.count
+        around = tf.concat([[[self.first, after]], tf.zeros([tensor.shape.rank - 1, 2], "int32")], 0)
+        return tf.pad(tensor, around)  # pyright: ignore
+
+    def _unpadded(self, total: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
+        total = tf.bitcast(total, tensor.dtype) if tensor.dtype in _LONG else tf.cast(total, tensor.dtype)
+        return tf.ensure_shape(total, [self._static, *tensor.shape[1:]])
+
+
+def gather_batch(data: Batch, count: tf.Tensor) -> Batch:
+    """The batch of all replicas, from this replica's `data`, which has `count` rows."""
+    rows = Rows.of_replicas(count)
+    leaves = keras.tree.flatten(data)
+    dense = [index for index, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)]
+    for index, whole in zip(dense, rows.gather([leaves[index][:count] for index in dense]), strict=True):
+        leaves[index] = whole
+    return keras.tree.pack_sequence_as(
+        data, [leaf if leaf is None or index in dense else _gather_composite(leaf, rows) for index, leaf in enumerate(leaves)]
+    )
+
+
+def _gather_composite(leaf: Any, rows: Rows) -> Any:
+    """The rows of all replicas of a ragged or sparse tensor."""
+    if isinstance(leaf, tf.RaggedTensor):
+        leaf = leaf[: rows.count]
+        lengths = rows.gather([leaf.row_lengths()])[0]
+        values: Any = leaf.values
+        entries = Rows.of_replicas(rows_of(values))
+        values = _gather_composite(values, entries) if isinstance(values, tf.RaggedTensor) else entries.gather([values])[0]
+        return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False)
+    entries = Rows.of_replicas(tf.shape(leaf.values)[0])
+    shift = tf.concat([[rows.first], tf.zeros([leaf.shape.rank - 1], "int32")], 0)
+    indices, values = entries.gather([leaf.indices + tf.cast(shift, "int64"), leaf.values])
+    whole = tf.SparseTensor(indices, values, tf.concat([[tf.cast(rows.total, "int64")], leaf.dense_shape[1:]], 0))
+    whole.set_shape([None, *leaf.shape[1:]])
+    return whole
+
+
+class Share(Rows):
+    """This replica's share of a call's rows. A replica without rows computes the last row, and drops the result."""
+
+    def __init__(self, rows: Sequence[Any]):
+        static = rows[0].shape[0]
+        total: Any = rows_of(rows[0]) if static is None else static
+        first = total * replica_index() // replica_count()
+        super().__init__(first, total * (replica_index() + 1) // replica_count() - first, total)
+        at_least, at_most = (tf.maximum, tf.minimum) if static is None else (max, min)
+        self._begin, self._length = at_most(first, total - 1), at_least(self.count, 1)
+        # Whether this replica has rows.
+        self.nonempty = self.count > 0
+
+    def own(self, rows: Sequence[Any]) -> list[Any]:
+        """This replica's rows of whole tensors."""
+        return [self._own(row) if isinstance(row, tf.Tensor) and has_gradient(row) else self._cut(row) for row in rows]
+
+    def _cut(self, row: Any) -> Any:
+        return rows_at(row, self._begin, self._length, in_bounds=True)
+
+    def _own(self, whole: tf.Tensor) -> Any:
+        @tf.custom_gradient
+        def own(whole: tf.Tensor) -> Any:
+            def gradient(local: Any) -> Any:
+                return self.whole([tf.convert_to_tensor(local)])[0] if is_needed(whole) else None
+
+            return self._cut(whole), gradient
+
+        return own(whole)
+
+    def whole(self, locals_: Sequence[tf.Tensor]) -> list[Any]:
+        """All replicas' rows of tensors that each has for its own."""
+
+        def gather(*tensors: tf.Tensor) -> Any:
+            def gradient(*wholes: Any) -> list[Any]:
+                return self.own([tf.convert_to_tensor(each) for each in wholes])
+
+            return self.gather([tensor[: self.count] for tensor in tensors]), gradient
+
+        real = [index for index, tensor in enumerate(locals_) if has_gradient(tensor)]
+        results: list[Any] = list(locals_)
+        others = [index for index in range(len(results)) if index not in real]
+        for index, tensor in zip(others, self.gather([results[index][: self.count] for index in others]), strict=True):
+            results[index] = tensor
+        if real:
+            gathered: Any = tf.custom_gradient(gather)(*(results[index] for index in real))
+            for index, tensor in zip(real, gathered, strict=True):
+                results[index] = tensor
+        return results
+
+    def copy(self, tensors: Sequence[tf.Tensor], rows: Sequence[Any]) -> list[Any]:
+        """Tensors for a function of this replica's `rows`, whose gradients are summed over the replicas."""
+        results: list[Any] = list(tensors)
+        real = [index for index, tensor in enumerate(tensors) if isinstance(tensor, tf.Tensor) and has_gradient(tensor)]
+
+        def copy(*given: tf.Tensor) -> Any:
+            def gradient(*cotangents: Any, variables: Any = None) -> list[Any]:
+                pairs = zip(given, cotangents, strict=True)
+                wanted = [index for index, (one, of) in enumerate(pairs) if not is_zero(of) and is_needed(one)]
+                found = dict(zip(wanted, self._total([cotangents[index] for index in wanted], rows), strict=True))
+                return [found.get(index) for index in range(len(given))]
+
+            return [tf.identity(each) for each in given], gradient
+
+        copies = tf.custom_gradient(copy)(*(results[index] for index in real)) if real else []
+        for index, tensor in zip(real, copies if isinstance(copies, (list, tuple)) else [copies], strict=True):
+            results[index] = tensor
+        return results
+
+    def _total(self, gradients: list[Any], rows: Sequence[Any]) -> list[Any]:
+        """The sums of gradients over the replicas; of lookups that depend on rows, those of all replicas."""
+        lookups = [split_lookups(gradient, rows) or [(None, gradient)] for gradient in gradients]
+        pieces = [piece for group in lookups for piece in group]
+        values = [self._live(piece if by_row or by_row is None else piece.values) for by_row, piece in pieces]
+        dense = [tf.convert_to_tensor(value) if by_row is None else value for value, (by_row, _) in zip(values, pieces, strict=True)]
+        sums = iter(self._sums(dense))
+        totals = []
+        for group in lookups:
+            found = [
+                tf.IndexedSlices(total, piece.indices, piece.dense_shape) if by_row is False else total
+                for (by_row, piece), total in zip(group, sums, strict=False)
+            ]
+            totals.append(found[0] if len(found) == 1 else _concatenate(found))
+        return totals
+
+    def _sums(self, tensors: list[Any]) -> list[Any]:
+        """Sums over the replicas, with a gradient where all are dense."""
+        if not all(isinstance(tensor, tf.Tensor) for tensor in tensors):
+            return sum_over_replicas(tensors)
+
+        def total(*given: tf.Tensor) -> Any:
+            return sum_over_replicas([tf.identity(each) for each in given]), lambda *wholes: self.copy(
+                [tf.convert_to_tensor(each) for each in wholes], ()
+            )
+
+        sums: Any = tf.custom_gradient(total)(*tensors) if tensors else []
+        return list(sums) if isinstance(sums, (list, tuple)) else [sums]
+
+    def _live(self, gradient: Any) -> Any:
+        """A gradient, or zeros on a replica without rows: those of the row in their place may be NaN."""
+        if self.nonempty is True:
+            return gradient
+        if isinstance(gradient, tf.IndexedSlices):
+            return tf.IndexedSlices(self._live(gradient.values), gradient.indices, gradient.dense_shape)
+        return tf.where(self.nonempty, gradient, tf.zeros_like(gradient))
+
+
+def _concatenate(lookups: list[Any]) -> tf.IndexedSlices:
+    values, indices = (tf.concat([getattr(each, name) for each in lookups], 0) for name in ("values", "indices"))
+    return tf.IndexedSlices(values, indices, lookups[0].dense_shape)
+
+
+@contextlib.contextmanager
+def metrics_of_one_device(model: keras.Model) -> Generator[None]:
+    """Context in which each replica has the metrics of all, and updates them with whole batches.
+
+    Their states are summed over the replicas where they are read. So the first replica has them before and after.
+    """
+    variables = [variable for metric in step_metrics(model) for variable in metric.variables]
+    summed = list({id(variable): variable for variable in variables if variable.aggregation == "sum"}.values())
+    for variable, total in zip(summed, sum_over_replicas([tf.identity(each.value) for each in summed]), strict=True):
+        variable.assign(total)
+    yield
+    if replica_index() > 0:
+        for variable in summed:
+            variable.assign(tf.zeros_like(variable.value))

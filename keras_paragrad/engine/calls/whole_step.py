@@ -1,0 +1,181 @@
+"""`CallDivider`: runs a step once, as it is written, on the whole batch, and divides the calls of layers in it.
+
+    for each outermost call of a layer in the step:
+        if it computes each row by itself: compute it in slices, on replicas, or in slices on replicas
+        otherwise: enter it, and divide the calls of layers within it
+
+So nothing has to be known of the step: not what it divides by, compares, clips or logs, nor how often it updates.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.compat.collectives import (
+    as_one_replica,
+    replica_count,
+    replicas_are_traced_apart,
+    sum_over_replicas,
+)
+from keras_paragrad.compat.state import log_once
+from keras_paragrad.compat.types import Batch, Gradients, StepLogs, Structure
+from keras_paragrad.engine.calls.divided import Result, Slices, divided
+from keras_paragrad.engine.calls.intercept import intercepting, not_intercepting
+from keras_paragrad.engine.calls.layer_call import LayerCall
+from keras_paragrad.engine.calls.replicas import Share, gather_batch, metrics_of_one_device
+from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.replicas.batch_statistics import counting_examples
+from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
+from keras_paragrad.engine.step.apply import apply_same
+from keras_paragrad.engine.step.building import build_for
+from keras_paragrad.engine.step.gradient import in_function
+from keras_paragrad.engine.step.interception import capturing_applies
+from keras_paragrad.storage.row_gradients import is_overwritten
+
+# Applies gradients that are the same on every replica.
+ApplySame = Callable[[keras.optimizers.Optimizer, Gradients, list[keras.Variable]], None]
+# Draw from a state in a variable, which differs between replicas.
+_STATEFUL_RANDOM = ("StatefulStandard", "StatefulUniform", "StatefulTruncated", "StatefulRandom", "Rng", "NonDet")
+
+
+class CallDivider:
+    """Divides the calls of layers in a step, in slices, if given, and on replicas, if there are several.
+
+    Args:
+        model: The model.
+        slices: The slices of a call on a device; a call is made whole, if `None`.
+        entered: Why calls of layers are not divided, by the layers' ids.
+        by_xla: Whether XLA compiles each replica's share of a call.
+        apply: Updates with gradients that are the same on every replica.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        slices: Slices | None,
+        entered: Mapping[int, str],
+        *,
+        by_xla: bool = False,
+        apply: ApplySame = apply_same,
+    ):
+        self.model, self.slices, self.entered, self.by_xla, self.apply = model, slices, entered, by_xla, apply
+        # The number of divided calls, and why others aren't, by the layer's name.
+        self._divided, self._obstacles = 0, dict[str, str]()
+        # The operations that divided calls have made, and the ids of the variables whose gradients are summed there.
+        self._inside: list[tuple[int, int]] = []
+        self._summed: set[int] = set()
+
+    def run(self, step: Callable[[Batch], StepLogs], data: Batch) -> StepLogs:
+        """Runs a step of a replica on the whole batch, of which it has `data`; returns its logs."""
+        if replica_count() == 1:
+            with intercepting(self):
+                logs = step(data)
+        else:
+            logs = self._on_replica(step, data)
+        self._check()
+        return logs
+
+    def _on_replica(self, step: Callable[[Batch], StepLogs], data: Batch) -> StepLogs:
+        if not replicas_are_traced_apart():
+            raise IndivisibleError(
+                f"The {getattr(step, '__name__', 'step')} of {type(self.model).__name__} runs on the whole batch, and all "
+                "replicas of a TPU run the same program. Override compute_loss in place of train_step."
+            )
+        begin = _operation_count()
+        whole = gather_batch(data, ReplicaBatch.of(data).rows)
+        with (
+            as_one_replica(),
+            metrics_of_one_device(self.model),
+            counting_examples(None),
+            capturing_applies(self._apply) as self._not_capturing,
+            intercepting(self),
+        ):
+            logs = step(whole)
+        self._check_random(begin)
+        return logs
+
+    def __call__(self, call: Callable[..., Structure], layer: keras.layers.Layer, arguments: Any, keywords: Any) -> Any:
+        """Calls a layer in parts, or returns `NotImplemented` for a layer that is to be entered."""
+        if id(layer) in self.entered:
+            self._obstacles[layer.name] = self.entered[id(layer)]
+            return NotImplemented
+        made, begin = LayerCall(call, layer, arguments, keywords), _operation_count()
+        if not made.has_rows:
+            return NotImplemented
+        several = replica_count() > 1
+        if not several and self.slices and made.static is not None and made.static <= self.slices.size:
+            self._divided += 1
+            with not_intercepting():
+                return call(*arguments, **keywords)
+        obstacle = made.find_obstacle(runs_twice=self.slices is not None)
+        if obstacle:
+            self._obstacles[layer.name] = obstacle
+            return NotImplemented
+        self._divided += 1
+        result = made.finish(self._on_share(made) if several else self._in_slices(made, made.rows, made.whole, made.state))
+        self._inside.append((begin, _operation_count()))
+        return result
+
+    def _in_slices(self, made: LayerCall, rows: list[Any], whole: list[Any], state: list[Any]) -> Result:
+        return divided(made, rows, whole, self.slices, state) if self.slices else made(rows, whole, state)
+
+    def _on_share(self, made: LayerCall) -> Result:
+        """The result of a call of which this replica computes its share of the rows."""
+        share = Share(made.rows)
+        rows = share.own(made.rows)
+        whole, state = share.copy(made.whole, rows), made.state
+        with counting_examples(share.nonempty):
+            if self.by_xla and not self.slices:
+                result: Result = in_function(lambda inputs: made(*inputs))((rows, whole, state))
+            else:
+                result = self._in_slices(made, rows, whole, state)
+        self._summed |= made.read
+        return result._replace(rows=share.whole(result.rows))
+
+    def _apply(
+        self, optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
+    ) -> None:
+        """Updates with gradients that each replica has of the whole batch."""
+        build_for(optimizer, variables)
+        # Computed by each replica for itself, they may differ by rounding on GPUs, and with them the weights.
+        own = [
+            index
+            for index, (gradient, variable) in enumerate(zip(gradients, variables, strict=True))
+            if isinstance(gradient, tf.Tensor) and id(variable) not in self._summed and not is_overwritten(variable)
+        ]
+        same = list(gradients)
+        for index, total in zip(own, sum_over_replicas([tf.identity(same[index]) for index in own]), strict=True):
+            same[index] = total / tf.cast(replica_count(), total.dtype)
+        with self._not_capturing():
+            self.apply(optimizer, same, variables)
+
+    def _check(self) -> None:
+        """Refuses a step of whose calls none can be divided."""
+        if not self._divided:
+            reasons = "; ".join(f"{name!r}: {why}" for name, why in self._obstacles.items()) or "it calls no layer"
+            raise IndivisibleError(
+                f"Nothing can be divided in the step of {type(self.model).__name__}: {reasons}. "
+                "keras_paragrad.memory.recompute(model) saves memory with whole batches."
+            )
+        for name, why in self._obstacles.items():
+            log_once(self.model, f"Calls of {name!r} get whole batches: {why}.")
+
+    def _check_random(self, begin: int) -> None:
+        """Refuses random numbers that replicas would draw differently for the same rows."""
+        if tf.executing_eagerly():
+            return
+        inside = {index for first, stop in self._inside for index in range(first, stop)}
+        operations = tf.compat.v1.get_default_graph().get_operations()
+        for index in range(begin, len(operations)):
+            if index not in inside and operations[index].type.startswith(_STATEFUL_RANDOM):
+                raise IndivisibleError(
+                    f"The step of {type(self.model).__name__} draws from a tf.random.Generator "
+                    f"({operations[index].type}), which draws other numbers on each replica. Draw with keras.random, "
+                    "with a keras.random.SeedGenerator that is an attribute of the model."
+                )
+
+
+def _operation_count() -> int:
+    return 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
