@@ -12,7 +12,6 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS, check_parts
-from keras_paragrad.accumulation.gradient_cache import GradientCache
 from keras_paragrad.arguments import check_choice_or_function, check_flag, check_instance, check_integer
 from keras_paragrad.compat.data import Adapter, sample_rows
 from keras_paragrad.compat.types import Batch
@@ -27,7 +26,6 @@ from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.fixed_parts import FixedParts, enable_determinism
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
-from keras_paragrad.engine.step.stages import BatchSlices
 from keras_paragrad.memory.available import memory_of_device
 from keras_paragrad.memory.batch_size import (
     ROWS,
@@ -46,7 +44,7 @@ DIVIDER = Divider(
     parts="the slices of a batch",
     for_equal_parts="write AccumulatingOptimizer(..., weighting='uniform'), and give fit() the micro-batches",
     to_train_anyway="write microbatch(..., weighting='examples')",
-    on_whole_batches="each slice runs twice, for its outputs and for its gradient",
+    divides_calls=True,
     divides_steps=True,
 )
 
@@ -193,12 +191,8 @@ class Slices(NamedTuple):
         rows = static_row_count(data)
         return None if rows is None else rows > self.size
 
-    def slices(self, data: Batch) -> BatchSlices:
-        """Cuts a batch, for a custom `train_step`; the last slice has from 1 to `size` rows."""
-        rows = cut_rows_of(data)
-        full = (rows - 1) // self.size
-        last = rows_at(data, full * self.size, rows - full * self.size)
-        return BatchSlices(full, lambda index: rows_at(data, index * self.size, self.size), last)
+    def check_calls(self) -> None:
+        """Calls of layers can be divided."""
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch, accumulated over slices of `size` rows; the last one may be smaller."""
@@ -224,10 +218,6 @@ class Slices(NamedTuple):
         elif remainder:
             total = total.with_sums(add_remainder())
         return total.finish()
-
-    def of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
-        """The gradient of a batch whose loss compares examples, in two runs of each slice."""
-        return GradientCache(context, self.size)(data)
 
     def build(self, context: StepContext, data: Batch) -> None:
         """Builds the model's weights and losses, outside of the loop over slices."""

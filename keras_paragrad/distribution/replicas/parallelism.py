@@ -51,7 +51,7 @@ DIVIDER = Divider(
     parts="the replicas' parts of a batch",
     for_equal_parts="write DistributedFit(..., exact=False)",
     to_train_anyway="write DistributedFit(..., exact=False)",
-    on_whole_batches="the replicas gather them",
+    divides_calls=True,
     whole_batches='DistributedFit("none") trains on one device.',
     for_any_loss="DistributedFit('none') trains any loss.",
     in_sequence=False,

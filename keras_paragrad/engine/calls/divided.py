@@ -17,7 +17,7 @@ The gradient of a table has a row for each lookup, which optimizers treat one by
 others, such as positions, are the same in all parts, and their values are sums.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf

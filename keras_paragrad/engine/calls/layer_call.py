@@ -1,6 +1,5 @@
 """`LayerCall`: one call of a layer as a function of its rows, of what all rows read, and of its state."""
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -44,7 +43,7 @@ class LayerCall:
         self._others = [index for index, leaf in enumerate(given) if _is_tensor(leaf) and not by_row[index]]
         self.rows: list[Any] = [given[index] for index in self._rowed]
         self._read = list({id(variable): variable for variable in layer.variables}.values())
-        self._assigned: list[keras.Variable] = []
+        self.assigned: list[keras.Variable] = []
         self._call_state = CallState()
         # Found by the last run: the nested outputs, with the index of each tensor, and by it the index of its mask.
         self._outputs: Any = None
@@ -65,7 +64,7 @@ class LayerCall:
     @property
     def state(self) -> list[tf.Tensor]:
         """The values of the variables that the call assigns."""
-        return list(map(_value_of, self._assigned))
+        return list(map(_value_of, self.assigned))
 
     def __call__(self, rows: list[Any], whole: list[Any], state: list[Any]) -> Result:
         result, _ = self._run(rows, whole, state)
@@ -77,13 +76,20 @@ class LayerCall:
             given[index] = tensor
         leaves, masks = given[: len(self._leaves)], given[len(self._leaves) :]
         # A mask is an attribute of a tensor, and must not change the given one.
-        leaves = [leaf if mask is None else with_mask(tf.identity(leaf), mask) for leaf, mask in zip(leaves, masks, strict=True)]
+        leaves = [
+            leaf if mask is None else with_mask(tf.identity(leaf), mask)
+            for leaf, mask in zip(leaves, masks, strict=True)
+        ]
         arguments, keywords = keras.tree.pack_sequence_as(self.structure, leaves)
-        values = [*zip(self._read, whole[len(self._others) :], strict=True), *zip(self._assigned, state, strict=True)]
+        values = [*zip(self._read, whole[len(self._others) :], strict=True), *zip(self.assigned, state, strict=True)]
         reason = "its calls in parts of a batch must all read the same."
-        with not_intercepting(), self._call_state.entered(), ReadScope(self.layer.name, values, reason, once=True) as scope:
+        with (
+            not_intercepting(),
+            self._call_state.entered(),
+            ReadScope(self.layer.name, values, reason, once=True) as scope,
+        ):
             outputs = self.call(*arguments, **keywords)
-        after = [scope.get_current_value(variable) for variable in self._assigned]
+        after = [scope.get_current_value(variable) for variable in self.assigned]
         self._changed = [one is not other for one, other in zip(after, state, strict=True)]
         return Result(self._flatten(outputs), [], after), scope
 
@@ -93,13 +99,15 @@ class LayerCall:
         tensors = [leaf for leaf in leaves if _is_tensor(leaf)]
         masks = {index: mask for index, leaf in enumerate(tensors) if (mask := mask_of(leaf)) is not None}
         numbers = iter(range(len(tensors)))
-        self._outputs = keras.tree.pack_sequence_as(outputs, [_Output(next(numbers)) if _is_tensor(leaf) else leaf for leaf in leaves])
+        self._outputs = keras.tree.pack_sequence_as(
+            outputs, [_Output(next(numbers)) if _is_tensor(leaf) else leaf for leaf in leaves]
+        )
         self._output_masks = {index: len(tensors) + number for number, index in enumerate(masks)}
         return [*tensors, *masks.values()]
 
     def finish(self, result: Result) -> Structure:
         """Assigns the state of a result, and returns the nested outputs."""
-        for variable, value, changed in zip(self._assigned, result.state, self._changed, strict=True):
+        for variable, value, changed in zip(self.assigned, result.state, self._changed, strict=True):
             if changed:
                 variable.assign(value)
 
@@ -118,7 +126,7 @@ class LayerCall:
         """
         if tf.executing_eagerly():
             # Only a graph shows what is assigned.
-            self._read, self._assigned = _split(self._read, {id(each) for each in self._read if not each.trainable})
+            self._read, self.assigned = _split(self._read, {id(each) for each in self._read if not each.trainable})
             return None
         try:
             return self._trace(runs_twice)
@@ -142,7 +150,7 @@ class LayerCall:
             if not scope.missing:
                 break
         assigned = [variable for variable, _ in scope.updates]
-        self._read, self._assigned = _split(self._read, {id(variable) for variable in assigned})
+        self._read, self.assigned = _split(self._read, {id(variable) for variable in assigned})
         return _obstacle(result, scope, assigned, self._read, count) or _of_operations(graph, runs_twice)
 
 

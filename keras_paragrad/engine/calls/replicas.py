@@ -11,7 +11,6 @@ What is whole is the same on all replicas, and so is its gradient. With the rows
 """
 
 import contextlib
-import functools
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -84,7 +83,11 @@ def gather_batch(data: Batch, count: tf.Tensor) -> Batch:
     for index, whole in zip(dense, rows.gather([leaves[index][:count] for index in dense]), strict=True):
         leaves[index] = whole
     return keras.tree.pack_sequence_as(
-        data, [leaf if leaf is None or index in dense else _gather_composite(leaf, rows) for index, leaf in enumerate(leaves)]
+        data,
+        [
+            leaf if leaf is None or index in dense else _gather_composite(leaf, rows)
+            for index, leaf in enumerate(leaves)
+        ],
     )
 
 
@@ -95,7 +98,9 @@ def _gather_composite(leaf: Any, rows: Rows) -> Any:
         lengths = rows.gather([leaf.row_lengths()])[0]
         values: Any = leaf.values
         entries = Rows.of_replicas(rows_of(values))
-        values = _gather_composite(values, entries) if isinstance(values, tf.RaggedTensor) else entries.gather([values])[0]
+        values = (
+            _gather_composite(values, entries) if isinstance(values, tf.RaggedTensor) else entries.gather([values])[0]
+        )
         return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False)
     entries = Rows.of_replicas(tf.shape(leaf.values)[0])
     shift = tf.concat([[rows.first], tf.zeros([leaf.shape.rank - 1], "int32")], 0)
@@ -179,7 +184,10 @@ class Share(Rows):
         lookups = [split_lookups(gradient, rows) or [(None, gradient)] for gradient in gradients]
         pieces = [piece for group in lookups for piece in group]
         values = [self._live(piece if by_row or by_row is None else piece.values) for by_row, piece in pieces]
-        dense = [tf.convert_to_tensor(value) if by_row is None else value for value, (by_row, _) in zip(values, pieces, strict=True)]
+        dense = [
+            tf.convert_to_tensor(value) if by_row is None else value
+            for value, (by_row, _) in zip(values, pieces, strict=True)
+        ]
         sums = iter(self._sums(dense))
         totals = []
         for group in lookups:

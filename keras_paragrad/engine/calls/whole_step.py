@@ -74,7 +74,8 @@ class CallDivider:
                 logs = step(data)
         else:
             logs = self._on_replica(step, data)
-        self._check()
+        for name, why in self._obstacles.items():
+            log_once(self.model, f"Calls of {name!r} get whole batches: {why}.")
         return logs
 
     def _on_replica(self, step: Callable[[Batch], StepLogs], data: Batch) -> StepLogs:
@@ -114,7 +115,9 @@ class CallDivider:
             self._obstacles[layer.name] = obstacle
             return NotImplemented
         self._divided += 1
-        result = made.finish(self._on_share(made) if several else self._in_slices(made, made.rows, made.whole, made.state))
+        result = made.finish(
+            self._on_share(made) if several else self._in_slices(made, made.rows, made.whole, made.state)
+        )
         self._inside.append((begin, _operation_count()))
         return result
 
@@ -151,16 +154,16 @@ class CallDivider:
         with self._not_capturing():
             self.apply(optimizer, same, variables)
 
-    def _check(self) -> None:
-        """Refuses a step of whose calls none can be divided."""
-        if not self._divided:
-            reasons = "; ".join(f"{name!r}: {why}" for name, why in self._obstacles.items()) or "it calls no layer"
-            raise IndivisibleError(
-                f"Nothing can be divided in the step of {type(self.model).__name__}: {reasons}. "
-                "keras_paragrad.memory.recompute(model) saves memory with whole batches."
-            )
-        for name, why in self._obstacles.items():
-            log_once(self.model, f"Calls of {name!r} get whole batches: {why}.")
+    @property
+    def refusal(self) -> str | None:
+        """Why no call could be divided, or `None`; after `run`."""
+        if self._divided:
+            return None
+        reasons = "; ".join(f"{name!r}: {why}" for name, why in self._obstacles.items()) or "it calls no layer"
+        return (
+            f"Nothing can be divided in the step of {type(self.model).__name__}: {reasons}. "
+            "keras_paragrad.memory.recompute(model) saves memory with whole batches."
+        )
 
     def _check_random(self, begin: int) -> None:
         """Refuses random numbers that replicas would draw differently for the same rows."""

@@ -19,8 +19,8 @@ class Divider:
         parts: What the parts of a batch are called.
         for_equal_parts: A clause: what to write if all parts have the same size and weights.
         to_train_anyway: A clause: what to write for a model that mixes examples; `None` if nothing would help.
-        on_whole_batches: A clause: how a loss is computed on the outputs of the whole batch, or `None`.
         in_sequence: Whether a part sees the states that earlier parts leave.
+        divides_calls: Whether calls of layers can be divided in place of the loss.
         divides_steps: Whether a custom `train_step` is divided.
         takes_weighting: Whether a `weighting` can be stated. If not, layers whose states differ from the states after
             the whole batch are warned of, and not refused.
@@ -34,8 +34,8 @@ class Divider:
     parts: str
     for_equal_parts: str
     to_train_anyway: str | None
-    on_whole_batches: str | None = None
     in_sequence: bool = True
+    divides_calls: bool = False
     divides_steps: bool = False
     takes_weighting: bool = True
     whole_batches: str = "keras_paragrad.memory.recompute(model) saves memory with whole batches."

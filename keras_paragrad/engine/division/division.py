@@ -2,11 +2,13 @@
 
 `Stages` hold what components do in a step: `take` divides batches among replicas, `split` cuts them into slices, and
 `apply` accumulates micro-batches, weighted by `combine`.
+
+A batch is divided in one of two ways. Parts of the loss, where what a part weighs is known: Keras's `train_step`, and a
+loss whose divisor is read, found or stated. Parts of the calls of layers, in a step that runs whole, everywhere else.
 """
 
-import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,17 +18,12 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import as_on_replica, replica_count
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.optimizer import find_accumulator
+from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, Specs
-from keras_paragrad.engine.custom_step.analysis import ApplyCall, analyze_step
-from keras_paragrad.engine.custom_step.step import CustomStep, step_signature
-from keras_paragrad.engine.custom_step.whole_step import WholeStep, divide_on_replicas
 from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS
-from keras_paragrad.engine.division.slices import find_refusal_of_slices, trace_loss
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.division.slices import find_refusal_of_loss, trace_loss
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.probes.comparing import find_row_comparison
-from keras_paragrad.engine.step.building import build_by_calling, build_losses
-from keras_paragrad.engine.step.indivisible import explaining_rows
+from keras_paragrad.engine.step.building import build_by_calling, build_layers_by_step
 from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
 
@@ -38,14 +35,12 @@ class Division(NamedTuple):
 
     Attributes:
         cut: Whether the batch is cut into slices, if it is larger than one.
-        whole_loss: Whether the loss is computed on the outputs of the whole batch.
-        step: The analyzed custom `train_step` run on each part, or `None`.
+        calls: Whether the step runs whole, and the calls of layers in it are divided.
         undivided: Why the batch can't be cut, or `None`; if set, a batch larger than one slice raises.
     """
 
     cut: bool = False
-    whole_loss: bool = False
-    step: CustomStep | WholeStep | None = None
+    calls: bool = False
     undivided: str | None = None
 
 
@@ -53,22 +48,23 @@ class Divisions:
     """Finds the divisions of a model's batches, until the model is compiled again.
 
     Attributes:
-        steps: The analyzed steps of the custom `train_step`, by signature. Compiled functions use their variables.
         undivided: Why batches of unknown size are left whole, or `None`.
+        calls: Whether calls of layers are divided in the steps that were found last.
+        entered: Why calls of layers are not divided, by the layers' ids, where calls are.
+        by_calls: Why parts of the loss don't give the whole's gradient, as the first batch has shown, or `None`.
+        called: The optimizers that a custom `train_step` has called.
     """
 
     def __init__(self, model: keras.Model):
         self.model = model
-        self.steps: dict[tuple[object, ...], CustomStep | WholeStep] = {}
         self.undivided: str | None = None
+        self.calls = False
+        self.entered: Mapping[int, str] = {}
+        self.by_calls: str | None = None
+        self.called: dict[int, keras.optimizers.Optimizer] = {}
         # The specs of the last batches on a replica, and the stages and the iterator for which they were found.
         self._specs: Specs = None
         self._found_for: tuple[Stages | None, weakref.ref[Any] | None] = None, None
-
-    @property
-    def calls(self) -> list[ApplyCall]:
-        """The calls of optimizers in the analyzed steps."""
-        return [call for step in self.steps.values() for call in step.calls]
 
     def find(self, stages: Stages, iterator: Any, specs: Specs) -> None:
         """Finds the division of an iterator's batches, which have these specs on a replica, before a step is traced.
@@ -109,10 +105,8 @@ class Divisions:
         division, model = self.of(stages, data), self.model
         if division.undivided:
             return f"Batches are left whole: {division.undivided}"
-        if division.whole_loss:
-            return "The loss compares rows, so it is computed on the outputs of the whole batch."
-        if division.step:
-            return division.step.describe()
+        if division.calls:
+            return f"The step of {type(model).__name__} runs on whole batches, and calls of layers are divided."
         normalize = stages.normalization(of_slices=division.cut)
         if normalize is None or overrides_train_step(model):
             return "Nothing is divided, or all parts count the same."
@@ -122,6 +116,7 @@ class Divisions:
         """Finds the division of a batch, or of a replica's part; raises `IndivisibleError` if it can't be divided."""
         find = self._divide_custom_step if overrides_train_step(self.model) else self._divide_keras_step
         division = find(stages, data)
+        self.calls = division.calls
         if division.undivided and stages.split:
             if stages.split.cuts(data) is None:
                 self.undivided = division.undivided
@@ -129,71 +124,58 @@ class Divisions:
         return division
 
     def _divide_custom_step(self, stages: Stages, data: Batch) -> Division:
-        """Finds the division for a model with a custom `train_step`, analyzed for a slice, or for all the data."""
-        split, take = stages.split, stages.take
+        """Finds the division for a model with a custom `train_step`, whose layers it builds."""
+        split, cuts = stages.split, stages.split is not None and stages.split.cuts(data)
         undivided = split.normalize.find_refusal(self.model) if split else None
-        if split and undivided and split.cuts(data):
+        if split and undivided and cuts:
             raise _too_large(split, undivided)
-        if split and not undivided and split.cuts(data) is not False:
+        cut = split is not None and not undivided and cuts is not False
+        if cut:
             _check_slices(self.model, stages)
-            return Division(cut=True, step=self._step(split.slices(data).last, split.normalize, data))
-        if stages.apply and stages.combine:
-            return Division(step=self._step(data, stages.combine, None), undivided=undivided)
-        if take and take.normalize and replica_count() > 1:
-            return Division(step=self._step(data, take.normalize, data, replicas=True), undivided=undivided)
-        return Division(undivided=undivided)
-
-    def _step(
-        self, part: Batch, normalize: LossNormalization, explained: Batch, *, replicas: bool = False
-    ) -> CustomStep | WholeStep:
-        """Analyzes the step for a part of a batch; explains errors that `explained`, the whole batch, doesn't raise."""
-        signature = step_signature(part, normalize)
-        if signature not in self.steps:
-            model, divide = self.model, divide_on_replicas if replicas else CustomStep
-            explaining = nullcontext()
-            if explained is not None:
-                explaining = explaining_rows(model, explained, replica_count(), functools.partial(analyze_step, model))
-            with explaining:
-                self.steps[signature] = divide(model, part, normalize)
-        return self.steps[signature]
+        calls = cut or replica_count() > 1
+        if split and calls:
+            split.check_calls()
+        if calls or stages.apply:
+            build_layers_by_step(self.model, data)
+        return Division(cut=cut, calls=calls, undivided=undivided)
 
     def _divide_keras_step(self, stages: Stages, data: Batch) -> Division:
         """Finds the division for a model with Keras's `train_step`.
 
-        Cuts the batch if its loss can be weighted by slice; computes the loss on the whole batch if it compares rows;
-        otherwise leaves the batch whole, with the reason.
+        Parts of the loss, if its weight in a part is known; else parts of the calls, or the batch is left whole.
         """
         split, replicas = stages.split, replica_count()
         # Whether the batch is larger than a slice; `None` if its number of rows isn't known.
         cuts = False if split is None else split.cuts(data)
         # The stage whose parts have to be combined, if any.
         divides = split if cuts is not False else stages.take if replicas > 1 else None
+        normalize = divides.normalize if divides else None
+        if normalize and not stages.combine and normalize.divider.divides_calls and normalize.weighting == "auto":
+            # A model without compiled losses may not be built yet.
+            build_by_calling(self.model, keras.utils.unpack_x_y_sample_weight(data)[0])
+            reason = self.by_calls or find_refusal_of_loss(self.model, normalize, split, data)
+            if reason:
+                self._check_calls(stages)
+                log_once(
+                    self.model,
+                    f"The loss of {self.model.name!r} is computed on whole batches, and only calls of layers are "
+                    f"divided. {reason}",
+                )
+                return Division(cut=cuts is not False, calls=True)
+            return Division(cut=cuts is not False)
         undivided = None
-        if divides and divides.normalize and not stages.combine and divides.normalize.divider.on_whole_batches:
-            compares = self._needs_whole_outputs(stages, data, divides.normalize)
-            if compares is True:
-                return Division(cut=cuts is not False, whole_loss=True)
-            # Replicas can't leave the batch whole; without replicas, slices can.
-            if compares and (cuts is False or replicas > 1):
-                raise IndivisibleError(compares)
-            undivided = compares or None
         # Slices need weights; a batch of one slice needs one only if it is accumulated with others.
-        if split and not undivided and cuts is not True and (cuts is None or find_accumulator(self.model.optimizer)):
-            undivided = find_refusal_of_slices(self.model, split, data)
+        if split and cuts is not True and (cuts is None or find_accumulator(self.model.optimizer)):
+            undivided = find_refusal_of_loss(self.model, split.normalize, split, data)
         if split and undivided and cuts:
             raise _too_large(split, undivided)
         return Division(cut=cuts is not False and not undivided, undivided=undivided)
 
-    def _needs_whole_outputs(self, stages: Stages, data: Batch, normalize: LossNormalization) -> bool | str:
-        """Whether the loss has to be computed on the whole batch's outputs; a string says why it can't be."""
-        model = self.model
-        # A model without compiled losses may not be built yet, and trials need a built one.
-        build_by_calling(model, keras.utils.unpack_x_y_sample_weight(data)[0])
-        build_losses(model, data)
-        compares = find_row_comparison(model, data, normalize)
-        if compares is not True:
-            return compares
-        if find_accumulator(model.optimizer) and not (stages.apply and stages.apply.deferred_refusal):
+    def _check_calls(self, stages: Stages) -> None:
+        """Refuses calls of layers in parts together with what looks at parts of the loss."""
+        if stages.split:
+            stages.split.check_calls()
+        if find_accumulator(self.model.optimizer) and not (stages.apply and stages.apply.deferred_refusal):
             raise IndivisibleError(
                 "The loss compares examples, so the micro-batches of a window can't be combined into the whole batch. "
                 f"{INSTEAD_OF_WINDOWS}"
@@ -203,7 +185,6 @@ class Divisions:
                 f"{type(stages.observe).__name__} compares the gradients of replicas, and the loss compares the "
                 "examples of all replicas, so none has a gradient of its own. Train without that callback."
             )
-        return True
 
 
 def _too_large(split: Split, refusal: str) -> IndivisibleError:

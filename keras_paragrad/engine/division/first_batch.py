@@ -5,15 +5,15 @@ A proof computes rows of the batch whole and in *parts*: replicas' shares, slice
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import keras
 
-from keras_paragrad.compat.model import overrides_test_step, overrides_train_step
+from keras_paragrad.compat.model import overrides_test_step, overrides_train_step, train_step_of
 from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.compat.workers import all_or_none, gather, worker_strategy
-from keras_paragrad.engine.custom_step.step import CustomStep
+from keras_paragrad.engine.calls.divisible import find_mixing_layers
 from keras_paragrad.engine.division.comparison import Difference
 from keras_paragrad.engine.division.cut import MOST_PARTS, join_rows, local_rows, part_size
 from keras_paragrad.engine.division.division import Divisions
@@ -24,12 +24,10 @@ from keras_paragrad.engine.division.proof import (
     is_known_to_divide,
     measure_batch_statistics,
 )
-from keras_paragrad.engine.division.step_proof import find_difference_of_step
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
 from keras_paragrad.engine.losses.terms import arguments_of, is_summed
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS
-from keras_paragrad.engine.probes.comparing import require_whole_losses
 from keras_paragrad.engine.probes.independence import USE_SUMS, find_layers_dependent_on, states_refusal
 from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
 from keras_paragrad.engine.step.stages import Stages, Take
@@ -49,12 +47,14 @@ class EvaluationProof:
 
     Attributes:
         whole_losses: Whether the loss differs, so that it is computed on the outputs of whole batches.
+        entered: Why calls of layers are not divided, by the layers' ids, where calls are.
     """
 
     def __init__(self, model: keras.Model, take: Take):
         self.model, self._stages, self.whole_losses = model, Stages(take=take), False
+        self.entered: Mapping[int, str] = {}
         replicas = model.distribute_strategy.num_replicas_in_sync
-        self._proves = take.prove and take.normalize is not None and replicas > 1 and not overrides_test_step(model)
+        self._proves = take.prove and take.normalize is not None and replicas > 1
 
     @property
     def pending(self) -> bool:
@@ -67,7 +67,10 @@ class EvaluationProof:
         """Takes the first batch before its step is traced; returns the proof of its metrics. Ignores `update`."""
         self._proves = False
         model, normalize, rows = self.model, self._stages.normalization(of_slices=False), local_rows(batch)
-        if rows is None or normalize is None:
+        own = overrides_test_step(model)
+        if own or normalize is None or normalize.weighting == "auto":
+            self.entered = find_mixing_layers(model, model.test_step, rows)
+        if rows is None or normalize is None or own:
             return None
         size, parts = part_size(model, self._stages, batch)
         if not _build_known_to_divide(model, rows):
@@ -123,6 +126,10 @@ class FirstBatchProof:
         """
         size, parts = part_size(self.model, self.stages, batch)
         normalize, rows = self.stages.normalization(of_slices=True), local_rows(batch)
+        if overrides_train_step(self.model):
+            self._window = None
+            self._find_entered(rows)
+            return None
         if self._window is None or parts == 1 or rows is None:
             self._window = None
             return None
@@ -136,12 +143,44 @@ class FirstBatchProof:
 
     def _conclude(self, data: Batch, size: int, parts: int, normalize: LossNormalization | None) -> Conclusion | None:
         """Proves the gradient, now or after the trace; without `normalize`, all parts weigh the same."""
-        if overrides_train_step(self.model):
-            return functools.partial(self._prove_step, data, size, parts, normalize) if normalize else None
         if normalize is None:
             return functools.partial(self._measure_equal_weights, data, size, parts)
-        conclusion = _prove(self.model, data, size, parts, normalize, whole_losses=not self.stages.combine)
-        return conclusion or functools.partial(self._prove_rest, data, size, parts, normalize)
+        if not self._by_calls:
+            conclusion = self._prove(data, size, parts, normalize)
+            if not self._by_calls:
+                return conclusion or functools.partial(self._prove_rest, data, size, parts, normalize)
+        self._find_entered(data)
+        return None
+
+    @property
+    def _by_calls(self) -> bool:
+        """Whether calls of layers are divided in place of the loss."""
+        return self._divisions.by_calls is not None
+
+    def _find_entered(self, data: Batch | None) -> None:
+        """Finds the layers whose calls can't be divided, before the step is traced."""
+        self._divisions.entered = find_mixing_layers(self.model, train_step_of(self.model), data)
+
+    def _prove(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> Conclusion | None:
+        """Returns the action to take if the parts of an update's rows don't give the rows' gradient.
+
+        If they don't, and calls of layers can be divided instead, they are from now on.
+        """
+        model = self.model
+        if _build_known_to_divide(model, data):
+            return None
+        difference = find_difference(model, data, size, parts, normalize)
+        if normalize.weighting != "auto":
+            return difference and _warn_of_stated(model, data, difference, normalize)
+        by_calls = normalize.divider.divides_calls and not self.stages.combine
+        if by_calls:
+            if _any_worker(model, difference is not None):
+                self._divisions.by_calls = f"{difference or _ELSEWHERE}."
+            return None
+        if difference and (layer := find_layer_that_mixes(model, data, size)):
+            mixes = f"The output of {layer!r} for one example depends on the others. {difference}."
+            return functools.partial(_refuse, f"{mixes} {normalize.refusals.anyway}")
+        return difference and functools.partial(_refuse, normalize.refusals.of_difference(str(difference)))
 
     def _prove_rest(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
         """Proves states and metrics after they are built, and measures the effect of batch statistics."""
@@ -160,51 +199,8 @@ class FirstBatchProof:
                 warn_once(self.model, f"{difference}, with {stated}, which weights all parts equally.")
         _measure_statistics(self.model, data, size, parts, None)
 
-    def _prove_step(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
-        """Proves the custom `train_step` after it is analyzed."""
-        step = next(
-            (candidate for candidate in self._divisions.steps.values() if isinstance(candidate, CustomStep)), None
-        )
-        difference = step and find_difference_of_step(self.model, step, data, size, parts)
-        if step is None or difference is None:
-            return
-        if normalize.weighting != "auto":
-            warn_once(self.model, _as_stated(difference, normalize))
-            return
-        where = (
-            f"{difference}, in update {difference.call + 1} of {len(step.calls)} in the train_step of "
-            f"{type(self.model).__name__}, by {step.calls[difference.call].optimizer.name!r}"
-        )
-        raise IndivisibleError(normalize.refusals.of_difference(where, in_train_step=True))
-
 
 Proof = EvaluationProof | FirstBatchProof
-
-
-def _prove(
-    model: keras.Model, data: Batch, size: int, parts: int, normalize: LossNormalization, *, whole_losses: bool
-) -> Conclusion | None:
-    """Returns the action to take if the parts of an update's rows don't give the rows' gradient.
-
-    If `whole_losses`, the loss may be computed on the outputs of whole batches instead.
-    """
-    if _build_known_to_divide(model, data):
-        return None
-    difference = find_difference(model, data, size, parts, normalize)
-    if normalize.weighting != "auto":
-        return difference and _warn_of_stated(model, data, difference, normalize)
-    conclusion, needs_whole = None, False
-    if difference and (layer := find_layer_that_mixes(model, data, size)):
-        mixes = f"The output of {layer!r} for one example depends on the others. {difference}."
-        conclusion = functools.partial(_refuse, f"{mixes} {normalize.refusals.anyway}")
-    elif difference and (not whole_losses or normalize.divider.on_whole_batches is None):
-        conclusion = functools.partial(_refuse, normalize.refusals.of_difference(str(difference)))
-    elif difference:
-        needs_whole = True
-    if _any_worker(model, needs_whole):
-        log_once(model, _loss_of_whole_batches(model, difference or _ELSEWHERE))
-        require_whole_losses(model)
-    return conclusion
 
 
 def _build_known_to_divide(model: keras.Model, data: Batch) -> bool:

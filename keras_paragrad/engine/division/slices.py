@@ -2,13 +2,15 @@
 
 import keras
 
-from keras_paragrad.compat.collectives import as_one_replica
+from keras_paragrad.compat.collectives import as_one_replica, replica_count
 from keras_paragrad.compat.model import all_variables
 from keras_paragrad.compat.types import Batch, LossArguments
 from keras_paragrad.engine.division.proof import is_known_to_divide
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import MEANS, LossTerm, arguments_of, compute_loss
 from keras_paragrad.engine.probes.independence import once_per_compile
+from keras_paragrad.engine.replicas.replica_batch import static_row_count
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.stages import Split
@@ -16,19 +18,23 @@ from keras_paragrad.engine.tracing.untouched import trace_rows
 from keras_paragrad.storage.gathering import zeros_in_place_of_shards
 
 
-def trace_loss(model: keras.Model, data: Batch) -> tuple[LossArguments, list[LossTerm]]:
+def trace_loss(model: keras.Model, data: Batch, *, training: bool = True) -> tuple[LossArguments, list[LossTerm]]:
     """Traces the loss of a batch into a graph that never runs; returns its arguments and terms."""
     # No other replica runs this trace, so weights can't be gathered.
     with zeros_in_place_of_shards(all_variables(model)), as_one_replica():
-        _, arguments, terms = compute_loss(model, data)
+        _, arguments, terms = compute_loss(model, data, training=training)
     return arguments, terms
 
 
-def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str | None:
-    """The reason why slices of a batch can't be combined, or `None`; from a trace of it that never runs."""
+def find_refusal_of_loss(
+    model: keras.Model, normalize: LossNormalization, split: Split | None, data: Batch, *, training: bool = True
+) -> str | None:
+    """The reason why losses of parts of a batch can't be combined, or `None`; from a trace of it that never runs."""
+    parts = replica_count()
 
     def trace(data: Batch) -> None:
-        split.normalize(model, *trace_loss(model, data))
+        measure = normalize if training else normalize.in_evaluation
+        measure(model, *trace_loss(model, data, training=training))
 
     def find() -> str | None:
         build_losses(model, data)
@@ -37,9 +43,9 @@ def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str
         if len(losses) == 1 and losses[0].loss.reduction in MEANS and is_known_to_divide(model):
             return None
         try:
-            with explaining_rows(model, data, parts=1, trace=trace):
+            with explaining_rows(model, data, parts=parts, trace=trace):
                 # As many rows as a slice has. Of a pipeline, `size` is 1: its micro-batches have any number of rows.
-                trace_rows(model, trace, data, split.size if split.size > 1 else None)
+                trace_rows(model, trace, data, split.size if split and split.size > 1 else static_row_count(data))
         except IndivisibleError as refusal:
             return str(refusal)
         except Exception:
@@ -47,4 +53,4 @@ def find_refusal_of_slices(model: keras.Model, split: Split, data: Batch) -> str
             return None
         return None
 
-    return once_per_compile(("slices", split.normalize), model, arguments_of(data), find)
+    return once_per_compile(("loss", normalize, split and split.size, training), model, arguments_of(data), find)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -14,20 +14,20 @@ from keras_paragrad.compat.data import without_optionals
 from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
+from keras_paragrad.engine.calls.whole_step import CallDivider
 from keras_paragrad.engine.division.first_batch import EvaluationProof
-from keras_paragrad.engine.losses.log_reducer import run_custom_test_step
+from keras_paragrad.engine.division.slices import find_refusal_of_loss
 from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result, update_metrics
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import arguments_of, compute_loss
-from keras_paragrad.engine.probes.comparing import needs_whole_outputs
 from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.step.building import build_layers_from_inputs
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.engine.step.gradient import call_in_function
 from keras_paragrad.engine.step.stages import Take
-from keras_paragrad.engine.step.whole_loss import evaluate_whole
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
@@ -39,31 +39,27 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
 
     def step(data: Batch) -> StepLogs:
         if overrides_test_step(model):
-            return run_custom_test_step(model, data, take.normalize)
+            return _test_whole(model, data, proof.entered)
         replica_batch = ReplicaBatch.of(data)
         filled = replica_batch.filled(data)
+        normalize = take.ordered.normalize if take.ordered else take.normalize
+        by_calls = normalize and replica_count() > 1 and _loss_of_whole_batches(model, filled, normalize, proof)
+        if by_calls and take.ordered:
+            raise IndivisibleError(
+                "The loss compares examples of different parts of a batch. Evaluate without deterministic: call "
+                "undo() of what dist.prepare(model) returned."
+            )
+        if by_calls:
+            return _test_whole(model, data, proof.entered)
         if take.ordered:
-            normalize = take.ordered.normalize
-            if proof.whole_losses or needs_whole_outputs(model, filled, normalize, training=False):
-                raise IndivisibleError(
-                    "The loss compares examples of different parts of a batch. Evaluate without deterministic: call "
-                    "undo() of what dist.prepare(model) returned."
-                )
-            compute = functools.partial(_compute_losses, model, take=Take(normalize))
+            compute = functools.partial(_compute_losses, model, take=Take(take.ordered.normalize))
             # Each part is a separate function, in which weights can't be gathered.
             with gather_before_pass(model):
                 sums = take.ordered.evaluate(model, replica_batch, filled, compute)
             return _results(model, TrackedLosses(model, sums, on_first=True))
-        normalize = take.normalize
-        if (normalize and replica_count() > 1) and (
-            proof.whole_losses or needs_whole_outputs(model, filled, normalize, training=False)
-        ):
-            # Every replica has the loss of the whole batch, also an empty one.
-            y_pred, sums = evaluate_whole(model, filled, replica_batch)
-        else:
-            evaluate = _compiled_alone(functools.partial(_compute_losses, take=take), take)
-            y_pred, sums = evaluate(model, filled)
-            sums = sums.zero_unless(replica_batch.nonempty)
+        evaluate = _compiled_alone(functools.partial(_compute_losses, take=take), take)
+        y_pred, sums = evaluate(model, filled)
+        sums = sums.zero_unless(replica_batch.nonempty)
         batch = arguments_of(filled, y_pred)
         replica_batch.run(lambda: update_metrics(model, batch))
         if take.normalize is not None:
@@ -72,6 +68,22 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
 
     running = take.ordered.running if take.ordered else contextlib.nullcontext
     return compile_steps(model, [step], take=take, proof=proof, running=running)
+
+
+def _test_whole(model: keras.Model, data: Batch, entered: Mapping[int, str]) -> StepLogs:
+    """Runs the model's `test_step` on the whole batch, with the calls of layers divided between the replicas."""
+    if replica_count() == 1:
+        return model.test_step(data)
+    return CallDivider(model, None, entered).run(model.test_step, data)
+
+
+def _loss_of_whole_batches(
+    model: keras.Model, data: Batch, normalize: LossNormalization, proof: EvaluationProof
+) -> bool:
+    """Whether the losses of the replicas' batches don't make up the whole batch's."""
+    if normalize.weighting != "auto" or not normalize.divider.divides_calls:
+        return False
+    return proof.whole_losses or find_refusal_of_loss(model, normalize, None, data, training=False) is not None
 
 
 def _results(model: keras.Model, losses: TrackedLosses) -> StepLogs:

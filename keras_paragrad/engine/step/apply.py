@@ -160,7 +160,10 @@ def apply_same(
         apply_gradient(optimizer, variables, gradients, shared, whole=True)
         return
     # Shards are scattered from a sum over the replicas. Others are summed already.
-    parts = [scale_gradient(each, share) if any_divided([of]) else each for each, of in zip(gradients, variables, strict=True)]
+    parts = [
+        scale_gradient(each, share) if any_divided([of]) else each
+        for each, of in zip(gradients, variables, strict=True)
+    ]
     apply_gradient(optimizer, variables, parts, whole=True, reduced=True)
 
 

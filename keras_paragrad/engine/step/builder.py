@@ -99,8 +99,8 @@ class StepBuilder:
 
     @property
     def called_optimizers(self) -> list[keras.optimizers.Optimizer]:
-        """The optimizers that a custom `train_step` calls, as far as steps were analyzed."""
-        return list({id(call.optimizer): call.optimizer for call in self._divisions.calls}.values())
+        """The optimizers that a custom `train_step` has called."""
+        return list(self._divisions.called.values())
 
     def describe_division(self) -> str | None:
         """Describes how batches were divided and weighted, and by what evidence; `None` before `fit` has seen data."""
@@ -360,10 +360,10 @@ class StepBuilder:
         ):
             division = self._divisions.of(self.stages, replica_batch.filled(data))
             step = TrainStep(self.model, self.stages, self._window_of(data), update, division)
-            if overrides_train_step(self.model):
+            if division.calls or overrides_train_step(self.model):
                 check = functools.partial(refuse_unwatched, self.model)
                 with noticing_applies(check) if self.stages.telemetry else contextlib.nullcontext():
-                    logs = step.run_own(data, replica_batch)
+                    logs = step.run_whole(data, self._divisions)
                 # The backward pass of a custom step reuses gathered weights.
                 forget_gathers()
             else:

@@ -23,7 +23,7 @@ from keras_paragrad.engine.step.batch_part import BatchPart
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, forward_backward
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.part_function import PartFunction, on_first_replica
-from keras_paragrad.engine.step.stages import BatchSlices, ComputeLosses
+from keras_paragrad.engine.step.stages import ComputeLosses
 
 _ANY_ROWS = 2**31 - 1
 # The option that turns off TensorFlow's graph optimizers: in a large graph, they merge sums of parts.
@@ -85,18 +85,12 @@ class FixedParts(NamedTuple):
         """Every batch is cut."""
         return True
 
-    def slices(self, data: Batch) -> BatchSlices:
-        """Refuses a custom `train_step`, whose updates would also need a fixed order of addition."""
+    def check_calls(self) -> None:
+        """Refuses calls of layers in parts: their sums aren't added in a fixed order."""
         raise IndivisibleError(
-            f"deterministic={self.parts} requires Keras's own train_step: gradients that a custom one applies aren't "
-            "added in a fixed order. Override compute_loss instead of train_step, or leave deterministic out."
-        )
-
-    def of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
-        """Refuses a loss that compares examples: it isn't a sum over parts."""
-        raise IndivisibleError(
-            f"The loss compares examples of different parts. Leave deterministic={self.parts} out: such a loss is "
-            "computed on the outputs of the whole batch."
+            f"deterministic={self.parts} requires Keras's own train_step, and a loss that is a sum or mean over the "
+            "rows, whose parts are added in a fixed order. Override compute_loss instead of train_step, state the "
+            "weighting of the loss, or leave deterministic out."
         )
 
     @contextlib.contextmanager

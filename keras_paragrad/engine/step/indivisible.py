@@ -21,7 +21,6 @@ from keras_paragrad.compat.types import Batch, LossArguments, Step, StepLogs
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.comparing import find_row_comparison
 from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of, static_row_count
 from keras_paragrad.engine.tracing.untouched import trace_rows
 
@@ -58,6 +57,9 @@ class DeferredRefusal:
     def look(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> None:
         """Warns about problems that only a batch shows; checks the first batch after each `compile`."""
         looked = _LOOKED.of(model)
+        if self.normalize.divider.divides_calls and self.normalize.weighting == "auto":
+            # Calls of layers are divided where the loss isn't.
+            return
         if self.where in LOGGED.of(model) or looked.get(self.where) is model._compile_config:
             return
         _LOOKED.attach(model, {**looked, self.where: model._compile_config})
@@ -66,13 +68,7 @@ class DeferredRefusal:
             warnings.simplefilter("ignore")
             try:
                 self.normalize.check(model)
-                data = tuple(arguments[name] for name in ("x", "y", "sample_weight"))
-                # True if the loss compares rows, or the reason why such a loss can't be computed.
-                compares = find_row_comparison(model, data, self.normalize)
-                if isinstance(compares, str):
-                    self.say(model, compares)
-                elif not compares:
-                    self.normalize(model, arguments, terms)
+                self.normalize(model, arguments, terms)
             except IndivisibleError as refusal:
                 self.say(model, str(refusal))
             except Exception:

@@ -92,20 +92,6 @@ class Take(NamedTuple):
     ordered: "OrderedSplit | None" = None
 
 
-class BatchSlices(NamedTuple):
-    """A batch cut into slices.
-
-    Attributes:
-        number: The number of slices, without the last.
-        at: Maps an index to its slice.
-        last: The last slice.
-    """
-
-    number: tf.Tensor | int
-    at: Callable[[tf.Tensor], Batch]
-    last: Batch
-
-
 class Split(Protocol):
     """Fills the *split* stage: divides a batch into slices, and combines their gradients."""
 
@@ -139,16 +125,12 @@ class Split(Protocol):
         """Whether a batch is larger than a slice; `None` if its static shape doesn't say."""
         ...
 
-    def slices(self, data: Batch) -> BatchSlices:
-        """Cuts a batch, for a custom `train_step`."""
+    def check_calls(self) -> None:
+        """Refuses to have calls of layers divided in place of the loss."""
         ...
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch, whose slices are computed in `context`."""
-        ...
-
-    def of_whole_loss(self, context: StepContext, data: Any) -> Gradient:
-        """The gradient of a batch whose loss compares examples; if `normalize.divider.on_whole_batches`."""
         ...
 
 

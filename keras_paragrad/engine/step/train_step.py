@@ -2,20 +2,21 @@
 
 import contextlib
 import functools
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compile_by_layer
-from keras_paragrad.compat.model import all_layers, check_no_row_states
+from keras_paragrad.compat.model import all_layers, check_no_row_states, train_step_of
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
-from keras_paragrad.engine.custom_step.step import run_inexact_step
-from keras_paragrad.engine.custom_step.weighting import warn_of_uniform_step
-from keras_paragrad.engine.custom_step.whole_step import WholeStep
-from keras_paragrad.engine.division.division import Division
+from keras_paragrad.engine.calls.divided import Slices
+from keras_paragrad.engine.calls.whole_step import CallDivider
+from keras_paragrad.engine.calls.window_step import WindowStep
+from keras_paragrad.engine.division.division import Division, Divisions
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result
 from keras_paragrad.engine.losses.loss_normalization import scale_by_replicas, warn_of_uniform
@@ -35,8 +36,8 @@ from keras_paragrad.engine.step.gradient import (
     track_loss,
 )
 from keras_paragrad.engine.step.indivisible import explaining_rows
+from keras_paragrad.engine.step.interception import capturing_applies, noticing_applies
 from keras_paragrad.engine.step.stages import Split, Stages
-from keras_paragrad.engine.step.whole_loss import gradient_of_replica
 from keras_paragrad.engine.telemetry.watch import observe_before_all_reduce
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
@@ -54,38 +55,51 @@ class TrainStep(NamedTuple):
     update: bool
     division: Division
 
-    def run_own(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
-        """Runs the custom `train_step`, divided as analyzed if `division` has a `step`, and returns its logs."""
-        step, split = self.division.step, self.stages.split
-        if step is None:
-            return self._run_undivided(data)
-        if isinstance(step, WholeStep):
-            return step.run(data)
-        if split and self.division.cut:
-            batch = replica_batch.filled(data)
-            return step.run_in_slices(split.slices(batch), batch, replica_batch)
-        with self._accumulating():
-            end = self.end if self.update else None
-            logs = step.run_whole(data, replica_batch, end, in_window=self.stages.apply is not None)
-        if not self.update:
-            self.end()
+    def run_whole(self, data: Batch, divisions: Divisions) -> StepLogs:
+        """Runs the model's `train_step` on the whole batch, with calls of layers divided if `division` says so."""
+        note = functools.partial(_note, divisions.called)
+        with build_optimizers_outside_of_graphs(self.model), noticing_applies(note):
+            if self.stages.apply:
+                return self._in_window(data, divisions.entered)
+            if not self.division.calls:
+                return self.model.train_step(data)
+            divider = self._call_divider(divisions.entered)
+            logs = divider.run(train_step_of(self.model), data)
+        if divider.refusal and self.stages.split and replica_count() == 1 and self.stages.split.cuts(data) is None:
+            # Batches that fit in one slice are trained on.
+            divisions.undivided = divider.refusal
+            self.stages.split.deferred_refusal.say(self.model, divider.refusal)
+        elif divider.refusal:
+            raise IndivisibleError(divider.refusal)
         return logs
 
-    def _run_undivided(self, data: Batch) -> StepLogs:
-        """Runs the custom `train_step` as it is, on one device or inexactly on several."""
-        several = self.stages.take and replica_count() > 1
-        if self.stages.chain and replica_count() > 1 and not self._accumulator:
-            raise ValueError(
-                f"{type(self.model).__name__} defines its own train_step, which applies each replica's gradients "
-                "itself, so the gradient of the whole batch can't be transformed. Write DistributedFit(..., "
-                "exact=True)."
-            )
-        if self._is_uniform:
-            warn_of_uniform_step(self.model, data)
-        with self._accumulating(), build_optimizers_outside_of_graphs(self.model):
-            logs = run_inexact_step(self.model, data) if several else self.model.train_step(data)
-        self.end()
-        return logs
+    def _call_divider(self, entered: Mapping[int, str], **options: Any) -> CallDivider:
+        slices = Slices(self.stages.split.size) if self.stages.split and self.division.cut else None
+        return CallDivider(self.model, slices, entered, by_xla=self._by_xla, **options)
+
+    def _in_window(self, data: Batch, entered: Mapping[int, str]) -> StepLogs:
+        """Runs the custom `train_step` on a micro-batch of a window."""
+        assert self.stages.apply
+        # If every batch is a whole window, nothing has to be weighed.
+        normalize = None if self.stages.apply.deferred_refusal else self.stages.combine
+        window, step = WindowStep(self.model, normalize, self.update, self.end), train_step_of(self.model)
+        with self._accumulating():
+            if replica_count() > 1:
+                divider = self._call_divider(entered, apply=window.apply)
+                logs = window.run(divider.run, step, data)
+                if divider.refusal:
+                    raise IndivisibleError(divider.refusal)
+                return logs
+
+            def run(step: Callable[[Batch], StepLogs], data: Batch) -> StepLogs:
+                def apply(*call: Any) -> None:
+                    with not_capturing():
+                        window.apply(*call)
+
+                with capturing_applies(apply) as not_capturing:
+                    return step(data)
+
+            return window.run(run, step, data)
 
     def end(self) -> None:
         """Ends a micro-batch, with or without an update."""
@@ -176,22 +190,10 @@ class TrainStep(NamedTuple):
         # TensorFlow can't all-gather weights within XLA, or in a loop over slices.
         gather_first = (self._by_xla and not self._by_layer) or self.stages.split
         with gather_before_pass(self.model) if gather_first else compile_by_layer(self._by_layer):
-            if self.division.whole_loss:
-                return self._of_whole_loss(context, data)
             trace = functools.partial(compute_loss, self.model)
             explained = explaining_rows(self.model, data, replica_count(), trace)
             with explained if replica_count() > 1 or self.division.cut else contextlib.nullcontext():
                 return self._of_parts(context, data)
-
-    def _of_whole_loss(self, context: StepContext, data: Batch) -> Gradient:
-        """The gradient of a batch whose loss compares examples."""
-        split = self.stages.split
-        by_xla = self._by_xla and not self._by_layer
-        context = context._replace(weigh_replica=None, by_xla=by_xla, sums=replica_count() > 1)
-        if split is None or not self.division.cut:
-            return gradient_of_replica(context, data)
-        check_no_row_states(self.model, "slices are", "give batches that are one slice")
-        return split.of_whole_loss(context, data)
 
     def _of_parts(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch, summed over its slices if it is cut."""
@@ -235,6 +237,10 @@ class TrainStep(NamedTuple):
             present=self.stages.present,
             by_xla=self._by_xla and not self._by_layer,
         )
+
+
+def _note(called: dict[int, keras.optimizers.Optimizer], optimizer: keras.optimizers.Optimizer) -> None:
+    called[id(optimizer)] = optimizer
 
 
 def _check_rows(model: keras.Model, data: Batch, gradients: Gradients) -> None:

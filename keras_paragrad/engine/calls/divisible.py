@@ -1,0 +1,154 @@
+"""Finds which calls of layers in a step compute each row by itself, on a few real rows, cut unevenly.
+
+for each outermost call of a layer whose class isn't known to compute row by row:
+    compare its rows and states, in two parts, with those of the whole; where they differ, enter the layer
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.compat.layers import WeightScope
+from keras_paragrad.compat.model import all_layers, all_variables
+from keras_paragrad.compat.types import Batch, Structure
+from keras_paragrad.compat.workers import gather, worker_strategy
+from keras_paragrad.engine.calls.divided import Result
+from keras_paragrad.engine.calls.intercept import intercepting, not_intercepting
+from keras_paragrad.engine.calls.layer_call import LayerCall
+from keras_paragrad.engine.probes.pure_function import PureFunction, State, is_seed, value_of
+from keras_paragrad.engine.probes.row_independence import computes_rows_independently
+from keras_paragrad.engine.probes.tolerances import OUTPUT_OF_PART
+from keras_paragrad.engine.probes.trial import row_count, run_trial, take_rows
+from keras_paragrad.engine.replicas.replica_batch import rows_at
+from keras_paragrad.engine.step.interception import capturing_applies
+from keras_paragrad.engine.tracing.random_rows import random_numbers_of_part
+
+# The most rows of a trial, and the most layers that are entered, each in a trial of its own.
+_ROWS, _LAYERS = 8, 50
+
+
+def find_mixing_layers(model: keras.Model, step: Callable[[Batch], Any], data: Batch | None) -> dict[int, str]:
+    """The layers whose calls can't be divided, by id, and why; tries those that aren't known on rows of a batch.
+
+    Args:
+        model: The model.
+        step: Its `train_step` or `test_step`.
+        data: Rows of this process; `None` if they can't be tried.
+    """
+    layers = [layer for layer in (model, *all_layers(model)) if not _is_known(layer)]
+    if not layers:
+        return {}
+    found: dict[int, str] = {}
+    if data is not None and row_count(data) > 1:
+        rows = take_rows(data, 0, min(row_count(data), _ROWS))
+        found = run_trial(
+            functools.partial(_try_calls, model, step),
+            rows,
+            otherwise={},
+            question="which calls of layers can be divided",
+        )
+    # Workers have other rows, and trace the same step.
+    flags = gather(worker_strategy(model), [int(id(layer) in found) for layer in layers])
+    elsewhere = "its rows depend on each other, on rows of another worker"
+    return {
+        id(layer): found.get(id(layer), elsewhere) for layer, flag in zip(layers, np.any(flags, 0), strict=True) if flag
+    }
+
+
+def _is_known(layer: keras.layers.Layer) -> bool:
+    """Whether a layer's calls are known to divide, or no call is expected, as of a model without a `call`."""
+    return computes_rows_independently(layer) or type(layer).call in (keras.Model.call, keras.layers.Layer.call)
+
+
+def _try_calls(model: keras.Model, step: Callable[[Batch], Any], rows: Batch) -> dict[int, str]:
+    entered: dict[int, str] = {}
+    for _ in range(_LAYERS):
+        trial = _Trial(model, step, row_count(rows), entered)
+        errors, _ = trial(rows)
+        tolerance = OUTPUT_OF_PART.of(trial.half_precision)
+        found = {
+            id(layer): f"its {what} for some rows depend on other rows"
+            for (layer, what), error in zip(trial.compared, errors, strict=True)
+            if not float(error) <= tolerance
+        }
+        if not found:
+            break
+        entered |= found
+    return entered
+
+
+class _Trial(PureFunction):
+    """A step without updates, whose results are how far each call in parts is off, as a share of its largest value."""
+
+    def __init__(self, model: keras.Model, step: Callable[[Batch], Any], rows: int, entered: Mapping[int, str]):
+        self.step, self.entered = step, entered
+        # The layers that were called, and what was compared.
+        self.compared: list[tuple[keras.layers.Layer, str]] = []
+        self._errors: list[tf.Tensor] = []
+        values = [(variable, value_of(variable)) for variable in all_variables(model)]
+        # Variables, not tensors: the tape of the step watches reads of variables.
+        self._weights = {id(variable): tf.Variable(value) for variable, value in values if variable.trainable}
+        super().__init__(
+            model, self._errors_of_calls, total=rows, values=[pair for pair in values if not pair[0].trainable]
+        )
+
+    def scope(self, state: State) -> keras.StatelessScope:
+        scope = WeightScope(list(zip(self.variables, state, strict=True)), collect_losses=True)
+        scope.state_mapping.update(self._weights)
+        return scope
+
+    def check(self, traced: Any) -> None:
+        """Checks nothing: a step may read variables of its own, and no assignment is carried out."""
+
+    def _errors_of_calls(self, data: Batch) -> list[tf.Tensor]:
+        self.compared, self._errors = [], []
+        with capturing_applies(lambda *call: None), intercepting(self._call):
+            self.step(data)
+        return self._errors
+
+    def _call(self, call: Callable[..., Structure], layer: keras.layers.Layer, arguments: Any, keywords: Any) -> Any:
+        """Calls a layer whole, and compares its results with those of two parts."""
+        if id(layer) in self.entered:
+            return NotImplemented
+        made = LayerCall(call, layer, arguments, keywords)
+        total = made.static
+        if total is None or total < 2 or _is_known(layer):
+            with not_intercepting():
+                return call(*arguments, **keywords)
+        if made.find_obstacle(runs_twice=True):
+            return NotImplemented
+        first = min(max(1, 3 * total // 8), total - 1)
+        whole, state = made.whole, made.state
+        with random_numbers_of_part(0, total, total):
+            expected = made(made.rows, whole, state)
+        one = self._part(made, 0, first, whole, state)
+        other = self._part(made, first, total, whole, one.state)
+        self._compare(
+            layer, "outputs", expected.rows, [tf.concat(pair, 0) for pair in zip(one.rows, other.rows, strict=True)]
+        )
+        kept = [index for index, variable in enumerate(made.assigned) if not is_seed(variable)]
+        self._compare(layer, "states", [expected.state[i] for i in kept], [other.state[i] for i in kept])
+        return made.finish(expected)
+
+    @staticmethod
+    def _part(made: LayerCall, begin: int, end: int, whole: list[Any], state: list[Any]) -> Result:
+        with random_numbers_of_part(begin, end - begin, made.static or 0):
+            return made(rows_at(made.rows, begin, end - begin), whole, state)
+
+    def _compare(self, layer: keras.layers.Layer, what: str, expected: list[Any], found: list[Any]) -> None:
+        for one, other in zip(expected, found, strict=True):
+            self.compared.append((layer, what))
+            if one.shape.rank != other.shape.rank or one.shape[:1] != other.shape[:1]:
+                self._errors.append(tf.constant(float("inf")))
+            elif one.dtype.is_floating:
+                one, other = tf.cast(one, "float32"), tf.cast(other, "float32")
+                same = tf.logical_and(tf.math.is_nan(one), tf.math.is_nan(other))
+                off = tf.where(same, tf.zeros_like(one), tf.abs(one - other))
+                scale = tf.reduce_max(tf.where(tf.math.is_finite(one), tf.abs(one), tf.zeros_like(one)))
+                self._errors.append(tf.math.divide_no_nan(tf.reduce_max(off), scale))
+            else:
+                self._errors.append(tf.where(tf.reduce_all(tf.equal(one, other)), 0.0, float("inf")))

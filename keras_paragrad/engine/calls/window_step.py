@@ -1,0 +1,168 @@
+"""A `train_step` of the model's own on a micro-batch of an accumulation window: one update, of a stated weight.
+
+for each micro-batch of the window:
+    run the step; its gradient is added to the window with the weight that is stated for the micro-batch
+    keep what calls of layers, seeds and metrics assign
+    if it is the last one: update, and keep the step's other assignments, as of counters and averages
+"""
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from keras_paragrad.compat.global_state import get_global_attribute, set_global_attribute
+from keras_paragrad.compat.layers import WeightScope, assign_now, outermost_layer
+from keras_paragrad.compat.model import step_metrics
+from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
+from keras_paragrad.compat.types import Batch, Gradients, Step, StepLogs
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.losses.terms import arguments_of
+from keras_paragrad.engine.losses.weightings import weighting_of
+from keras_paragrad.engine.probes.pure_function import is_seed
+from keras_paragrad.engine.step.apply import Contribution, apply_same
+
+_INSTEAD = (
+    "To have a batch in slices that may update as often as it likes, leave AccumulatingOptimizer and ExactAccumulation "
+    "out, give fit() the batch_size of an update, and write keras_paragrad.microbatch(model, size=4), with the number "
+    "of rows that fit into memory."
+)
+
+
+class WindowStep:
+    """The `train_step` of a model for the micro-batches of windows.
+
+    Args:
+        model: The model, compiled with an accumulating optimizer.
+        normalize: Has the stated weighting; all micro-batches count the same, if `None`.
+        update: Whether the micro-batch ends a window.
+        end: Ends the micro-batch, with an update if it ends a window.
+    """
+
+    def __init__(self, model: keras.Model, normalize: LossNormalization | None, update: bool, end: Callable[[], None]):
+        self.model, self.normalize, self.update, self.end = model, normalize, update, end
+        self._applied = False
+        if normalize and normalize.weighting in ("auto", "mask"):
+            raise IndivisibleError(
+                f"{type(model).__name__} defines its own train_step, so what a micro-batch of a window counts has to "
+                "be stated. Write AccumulatingOptimizer(..., weighting='examples') if its loss is a mean over the "
+                "examples; weighting also takes 'sample_weight', 'sum' or a function of (x, y, y_pred, sample_weight), "
+                f"where y_pred is None. {_INSTEAD}"
+            )
+
+    def run(self, run: Callable[[Step, Batch], StepLogs], step: Step, data: Batch) -> StepLogs:
+        """Runs the step by `run`, which gets a function of the batch and this replica's data; returns its logs."""
+
+        def in_window(batch: Batch) -> StepLogs:
+            self._contribution = self._contribution_of(batch)
+            kept = {id(variable) for metric in step_metrics(self.model) for variable in metric.variables}
+            scope = contextlib.nullcontext() if self.update else _WindowScope(kept)
+            with scope, _COUNTING.open(_Counted(self._contribution, self.update)):
+                return step(batch)
+
+        logs = run(in_window, data)
+        if not self._applied:
+            self.end()
+        return logs
+
+    def apply(
+        self, optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
+    ) -> None:
+        """Adds the gradient of the micro-batch to the window, and ends the micro-batch."""
+        if self._applied or optimizer is not self.model.optimizer:
+            which = "several times" if self._applied else f"with {optimizer.name!r}, which isn't model.optimizer"
+            raise IndivisibleError(
+                f"The train_step of {type(self.model).__name__} updates weights {which}, so its micro-batches can't be "
+                f"accumulated one after the other. {_INSTEAD}"
+            )
+        self._applied = True
+        with suspended_scope():
+            apply_same(optimizer, gradients, variables, self._contribution)
+            self.end()
+
+    def _contribution_of(self, batch: Batch) -> Contribution:
+        weighting = self.normalize and weighting_of(self.normalize.weighting)
+        if weighting is None:
+            return Contribution(1.0, 1.0)
+        if weighting.divisor is None:
+            return Contribution(1.0, 1.0, decay=0.0)
+        divisor = weighting.divisor(arguments_of(batch))
+        return Contribution(divisor, divisor)
+
+
+class _WindowScope(WeightScope):
+    """Holds what a step assigns, and no update follows; except in calls of layers, and to seeds and metrics."""
+
+    def __init__(self, kept: set[int]):
+        # Without this, losses that layers add would be dropped.
+        super().__init__(collect_losses=True)
+        self._kept = kept
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        variable, value = update
+        if id(variable) in self._kept or is_seed(variable) or outermost_layer() is not None:
+            assign_now(variable, value)
+        else:
+            super().add_update(update)
+
+
+@contextlib.contextmanager
+def suspended_scope() -> Generator[None]:
+    """Context within a stateless scope in which variables are read and assigned for real."""
+    scope = get_global_attribute("stateless_scope")
+    set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        set_global_attribute("stateless_scope", scope)
+
+
+class _Counted(NamedTuple):
+    """How a number for a whole micro-batch counts in the mean over updates."""
+
+    contribution: Contribution
+    update: bool
+
+
+def _update_mean(
+    counted: _Counted,
+    original: Callable[..., None],
+    metric: keras.metrics.Mean,
+    values: Any,
+    sample_weight: Any = None,
+) -> None:
+    """Replaces `Mean.update_state`: a number counts as its micro-batch does; the sum over a window counts once."""
+    number = tf.convert_to_tensor(values)
+    if number.shape.rank or sample_weight is not None or not number.dtype.is_floating:
+        original(metric, values, sample_weight=sample_weight)
+    elif counted.contribution.decay:
+        original(metric, number, sample_weight=counted.contribution.weight)
+    else:
+        original(metric, number)
+        if not counted.update:
+            metric.count.assign_sub(tf.ones_like(metric.count.value))
+
+
+def _update_sum(
+    counted: _Counted, original: Callable[..., None], metric: keras.metrics.Sum, values: Any, sample_weight: Any = None
+) -> None:
+    """Replaces `Sum.update_state`: refuses the mean of a micro-batch, whose sum over a window isn't the batch's."""
+    number = tf.convert_to_tensor(values)
+    if not number.shape.rank and number.dtype.is_floating and counted.contribution.decay:
+        raise IndivisibleError(
+            f"The train_step gives {metric.name!r} a number for the whole batch, and its micro-batches' numbers don't "
+            "add up to the batch's. Give it a value for each row, as in metric.update_state(values), or use "
+            "keras.metrics.Mean."
+        )
+    original(metric, values, sample_weight=sample_weight)
+
+
+_COUNTING = ProcessPatch[_Counted](
+    lambda: (
+        Replacement(keras.metrics.Mean, "update_state", _update_mean),
+        Replacement(keras.metrics.Sum, "update_state", _update_sum),
+    )
+)

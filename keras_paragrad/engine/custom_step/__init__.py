@@ -1,1 +1,0 @@
-"""A custom `train_step`, divided into slices and over replicas."""
