@@ -13,8 +13,8 @@ and so do the parts of its gradient, for cotangents y' and s':
 So the gradient of a divided function is a divided function of the rows (x, y') and of (w, s'). No part keeps its
 activations: the gradient computes each again, from the state (seeds, moving averages) that it began with.
 
-The gradient of a table has a row for each lookup, which optimizers treat one by one. Lookups that depend on rows are rows;
-others, such as positions, are the same in all parts, and their values are sums.
+The gradient of a table has a row for each lookup, which optimizers treat one by one. Lookups that depend on rows are
+rows; others, such as positions, are the same in all parts, and their values are sums.
 """
 
 from collections.abc import Callable, Iterator
@@ -181,7 +181,7 @@ class Slices(NamedTuple):
     def run(
         self, function: Function, rows: list[Any], whole: list[Any], state: list[Any], before: Any
     ) -> tuple[Result, Any]:
-        """See `Parts`. Of a static number of rows, the rest is traced for itself; else all slices have a dynamic size."""
+        """See `Parts`. Of a static number of rows, the rest is traced alone; else all slices have a dynamic size."""
         static, traced = rows[0].shape[0], function
         if not tf.executing_eagerly():
             traced = tf.function(function, autograph=False, jit_compile=self.by_xla or None)

@@ -45,7 +45,7 @@ def not_intercepting() -> contextlib.AbstractContextManager[object]:
 def _call(
     interception: _Interception, original: Callable[..., Any], layer: keras.layers.Layer, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replaces `Layer.__call__`. A layer that the handler doesn't divide is entered: the calls within it are divided."""
+    """Replaces `Layer.__call__`. A layer that the handler doesn't divide is entered: calls within it are divided."""
     handler = interception.handler
     if handler is None or any(isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))):
         return original(layer, *args, **kwargs)

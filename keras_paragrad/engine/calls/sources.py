@@ -1,8 +1,8 @@
 """What the running `tape.gradient` needs, and which lookups depend on rows: what the graph says of its tensors.
 
-A tape asks a custom gradient for the gradients of all its inputs. A loop would compute them all, in a GAN's step those of
-both networks for each update. So `tape.gradient` says while it runs which sources it was given, and a divided call computes
-what leads to them.
+A tape asks a custom gradient for the gradients of all its inputs. A loop would compute them all, in a GAN's step those
+of both networks for each update. So `tape.gradient` says while it runs which sources it was given, and a divided call
+computes what leads to them.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _IDENTITIES = SAME_BUFFER | {"IdentityN"}
 
 
 class _Running(threading.local):
-    """The sources of this thread's innermost `tape.gradient`: keys of tensors, and by graph which tensors lead to them."""
+    """The keys of the sources of this thread's innermost `tape.gradient`, and which tensors lead to them."""
 
     keys: frozenset[Any] | None = None
     known: dict[Any, bool]

@@ -81,8 +81,8 @@ class CallDivider:
     def _on_replica(self, step: Callable[[Batch], StepLogs], data: Batch) -> StepLogs:
         if not replicas_are_traced_apart():
             raise IndivisibleError(
-                f"The {getattr(step, '__name__', 'step')} of {type(self.model).__name__} runs on the whole batch, and all "
-                "replicas of a TPU run the same program. Override compute_loss in place of train_step."
+                f"The step of {type(self.model).__name__} runs on the whole batch, and all replicas of a TPU run the "
+                "same program. Override compute_loss in place of train_step."
             )
         begin = _operation_count()
         whole = gather_batch(data, ReplicaBatch.of(data).rows)

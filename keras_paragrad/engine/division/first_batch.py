@@ -128,7 +128,8 @@ class FirstBatchProof:
         normalize, rows = self.stages.normalization(of_slices=True), local_rows(batch)
         if overrides_train_step(self.model):
             self._window = None
-            self._find_entered(rows)
+            if self.stages.split or self.model.distribute_strategy.num_replicas_in_sync > 1:
+                self._find_entered(rows)
             return None
         if self._window is None or parts == 1 or rows is None:
             self._window = None
@@ -145,17 +146,12 @@ class FirstBatchProof:
         """Proves the gradient, now or after the trace; without `normalize`, all parts weigh the same."""
         if normalize is None:
             return functools.partial(self._measure_equal_weights, data, size, parts)
-        if not self._by_calls:
+        if not self._divisions.calls:
             conclusion = self._prove(data, size, parts, normalize)
-            if not self._by_calls:
+            if self._divisions.by_calls is None:
                 return conclusion or functools.partial(self._prove_rest, data, size, parts, normalize)
         self._find_entered(data)
         return None
-
-    @property
-    def _by_calls(self) -> bool:
-        """Whether calls of layers are divided in place of the loss."""
-        return self._divisions.by_calls is not None
 
     def _find_entered(self, data: Batch | None) -> None:
         """Finds the layers whose calls can't be divided, before the step is traced."""
