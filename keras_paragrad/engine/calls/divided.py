@@ -17,12 +17,14 @@ The gradient of a table has a row for each lookup, which optimizers treat one by
 rows; others, such as positions, are the same in all parts, and their values are sums.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import has_gradient
+from keras_paragrad.compat.private import stop_recording
 from keras_paragrad.engine.calls.sources import differentiating, is_needed, is_zero, split_lookups
 from keras_paragrad.engine.replicas.replica_batch import rows_at, rows_of
 
@@ -189,7 +191,13 @@ class Slices(NamedTuple):
 
         def compute(index: Any, length: Any, carried: list[Any]) -> tuple[Result, list[Any]]:
             start = carried if before is None else [states[index] for states in before]
-            return traced(rows_at(rows, index * self.size, length, in_bounds=True), whole, start), start
+            inputs = rows_at(rows, index * self.size, length, in_bounds=True), whole, start
+            if not tf.executing_eagerly() and isinstance(index, int):
+                # Before recording stops: a gradient is traced by a tape of its own.
+                traced.get_concrete_function(*inputs)
+            # The gradient of the call and of the loop is `divided`'s. A persistent tape would make others at once.
+            with contextlib.nullcontext() if tf.executing_eagerly() else stop_recording():
+                return traced(*inputs), start
 
         if tf.executing_eagerly():
             return self._in_python(compute, count, state)
@@ -206,13 +214,12 @@ class Slices(NamedTuple):
             arrays = [array.write(index, value) for array, value in zip(arrays, [*result.rows, *begun], strict=True)]
             return index + 1, arrays, _add(sums, result.sums), result.state
 
-        _, arrays, sums, after = tf.while_loop(
-            lambda index, *_: index < looped,
-            body,
-            (tf.constant(1), arrays, first.sums, first.state),
-            shape_invariants=tf.nest.map_structure(_shape_of, (tf.constant(1), arrays, first.sums, first.state)),
-            parallel_iterations=1,
-        )
+        loop = tf.constant(1), arrays, first.sums, first.state
+        shapes = tf.nest.map_structure(_shape_of, loop)
+        with stop_recording():
+            _, arrays, sums, after = tf.while_loop(
+                lambda index, *_: index < looped, body, loop, shape_invariants=shapes, parallel_iterations=1
+            )
         outputs = [_join(*pair) for pair in zip(arrays, first.rows, strict=False)]
         states = [array.stack() for array in arrays[len(outputs) :]]
         if static is not None and static % self.size:

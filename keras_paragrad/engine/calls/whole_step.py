@@ -70,7 +70,7 @@ class CallDivider:
     def run(self, step: Callable[[Batch], StepLogs], data: Batch) -> StepLogs:
         """Runs a step of a replica on the whole batch, of which it has `data`; returns its logs."""
         if replica_count() == 1:
-            with intercepting(self):
+            with capturing_applies(self._apply_here) as self._not_capturing, intercepting(self):
                 logs = step(data)
         else:
             logs = self._on_replica(step, data)
@@ -136,6 +136,14 @@ class CallDivider:
                 result = self._in_slices(made, rows, whole, state)
         self._summed |= made.read
         return result._replace(rows=share.whole(result.rows))
+
+    def _apply_here(
+        self, optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
+    ) -> None:
+        """Updates on one device, with variables made outside of the graph, which would be traced again for them."""
+        build_for(optimizer, variables)
+        with self._not_capturing():
+            optimizer.apply(gradients, variables)
 
     def _apply(
         self, optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
