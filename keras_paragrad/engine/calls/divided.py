@@ -17,7 +17,6 @@ The gradient of a table has a row for each lookup, which optimizers treat one by
 rows; others, such as positions, are the same in all parts, and their values are sums.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -189,51 +188,78 @@ class Slices(NamedTuple):
             traced = tf.function(function, autograph=False, jit_compile=self.by_xla or None)
         count: Any = rows_of(rows[0]) if static is None else static
 
-        def compute(index: Any, length: Any, carried: list[Any]) -> tuple[Result, list[Any]]:
+        def inputs_of(index: Any, length: Any, carried: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
             start = carried if before is None else [states[index] for states in before]
-            inputs = rows_at(rows, index * self.size, length, in_bounds=True), whole, start
-            if not tf.executing_eagerly() and isinstance(index, int):
-                # Before recording stops: a gradient is traced by a tape of its own.
-                traced.get_concrete_function(*inputs)
-            # The gradient of the call and of the loop is `divided`'s. A persistent tape would make others at once.
-            with contextlib.nullcontext() if tf.executing_eagerly() else stop_recording():
-                return traced(*inputs), start
+            return rows_at(rows, index * self.size, length, in_bounds=True), whole, start
 
         if tf.executing_eagerly():
-            return self._in_python(compute, count, state)
-        length: Any = self.size if static is not None else None
+            return self._in_python(lambda *where: function(*inputs_of(*where)), inputs_of, count, state)
         looped = -(-count // self.size) if static is None else static // self.size
-        first, start = compute(0, length or tf.minimum(self.size, count), state)
-        arrays = [
-            tf.TensorArray(value.dtype, looped, element_shape=value.shape, infer_shape=False).write(0, value)
-            for value in [*first.rows, *start]
-        ]
 
-        def body(index: tf.Tensor, arrays: list[tf.TensorArray], sums: list[Any], carried: list[Any]) -> Any:
-            result, begun = compute(index, length or tf.minimum(self.size, count - index * self.size), carried)
-            arrays = [array.write(index, value) for array, value in zip(arrays, [*result.rows, *begun], strict=True)]
-            return index + 1, arrays, _add(sums, result.sums), result.state
+        def compute(index: Any, carried: list[Any], length: Any = None) -> tuple[Result, list[Any]]:
+            if length is None:
+                length = tf.minimum(self.size, count - index * self.size) if static is None else self.size
+            inputs = inputs_of(index, length, carried)
+            return traced(*inputs), inputs[2]
 
-        loop = tf.constant(1), arrays, first.sums, first.state
-        shapes = tf.nest.map_structure(_shape_of, loop)
+        # The gradient of a part is traced by a tape of its own, and the gradient of the loop is `divided`'s: tapes that
+        # record it, and are persistent, would make another at once.
+        like: Result = traced.get_concrete_function(
+            *inputs_of(0, self.size if static else tf.minimum(self.size, count), state)
+        ).structured_outputs
+        rest = static % self.size if static else 0
+        if rest:
+            traced.get_concrete_function(*inputs_of(looped, rest, state))
         with stop_recording():
-            _, arrays, sums, after = tf.while_loop(
-                lambda index, *_: index < looped, body, loop, shape_invariants=shapes, parallel_iterations=1
-            )
-        outputs = [_join(*pair) for pair in zip(arrays, first.rows, strict=False)]
-        states = [array.stack() for array in arrays[len(outputs) :]]
-        if static is not None and static % self.size:
-            rest, begun = compute(looped, static % self.size, after)
-            outputs = [tf.concat(pair, 0) for pair in zip(outputs, rest.rows, strict=True)]
-            states = [tf.concat([all_but, last[None]], 0) for all_but, last in zip(states, begun, strict=True)]
-            sums, after = _add(sums, rest.sums), rest.state
+            outputs, states, sums, after = self._in_loop(compute, like, looped, state, before)
+            if rest:
+                last, start = compute(looped, after, rest)
+                outputs = [tf.concat(pair, 0) for pair in zip(outputs, last.rows, strict=True)]
+                states = [tf.concat([some, final[None]], 0) for some, final in zip(states, start, strict=True)]
+                sums, after = _add(sums, last.sums), last.state
         return Result(outputs, sums, after), states if before is None else before
 
-    def _in_python(self, compute: Callable[..., Any], count: Any, state: list[Any]) -> tuple[Result, Any]:
+    @staticmethod
+    def _in_loop(
+        compute: Callable[..., tuple[Result, list[Any]]], like: Result, slices: Any, state: list[Any], before: Any
+    ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        """The rows, states before, sums and state after of full slices, whose results have the specs of `like`."""
+        # Sums of unknown shapes begin with those of the first slice, which makes the graph larger.
+        peeled = not all(value.shape.is_fully_defined() for value in like.sums)
+        begun = [] if before is not None else state
+        arrays = [
+            tf.TensorArray(value.dtype, slices, element_shape=value.shape, infer_shape=False)
+            for value in [*like.rows, *begun]
+        ]
+        sums: list[Any] = [] if peeled else [tf.zeros(value.shape, value.dtype) for value in like.sums]
+        index = 0
+        if peeled:
+            first, start = compute(0, state)
+            arrays = [array.write(0, value) for array, value in zip(arrays, [*first.rows, *start], strict=False)]
+            index, sums, state = 1, first.sums, first.state
+
+        def body(index: tf.Tensor, arrays: list[tf.TensorArray], sums: list[Any], carried: list[Any]) -> Any:
+            result, start = compute(index, carried)
+            arrays = [array.write(index, value) for array, value in zip(arrays, [*result.rows, *start], strict=False)]
+            return index + 1, arrays, _add(sums, result.sums), result.state
+
+        loop = tf.constant(index), arrays, sums, state if before is None else []
+        shapes = tf.nest.map_structure(_shape_of, loop)
+        _, arrays, sums, after = tf.while_loop(
+            lambda index, *_: index < slices, body, loop, shape_invariants=shapes, parallel_iterations=1
+        )
+        outputs = [_join(*pair) for pair in zip(arrays, like.rows, strict=False)]
+        return outputs, [array.stack() for array in arrays[len(outputs) :]], sums, after
+
+    def _in_python(
+        self, compute: Callable[..., Result], inputs_of: Callable[..., Any], count: Any, state: list[Any]
+    ) -> tuple[Result, Any]:
         results, starts = [], []
         for index in range(-(-int(count) // self.size)):
-            result, start = compute(index, min(self.size, int(count) - index * self.size), state)
-            results, starts, state = [*results, result], [*starts, start], result.state
+            where = index, min(self.size, int(count) - index * self.size), state
+            starts.append(inputs_of(*where)[2])
+            results.append(compute(*where))
+            state = results[-1].state
         sums = results[0].sums
         for result in results[1:]:
             sums = _add(sums, result.sums)
@@ -243,7 +269,7 @@ class Slices(NamedTuple):
 
 def _add(sums: list[Any], others: list[Any]) -> list[Any]:
     """Adds sums of two parts; the row numbers of lookups are the same in all parts."""
-    return [one + other if has_gradient(one) else one for one, other in zip(sums, others, strict=True)]
+    return [one + other if has_gradient(one) else other for one, other in zip(sums, others, strict=True)]
 
 
 def _shape_of(value: Any) -> Any:
