@@ -174,48 +174,58 @@ class Once:
 
 
 class Slices(NamedTuple):
-    """Slices of at most `size` rows, one after the other; XLA compiles each, if `by_xla`."""
+    """Slices of at most `size` rows, one after the other.
+
+    Attributes:
+        size: The most rows of a slice.
+        by_xla: Whether XLA compiles each slice.
+        in_xla: Whether XLA compiles what calls them, and so needs shapes that it knows when it compiles.
+    """
 
     size: int
     by_xla: bool = False
+    in_xla: bool = False
 
     def run(
         self, function: Function, rows: list[Any], whole: list[Any], state: list[Any], before: Any
     ) -> tuple[Result, Any]:
-        """See `Parts`. Of a static number of rows, the rest is traced alone; else all slices have a dynamic size."""
-        static, traced = rows[0].shape[0], function
-        if not tf.executing_eagerly():
-            traced = tf.function(function, autograph=False, jit_compile=self.by_xla or None)
-        count: Any = rows_of(rows[0]) if static is None else static
+        """See `Parts`. Full slices run in a loop, and the rest after it.
+
+        Where the number of rows isn't static, all slices run in the loop, and the last one has fewer rows.
+        """
+        static: int | None = rows[0].shape[0]
 
         def inputs_of(index: Any, length: Any, carried: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
             start = carried if before is None else [states[index] for states in before]
             return rows_at(rows, index * self.size, length, in_bounds=True), whole, start
 
         if tf.executing_eagerly():
-            return self._in_python(lambda *where: function(*inputs_of(*where)), inputs_of, count, state)
-        looped = -(-count // self.size) if static is None else static // self.size
+            return self._in_python(function, inputs_of, static or int(rows_of(rows[0])), state)
+        count: Any = rows_of(rows[0]) if static is None else static
+        looped = (count - 1) // self.size if self.in_xla and static is None else count // self.size
+        rest: Any = count - looped * self.size
+        length: int | None = self.size
+        if static is None and not self.in_xla:
+            looped, rest, length = -(-count // self.size), 0, None
+        traced = tf.function(function, autograph=False, jit_compile=self.by_xla or None)
 
-        def compute(index: Any, carried: list[Any], length: Any = None) -> tuple[Result, list[Any]]:
-            if length is None:
-                length = tf.minimum(self.size, count - index * self.size) if static is None else self.size
-            inputs = inputs_of(index, length, carried)
+        def compute(index: Any, carried: list[Any], rows: Any = length) -> tuple[Result, list[Any]]:
+            rows = tf.minimum(self.size, count - index * self.size) if rows is None else rows
+            inputs = inputs_of(index, rows, carried)
             return traced(*inputs), inputs[2]
 
         # The gradient of a part is traced by a tape of its own, and the gradient of the loop is `divided`'s: tapes that
         # record it, and are persistent, would make another at once.
-        like: Result = traced.get_concrete_function(
-            *inputs_of(0, self.size if static else tf.minimum(self.size, count), state)
-        ).structured_outputs
-        rest = static % self.size if static else 0
-        if rest:
-            traced.get_concrete_function(*inputs_of(looped, rest, state))
+        like: Result = traced.get_concrete_function(*_specs(rows, whole, state, before, length)).structured_outputs
+        if tf.is_tensor(rest) or rest:
+            size = rest if isinstance(rest, int) else None
+            traced.get_concrete_function(*_specs(rows, whole, state, before, size))
         with stop_recording():
             outputs, states, sums, after = self._in_loop(compute, like, looped, state, before)
-            if rest:
+            if tf.is_tensor(rest) or rest:
                 last, start = compute(looped, after, rest)
                 outputs = [tf.concat(pair, 0) for pair in zip(outputs, last.rows, strict=True)]
-                states = [tf.concat([some, final[None]], 0) for some, final in zip(states, start, strict=True)]
+                states = [tf.concat([some, final[None]], 0) for some, final in zip(states, start, strict=False)]
                 sums, after = _add(sums, last.sums), last.state
         return Result(outputs, sums, after), states if before is None else before
 
@@ -252,13 +262,13 @@ class Slices(NamedTuple):
         return outputs, [array.stack() for array in arrays[len(outputs) :]], sums, after
 
     def _in_python(
-        self, compute: Callable[..., Result], inputs_of: Callable[..., Any], count: Any, state: list[Any]
+        self, function: Function, inputs_of: Callable[..., Any], count: int, state: list[Any]
     ) -> tuple[Result, Any]:
         results, starts = [], []
-        for index in range(-(-int(count) // self.size)):
-            where = index, min(self.size, int(count) - index * self.size), state
-            starts.append(inputs_of(*where)[2])
-            results.append(compute(*where))
+        for index in range(-(-count // self.size)):
+            inputs = inputs_of(index, min(self.size, count - index * self.size), state)
+            starts.append(inputs[2])
+            results.append(function(*inputs))
             state = results[-1].state
         sums = results[0].sums
         for result in results[1:]:
@@ -270,6 +280,21 @@ class Slices(NamedTuple):
 def _add(sums: list[Any], others: list[Any]) -> list[Any]:
     """Adds sums of two parts; the row numbers of lookups are the same in all parts."""
     return [one + other if has_gradient(one) else other for one, other in zip(sums, others, strict=True)]
+
+
+def _specs(rows: list[Any], whole: list[Any], state: list[Any], before: Any, count: int | None) -> Any:
+    """The specs of a part of `count` rows; any number, if `None`."""
+    start = state if before is None else [states[0] for states in before]
+    return [spec_of_part(row, count) for row in rows], *(
+        [tf.type_spec_from_value(each) for each in some] for some in (whole, start)
+    )
+
+
+def spec_of_part(row: Any, count: int | None) -> Any:
+    """The spec of a part of a tensor's rows."""
+    if isinstance(row, tf.Tensor):
+        return tf.TensorSpec([count, *row.shape[1:]], row.dtype)
+    return tf.type_spec_from_value(row)
 
 
 def _shape_of(value: Any) -> Any:

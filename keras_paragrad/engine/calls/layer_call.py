@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import CallState, ReadScope, full_precision, mask_of, with_mask
 from keras_paragrad.compat.private import get_stateless_scope
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.engine.calls.divided import Result
+from keras_paragrad.engine.calls.divided import Result, spec_of_part
 from keras_paragrad.engine.calls.intercept import not_intercepting
 from keras_paragrad.engine.step.operations import find_unrepeatable
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
@@ -136,7 +136,7 @@ class LayerCall:
 
     def _trace(self, runs_twice: bool) -> str | None:
         count, runs = self.static or _ROWS, list[tuple[Result, ReadScope]]()
-        specs = [_spec(row, count) for row in self.rows]
+        specs = [spec_of_part(row, count) for row in self.rows]
 
         def trace(rows: list[Any], whole: list[Any]) -> None:
             runs.append(self._run(rows, whole, []))
@@ -201,9 +201,3 @@ def _value_of(variable: keras.Variable) -> tf.Tensor:
 
 def _split(variables: list[keras.Variable], chosen: set[int]) -> tuple[list[keras.Variable], list[keras.Variable]]:
     return [each for each in variables if id(each) not in chosen], [each for each in variables if id(each) in chosen]
-
-
-def _spec(row: Any, count: int) -> Any:
-    if isinstance(row, tf.Tensor):
-        return tf.TensorSpec([count, *row.shape[1:]], row.dtype)
-    return tf.type_spec_from_value(row)

@@ -74,7 +74,8 @@ class TrainStep(NamedTuple):
         return logs
 
     def _call_divider(self, entered: Mapping[int, str], **options: Any) -> CallDivider:
-        slices = Slices(self.stages.split.size) if self.stages.split and self.division.cut else None
+        in_xla = bool(self.model.jit_compile) and replica_count() == 1
+        slices = Slices(self.stages.split.size, in_xla=in_xla) if self.stages.split and self.division.cut else None
         return CallDivider(self.model, slices, entered, by_xla=self._by_xla, **options)
 
     def _in_window(self, data: Batch, entered: Mapping[int, str]) -> StepLogs:

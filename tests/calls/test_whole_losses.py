@@ -1,0 +1,223 @@
+"""Losses that compare the examples of a batch, or divide by what isn't known, are those of one device."""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+from oracles.whole_batches import largest_difference
+from sample_models.comparing_losses import LOSSES, SupCon, softmax_of_pairs
+
+from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
+
+TOLERANCE = 1e-6
+generator = np.random.default_rng(0)
+X = generator.normal(size=(30, 6)).astype("float32")
+Y = generator.integers(0, 3, 30).astype("float32")
+WEIGHTS = generator.uniform(0.2, 3, 30).astype("float32")
+TOKENS = generator.integers(0, 5, (30, 4))
+
+
+def length(y, z):
+    return ops.norm(z, axis=-1)
+
+
+def encoder(*more, loss=None, **arguments):
+    keras.utils.set_random_seed(0)
+    hidden = layers.Dense(8, activation="tanh", kernel_regularizer=keras.regularizers.L2(0.01))
+    model = keras.Sequential([keras.Input((6,)), hidden, *more, layers.Dense(4)])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss or SupCon(), metrics=[length], **arguments)
+    return model
+
+
+class TwoTowers(keras.Model):
+    """In-batch negatives, with a temperature that `compute_loss` reads, and a head that it calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.left, self.right = layers.Embedding(5, 5), layers.Dense(4), layers.Dense(4)
+        self.head = layers.Dense(1, kernel_regularizer="l2")
+        self.temperature = self.add_weight(shape=(), initializer="ones", name="temperature")
+
+    def build(self, shapes):
+        for layer, shape in ((self.words, 4), (self.left, 5), (self.right, 6), (self.head, 4)):
+            layer.build((None, shape))
+
+    def call(self, inputs):
+        pooled = ops.mean(self.words(inputs["words"]), axis=1)
+        return {"left": self.left(pooled), "right": [self.right(inputs["numbers"])], "unused": ops.zeros_like(pooled)}
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        left, right = y_pred["left"], y_pred["right"][0]
+        values = softmax_of_pairs(left, right, self.temperature) * ops.square(x["numbers"][:, 0])
+        y = ops.reshape(y, (-1, 1))
+        return ops.mean(values) + ops.mean(ops.square(self.head(left) - y)) + sum(self.losses)
+
+
+def two_towers(**arguments):
+    keras.utils.set_random_seed(0)
+    model = TwoTowers()
+    model.build(None)
+    model.compile(keras.optimizers.Adam(0.01), **arguments)
+    return model
+
+
+class Penalty(layers.Layer):
+    """Adds a loss of one value per example, which Keras sums."""
+
+    def call(self, inputs):
+        self.add_loss(0.01 * ops.sum(ops.square(inputs), axis=-1))
+        return inputs
+
+
+class Centered(layers.Layer):
+    def call(self, inputs):
+        return inputs - ops.mean(inputs, axis=0, keepdims=True)
+
+
+class Views(layers.Layer):
+    """Two views of each example, as rows."""
+
+    def call(self, inputs):
+        return ops.concatenate([inputs, -2 * inputs], axis=0)
+
+
+def of_views(y, z):
+    return ops.mean(ops.logsumexp(ops.matmul(z, ops.transpose(z)), axis=1))
+
+
+def masked_words(**arguments):
+    keras.utils.set_random_seed(0)
+    words = layers.Embedding(5, 6, mask_zero=True)
+    model = keras.Sequential([keras.Input((4,), dtype="int32"), words, layers.Dense(3)])
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), of_words, **arguments)
+    return model
+
+
+def of_words(y, z):
+    return SupCon().call(y[:, 0], ops.mean(z, axis=1))[:, None] * ops.ones_like(z[..., 0])
+
+
+def two_heads(**arguments):
+    """Two outputs, whose losses divide by different things: masks of their own."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((6,))
+    hidden = layers.Dense(5, activation="tanh")(inputs)
+    model = keras.Model(inputs, {name: layers.Dense(3, name=name)(hidden) for name in "ab"})
+    losses = {
+        name: keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=ignored)
+        for name, ignored in (("a", 0), ("b", 1))
+    }
+    model.compile(keras.optimizers.SGD(0.1), losses, **arguments)
+    return model
+
+
+TOWERS = {"words": TOKENS, "numbers": X}
+CASES = {
+    **{name: (lambda loss=loss, **how: encoder(loss=loss(), **how), X, Y) for name, loss in LOSSES.items()},
+    "compute_loss": (two_towers, TOWERS, Y),
+    "added values": (lambda **how: encoder(Penalty(), **how), X, Y),
+    "a layer that mixes": (lambda **how: encoder(Centered(), **how), X, Y),
+    "views as rows": (lambda **how: encoder(Views(), loss=of_views, **how), X, Y),
+    "masks": (masked_words, TOKENS, np.repeat(Y[:, None], 4, 1)),
+    "two heads": (two_heads, X, {"a": Y.astype("int32"), "b": Y[::-1].astype("int32")}),
+}
+
+
+def check(name, batch_size=12, rows=25, size=None, dist=None, **mode):
+    """Compares weights, logs and evaluation with those of one device."""
+    make, x, y = CASES[name]
+
+    def take(data, count):
+        return keras.tree.map_structure(lambda leaf: leaf[:count], data)
+
+    validated = () if name == "two heads" else (take(x, 7), take(y, 7))
+    fit = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0}
+    if validated:
+        fit |= {"validation_data": validated, "validation_batch_size": 4}
+    data = take(x, rows), take(y, rows)
+    # In graphs, Keras weights the losses of several outputs by batches, and eagerly by rows.
+    whole = make(**({"jit_compile": False} if name == "two heads" else {"run_eagerly": True}))
+    expected = whole.fit(*data, **fit).history
+    if dist:
+        with dist.scope():
+            model = make(**mode)
+    else:
+        model = make(**mode)
+    if size:
+        microbatch(model, size)
+    history = (dist.fit(model, *data, **fit) if dist else model.fit(*data, **fit)).history
+    assert largest_difference(model, whole) < TOLERANCE
+    for key, values in expected.items():
+        np.testing.assert_allclose(history[key], values, rtol=1e-5, err_msg=key)
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize("name", CASES)
+def test_in_slices(name):
+    check(name, size=5, jit_compile=False)
+
+
+@pytest.mark.slow(20)
+@pytest.mark.few(2)
+@pytest.mark.parametrize("mode", [{"run_eagerly": True}, {"jit_compile": True}], ids=["eager", "xla"])
+@pytest.mark.parametrize("name", CASES)
+def test_in_slices_in_other_modes(name, mode):
+    check(name, size=5, **mode)
+
+
+# The last batch has one row, so that a replica has none.
+@pytest.mark.own_process
+@pytest.mark.slow(20)
+@pytest.mark.few(6)
+@pytest.mark.parametrize("how", [{}, {"shard": "parameters", "min_shard_bytes": 16}, {"jit": True}])
+@pytest.mark.parametrize("size", [None, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_on_replicas(name, size, how):
+    check(name, size=size, dist=DistributedFit("mirrored", ["CPU:0", "CPU:1"], **how))
+
+
+def test_it_says_so_once(caplog):
+    caplog.set_level(logging.INFO, "keras_paragrad")
+    model = encoder()
+    with microbatch(model, 5):
+        for _ in range(2):
+            model.fit(X[:12], Y[:12], batch_size=12, verbose=0)
+    (said,) = [record.getMessage() for record in caplog.records if "only calls of layers" in record.getMessage()]
+    assert "The loss of" in said
+
+
+class Unseeded(keras.Model):
+    """Of whose calls none can be divided: it draws numbers that a second run can't draw again."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4)
+        self.dense.build((None, 6))
+
+    def call(self, inputs):
+        return tf.matmul(inputs + tf.random.normal(tf.shape(inputs)), tf.convert_to_tensor(self.dense.kernel))
+
+
+def test_a_step_of_which_nothing_divides_is_refused_but_for_one_slice():
+    def fitted(rows):
+        model = Unseeded()
+        model.compile("sgd", SupCon(), jit_compile=False)
+        with microbatch(model, 8):
+            model.fit(tf.data.Dataset.from_tensor_slices((X[:24], Y[:24])).batch(rows), shuffle=False, verbose=0)
+
+    fitted(8)
+    with pytest.raises(ValueError, match="Nothing can be divided.*draws random numbers.*recompute"):
+        fitted(12)
+
+
+@pytest.mark.parametrize("weighting", ["auto", "uniform"])
+def test_windows_are_refused(weighting):
+    """Micro-batches of a window are not there at the same time."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(4)])
+    model.compile(AccumulatingOptimizer("sgd", 2, weighting=weighting), SupCon())
+    with microbatch(model, 5), pytest.raises(ValueError, match=r"microbatch\(model, size=\.\.\.\)"):
+        model.fit(X[:24], Y[:24], batch_size=12, verbose=0, callbacks=[ExactAccumulation()])
