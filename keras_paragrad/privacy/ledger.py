@@ -117,7 +117,7 @@ def digest_of(variable: keras.Variable) -> bytes:
     if not value.size or (float(value.flat[0]).is_integer() and (value == value.flat[0]).all()):
         return b""
     digest = hashlib.sha256(str(value.shape).encode())
-    digest.update(value.reshape(-1).view(np.uint8))
+    digest.update(value.reshape(-1).view(np.uint8).data)
     return digest.digest()
 
 

@@ -14,7 +14,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.workers import has_joined_a_cluster
 from keras_paragrad.per_example.units import layer_and_sublayers
 from keras_paragrad.privacy.ledger import (
     LEDGERS,
@@ -119,8 +118,11 @@ class Releases:
     def entries(self) -> list[Entry]:
         """All that was released up to now."""
         # Workers gather divided weights together, and one of them alone may ask.
-        together = has_joined_a_cluster() and any(any_divided(each._layer.weights) for each in _LIVE)
-        self.sync() if together else self._read()
+        workers = isinstance(self._model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        if workers and any(any_divided(each._layer.weights) for each in _LIVE):
+            self.sync()
+        else:
+            self._read()
         return list(self.ledger)
 
     def replace_unknown(self, entries: Iterable[Entry]) -> None:
