@@ -15,7 +15,8 @@ from keras_paragrad.compat.types import FitData, Structure
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.step.building import build_by_calling
 from keras_paragrad.engine.tracing.gradient_functions import releasing
-from keras_paragrad.per_example.capture import Capture, units_for
+from keras_paragrad.per_example.capture import Capture
+from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.units import check_separable_layer, check_separable_loss, example_losses
 

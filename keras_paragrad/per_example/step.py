@@ -15,7 +15,8 @@ from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import GradientTensor, Structure
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.step.gradient import replica_weight_of
-from keras_paragrad.per_example.capture import Capture, units_for
+from keras_paragrad.per_example.capture import Capture
+from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.units import (
     check_separable_layer,

@@ -1,0 +1,164 @@
+"""The proof of a model's units: on a few rows, the sum of the examples' gradients is the plain gradient."""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.compat.layers import called_for_training
+from keras_paragrad.compat.types import Structure
+from keras_paragrad.engine.probes.pure_function import uses_half_precision, value_of
+from keras_paragrad.engine.probes.row_independence import computes_rows_independently
+from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial, synthetic_rows
+from keras_paragrad.engine.step.operations import assigned_resources
+from keras_paragrad.engine.tracing.gradient_functions import releasing
+from keras_paragrad.engine.tracing.untouched import untouched
+from keras_paragrad.per_example.capture import Capture, has_axes
+from keras_paragrad.per_example.quantities import Quantities
+from keras_paragrad.per_example.units import Unit
+from keras_paragrad.storage.model_variables import held_by_copies
+
+_ROWS = 3
+# Differences up to these are rounding, in single and half precision: relative to the weight's gradient, and to all.
+# Faults are off by most of a weight's gradient.
+_OF_WEIGHT, _OF_ALL = (1e-2, 0.1), (1e-5, 0.03)
+
+
+def find_difference(
+    layer: keras.layers.Layer,
+    units: Sequence[Unit],
+    arguments: tuple[Structure, ...],
+    keywords: dict[str, Any],
+    otherwise: keras.Variable | None,
+) -> keras.Variable | None:
+    """The weight whose examples' gradients differ most from its plain gradient, if one does; `otherwise` if all fails.
+
+    Keras's own layers with this package's rules are not tried: tests prove them.
+    """
+    own = all(type(unit.rule).__module__.startswith("keras_paragrad.") for unit in units)
+    if not units or (own and computes_rows_independently(layer)):
+        return None
+    training = keywords.get("training")
+    call = _Call(layer, units, (arguments, keywords), called_for_training() if training is None else bool(training))
+    size = next((value.shape[0] for value in call.tensors if has_axes(value)), None)
+    choices = [(_ROWS, length) for length in SIZES] + [(size, SIZES[0])] * (size is not None)
+    question = f"whether the gradients of the examples sum to the gradient of {layer.name!r}"
+    return run_trial(call.try_rows, *choices, otherwise=otherwise, question=None if otherwise is not None else question)
+
+
+class _Call(NamedTuple):
+    """A call of a layer that has these units; `arguments` are the nested arguments and keywords."""
+
+    layer: keras.layers.Layer
+    units: Sequence[Unit]
+    arguments: Structure
+    training: bool
+
+    @property
+    def tensors(self) -> list[Any]:
+        """The arguments that are tensors."""
+        return [value for value in keras.tree.flatten(self.arguments) if tf.is_tensor(value)]
+
+    def try_rows(self, choice: tuple[int, int]) -> keras.Variable | None:
+        """The weight that differs on some rows, whose axes of unknown size get a size; a `choice` of both."""
+        tensors, weights = self._few_rows(*choice), self.layer.trainable_variables
+        variables = self.layer.variables
+        values = [(variable, value_of(variable)) for variable in variables]
+        with held_by_copies(values) as copies:
+            known = {id(copy.handle) for copy in copies}
+            held = [copies[next(i for i, each in enumerate(variables) if each is weight)] for weight in weights]
+
+            @releasing
+            def compute(*tensors: tf.Tensor):
+                plain = self._gradients(tensors, held)
+                # The same random numbers, and the same state.
+                for copy, (_, value) in zip(copies, values, strict=True):
+                    copy.assign(value)
+                ours = self._sums_of_examples(tensors)
+                return [_norms(*pair) for pair in zip(plain, ours, strict=True)], plain
+
+            def run():
+                for copy, (_, value) in zip(copies, values, strict=True):
+                    copy.assign(value)
+                norms, plain = traced(*tensors)
+                return np.array(norms, "float64"), plain
+
+            traced = tf.function(compute, autograph=False).get_concrete_function(*tensors)
+            if any(id(resource) not in known for resource in assigned_resources(traced.graph)):
+                raise Inconclusive("the layer assigns to a variable that is unknown to Keras")
+            norms, plain = run()
+            if not np.isfinite(norms).all():
+                raise Inconclusive("the gradients are not finite")
+            different = self._largest_difference(norms)
+            if different is None:
+                return None
+            again = np.array([_norms(*pair) for pair in zip(plain, run()[1], strict=True)], "float64")
+            if self._largest_difference(again) is not None:
+                raise Inconclusive("the layer draws random numbers without a Keras seed")
+        return weights[different]
+
+    def _few_rows(self, rows: int, size: int) -> list[tf.Tensor]:
+        """The tensors with few rows: real ones if the arguments have values, else made-up ones."""
+        batch = next((value.shape[0] for value in self.tensors if has_axes(value)), None)
+
+        def take(value: Any) -> tf.Tensor:
+            has_rows = has_axes(value) and value.shape[0] == batch
+            if hasattr(value, "numpy"):
+                return value[:rows] if has_rows else value
+            spec = value if has_rows else tf.TensorSpec([1, *value.shape], value.dtype)
+            drawn = synthetic_rows(spec, rows if has_rows else 1, seed=0, size=size)
+            return drawn if has_rows else drawn[0]
+
+        return [take(value) for value in self.tensors]
+
+    def _outputs(self, call: Any, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+        """A scalar that depends on every output of a call, on each in another way."""
+        given = iter(tensors)
+        arguments, keywords = keras.tree.map_structure(
+            lambda value: next(given) if tf.is_tensor(value) else value, self.arguments
+        )
+        with untouched(self.layer, contextlib.nullcontext()):
+            outputs = keras.tree.flatten(call(*arguments, **{**keywords, "training": self.training}))
+        return tf.add_n([_contract(output) for output in outputs if tf.is_tensor(output) and output.dtype.is_floating])
+
+    def _gradients(self, tensors: Sequence[tf.Tensor], held: Sequence[tf.Variable]) -> list[tf.Tensor | None]:
+        with tf.GradientTape() as tape:
+            target = self._outputs(self.layer, tensors)
+        return tape.gradient(target, held)
+
+    def _sums_of_examples(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+        anchor = tf.zeros([])
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(anchor)
+            capture = Capture(self.layer, self.units, anchor, detached=True)
+            target = self._outputs(capture, tensors)
+        tape.gradient(target, anchor)
+        quantities = Quantities(capture.recorded, self.layer.trainable_variables)
+        if not quantities.recorded:
+            return [None] * len(quantities.variables)
+        return quantities.weighted_sums(tf.ones(tf.reshape(quantities.batch, [1])))
+
+    def _largest_difference(self, norms: np.ndarray) -> int | None:
+        """The index of the weight that differs most, of `_norms` for each weight; `None` if all differ by rounding."""
+        half = uses_half_precision(self.layer)
+        norm = norms[:, 1:].max(1)
+        allowed = _OF_WEIGHT[half] * norm + _OF_ALL[half] * np.sqrt(np.sum(norm**2))
+        index = int(np.argmax(norms[:, 0] - allowed))
+        return index if norms[index, 0] > allowed[index] else None
+
+
+def _contract(output: tf.Tensor) -> tf.Tensor:
+    output = tf.cast(output, "float32") if output.dtype != tf.float64 else output
+    weights = tf.cos(tf.range(tf.size(output), dtype=output.dtype))
+    return tf.cast(tf.reduce_sum(tf.reshape(output, [-1]) * weights), "float32")
+
+
+def _norms(one: Any, other: Any) -> list[tf.Tensor]:
+    """The norms of the difference of two gradients, and of each; a missing one is zero."""
+    one, other = (
+        tf.zeros([]) if each is None else tf.cast(tf.convert_to_tensor(each), "float32") for each in (one, other)
+    )
+    return [tf.norm(one - other), tf.norm(one), tf.norm(other)]
