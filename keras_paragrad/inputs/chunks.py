@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.compat.layers import explaining_saved_loops
 from keras_paragrad.compat.model import all_layers, compile_if_supported
 from keras_paragrad.compat.operations import SAME_BUFFER
 from keras_paragrad.compat.types import Specs
@@ -100,7 +101,8 @@ class Execution:
 
     def _run_first_by(self, method: Differentiate, leaves: list[tf.Tensor]) -> list[np.ndarray]:
         """Compiles a method, runs it on the first chunk, and checks the result."""
-        self._function = self._compile(method, leaves)
+        with explaining_saved_loops(self.model):
+            self._function = self._compile(method, leaves)
         values, is_valid = self._function(leaves, tf.constant(True))
         if not self._gather(is_valid).all():
             raise ValueError(

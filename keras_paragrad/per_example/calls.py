@@ -177,7 +177,7 @@ class WeightReads(keras.StatelessScope):
 
 
 class LossReads(WeightReads):
-    """Refuses reads of trainable weights while the class `owner` computes a loss."""
+    """Refuses reads of trainable weights while `owner` computes a loss."""
 
     def __init__(self, variables: Sequence[keras.Variable], owner: str):
         super().__init__(variables, detached=False)
@@ -186,9 +186,8 @@ class LossReads(WeightReads):
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         if id(variable) in self.watched:
             raise ValueError(
-                f"The compute_loss of {self.owner} reads the weight {variable.path!r}, so per-example gradients would "
-                "miss this use. Compute what needs the weight in call(), return it along with the predictions, and use "
-                "it in compute_loss."
+                f"{self.owner} reads the weight {variable.path!r}, so per-example gradients would miss this use. "
+                "Compute what needs the weight in call(), return it along with the predictions, and use it there."
             )
         return super().get_current_value(variable)
 

@@ -13,8 +13,15 @@ from keras_paragrad.compat.layers import attributes, call_method, called_for_tra
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.per_example.capture import Capture, has_axes
-from keras_paragrad.per_example.proof import find_difference
-from keras_paragrad.per_example.units import Unit, call_signature, layer_and_sublayers, layers_with_variable, units_of
+from keras_paragrad.per_example.proof import find_difference, is_own
+from keras_paragrad.per_example.units import (
+    Unit,
+    call_signature,
+    layer_and_sublayers,
+    layers_of,
+    layers_with_variable,
+    units_of,
+)
 
 # A batch size that no other axis is likely to have: an output with another first axis is not a batch of examples.
 _PROBE_BATCH = 1009
@@ -31,7 +38,7 @@ def units_for(layer: keras.layers.Layer, arguments: tuple[Structure, ...], keywo
     """
     known = _UNITS.setdefault(layer, {})
     weights = tuple(id(variable) for variable in layer.trainable_variables)
-    key = (weights, called_for_training(), *call_signature((arguments, keywords)))
+    key = (weights, called_for_training(), *layers_of(layer), *call_signature((arguments, keywords)))
     if key not in known:
         units, succeeded = _probe_units(layer, arguments, keywords)
         if not succeeded:
@@ -63,8 +70,8 @@ def _probe_units(
             wrong = different if wrong is None else wrong
             # As a single unit, a layer may do what its sublayers' units can't, such as differentiate them.
             holders = _divided_holders(layer, different, units, indivisible)
-            if not holders:
-                raise _unequal_sum_refusal(layer, wrong)
+            if not holders or not all(map(is_own, units)):
+                raise _unequal_sum_refusal(layer, wrong, units)
         if holders:
             indivisible.add(id(holders[0]))
         elif variable is None and size == _PROBE_BATCH and _batch_size(arguments, keywords):
@@ -84,14 +91,21 @@ def _divided_holders(
     return [holder for holder in holders if id(holder) not in single]
 
 
-def _unequal_sum_refusal(layer: keras.layers.Layer, variable: keras.Variable) -> ValueError:
+def _unequal_sum_refusal(layer: keras.layers.Layer, variable: keras.Variable, units: list[Unit]) -> ValueError:
     """The error for a weight whose examples' gradients don't sum to its plain gradient."""
     owner = layers_with_variable(layer, variable)[0].name
+    rules = {type(unit.rule).__name__ for unit in units if not is_own(unit)}
+    cause = (
+        f"Correct the rule {' or '.join(sorted(rules))}."
+        if rules
+        else "If it is called through keras.remat or tf.recompute_grad, call it directly: that takes no more memory "
+        "here, as its inputs are kept. If add_loss() takes a gradient with respect to its inputs, return that as an "
+        "output, and use it in the loss. If it has a tf.custom_gradient, register a rule for it with "
+        "keras_paragrad.per_example.register_rule."
+    )
     return ValueError(
-        f"The gradients of the examples of {owner!r} don't sum to its gradient in a plain step ({variable.path!r} "
-        "differs on a few rows). A call through keras.remat or tf.recompute_grad hides its weights: call the layer "
-        "itself, which takes no more memory here, as its inputs are kept anyway. Another cause is a rule of your own "
-        "for it, or a tf.custom_gradient."
+        f"The gradients of the examples of {owner!r} don't sum to its gradient in a plain step: on a few rows, "
+        f"that of {variable.path!r} differs. {cause}"
     )
 
 

@@ -16,6 +16,7 @@ from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial, s
 from keras_paragrad.engine.step.operations import assigned_resources
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.engine.tracing.untouched import untouched
+from keras_paragrad.per_example.calls import WeightReads
 from keras_paragrad.per_example.capture import Capture, has_axes
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.units import Unit
@@ -38,8 +39,7 @@ def find_difference(
 
     Keras's own layers with this package's rules are not tried: tests prove them.
     """
-    own = all(type(unit.rule).__module__.startswith("keras_paragrad.") for unit in units)
-    if not units or (own and computes_rows_independently(layer)):
+    if not units or (all(map(is_own, units)) and computes_rows_independently(layer)):
         return None
     training = keywords.get("training")
     call = _Call(layer, units, (arguments, keywords), called_for_training() if training is None else bool(training))
@@ -47,6 +47,11 @@ def find_difference(
     choices = [(_ROWS, length) for length in SIZES] + [(size, SIZES[0])] * (size is not None)
     question = f"whether the gradients of the examples sum to the gradient of {layer.name!r}"
     return run_trial(call.try_rows, *choices, otherwise=otherwise, question=None if otherwise is not None else question)
+
+
+def is_own(unit: Unit) -> bool:
+    """Whether a unit's rule is one of this package's."""
+    return type(unit.rule).__module__.startswith("keras_paragrad.")
 
 
 class _Call(NamedTuple):
@@ -114,19 +119,20 @@ class _Call(NamedTuple):
 
         return [take(value) for value in self.tensors]
 
-    def _outputs(self, call: Any, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
-        """A scalar that depends on every output of a call, on each in another way."""
+    def _target(self, call: Any, reads: WeightReads, tensors: Sequence[tf.Tensor]) -> tf.Tensor:
+        """A scalar that depends on every output and added loss of a call, on each in another way."""
         given = iter(tensors)
         arguments, keywords = keras.tree.map_structure(
             lambda value: next(given) if tf.is_tensor(value) else value, self.arguments
         )
         with untouched(self.layer, contextlib.nullcontext()):
             outputs = keras.tree.flatten(call(*arguments, **{**keywords, "training": self.training}))
-        return tf.add_n([_contract(output) for output in outputs if tf.is_tensor(output) and output.dtype.is_floating])
+        tensors = [output for output in (*outputs, *reads.losses) if tf.is_tensor(output)]
+        return tf.add_n([_contract(tensor) for tensor in tensors if tensor.dtype.is_floating])
 
     def _gradients(self, tensors: Sequence[tf.Tensor], held: Sequence[tf.Variable]) -> list[tf.Tensor | None]:
-        with tf.GradientTape() as tape:
-            target = self._outputs(self.layer, tensors)
+        with tf.GradientTape() as tape, WeightReads((), detached=False) as reads:
+            target = self._target(self.layer, reads, tensors)
         return tape.gradient(target, held)
 
     def _sums_of_examples(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
@@ -134,7 +140,7 @@ class _Call(NamedTuple):
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(anchor)
             capture = Capture(self.layer, self.units, anchor, detached=True)
-            target = self._outputs(capture, tensors)
+            target = self._target(capture, capture.reads, tensors)
         tape.gradient(target, anchor)
         quantities = Quantities(capture.recorded, self.layer.trainable_variables)
         if not quantities.recorded:

@@ -58,7 +58,7 @@ class Step:
     def quantities(self) -> tuple[Quantities, tf.Tensor]:
         """The per-example quantities, and the factor that scales their gradients: see `LossRecord.factor`."""
         quantities = Quantities(self.capture.recorded, self.layer.trainable_variables)
-        return quantities, self.loss.factor(quantities.batch)
+        return quantities, self.loss.factor(quantities)
 
     def _anchor(self) -> tf.Tensor:
         """A scalar whose gradient calls `finish`; any gradient of the weights triggers it, as they are inputs."""
@@ -110,18 +110,19 @@ class LossRecord:
         """Stops recording."""
         self._recording.close()
 
-    def factor(self, batch: tf.Tensor) -> tf.Tensor:
+    def factor(self, quantities: Quantities) -> tf.Tensor:
         """The factor from an example's share of the batch's gradient to the gradient of its own loss, a float32 scalar.
 
         Args:
-            batch: Number of examples on this replica.
+            quantities: Those of the examples on this replica.
 
         Raises:
             ValueError: A loss is not a sum over the examples, or the outputs' losses have different normalizers.
         """
         check_separable_model(self.model)
+        batch = quantities.batch
         for term in self.terms:
-            check_separable_loss(term)
+            check_separable_loss(term, quantities.variables)
         self._check_masked_mean()
         # Of a custom loss, the reduction can't be observed.
         summed = not self._is_custom and self._has_summed_losses()
