@@ -155,22 +155,6 @@ def without_remat_scope(layer: keras.layers.Layer) -> Generator[None]:
         yield
 
 
-@contextlib.contextmanager
-def explaining_saved_loops(model: keras.layers.Layer) -> Generator[None]:
-    """Context that explains TensorFlow's internal error for the gradient of a loop in a loaded SavedModel."""
-    try:
-        yield
-    except ValueError as error:
-        names = [layer.name for layer in model._flatten_layers() if isinstance(layer, keras.layers.TFSMLayer)]
-        if not names or "without handle data" not in str(error):
-            raise
-        raise ValueError(
-            f"TensorFlow can't differentiate the SavedModel of {', '.join(map(repr, names))}: it has a loop, such as "
-            "that of an LSTM. Export its model again with unroll=True for recurrent layers; or save it as a .keras "
-            "file, and use keras.saving.load_model(file) as the layer."
-        ) from error
-
-
 def has_gradient(tensor: tf.Tensor) -> bool:
     """Whether a tensor's dtype allows a gradient."""
     return tensor.dtype.is_floating or tensor.dtype.is_complex

@@ -8,7 +8,6 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_flag, check_instance, check_integer, refusal
-from keras_paragrad.compat.layers import explaining_saved_loops
 from keras_paragrad.compat.losses import LossMatching
 from keras_paragrad.compat.model import compile_if_supported
 from keras_paragrad.compat.types import FitData, Structure
@@ -126,8 +125,7 @@ def _compile(
                 check_separable_loss(term, model.trainable_variables)
             total = tf.add_n([tf.reduce_sum(example_losses(term)) for term in terms])
         # The backward pass records the cotangents; the anchor's own gradient is 0.
-        with explaining_saved_loops(model):
-            tape.gradient(total, anchor)
+        tape.gradient(total, anchor)
         return quantity(Quantities(capture.recorded, model.trainable_variables))
 
     return compute

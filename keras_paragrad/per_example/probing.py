@@ -14,6 +14,7 @@ from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.per_example.capture import Capture, has_axes
 from keras_paragrad.per_example.proof import find_difference, is_own
+from keras_paragrad.per_example.rule import Rule
 from keras_paragrad.per_example.units import (
     Unit,
     call_signature,
@@ -70,8 +71,9 @@ def _probe_units(
             wrong = different if wrong is None else wrong
             # As a single unit, a layer may do what its sublayers' units can't, such as differentiate them.
             holders = _divided_holders(layer, different, units, indivisible)
-            if not holders or not all(map(is_own, units)):
-                raise _unequal_sum_refusal(layer, wrong, units)
+            rule = next((unit.rule for unit in units if _trains(unit, different) and not is_own(unit)), None)
+            if rule or not holders:
+                raise _unequal_sum_refusal(layer, wrong, rule)
         if holders:
             indivisible.add(id(holders[0]))
         elif variable is None and size == _PROBE_BATCH and _batch_size(arguments, keywords):
@@ -91,13 +93,16 @@ def _divided_holders(
     return [holder for holder in holders if id(holder) not in single]
 
 
-def _unequal_sum_refusal(layer: keras.layers.Layer, variable: keras.Variable, units: list[Unit]) -> ValueError:
-    """The error for a weight whose examples' gradients don't sum to its plain gradient."""
+def _trains(unit: Unit, variable: keras.Variable) -> bool:
+    return any(variable is each for each in unit.layer.trainable_variables)
+
+
+def _unequal_sum_refusal(layer: keras.layers.Layer, variable: keras.Variable, rule: Rule | None) -> ValueError:
+    """The error for a weight whose examples' gradients don't sum to its gradient; `rule` is the user's, if one is."""
     owner = layers_with_variable(layer, variable)[0].name
-    rules = {type(unit.rule).__name__ for unit in units if not is_own(unit)}
     cause = (
-        f"Correct the rule {' or '.join(sorted(rules))}."
-        if rules
+        f"Correct the rule {type(rule).__name__}."
+        if rule
         else "If it is called through keras.remat or tf.recompute_grad, call it directly: that takes no more memory "
         "here, as its inputs are kept. If add_loss() takes a gradient with respect to its inputs, return that as an "
         "output, and use it in the loss. If it has a tf.custom_gradient, register a rule for it with "
