@@ -205,6 +205,8 @@ def per_example_gradients(
 ) -> list[np.ndarray]:
     """The exact gradient of each example's own loss, in one forward and backward pass per `batch_size` rows.
 
+    Each call traces the model anew, as it is then. For many calls, call it within a `tf.function`.
+
     Args:
         model: A model. If it is not built yet, it is built from `x`, except within a `tf.function`.
         x: Inputs, arrays or tensors `(N, ...)`, nested as the model takes them.

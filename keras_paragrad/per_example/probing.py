@@ -13,7 +13,7 @@ from keras_paragrad.compat.layers import attributes, call_method, called_for_tra
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.per_example.capture import Capture, has_axes
-from keras_paragrad.per_example.proof import find_difference, is_own
+from keras_paragrad.per_example.proof import find_wrong_sum, is_own
 from keras_paragrad.per_example.rule import Rule
 from keras_paragrad.per_example.units import (
     Unit,
@@ -65,7 +65,7 @@ def _probe_units(
             if capture.has_unknown_rows:
                 raise _unknown_rows_refusal(layer, arguments, keywords, size)
             units = [Unit(unit.layer, unit.rule, capture.batched(unit, size)) for unit in units]
-            different = find_difference(layer, units, arguments, keywords, wrong)
+            different = find_wrong_sum(layer, units, arguments, keywords, wrong)
             if different is None:
                 return units, True
             wrong = different if wrong is None else wrong

@@ -28,7 +28,7 @@ _ROWS = 3
 _OF_WEIGHT, _OF_ALL = (1e-2, 0.1), (1e-5, 0.03)
 
 
-def find_difference(
+def find_wrong_sum(
     layer: keras.layers.Layer,
     units: Sequence[Unit],
     arguments: tuple[Structure, ...],
@@ -73,37 +73,27 @@ class _Call(NamedTuple):
         variables = self.layer.variables
         values = [(variable, value_of(variable)) for variable in variables]
         with held_by_copies(values) as copies:
-            known = {id(copy.handle) for copy in copies}
             held = [copies[next(i for i, each in enumerate(variables) if each is weight)] for weight in weights]
 
             @releasing
             def compute(*tensors: tf.Tensor):
-                plain = self._gradients(tensors, held)
-                # The same random numbers, and the same state.
-                for copy, (_, value) in zip(copies, values, strict=True):
-                    copy.assign(value)
-                ours = self._sums_of_examples(tensors)
-                return [_norms(*pair) for pair in zip(plain, ours, strict=True)], plain
-
-            def run():
-                for copy, (_, value) in zip(copies, values, strict=True):
-                    copy.assign(value)
-                norms, plain = traced(*tensors)
-                return np.array(norms, "float64"), plain
+                gradients = []
+                for differentiate in (self._gradients, self._sums_of_examples):
+                    # From the same state, with the same random numbers.
+                    for copy, (_, value) in zip(copies, values, strict=True):
+                        copy.assign(value)
+                    gradients.append(differentiate(tensors, held))
+                return gradients
 
             traced = tf.function(compute, autograph=False).get_concrete_function(*tensors)
+            known = {id(copy.handle) for copy in copies}
             if any(id(resource) not in known for resource in assigned_resources(traced.graph)):
                 raise Inconclusive("the layer assigns to a variable that is unknown to Keras")
-            norms, plain = run()
-            if not np.isfinite(norms).all():
-                raise Inconclusive("the gradients are not finite")
-            different = self._largest_difference(norms)
-            if different is None:
-                return None
-            again = np.array([_norms(*pair) for pair in zip(plain, run()[1], strict=True)], "float64")
-            if self._largest_difference(again) is not None:
+            plain, sums = traced(*tensors)
+            different = self._largest_difference(plain, sums)
+            if different is not None and self._largest_difference(plain, traced(*tensors)[0]) is not None:
                 raise Inconclusive("the layer draws random numbers without a Keras seed")
-        return weights[different]
+        return None if different is None else weights[different]
 
     def _few_rows(self, rows: int, size: int) -> list[tf.Tensor]:
         """The tensors with few rows: real ones if the arguments have values, else made-up ones."""
@@ -113,8 +103,8 @@ class _Call(NamedTuple):
             has_rows = has_axes(value) and value.shape[0] == batch
             if hasattr(value, "numpy"):
                 return value[:rows] if has_rows else value
-            spec = value if has_rows else tf.TensorSpec([1, *value.shape], value.dtype)
-            drawn = synthetic_rows(spec, rows if has_rows else 1, seed=0, size=size)
+            shape = value.shape[1:] if has_rows else value.shape
+            drawn = synthetic_rows(tf.TensorSpec([None, *shape], value.dtype), rows, seed=0, size=size)
             return drawn if has_rows else drawn[0]
 
         return [take(value) for value in self.tensors]
@@ -130,12 +120,12 @@ class _Call(NamedTuple):
         tensors = [output for output in (*outputs, *reads.losses) if tf.is_tensor(output)]
         return tf.add_n([_contract(tensor) for tensor in tensors if tensor.dtype.is_floating])
 
-    def _gradients(self, tensors: Sequence[tf.Tensor], held: Sequence[tf.Variable]) -> list[tf.Tensor | None]:
+    def _gradients(self, tensors: Sequence[tf.Tensor], held: Sequence[tf.Variable]) -> Sequence[Any]:
         with tf.GradientTape() as tape, WeightReads((), detached=False) as reads:
             target = self._target(self.layer, reads, tensors)
         return tape.gradient(target, held)
 
-    def _sums_of_examples(self, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor | None]:
+    def _sums_of_examples(self, tensors: Sequence[tf.Tensor], _: Any) -> Sequence[Any]:
         anchor = tf.zeros([])
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(anchor)
@@ -147,24 +137,24 @@ class _Call(NamedTuple):
             return [None] * len(quantities.variables)
         return quantities.weighted_sums(tf.ones(tf.reshape(quantities.batch, [1])))
 
-    def _largest_difference(self, norms: np.ndarray) -> int | None:
-        """The index of the weight that differs most, of `_norms` for each weight; `None` if all differ by rounding."""
+    def _largest_difference(self, first: Sequence[Any], second: Sequence[Any]) -> int | None:
+        """The index of the weight whose two gradients differ most; `None` if all differ by rounding."""
         half = uses_half_precision(self.layer)
-        norm = norms[:, 1:].max(1)
-        allowed = _OF_WEIGHT[half] * norm + _OF_ALL[half] * np.sqrt(np.sum(norm**2))
-        index = int(np.argmax(norms[:, 0] - allowed))
-        return index if norms[index, 0] > allowed[index] else None
+        pairs = [[_float(gradient) for gradient in pair] for pair in zip(first, second, strict=True)]
+        norms = np.array([[tf.norm(one - other), tf.norm(one), tf.norm(other)] for one, other in pairs], "float64")
+        if not np.isfinite(norms).all():
+            raise Inconclusive("the gradients are not finite")
+        largest = norms[:, 1:].max(1)
+        excess = norms[:, 0] - _OF_WEIGHT[half] * largest - _OF_ALL[half] * np.sqrt(np.sum(largest**2))
+        index = int(np.argmax(excess))
+        return index if excess[index] > 0 else None
 
 
 def _contract(output: tf.Tensor) -> tf.Tensor:
-    output = tf.cast(output, "float32") if output.dtype != tf.float64 else output
-    weights = tf.cos(tf.range(tf.size(output), dtype=output.dtype))
-    return tf.cast(tf.reduce_sum(tf.reshape(output, [-1]) * weights), "float32")
+    flat = tf.reshape(_float(output), [-1])
+    return tf.reduce_sum(flat * tf.cos(tf.range(tf.size(flat), dtype="float32")))
 
 
-def _norms(one: Any, other: Any) -> list[tf.Tensor]:
-    """The norms of the difference of two gradients, and of each; a missing one is zero."""
-    one, other = (
-        tf.zeros([]) if each is None else tf.cast(tf.convert_to_tensor(each), "float32") for each in (one, other)
-    )
-    return [tf.norm(one - other), tf.norm(one), tf.norm(other)]
+def _float(tensor: Any) -> tf.Tensor:
+    """A gradient or an output in float32; zero for none."""
+    return tf.zeros([]) if tensor is None else tf.cast(tf.convert_to_tensor(tensor), "float32")

@@ -92,14 +92,14 @@ def trained(model, on=None):
 
 RIGHT = {
     "spectral normalization": lambda: layers.SpectralNormalization(layers.Dense(3, activation="tanh")),
+    "weights set by the layer around": Setting,
     "slopes": Slopes,
     "slopes in forward mode": lambda: Slopes(forward=True),
     "weights clipped in a layer": ClippedWeights,
-    "weights set by the layer around": Setting,
 }
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layer", RIGHT)
 def test_unclipped_updates_are_the_plain_ones(layer):
     plain = trained(model_of(RIGHT[layer]))
