@@ -65,7 +65,7 @@ def _probe_units(
             if capture.has_unknown_rows:
                 raise _unknown_rows_refusal(layer, arguments, keywords, size)
             units = [Unit(unit.layer, unit.rule, capture.batched(unit, size)) for unit in units]
-            different = find_wrong_sum(layer, units, arguments, keywords, wrong)
+            different = find_wrong_sum(layer, units, arguments, keywords, capture.graph, wrong)
             if different is None:
                 return units, True
             wrong = different if wrong is None else wrong

@@ -14,13 +14,12 @@ from keras_paragrad.engine.probes.pure_function import uses_half_precision, valu
 from keras_paragrad.engine.probes.row_independence import computes_rows_independently
 from keras_paragrad.engine.probes.trial import SIZES, Inconclusive, run_trial, synthetic_rows
 from keras_paragrad.engine.step.operations import assigned_resources
-from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.per_example.calls import WeightReads
 from keras_paragrad.per_example.capture import Capture, has_axes
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.units import Unit
-from keras_paragrad.storage.model_variables import held_by_copies
+from keras_paragrad.storage.model_variables import handles_of, held_by_copies
 
 _ROWS = 3
 # Differences up to these are rounding, in single and half precision: relative to the weight's gradient, and to all.
@@ -33,16 +32,20 @@ def find_wrong_sum(
     units: Sequence[Unit],
     arguments: tuple[Structure, ...],
     keywords: dict[str, Any],
+    graph: tf.Graph,
     otherwise: keras.Variable | None,
 ) -> keras.Variable | None:
     """The weight whose examples' gradients differ most from its plain gradient, if one does; `otherwise` if all fails.
 
+    `graph` is one of the call, which shows what it assigns to.
     Keras's own layers with this package's rules are not tried: tests prove them.
     """
     if not units or (all(map(is_own, units)) and computes_rows_independently(layer)):
         return None
     training = keywords.get("training")
-    call = _Call(layer, units, (arguments, keywords), called_for_training() if training is None else bool(training))
+    call = _Call(
+        graph, layer, units, (arguments, keywords), called_for_training() if training is None else bool(training)
+    )
     size = next((value.shape[0] for value in call.tensors if has_axes(value)), None)
     choices = [(_ROWS, length) for length in SIZES] + [(size, SIZES[0])] * (size is not None)
     question = f"whether the gradients of the examples sum to the gradient of {layer.name!r}"
@@ -55,8 +58,9 @@ def is_own(unit: Unit) -> bool:
 
 
 class _Call(NamedTuple):
-    """A call of a layer that has these units; `arguments` are the nested arguments and keywords."""
+    """A call of a layer that has these units: its arguments and keywords, and a graph of it."""
 
+    graph: tf.Graph
     layer: keras.layers.Layer
     units: Sequence[Unit]
     arguments: Structure
@@ -69,14 +73,15 @@ class _Call(NamedTuple):
 
     def try_rows(self, choice: tuple[int, int]) -> keras.Variable | None:
         """The weight that differs on some rows, whose axes of unknown size get a size; a `choice` of both."""
+        if any(id(resource) not in handles_of(self.layer.variables) for resource in assigned_resources(self.graph)):
+            raise Inconclusive("the layer assigns to a variable that is unknown to Keras")
         tensors, weights = self._few_rows(*choice), self.layer.trainable_variables
         variables = self.layer.variables
         values = [(variable, value_of(variable)) for variable in variables]
         with held_by_copies(values) as copies:
             held = [copies[next(i for i, each in enumerate(variables) if each is weight)] for weight in weights]
 
-            @releasing
-            def compute(*tensors: tf.Tensor):
+            def compute() -> list[Sequence[Any]]:
                 gradients = []
                 for differentiate in (self._gradients, self._sums_of_examples):
                     # From the same state, with the same random numbers.
@@ -85,13 +90,10 @@ class _Call(NamedTuple):
                     gradients.append(differentiate(tensors, held))
                 return gradients
 
-            traced = tf.function(compute, autograph=False).get_concrete_function(*tensors)
-            known = {id(copy.handle) for copy in copies}
-            if any(id(resource) not in known for resource in assigned_resources(traced.graph)):
-                raise Inconclusive("the layer assigns to a variable that is unknown to Keras")
-            plain, sums = traced(*tensors)
+            # Eagerly: a trace of both passes would double the time to the first step.
+            plain, sums = compute()
             different = self._largest_difference(plain, sums)
-            if different is not None and self._largest_difference(plain, traced(*tensors)[0]) is not None:
+            if different is not None and self._largest_difference(plain, compute()[0]) is not None:
                 raise Inconclusive("the layer draws random numbers without a Keras seed")
         return None if different is None else weights[different]
 

@@ -15,6 +15,7 @@ from keras_paragrad.compat.optimizer import held_optimizers
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Array
 from keras_paragrad.compat.variables import SavedVariables, assign_sum
+from keras_paragrad.compat.workers import local_replica_values
 
 # Variables by owner: "model", "optimizer" or "metrics".
 Sections = dict[str, list[keras.Variable]]
@@ -181,6 +182,12 @@ def held_by_copies(values: Sequence[tuple[keras.Variable, Array]]) -> Generator[
     finally:
         for (variable, _), value in zip(values, held, strict=True):
             variable._value = value
+
+
+def handles_of(variables: Iterable[keras.Variable]) -> set[int]:
+    """The `id`s of the resources that hold the variables on this worker."""
+    held = [part for variable in variables for part in local_replica_values(variable._value)]
+    return {id(part.handle) for part in held if hasattr(part, "handle")}
 
 
 def rename_keys(optimizer: keras.optimizers.Optimizer, keys: dict[str | int, str | int]) -> None:
