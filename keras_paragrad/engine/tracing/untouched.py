@@ -125,7 +125,7 @@ def _restorers(pending: list[Any], but: tuple[object, ...]) -> list[Callable[[],
             continue
         seen[id(value)] = value
         if isinstance(value, (tuple, frozenset)):
-            pending += value
+            pending.extend(value)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _SMALL_ARRAY and value.flags.writeable:
                 restorers.append(functools.partial(_fill_array, value, value.copy()))
