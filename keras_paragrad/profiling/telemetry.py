@@ -48,9 +48,9 @@ class GradientTelemetry(keras.callbacks.Callback):
 
     `logs` gets `gradient_norm`, `update_ratio` and `nonfinite_gradients` of the whole model, `clipped_gradient_norm` if
     the optimizer clips, and `loss_scale` if it scales the loss: of the latest report, and at the end of an epoch the
-    means over its reports, the sum of `nonfinite_gradients`, and the last `loss_scale`. With a `log_dir`, per-weight values go to
-    `telemetry.csv` or `telemetry.parquet`, and per-layer values to TensorBoard. The logger `keras_paragrad` warns once
-    per layer and kind if a gradient vanishes, explodes, is zero or is not finite.
+    means over its reports, the sum of `nonfinite_gradients`, and the last `loss_scale`. With a `log_dir`, per-weight
+    values go to `telemetry.csv` or `telemetry.parquet`, and per-layer values to TensorBoard. The logger
+    `keras_paragrad` warns once per layer and kind if a gradient vanishes, explodes, is zero or is not finite.
 
     Args:
         log_dir: Where to write; nothing is written if `None`. Of several workers only the first writes.
@@ -166,8 +166,9 @@ class GradientTelemetry(keras.callbacks.Callback):
         if self._meter:
             self._meter.read()
             self._flush()
-        if logs is not None and (reported := self._reported_logs):
-            logs.update({name: float(_IN_EPOCH.get(name, np.mean)([each[name] for each in reported])) for name in self._logs})
+        if logs is not None and self._reported_logs:
+            values = {name: [each[name] for each in self._reported_logs] for name in self._logs}
+            logs.update({name: float(_IN_EPOCH.get(name, np.mean)(each)) for name, each in values.items()})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Closes the files, logs if there was nothing to report, and restores the model's training step."""
