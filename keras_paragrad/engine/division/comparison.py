@@ -17,6 +17,7 @@ from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.probes.pure_function import PureFunction
 from keras_paragrad.engine.probes.tolerances import GRADIENT, TIMES_NOISE
 from keras_paragrad.engine.probes.trial import relative_error, take_rows
+from keras_paragrad.plain_text import percent
 
 _LAST_DIGITS = 1e-6
 
@@ -36,7 +37,7 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         return (
             f"On {self.rows} rows of the first batch, the weighted gradients of {self.parts} parts are "
-            f"{self.error:.1e} off the gradient of the whole"
+            f"{percent(self.error)} off the gradient of the whole"
         )
 
 

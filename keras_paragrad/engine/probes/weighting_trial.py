@@ -34,6 +34,7 @@ from keras_paragrad.engine.probes.trial import (
     synthetic_rows,
     take_rows,
 )
+from keras_paragrad.plain_text import percent
 
 Result = TypeVar("Result")
 # The number of rows of the whole, and of the first of two parts of different sizes.
@@ -59,7 +60,7 @@ class Fit(NamedTuple):
     error: float
 
     def __str__(self) -> str:
-        return f"{self.weighting.argument} {'fits' if not self.error else f'is {self.error:.2g} off'}"
+        return f"{self.weighting.argument} {'fits' if not self.error else f'is {percent(self.error)} off'}"
 
 
 def fits_in_all_draws(candidates: Sequence[Weighting], draws: Sequence[Sequence[float]]) -> list[Fit]:
