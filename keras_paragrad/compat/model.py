@@ -3,7 +3,6 @@
 import contextlib
 import re
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ import tensorflow as tf
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.layers import outermost_layer
 from keras_paragrad.compat.optimizer import held_optimizers, innermost_optimizer, updating_optimizers
-from keras_paragrad.compat.state import MethodPatch, patch_of, patched
+from keras_paragrad.compat.state import MethodPatch, patch_of, patched, warn
 from keras_paragrad.compat.types import Batch, StepLogs
 
 _STYLES = re.compile(r"\x1b\[[0-9;]*m")
@@ -159,9 +158,8 @@ def compile_if_supported(model: keras.Model, jit_compile: bool) -> bool:
     """`jit_compile`, or False with a warning if XLA can't compile the model, as `Model.compile` does."""
     layer = layer_without_xla(model) if jit_compile else None
     if layer is not None:
-        warnings.warn(
+        warn(
             f"XLA can't compile {type(layer).__name__} {layer.name!r}, so jit_compile=True is ignored. Remove it.",
-            stacklevel=2,
         )
     return jit_compile and layer is None
 

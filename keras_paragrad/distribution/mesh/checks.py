@@ -14,6 +14,7 @@ from keras_paragrad.distribution.launch.tasks import WORLD
 from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, Mesh
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.plain_text import percent
 from keras_paragrad.storage.dtensor import COMBINE_PASS, distribute, make_mesh, on_mesh, turn_combine_pass_off
 from keras_paragrad.storage.mesh_variable import MeshVariable
 
@@ -112,7 +113,7 @@ def check_steps(mesh: Mesh) -> None:
     if error > 1e-5:
         raise RuntimeError(
             f"On a mesh of {mesh.in_words} this process trains a small model incorrectly: its weights are off by "
-            f"{error:.1e} of the largest one. TensorFlow may have compiled something on a mesh before "
+            f"{percent(error)} of the largest one. TensorFlow may have compiled something on a mesh before "
             f"DistributedFit was made, without {COMBINE_PASS}=0 in the environment. Start Python with it, or write "
             'DistributedFit("mirrored", shard="parameters").'
         )

@@ -36,7 +36,7 @@ from keras_paragrad.engine.mesh.comparing import gradient_error
 from keras_paragrad.engine.mesh.mesh_tracing import OutputLayouts, install_distribute_tensor, tracing_for_mesh
 from keras_paragrad.engine.mesh.running import ModelOnMesh, batch_rows, take_off_mesh, variables_on_mesh
 from keras_paragrad.memory.estimate import bytes_in_words
-from keras_paragrad.plain_text import Printable, counted
+from keras_paragrad.plain_text import Printable, counted, percent
 from keras_paragrad.storage.dtensor import Axes, bytes_by_device, make_mesh, span_workers, turn_combine_pass_off
 from keras_paragrad.storage.model_variables import build_optimizer_ahead
 
@@ -181,7 +181,7 @@ class MeshPreparation(Preparation):
         error, path = gradient_error(self.model, data, on_mesh)
         if error > tolerance(self.model):
             raise RuntimeError(
-                f"The gradient of {path!r} on this mesh differs from the one on one device, by {error:.1e} of its "
+                f"The gradient of {path!r} on this mesh differs from the one on one device, by {percent(error)} of its "
                 "largest entry: TensorFlow has a wrong rule for an operation on divided tensors. Give this variable "
                 "and the ones computed with it no layout, so that each device has them whole; or train with "
                 'DistributedFit("mirrored", shard="parameters").'
