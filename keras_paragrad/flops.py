@@ -7,8 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
-# The scope of what `gradient_graph` computes backward, and the one in which TensorFlow differentiates a scope.
-BACKWARD, _GRADIENTS = "backward_pass", "gradient_tape"
+from keras_paragrad.engine.telemetry.train_functions import BACKWARD
+
+# The scope in which TensorFlow differentiates another scope.
+_GRADIENTS = "gradient_tape"
 # Operations with a body that runs an unknown number of times, or of unknown cost.
 _UNKNOWN = re.compile("While|If$|Case$|PartitionedCall|RNN|XlaLaunch|SparseTensorDenseMatMul|SparseMatMul|Fused")
 

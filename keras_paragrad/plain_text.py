@@ -1,6 +1,5 @@
 """Plain text: parses untrusted JSON, and shows rich's renderables in interactive sessions, notebooks and files."""
 
-import decimal
 import html
 import io
 import json
@@ -43,18 +42,6 @@ def counted(number: int, noun: str) -> str:
     """
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number} {noun}{ending}"
-
-
-def percent(error: float) -> str:
-    """A relative error in percent, with two digits.
-
-    Example:
-
-    >>> from keras_paragrad.plain_text import percent
-    >>> percent(0.0312), percent(1.234), percent(2.6e-6)
-    ('3.1%', '120%', '0.00026%')
-    """
-    return f"{decimal.Decimal(f'{100 * error:.1e}'):f}%"
 
 
 class InNotebooks:

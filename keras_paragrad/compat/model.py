@@ -1,6 +1,7 @@
 """Queries about a model: its layers, metrics and `trainable` flags, what it overrides, whether its `fit` is running."""
 
 import contextlib
+import decimal
 import re
 import types
 import weakref
@@ -162,6 +163,18 @@ def compile_if_supported(model: keras.Model, jit_compile: bool) -> bool:
             f"XLA can't compile {type(layer).__name__} {layer.name!r}, so jit_compile=True is ignored. Remove it.",
         )
     return jit_compile and layer is None
+
+
+def percent(error: float) -> str:
+    """A relative error in percent, with two digits.
+
+    Example:
+
+    >>> from keras_paragrad.compat.model import percent
+    >>> percent(0.0312), percent(1.234), percent(2.6e-6)
+    ('3.1%', '120%', '0.00026%')
+    """
+    return f"{decimal.Decimal(f'{100 * error:.1e}'):f}%"
 
 
 def overrides_fit(model: keras.Model) -> bool:

@@ -12,9 +12,9 @@ from runner import own_process
 from trainings import proved_on_workers
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
+from keras_paragrad.compat.model import percent
 from keras_paragrad.engine.division import first_batch, proof, step_proof
 from keras_paragrad.memory import recompute
-from keras_paragrad.plain_text import percent
 
 ROWS, SIZE = 16, 4
 TOLERANCE = 1e-6

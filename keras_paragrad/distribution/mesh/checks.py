@@ -9,12 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.model import all_layers, percent
 from keras_paragrad.distribution.launch.tasks import WORLD
 from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, Mesh
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.plain_text import percent
 from keras_paragrad.storage.dtensor import COMBINE_PASS, distribute, make_mesh, on_mesh, turn_combine_pass_off
 from keras_paragrad.storage.mesh_variable import MeshVariable
 

@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.compat.model import all_layers, compile_config, overrides_train_step
+from keras_paragrad.compat.model import all_layers, compile_config, overrides_train_step, percent
 from keras_paragrad.compat.types import Batch, FitData
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.compat.workers import MeshWorkersStrategy, barrier, set_worker_strategy
@@ -36,7 +36,7 @@ from keras_paragrad.engine.mesh.comparing import gradient_error
 from keras_paragrad.engine.mesh.mesh_tracing import OutputLayouts, install_distribute_tensor, tracing_for_mesh
 from keras_paragrad.engine.mesh.running import ModelOnMesh, batch_rows, take_off_mesh, variables_on_mesh
 from keras_paragrad.memory.estimate import bytes_in_words
-from keras_paragrad.plain_text import Printable, counted, percent
+from keras_paragrad.plain_text import Printable, counted
 from keras_paragrad.storage.dtensor import Axes, bytes_by_device, make_mesh, span_workers, turn_combine_pass_off
 from keras_paragrad.storage.model_variables import build_optimizer_ahead
 

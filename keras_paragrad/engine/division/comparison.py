@@ -12,12 +12,12 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.compat.model import percent
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.probes.pure_function import PureFunction
 from keras_paragrad.engine.probes.tolerances import GRADIENT, TIMES_NOISE
 from keras_paragrad.engine.probes.trial import relative_error, take_rows
-from keras_paragrad.plain_text import percent
 
 _LAST_DIGITS = 1e-6
 

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import added_losses, all_layers
+from keras_paragrad.compat.model import added_losses, all_layers, percent
 from keras_paragrad.compat.types import Array, Batch, LossArguments
 from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, output_mask
@@ -34,7 +34,6 @@ from keras_paragrad.engine.probes.trial import (
     synthetic_rows,
     take_rows,
 )
-from keras_paragrad.plain_text import percent
 
 Result = TypeVar("Result")
 # The number of rows of the whole, and of the first of two parts of different sizes.

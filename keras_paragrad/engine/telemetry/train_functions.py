@@ -14,8 +14,9 @@ from keras_paragrad.compat.types import Batch, BatchIterator, Gradients, Specs
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.tracing.gradient_functions import closure_contents
 from keras_paragrad.engine.tracing.untouched import trace_untouched
-from keras_paragrad.flops import BACKWARD
 
+# The scope of the backward pass in the graph of `gradient_graph`.
+BACKWARD = "backward_pass"
 # The key of the telemetry's latest values in a step's logs: an output is free, while reading a variable costs time.
 LATEST = "_keras_paragrad_latest"
 # How many functions within functions are searched for compiled ones.
