@@ -159,7 +159,6 @@ class LossRecord:
                 "example is clipped or weighted depends on the masks of the others. Write masked_mean='example' for "
                 "this layer or wrap(), so that each example has its own masked mean, or reduction='sum' for the loss: "
                 "then an example's gradient depends on its own mask only.",
-                stacklevel=2,
             )
 
     def may_overflow(self, batch: tf.Tensor) -> tf.Tensor:

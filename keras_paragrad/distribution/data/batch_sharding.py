@@ -1,6 +1,5 @@
 """Shard policies, which divide data among workers, and the shards of a global batch for each replica."""
 
-import warnings
 from typing import Any
 
 import numpy as np
@@ -8,6 +7,7 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice
 from keras_paragrad.compat.data import count_files, shard_files_of_worker
+from keras_paragrad.compat.state import warn
 from keras_paragrad.compat.types import Batch, Dataset, FitData, Specs, Structure
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.decisions import SHARD_POLICIES
@@ -133,10 +133,9 @@ def check_batches(spec: Specs, replicas: int, rows: int | None = None) -> None:
     sizes = [rows, *(leaf.shape[0] for leaf in leaves if leaf.shape.rank)]
     least = next((size for size in sizes if size is not None), replicas)
     if least < replicas:
-        warnings.warn(
+        warn(
             f"A batch has {counted(least, 'row')} for {replicas} replicas, so some replicas never get one. Use batches "
             f"of at least {replicas} rows, or fewer devices. (A tf.data.Dataset has to be batched.)",
-            stacklevel=2,
         )
 
 
