@@ -138,7 +138,7 @@ class HostSchedule:
         """
         if self.batches_left is not None:
             self.batches_left -= batches
-        elif batches > 1 and not exhausted:
+        if exhausted or (self.batches_left is None and batches > 1):
             # The data may have ended before the last of them.
             planned = self._update
             self._read()
