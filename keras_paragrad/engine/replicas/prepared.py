@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.data import Adapter, EpochIterator
+from keras_paragrad.compat.data import Adapter, EpochIterator, check_is_batched
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.private import PyDatasetAdapter
@@ -211,6 +211,8 @@ def warn_if_unprepared(strategy: tf.distribute.Strategy) -> None:
                 "Write dist.fit(model, ...) or, before model.fit(...), dist.prepare(model).",
                 stacklevel=2,
             )
+        if model:
+            check_is_batched(model, dataset.element_spec)
         return distribute(dataset, options)
 
     _WARNS.attach(strategy, True)
