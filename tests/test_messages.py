@@ -1,7 +1,5 @@
 """Messages are plain text, name what a user knows, and say what replaces what."""
 
-import logging
-
 import keras
 import numpy as np
 import pytest

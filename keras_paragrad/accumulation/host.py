@@ -91,9 +91,10 @@ class HostSchedule:
         """The number of updates in an epoch of so many batches that begins now; `None` if unknown."""
         if batches is None:
             return None
-        tail, first = self.optimizer.tail, int(self.optimizer.iterations.numpy())
-        left = batches + (int(self.optimizer.window.position.numpy()) if tail == "carry" and self.optimizer.built else 0)
-        updates = 0
+        self._read()
+        self._counting = False
+        tail, first, updates = self.optimizer.tail, self._update, 0
+        left = batches + (self._position if tail == "carry" else 0)
         while left > 0:
             left -= self.optimizer.schedule.at(first + updates)
             updates += 1
@@ -102,8 +103,8 @@ class HostSchedule:
     def count_skipped(self) -> int:
         """The number of the epoch's updates, with those among the batches that a resumed epoch has skipped."""
         if self._skipped:
-            update, left = int(self.optimizer.iterations.numpy()), self._skipped - int(self.optimizer.window.position.numpy())
-            self._skipped = 0
+            self._read()
+            update, left, self._skipped = self._update, self._skipped - self._position, 0
             while left > 0:
                 update -= 1
                 left -= self.optimizer.schedule.at(update)

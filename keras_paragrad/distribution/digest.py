@@ -100,8 +100,8 @@ def _digest_of_values(values: Values, source: str, named: bool = True) -> Digest
         groups = [group[0] if len(group) == 1 else hashlib.sha256(b"".join(group)).digest() for group in alike]
         ordered[kind] = hashlib.sha256(b"".join(sorted(groups))).hexdigest()
         unordered[kind] = hashlib.sha256(b"".join(sorted(sum(alike, [])))).hexdigest()
-    in_order = map(ordered.get, (_WEIGHTS, _OPTIMIZER, _DATA))
-    return Digest(*in_order, source, named, (unordered.get(_WEIGHTS), unordered.get(_OPTIMIZER)))
+    sums = ordered.get(_WEIGHTS), ordered.get(_OPTIMIZER), ordered.get(_DATA)
+    return Digest(*sums, source, named, (unordered.get(_WEIGHTS), unordered.get(_OPTIMIZER)))
 
 
 def _place_of(path: str, kind: str | None = None, named: bool = False) -> Any:
