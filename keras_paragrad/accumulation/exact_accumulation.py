@@ -49,10 +49,10 @@ class ExactAccumulation(keras.callbacks.Callback):
             the number of updates in an epoch. `fit` shows those in its own `callbacks` every micro-batch.
 
     Raises:
-        ValueError: One of `callbacks` isn't a Keras callback, or belongs to `fit`. When `fit` begins: the model was not compiled with an `AccumulatingOptimizer`. In the first step:
-            the weight of its micro-batches is unknown, as its loss compares examples or uses a divisor other than those
-            tested. The message says what to write. With `steps=1` on one replica such a model is trained
-            anyway, and this is logged once.
+        ValueError: One of `callbacks` isn't a Keras callback, or belongs to `fit`. When `fit` begins: the model was not
+            compiled with an `AccumulatingOptimizer`. In the first step: the weight of its micro-batches is unknown, as
+            its loss compares examples or uses a divisor other than those tested. The message says what to write. With
+            `steps=1` on one replica such a model is trained anyway, and this is logged once.
 
     Example:
 

@@ -38,9 +38,10 @@ class AccumulatingOptimizer(WrappingOptimizer):
     """Updates once every `steps` micro-batches, with exactly the gradient of the batch they make up.
 
     Learning-rate schedules, `iterations`, moving averages, weight decay, clipping and constraints see updates, never
-    micro-batches; so do the callbacks in `ExactAccumulation(callbacks=[...])`, while `fit`'s own see both. Under a `tf.distribute` strategy each replica accumulates locally; the sums are
-    all-reduced once per update, and clipped after that. Also pass `ExactAccumulation()` to `fit`: it weights
-    micro-batches of different sizes or sample weights correctly, and closes an epoch's last window.
+    micro-batches, and so do the callbacks in `ExactAccumulation(callbacks=[...])`. Under a `tf.distribute` strategy
+    each replica accumulates locally; the sums are all-reduced once per update, and clipped after that. Also pass
+    `ExactAccumulation()` to `fit`: it weights micro-batches of different sizes or sample weights correctly, and closes
+    an epoch's last window.
 
     In a custom training loop, `flush()` updates with the gradients of an open window, and `discard()` empties it.
 

@@ -44,13 +44,12 @@ def _print_digests(paths: list[str], say: Say) -> int:
             return print_error("digest", error)
         print(digests[-1].source)
         print("\n".join(f"  {line}" for line in digests[-1].lines()))
-    compared = digests
-    if len({digest.named for digest in digests}) > 1:
-        compared = [digest._replace(**dict(zip(("weights", "optimizer"), digest.unordered))) for digest in digests]
-    fields = ("weights", "optimizer", "data_order")
-    differing = [field for field in fields if len({getattr(digest, field) for digest in compared}) > 1]
+    mixed = len({digest.named for digest in digests}) > 1
+    parts = [(*(digest.unordered if mixed else digest[:2]), digest.data_order) for digest in digests]
+    fields = ("weights", "optimizer", "data order")
+    differing = [field for field, values in zip(fields, zip(*parts, strict=True), strict=True) if len({*values}) > 1]
     if differing:
-        print(f"They differ in {', '.join(differing).replace('_', ' ')}.")
+        print(f"They differ in {', '.join(differing)}.")
     elif len({digest[:3] for digest in digests}) > 1:
         print("They have the same values. Which layer has which isn't compared: a checkpoint has no names of layers.")
     elif len(digests) > 1:

@@ -173,12 +173,13 @@ def check_is_batched(model: keras.Model | None, spec: Specs) -> None:
     for leaf, given in zip(leaves, getattr(model, "inputs", None) or (), strict=False):
         shape, batch = getattr(leaf, "shape", None), tf.TensorShape(given.shape)
         # Keras adds a last axis of one.
-        if isinstance(shape, tf.TensorShape) and batch[-1] != 1 and shape.rank is not None:
-            if shape.rank == batch.rank - 1 and batch[1:].is_compatible_with(shape):
-                raise ValueError(
-                    f"The data has elements of shape {shape}, and {model.name!r} takes batches of shape {batch}. Batch "
-                    "them first: dataset.batch(64)."
-                )
+        # Of unknown rank, data may be anything.
+        single = isinstance(shape, tf.TensorShape) and shape.rank == batch.rank - 1 and batch[-1] != 1
+        if single and batch[1:].is_compatible_with(shape):
+            raise ValueError(
+                f"The data has elements of shape {shape}, and {model.name!r} takes batches of shape {batch}. Batch "
+                "them first: dataset.batch(64)."
+            )
 
 
 def reads_arrays(adapter: DataAdapter) -> bool:

@@ -27,9 +27,9 @@ _KINDS = "a directory of backups, a backup, a .keras or .weights.h5 file, or a t
 class Digest(NamedTuple):
     """SHA-256 of the values that training leaves, in hexadecimal; `None` where there are no values of a kind.
 
-    It depends on the values, their shapes and dtypes, and on which of several variables of one shape and dtype has which:
-    by the order of their layers' names, and in a layer by their own. It doesn't depend on the kind of file, except
-    that checkpoints have no names of layers.
+    It depends on the values, their shapes and dtypes, and on which of several variables of one shape and dtype has
+    which, by the order of the layers' names. It doesn't depend on the kind of file, except that checkpoints have no
+    names of layers.
 
     Attributes:
         weights: Of the model's variables, with statistics, and without the states of seeds.
