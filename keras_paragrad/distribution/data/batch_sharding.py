@@ -6,7 +6,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice
-from keras_paragrad.compat.data import count_files, shard_files_of_worker
+from keras_paragrad.compat.data import check_is_batched, count_files, shard_files_of_worker
 from keras_paragrad.compat.state import warn
 from keras_paragrad.compat.types import Batch, Dataset, FitData, Specs, Structure
 from keras_paragrad.compat.workers import ReplicaPlacement
@@ -124,12 +124,7 @@ def check_batches(spec: Specs, replicas: int, rows: int | None = None) -> None:
     leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(getattr(leaf, "shape", None), tf.TensorShape)]
     if not leaves:
         raise ValueError(f"The elements of the data contain no tensors: {spec}. Pass batches such as (x, y).")
-    for leaf in leaves:
-        if leaf.shape.rank == 0:
-            raise ValueError(
-                f"The data has an element {leaf}, which is a scalar and not a batch. Batch the dataset first: "
-                "dataset.batch(64)."
-            )
+    check_is_batched(None, spec)
     sizes = [rows, *(leaf.shape[0] for leaf in leaves if leaf.shape.rank)]
     least = next((size for size in sizes if size is not None), replicas)
     if least < replicas:

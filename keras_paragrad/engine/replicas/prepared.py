@@ -12,7 +12,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.data import Adapter, EpochIterator
+from keras_paragrad.compat.data import Adapter, EpochIterator, check_is_batched
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.private import PyDatasetAdapter
@@ -209,6 +209,8 @@ def warn_if_unprepared(strategy: tf.distribute.Strategy) -> None:
                 "each replica's gradient counts the same and is clipped separately, which differs from one device. "
                 "Write dist.fit(model, ...) or, before model.fit(...), dist.prepare(model).",
             )
+        if model:
+            check_is_batched(model, dataset.element_spec)
         return distribute(dataset, options)
 
     _WARNS.attach(strategy, True)
