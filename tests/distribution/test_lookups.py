@@ -18,60 +18,64 @@ ops = keras.ops
 
 
 class Lookups(keras.layers.Layer):
-    """Tokens, and what `look_up(table, tokens)` looks up in a table of its own or, if `shared`, in the same one."""
+    """Tokens, and what each of `look_ups` looks up, in a table of its own or, if `shared`, in that of tokens."""
 
-    def __init__(self, look_up, shared=False):
+    def __init__(self, look_ups, shared=False):
         super().__init__()
-        self.look_up, self.tokens = look_up, keras.layers.Embedding(8, 3)
-        self.table = self.tokens if shared else keras.layers.Embedding(8, 3)
+        self.look_ups, self.tokens = look_ups, keras.layers.Embedding(8, 3)
+        self.tables = [self.tokens if shared else keras.layers.Embedding(8, 3) for _ in look_ups]
         self.numbers = self.add_weight(shape=(5, 2), dtype="int32", trainable=False, initializer="zeros")
         self.numbers.assign(np.arange(10).reshape(5, 2) % 7)
         self.constant = tf.constant([3, 1, 3, 0])
 
     def build(self, shape):
-        self.tokens.build()
-        self.table.build()
+        for table in (self.tokens, *self.tables):
+            table.build()
 
     def call(self, tokens):
-        return ops.tanh(self.tokens(tokens) + self.look_up(self, tokens))
+        pairs = zip(self.look_ups, self.tables, strict=True)
+        return ops.tanh(sum((look_up(self, table, tokens) for look_up, table in pairs), self.tokens(tokens)))
 
 
-def positions(layer, tokens):
-    return layer.table(ops.arange(ops.shape(tokens)[1]))
+def positions(layer, table, tokens):
+    return table(ops.arange(ops.shape(tokens)[1]))
 
 
-def with_an_axis(layer, tokens):
-    return layer.table(ops.expand_dims(ops.arange(LENGTH), 0))
+def with_an_axis(layer, table, tokens):
+    return table(ops.expand_dims(ops.arange(LENGTH), 0))
 
 
-def for_each(layer, tokens):
-    return layer.table(ops.broadcast_to(ops.arange(LENGTH), ops.shape(tokens)))
+def for_each(layer, table, tokens):
+    return table(ops.broadcast_to(ops.arange(LENGTH), ops.shape(tokens)))
 
 
-def of_a_mask(layer, tokens):
-    return layer.table(ops.cumsum(ops.cast(tokens > 2, "int32"), 1))
+def of_a_mask(layer, table, tokens):
+    return table(ops.cumsum(ops.cast(tokens > 2, "int32"), 1))
 
 
-def of_a_variable(layer, tokens):
-    return ops.mean(layer.table(layer.numbers))
+def of_a_variable(layer, table, tokens):
+    return ops.mean(table(layer.numbers))
 
 
-def of_a_constant(layer, tokens):
-    return layer.table(layer.constant)
+def of_a_constant(layer, table, tokens):
+    return table(layer.constant)
 
 
-def in_a_function(layer, tokens):
+def in_a_function(layer, table, tokens):
     @tf.function(autograph=False)
     def looked_up():
-        return layer.table(tf.range(LENGTH)) + layer.table(tf.constant([0, 0, 1, 1]))
+        return table(tf.range(LENGTH)) + table(tf.constant([0, 0, 1, 1]))
 
     return looked_up()
 
 
-def model_of(look_up, shared=False, length=LENGTH, **options):
+KINDS = [positions, with_an_axis, for_each, of_a_mask, of_a_variable, of_a_constant, in_a_function]
+
+
+def model_of(look_ups, shared=False, length=LENGTH, **options):
     keras.utils.set_random_seed(0)
     inputs = keras.Input((length,), dtype="int32")
-    model = keras.Model(inputs, keras.layers.Dense(1)(Lookups(look_up, shared)(inputs)))
+    model = keras.Model(inputs, keras.layers.Dense(1)(Lookups(look_ups, shared)(inputs)))
     # It clips and squares each lookup.
     model.compile(keras.optimizers.Adam(0.02, global_clipnorm=0.05), "mse", **options)
     return model
@@ -81,31 +85,39 @@ def train(fit, rows=24, size=8):
     fit(x=X[:rows], y=Y[:rows], batch_size=size, epochs=2, shuffle=False, verbose=0)
 
 
-@pytest.mark.own_process(seconds=200)
-@pytest.mark.parametrize(
-    ("look_up", "options"),
-    [
-        pytest.param(positions, {}, id="positions"),
-        pytest.param(positions, {"length": None}, id="length-unknown"),
-        pytest.param(positions, {"shared": True, "length": None}, id="shared"),
-        pytest.param(positions, {"shared": True, "jit_compile": True}, id="shared-jit"),
-        pytest.param(with_an_axis, {}, id="axis"),
-        pytest.param(for_each, {}, id="for-each"),
-        pytest.param(of_a_mask, {"shared": True}, id="mask"),
-        pytest.param(of_a_variable, {}, id="variable"),
-        pytest.param(of_a_constant, {"jit_compile": True}, id="constant-jit"),
-        pytest.param(in_a_function, {}, id="function"),
-    ],
-)
-# Of 24 rows the batches have a static size; of 23 they don't, and the last one's halves differ.
-@pytest.mark.parametrize("rows", [24, 23])
-def test_steps_are_those_of_one_device(look_up, options, rows, mirrored):
-    plain = model_of(look_up, **{**options, "jit_compile": False}, run_eagerly=True)
-    train(plain.fit, rows)
+def trained(mirrored, look_ups, rows, size=8, **options):
+    """A model on one device, and one on replicas."""
+    plain = model_of(look_ups, **options | {"jit_compile": False, "run_eagerly": True})
+    train(plain.fit, rows, size)
     dist = DistributedFit(mirrored)
     with dist.scope():
-        ours = model_of(look_up, **options)
+        ours = model_of(look_ups, **options)
+    train(functools.partial(dist.fit, ours), rows, size)
+    return plain, ours
+
+
+@pytest.mark.own_process(seconds=200)
+@pytest.mark.parametrize(
+    ("look_ups", "rows", "options"),
+    [
+        # Of 24 rows the batches have a static size; of 23 they don't, and the last one's halves differ.
+        pytest.param(KINDS, 24, {}, id="apart"),
+        pytest.param(KINDS, 23, {"shared": True, "length": None}, id="shared"),
+        pytest.param([positions, of_a_constant], 23, {"shared": True, "jit_compile": True}, id="compiled"),
+    ],
+)
+def test_steps_are_those_of_one_device(look_ups, rows, options, mirrored):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        train(functools.partial(dist.fit, ours), rows)
+        plain, ours = trained(mirrored, look_ups, rows, **options)
     assert largest_difference(ours, plain) < 1e-6
+
+
+@pytest.mark.own_process(seconds=200)
+def test_what_is_not_known_is_said(mirrored):
+    # With one row on each replica, an axis of 1 may be that of the rows.
+    with pytest.warns(UserWarning, match=r"Whether \S+/embeddings is looked up once.*ops.arange"):
+        plain, ours = trained(mirrored, [for_each, with_an_axis], 4, 2)
+    assert largest_difference(ours, plain) < 1e-6
+    with pytest.warns(UserWarning, match="leave run_eagerly=True out"):
+        trained(mirrored, [positions], 4, 4, run_eagerly=True)
