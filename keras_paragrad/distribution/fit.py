@@ -1,6 +1,7 @@
 """`DistributedFit`: `fit` on the available hardware, with the result of one device."""
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Generator
 from os import PathLike
@@ -252,6 +253,10 @@ class DistributedFit(InNotebooks):
             raise
         preparation.undo_with(lambda: undo_fitted_memory(model))
         self._table, self._model = preparation.table, weakref.ref(model)
+        exact = make_plan(self.hardware, self.options).exact
+        if exact.value and preparation.not_exact:
+            exact = dataclasses.replace(exact, value=f"but for {preparation.not_exact}")
+        self.plan = self.plan.with_decision(exact)
         return preparation
 
     def _fit_memory(self, model: keras.Model, batch_size: int, batch_spec: Specs, verbose: str | int) -> None:
