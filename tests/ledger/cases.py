@@ -40,19 +40,10 @@ class Refusal(Exception):
     """What the package has refused in a process of its own."""
 
 
-def _refusing(function: Callable[[], Any]) -> Any:
-    try:
-        return function()
-    except Exception as error:
-        if is_refusal(error):
-            raise Refusal(first_line(error)) from error
-        raise
-
-
 def _called(function: Callable[[Any], Any], argument: Any, places: list[Any], seconds: float) -> list[Any] | Found:
     """What a function returns in processes of their own, or what becomes of a case that ends otherwise."""
     try:
-        return call(function, argument, [{**place, **environment()} for place in places], seconds)
+        return call(_refusing, (function, argument), [{**place, **environment()} for place in places], seconds)
     except RuntimeError as error:
         kind, _, how = str(error).partition(": ")
         if "not done in time" in kind:
@@ -60,18 +51,27 @@ def _called(function: Callable[[Any], Any], argument: Any, places: list[Any], se
         return Found("refused", how) if kind == Refusal.__name__ else Found("error", str(error))
 
 
+def _refusing(task: tuple[Callable[[Any], Any], Any]) -> Any:
+    function, argument = task
+    try:
+        return function(argument)
+    except Exception as error:
+        if is_refusal(error):
+            raise Refusal(first_line(error)) from error
+        raise
+
+
 def _train_miniature(case: tuple[str, str, bool]) -> tuple[Any, list[str]]:
     set_up()
     from foreign.keras_io import ways
     from foreign.keras_io.expectations import MINIATURES, expected
 
-    name, way, plainly = case
+    name, way, alone = case
     outcome = expected(name, way)
     changed = {"changed": outcome.changed} if outcome.changed else {}
+    train = ways.plain if alone else functools.partial(ways.WAYS[way], **outcome.options)
     with hearing() as said:
-        if plainly:
-            return ways.plain(MINIATURES[name], **changed), said
-        found = _refusing(lambda: ways.WAYS[way](MINIATURES[name], **outcome.options, **changed))
+        found = train(MINIATURES[name], **changed)
     return found, said
 
 
@@ -105,12 +105,8 @@ def _of_miniature(name: str, way: str, seconds: float) -> Found:
     return Found("exact", outcome.word.replace("exact", "").replace("`", ""))
 
 
-def _train_cell(cell: dict[str, Any]) -> dict[str, float]:
-    return _refusing(lambda: train({**cell, "way": "ours"}))
-
-
 def _of_cell(cell: dict[str, Any], seconds: float) -> Found:
-    result = _called(_train_cell, cell, [dict(place) for place in environments(cell)], seconds)
+    result = _called(train, {**cell, "way": "ours"}, environments(cell), seconds)
     if isinstance(result, Found):
         return result
     off = worst(result)

@@ -7,6 +7,7 @@ goes on, and a change of the package begins anew. It is written into `ledger.jso
 import argparse
 import collections
 import hashlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -16,14 +17,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-# Before processes are started, and TensorFlow is imported.
-os.environ |= {"PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": ""}
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-import keras_paragrad
-
 LEDGER = Path(__file__).parent / "ledger.json"
 KEPT = Path(__file__).parents[2] / "build" / "ledger.json"
+# Of this process and of those that it starts.
+ENVIRONMENT = {"PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
 
 
 def committed() -> dict[str, str]:
@@ -49,10 +46,10 @@ def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
     return [f"{name}: {one}  ->  {other}" for name, one, other in changed]
 
 
-def _kept() -> dict[str, Any]:
+def _kept(package: Path) -> dict[str, Any]:
     """What was measured of this package: the kind, how and the seconds of each case."""
-    sources = sorted(Path(keras_paragrad.__file__).parent.rglob("*.py"))
-    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    sources = b"".join(path.read_bytes() for path in sorted(package.rglob("*.py")))
+    digest = hashlib.sha256(sources).hexdigest()
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
     return kept if kept.get("package") == digest else {"package": digest, "cases": {}}
 
@@ -71,13 +68,17 @@ def main(words: list[str] | None = None) -> int:
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=300, help="the most that a case may take")
     given = parser.parse_args(words)
+    os.environ |= ENVIRONMENT
     from ledger.cases import Found, every
 
-    cases, kept, before = every(), _kept(), committed()
+    package = Path(str(importlib.util.find_spec("keras_paragrad").origin)).parent
+    cases, kept, before = every(), _kept(package), committed()
     known = kept["cases"]
-    chosen = [name for name in cases if not given.chosen or name.startswith(tuple(given.chosen))]
+    # A case's name begins others' too: fuzz/1, fuzz/10.
+    begins = tuple(each for each in given.chosen if each not in cases)
+    chosen = [name for name in cases if not given.chosen or name in given.chosen or name.startswith(begins)]
     left = [name for name in chosen if name not in known or name in given.chosen]
-    print(f"{len(left)} of {len(cases)} cases, of {Path(keras_paragrad.__file__).parent}", flush=True)
+    print(f"{len(left)} of {len(cases)} cases, of {package}", flush=True)
 
     def measured(name: str) -> list[Any]:
         began = time.monotonic()
