@@ -36,7 +36,7 @@ class Found(NamedTuple):
         return f"{self.kind}: {how}" if how else self.kind
 
 
-class Refusal(Exception):
+class RefusedError(Exception):
     """What the package has refused in a process of its own."""
 
 
@@ -48,7 +48,7 @@ def _called(function: Callable[[Any], Any], argument: Any, places: list[Any], se
         kind, _, how = str(error).partition(": ")
         if "not done in time" in kind:
             return Found("timeout")
-        return Found("refused", how) if kind == Refusal.__name__ else Found("error", str(error))
+        return Found("refused", how) if kind == RefusedError.__name__ else Found("error", str(error))
 
 
 def _refusing(task: tuple[Callable[[Any], Any], Any]) -> Any:
@@ -57,7 +57,7 @@ def _refusing(task: tuple[Callable[[Any], Any], Any]) -> Any:
         return function(argument)
     except Exception as error:
         if is_refusal(error):
-            raise Refusal(first_line(error)) from error
+            raise RefusedError(first_line(error)) from error
         raise
 
 
