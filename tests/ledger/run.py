@@ -77,7 +77,8 @@ def main(words: list[str] | None = None) -> int:
     # A case's name begins others' too: fuzz/1, fuzz/10.
     begins = tuple(each for each in given.chosen if each not in cases)
     chosen = [name for name in cases if not given.chosen or name in given.chosen or name.startswith(begins)]
-    left = [name for name in chosen if name not in known or name in given.chosen]
+    # On a busy machine, more takes too long.
+    left = [name for name in chosen if name in given.chosen or known.get(name, ["timeout"])[0] == "timeout"]
     print(f"{len(left)} of {len(cases)} cases, of {package}", flush=True)
 
     def measured(name: str) -> list[Any]:
