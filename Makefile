@@ -31,7 +31,7 @@ CONSTRAINTS := $(or $(constraints-$(if $(filter $(RELEASES),$(PAIRS)),pair,$(REL
 # Version managers put commands on the path that fail when they are run, so a candidate has to show that it works.
 USABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))
 
-.PHONY: demo browser docs lint release-check test-fast test test-all soak durations gpu mutants fuzz bench bench-peers exactness compat census clean FORCE
+.PHONY: demo browser docs lint release-check test-fast test test-all soak durations gpu mutants fuzz ledger bench bench-peers exactness compat clean FORCE
 
 demo: .venv/.demo
 	$(BIN)/python examples/digits.py
@@ -110,6 +110,14 @@ fuzz: export CASE := $(CASE)
 fuzz: .venv/.wheel
 	PYTHONPATH=tests $(BIN)/python -P tests/fuzz/run.py --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
+# What becomes of each case of the census of Keras's examples, of the exactness matrix and of the first seeds of the fuzzer,
+# and what is no longer as in the committed ledger. A part, or a case again: `make ledger LEDGER=census/gan`. The package of
+# another tree: `make ledger PYTHONPATH=$PWD`. It goes on where it was ended.
+LEDGER ?=
+
+ledger: .venv/.wheel
+	PYTHONPATH=tests:benchmarks$(if $(PYTHONPATH),:$(PYTHONPATH)) $(BIN)/python -P tests/ledger/run.py $(LEDGER)
+
 # The documentation as a site, which needs no server and no network. The first time it runs the tutorials, a minute each.
 docs: .venv/.wheel
 	TUTORIALS=cache $(BIN)/python -P -m sphinx -q -W --keep-going -b html docs build/docs
@@ -128,10 +136,6 @@ gpu: .venv/.gpu
 # Plants faults in a copy of the package, one at a time, and shows which test finds each. Some of them, by a part of their
 # name: `make mutants FAULTS="all-reduced"`.
 FAULTS ?=
-
-# What each component does with Keras's own examples, by class.
-census: .venv/.wheel
-	PYTHONPATH=tests $(BIN)/python -P tests/foreign/keras_io/census.py
 
 mutants: .venv/.wheel
 	$(BIN)/python tests/mutants/run.py $(FAULTS)

@@ -43,7 +43,7 @@ def lazily(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
         namespace[name] = value
         return value
 
-    return get, lambda: sorted({*namespace, *homes, *modules}), sorted(homes)
+    return get, lambda: sorted({*homes, *(name for name in namespace if name.startswith("__"))}), sorted(homes)
 
 
 def _public_imports(package: str) -> Iterator[tuple[str, str]]:

@@ -7,6 +7,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from keras_paragrad.engine.telemetry.train_functions import BACKWARD
+
+# The scope in which TensorFlow differentiates another scope.
+_GRADIENTS = "gradient_tape"
 # Operations with a body that runs an unknown number of times, or of unknown cost.
 _UNKNOWN = re.compile("While|If$|Case$|PartitionedCall|RNN|XlaLaunch|SparseTensorDenseMatMul|SparseMatMul|Fused")
 
@@ -15,9 +19,11 @@ def flops_of(graph: tf.Graph) -> int | None:
     """The FLOPs of a graph's matrix products and convolutions; a multiply-add counts as two.
 
     Elementwise operations, such as activations, are excluded: they are few, and a device's peak doesn't include them.
+    Operations that neither outputs nor effects need are excluded, as TensorFlow prunes them. So are those that a
+    backward pass runs a second time.
 
     Args:
-        graph: A graph with static shapes.
+        graph: A function's graph, with static shapes.
 
     Returns:
         Their number, or `None` if it is unknown: with loops, branches, calls or unknown shapes.
@@ -30,13 +36,37 @@ def flops_of(graph: tf.Graph) -> int | None:
     >>> flops_of(product.graph)
     128
     """
+    # What the backward pass differentiates, it runs a second time.
+    paths = [operation.name.split("/") for operation in graph.get_operations()]
+    recomputed = {tuple(path[1:3]) for path in paths if path[:2] == [_GRADIENTS, BACKWARD]}
     total = 0
-    for operation in graph.get_operations():
+    for operation in _needed(graph):
+        if tuple(operation.name.split("/")[:2]) in recomputed:
+            continue
         flops = flops_of_operation(operation)
         if flops is None:
             return None
         total += flops
     return total
+
+
+def _needed(graph: Any) -> set[tf.Operation]:
+    """The operations that a function's outputs and effects depend on."""
+    needed: set[tf.Operation] = set()
+    waiting = [*map(_source, graph.outputs), *graph.control_outputs]
+    while waiting:
+        operation = waiting.pop()
+        if operation not in needed:
+            needed.add(operation)
+            waiting += [*map(_source, operation.inputs), *operation.control_inputs]
+    return needed
+
+
+def _source(tensor: tf.Tensor) -> tf.Operation:
+    """The operation that makes a tensor. A custom gradient passes all of its results through one operation."""
+    while tensor.op.type == "IdentityN":
+        tensor = tensor.op.inputs[tensor.value_index]
+    return tensor.op
 
 
 def flops_of_operation(operation: tf.Operation) -> int | None:

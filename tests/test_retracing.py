@@ -20,6 +20,7 @@ from keras_paragrad import (
     microbatch,
 )
 from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 X = np.random.default_rng(0).normal(size=(44, 6)).astype("float32")
 Y = X[:, :1] ** 2
@@ -43,6 +44,20 @@ def build(optimizer, frozen=False, **arguments):
 
 def fit(model, batch_size, callbacks=(), epochs=3, x=X):
     model.fit(x, Y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+
+@pytest.mark.parametrize(("wrap", "warnings"), [(releasing, 0), (lambda function: function, 1)], ids=["ours", "plain"])
+def test_tensorflow_takes_no_functions_of_ours_for_one_that_is_traced_again(wrap, warnings):
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    tf.get_logger().addHandler(handler)
+    try:
+        for _ in range(5):
+            tf.function(wrap(lambda value: value + 1), autograph=False)(tf.constant(1))
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert sum("triggered tf.function retracing" in message for message in said) == warnings
 
 
 @pytest.mark.parametrize("windows", [False, True])

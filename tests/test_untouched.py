@@ -28,7 +28,7 @@ from keras_paragrad.inputs.chunks import Execution, bytes_of_gradient
 from keras_paragrad.inputs.selection import Selection
 from keras_paragrad.memory import estimate_memory
 from keras_paragrad.memory.trial import Trials
-from keras_paragrad.per_example.capture import units_for
+from keras_paragrad.per_example.probing import units_for
 
 ROWS, SIZE = 8, 4
 X, Y = (np.random.default_rng(seed).normal(size=(ROWS, SIZE)).astype("float32") for seed in (0, 1))

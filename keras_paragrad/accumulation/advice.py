@@ -1,13 +1,13 @@
 """Checks an accumulating optimizer's arguments and its model, with errors that suggest code."""
 
 import difflib
-import warnings
 
 import keras
 
 from keras_paragrad.arguments import MOST_PARTS, check_integer, refusal
 from keras_paragrad.compat.model import other_optimizers, overrides_train_step
 from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator, unwrap_loss_scale
+from keras_paragrad.compat.state import warn
 from keras_paragrad.compat.types import Config
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 
@@ -90,20 +90,18 @@ def recommend_callback(name: str, model: keras.Model | None) -> None:
         model: The model that it trains, or `None` if unknown.
     """
     if model is not None and any(find_accumulator(inner) for inner in other_optimizers(model)):
-        warnings.warn(
+        warn(
             f"{name}, which {type(model).__name__} isn't compiled with, weights all micro-batches equally, and its "
             "windows continue across epochs. ExactAccumulation() takes the model's own optimizer alone. Use the inner "
             "optimizer, give fit() the batch_size of an update, and write keras_paragrad.microbatch(model, size=4), "
             "with the number of rows that fit into memory. For even micro-batches, write weighting='uniform'.",
-            stacklevel=2,
         )
         return
-    warnings.warn(
+    warn(
         f"{name} weights all micro-batches equally, and its windows continue across epochs, so uneven or weighted "
         "micro-batches and an epoch's last ones are not trained on as one batch. In fit(), pass "
         "callbacks=[keras_paragrad.ExactAccumulation()], which is faster as well. In a custom training loop, write "
         "weighting='uniform', and call optimizer.flush() to close the last window.",
-        stacklevel=2,
     )
     if model is not None:
         warn_of_batch_statistics(model)

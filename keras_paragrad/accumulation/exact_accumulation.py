@@ -4,12 +4,14 @@ A *window* is the micro-batches of one update. A `StepBuilder` makes the model's
 component puts into a stage is its *filler*.
 """
 
+from collections.abc import Iterable, Sequence
+
 import keras
 
 from keras_paragrad.accumulation.advice import missing_accumulation_message
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
-from keras_paragrad.arguments import check_flag
+from keras_paragrad.arguments import check_each, check_flag, check_instance
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import Logs
@@ -42,12 +44,15 @@ class ExactAccumulation(keras.callbacks.Callback):
     Args:
         prove: Whether the first batch proves, before the first update, that its parts give the gradient of the whole.
             Built-in losses and layers known to be divisible aren't checked.
+        callbacks: Callbacks whose batches are updates: averages of weights, clips, rate finders. `on_train_batch_begin`
+            and `on_train_batch_end` are called once an update, with its index and its logs, and `params["steps"]` is
+            the number of updates in an epoch. `fit` shows those in its own `callbacks` every micro-batch.
 
     Raises:
-        ValueError: When `fit` begins: the model was not compiled with an `AccumulatingOptimizer`. In the first step:
-            the weight of its micro-batches is unknown, as its loss compares examples or uses a divisor other than those
-            tested. The message says what to write. With `steps=1` on one replica such a model is trained
-            anyway, and this is logged once.
+        ValueError: One of `callbacks` isn't a Keras callback, or belongs to `fit`. When `fit` begins: the model was not
+            compiled with an `AccumulatingOptimizer`. In the first step: the weight of its micro-batches is unknown, as
+            its loss compares examples or uses a divisor other than those tested. The message says what to write. With
+            `steps=1` on one replica such a model is trained anyway, and this is logged once.
 
     Example:
 
@@ -66,35 +71,75 @@ class ExactAccumulation(keras.callbacks.Callback):
     True
     """
 
-    def __init__(self, prove: bool = True):
+    def __init__(self, prove: bool = True, callbacks: Sequence[keras.callbacks.Callback] = ()):
         super().__init__()
         check_flag("prove", prove)
         check_internals("models", "steps")
         self.prove = prove
+        self.callbacks = list(check_each("callbacks", callbacks, _check_of_updates, "Keras callbacks"))
         self._schedule: HostSchedule | None = None
+        # Whether the callbacks of updates were told of an update's begin, how many of the epoch's updates they have
+        # seen end, and the logs of the latest micro-batch.
+        self._begun, self._seen, self._logs = False, 0, {}
+
+    def set_model(self, model: keras.Model) -> None:
+        """Sets the model, of the callbacks of updates too."""
+        super().set_model(model)
+        self._of_updates = keras.callbacks.CallbackList(self.callbacks, model=model)
 
     def on_train_begin(self, logs: Logs | None = None) -> None:
         """Installs the weighting of micro-batches and the schedule of updates."""
         StepBuilder.of(self.model).begin_fit(self._fillers)
+        self._count_steps()
+        self._of_updates.on_train_begin(logs)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Starts counting the epoch's batches."""
         if self._schedule:
             self._schedule.begin_epoch(self.params.get("steps"))
+            self._begun, self._seen = False, 0
+            self._count_steps()
+        self._of_updates.on_epoch_begin(epoch, logs)
+
+    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Begins an update, unless the micro-batch continues its window."""
+        if self._schedule and self.callbacks and not self._begun and not StepBuilder.of(self.model).batches_to_skip:
+            self._begun, self._seen = True, self._schedule.count_skipped()
+            self._of_updates.on_train_batch_begin(self._seen, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Ends an update, if the micro-batch was its window's last."""
+        self._logs = logs
+        self._end_update()
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Closes a window left open by an interrupted epoch, so that validation sees its update."""
         self._end_epoch()
+        self._of_updates.on_test_begin(logs)
+
+    def on_test_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
+        """Begins a batch of validation."""
+        self._of_updates.on_test_batch_begin(batch, logs)
+
+    def on_test_batch_end(self, batch: int, logs: Logs | None = None) -> None:
+        """Ends a batch of validation."""
+        self._of_updates.on_test_batch_end(batch, logs)
+
+    def on_test_end(self, logs: Logs | None = None) -> None:
+        """Ends validation."""
+        self._of_updates.on_test_end(logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         """Closes a window left open by an interrupted epoch."""
         self._end_epoch()
+        self._of_updates.on_epoch_end(epoch, logs)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Restores the model's own training step."""
         if self._schedule:
             StepBuilder.of(self.model).end_fit(self._fillers)
             self._schedule = None
+        self._of_updates.on_train_end(logs)
 
     def _fillers(self) -> dict[str, object]:
         """The fillers by stage, for the optimizer that the model is compiled with now.
@@ -107,6 +152,7 @@ class ExactAccumulation(keras.callbacks.Callback):
         if before not in (None, self._schedule):
             # A callback has compiled the model with another optimizer in the middle of an epoch.
             self._schedule.begin_epoch(before.batches_left)
+            self._schedule.updates = before.updates
         self._schedule.prove = self.prove
         self._schedule.deferred_refusal = deferred_refusal = self._deferred_refusal(optimizer, normalize)
         if deferred_refusal:
@@ -129,9 +175,41 @@ class ExactAccumulation(keras.callbacks.Callback):
             return None
         return DeferredRefusal(normalize, "is trained on whole batches. Two or more to an update")
 
+    def _count_steps(self) -> None:
+        """Tells the callbacks of updates how many an epoch has."""
+        steps = self._schedule.updates_in(self.params.get("steps")) if self._schedule else None
+        self._of_updates.set_params({**self.params, "steps": steps})
+
+    def _end_update(self) -> None:
+        """Tells the callbacks of updates of those that ended since they were last told."""
+        if self._schedule and self._schedule.updates > self._seen and self._begun:
+            self._begun, self._seen = False, self._schedule.updates
+            self._of_updates.on_train_batch_end(self._seen - 1, self._logs)
+
     def _end_epoch(self) -> None:
         if self._schedule:
             self._schedule.end_epoch()
+            self._end_update()
+
+
+def _check_of_updates(name: str, callback: object) -> keras.callbacks.Callback:
+    """Checks one of `ExactAccumulation(callbacks=...)`."""
+    checked = check_instance(name, callback, keras.callbacks.Callback, "a Keras callback")
+    if any(base.__module__.startswith("keras_paragrad.") for base in type(checked).__mro__):
+        raise ValueError(
+            f"`{name}` is {type(checked).__name__}, which counts micro-batches itself. Pass it to fit() beside "
+            "ExactAccumulation(...): callbacks=[ExactAccumulation(...), this]."
+        )
+    return checked
+
+
+def with_those_of_updates(callbacks: Iterable[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
+    """Callbacks of `fit`, and those that an `ExactAccumulation` among them calls."""
+    return [
+        each
+        for callback in callbacks
+        for each in (callback, *(callback.callbacks if isinstance(callback, ExactAccumulation) else ()))
+    ]
 
 
 def accumulating_optimizer(model: keras.Model) -> AccumulatingOptimizer:

@@ -26,6 +26,7 @@ class HostSchedule:
 
     Attributes:
         batches_left: How many batches are left in the epoch, or `None` if unknown.
+        updates: How many windows of the epoch have ended with an update.
         prove: Whether the first batch is to prove that micro-batches give what the whole batch gives.
         deferred_refusal: If every batch is a whole window, logs what a larger window would refuse.
     """
@@ -33,6 +34,7 @@ class HostSchedule:
     def __init__(self, optimizer: "AccumulatingOptimizer"):
         self.optimizer = optimizer
         self.batches_left: int | None = None
+        self.updates = self._skipped = 0
         self.prove = True
         self.deferred_refusal: DeferredRefusal | None = None
         # The window's position and the number of updates, by the host's count.
@@ -50,6 +52,7 @@ class HostSchedule:
             batches: How many batches the epoch has, or `None` if unknown.
         """
         self.batches_left = batches
+        self.updates = self._skipped = 0
         self._counting = False
 
     @property
@@ -81,10 +84,36 @@ class HostSchedule:
         if full:
             self._position = 0
             self._update += 1
+            self.updates += 1
         return full
+
+    def updates_in(self, batches: int | None) -> int | None:
+        """The number of updates in an epoch of so many batches that begins now; `None` if unknown."""
+        if batches is None:
+            return None
+        self._read()
+        self._counting = False
+        tail, first, updates = self.optimizer.tail, self._update, 0
+        left = batches + (self._position if tail == "carry" else 0)
+        while left > 0:
+            left -= self.optimizer.schedule.at(first + updates)
+            updates += 1
+        return updates - (left < 0 and tail != "flush")
+
+    def count_skipped(self) -> int:
+        """The number of the epoch's updates, with those among the batches that a resumed epoch has skipped."""
+        if self._skipped:
+            self._read()
+            update, left, self._skipped = self._update, self._skipped - self._position, 0
+            while left > 0:
+                update -= 1
+                left -= self.optimizer.schedule.at(update)
+                self.updates += 1
+        return self.updates
 
     def skipped(self, batches: int) -> None:
         """Counts batches that a resumed epoch has skipped, as they were trained on before."""
+        self._skipped += batches
         if self.batches_left is not None:
             self.batches_left -= batches
 
@@ -110,6 +139,11 @@ class HostSchedule:
         """
         if self.batches_left is not None:
             self.batches_left -= batches
+        if exhausted or (self.batches_left is None and batches > 1):
+            # The data may have ended before the last of them.
+            planned = self._update
+            self._read()
+            self.updates -= planned - self._update
         if exhausted or (self.batches_left is not None and self.batches_left <= 0):
             self.end_epoch()
         elif self._position == 0 and not self.optimizer.schedule.is_constant:
@@ -119,7 +153,7 @@ class HostSchedule:
     def end_epoch(self) -> None:
         """Closes the window according to the optimizer's `tail`; further calls in the same epoch do nothing."""
         if self._counting:
-            self.optimizer.end_epoch()
+            self.updates += self.optimizer.end_epoch()
             self._counting = False
 
     def gathering(self) -> contextlib.AbstractContextManager[object]:

@@ -37,10 +37,11 @@ from keras_paragrad.storage.updating import install_storages, squared_norms
 class AccumulatingOptimizer(WrappingOptimizer):
     """Updates once every `steps` micro-batches, with exactly the gradient of the batch they make up.
 
-    Learning-rate schedules, `iterations`, moving averages, weight decay, clipping, constraints and callbacks see
-    updates, never micro-batches. Under a `tf.distribute` strategy each replica accumulates locally; the sums are
-    all-reduced once per update, and clipped after that. Also pass `ExactAccumulation()` to `fit`: it weights
-    micro-batches of different sizes or sample weights correctly, and closes an epoch's last window.
+    Learning-rate schedules, `iterations`, moving averages, weight decay, clipping and constraints see updates, never
+    micro-batches, and so do the callbacks in `ExactAccumulation(callbacks=[...])`. Under a `tf.distribute` strategy
+    each replica accumulates locally; the sums are all-reduced once per update, and clipped after that. Also pass
+    `ExactAccumulation()` to `fit`: it weights micro-batches of different sizes or sample weights correctly, and closes
+    an epoch's last window.
 
     In a custom training loop, `flush()` updates with the gradients of an open window, and `discard()` empties it.
 
@@ -266,12 +267,11 @@ class AccumulatingOptimizer(WrappingOptimizer):
                 self._compiled("clear", lambda: self._strategy.run(self.window.clear))()
             self.window.position.assign(0)
 
-    def end_epoch(self) -> None:
-        """Flushes, carries or drops the open window, according to `tail`."""
-        if self.tail == "flush":
-            self.flush()
-        elif self.tail == "drop":
+    def end_epoch(self) -> bool:
+        """Flushes, carries or drops the open window, according to `tail`; returns whether it held any to flush."""
+        if self.tail == "drop":
             self.discard()
+        return self.tail == "flush" and self.flush()
 
     @functools.cached_property
     def host_schedule(self) -> HostSchedule:

@@ -4,7 +4,7 @@ A `StepBuilder` makes the model's training step from *stages*. The fillers of it
 `UnchosenSlices`, cut each batch.
 """
 
-import logging
+import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -120,9 +120,10 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
                 "prepared for. Leave microbatch out, and write Pipeline(..., microbatches=...)."
             )
         if (before := builder.stages.split) is not None:
-            logging.getLogger("keras_paragrad").info(
-                "microbatch(%s, %s) takes the place of an earlier one with size=%s, which undo() doesn't restore.",
-                *(model.name, checked, before.size),
+            warnings.warn(
+                f"This microbatch takes the place of an earlier one of {model.name!r} with size={before.size}, which "
+                "undo() doesn't restore. Write handle = microbatch(...), and handle.undo() before the next one.",
+                stacklevel=2,
             )
         warn_of_batch_statistics(model)
         self.model = model

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.global_state import get_global_attribute
+from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.private import (
     ArrayDataAdapter,
     DataAdapter,
@@ -24,7 +25,7 @@ from keras_paragrad.compat.private import (
     slice_tensorflow_sparse_wrapper,
     train_validation_split,
 )
-from keras_paragrad.compat.types import Batch, Dataset, FitData, Structure
+from keras_paragrad.compat.types import Batch, Dataset, FitData, Specs, Structure
 
 # The adapter with which Keras reads the data of `fit`.
 Adapter: TypeAlias = DataAdapter
@@ -156,6 +157,29 @@ def is_grain(x: object) -> bool:
 def is_batched(x: object) -> bool:
     """Whether data is a dataset of batches (of TensorFlow, Keras or Grain) or a generator, rather than arrays."""
     return isinstance(x, (tf.data.Dataset, keras.utils.PyDataset)) or hasattr(x, "__next__") or is_grain(x)
+
+
+def check_is_batched(model: keras.Model | None, spec: Specs) -> None:
+    """Refuses data whose elements, of this spec, are single examples, as far as scalars and the model's inputs tell."""
+    for leaf in tf.nest.flatten(spec):
+        if isinstance(shape := getattr(leaf, "shape", None), tf.TensorShape) and shape.rank == 0:
+            raise ValueError(
+                f"The data has an element {leaf}, which is a scalar and not a batch. Batch the dataset first: "
+                "dataset.batch(64)."
+            )
+    if model is None or overrides_train_step(model):
+        return
+    leaves = keras.tree.flatten(keras.utils.unpack_x_y_sample_weight(spec)[0])
+    for leaf, given in zip(leaves, getattr(model, "inputs", None) or (), strict=False):
+        shape, batch = getattr(leaf, "shape", None), tf.TensorShape(given.shape)
+        # Keras adds a last axis of one.
+        # Of unknown rank, data may be anything.
+        single = isinstance(shape, tf.TensorShape) and shape.rank == batch.rank - 1 and batch[-1] != 1
+        if single and batch[1:].is_compatible_with(shape):
+            raise ValueError(
+                f"The data has elements of shape {shape}, and {model.name!r} takes batches of shape {batch}. Batch "
+                "them first: dataset.batch(64)."
+            )
 
 
 def reads_arrays(adapter: DataAdapter) -> bool:

@@ -1,7 +1,6 @@
 """Delegates the overridden methods of one model to another model that trains it."""
 
 import contextlib
-import warnings
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -10,7 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import attributes
 from keras_paragrad.compat.private import in_symbolic_scope
-from keras_paragrad.compat.state import MethodPatch, Slot, patched
+from keras_paragrad.compat.state import MethodPatch, Slot, patched, warn
 from keras_paragrad.compat.types import Structure
 
 # Overrides that a training model can delegate to.
@@ -77,7 +76,7 @@ def warn_on_fit(model: keras.Model, message: str) -> None:
 
     def make_train_function(force: bool = False) -> None:
         del instance["make_train_function"]
-        warnings.warn(message, stacklevel=2)
+        warn(message)
         model.make_train_function(force=force)
 
     _WARNS.attach(make_train_function, True)

@@ -146,6 +146,15 @@ def attributes(layer: keras.layers.Layer, **values: Any) -> Generator[None]:
         attributes.update(before)
 
 
+@contextlib.contextmanager
+def without_remat_scope(layer: keras.layers.Layer) -> Generator[None]:
+    """Context in which a layer and its sublayers keep what a `keras.RematScope` would have them recompute."""
+    with contextlib.ExitStack() as stack:
+        for inner in layer._flatten_layers():
+            stack.enter_context(attributes(inner, _remat_mode=None))
+        yield
+
+
 def has_gradient(tensor: tf.Tensor) -> bool:
     """Whether a tensor's dtype allows a gradient."""
     return tensor.dtype.is_floating or tensor.dtype.is_complex

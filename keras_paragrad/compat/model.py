@@ -1,9 +1,9 @@
 """Queries about a model: its layers, metrics and `trainable` flags, what it overrides, whether its `fit` is running."""
 
 import contextlib
+import decimal
 import re
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.layers import outermost_layer
 from keras_paragrad.compat.optimizer import held_optimizers, innermost_optimizer, updating_optimizers
-from keras_paragrad.compat.state import MethodPatch, patch_of, patched
+from keras_paragrad.compat.state import MethodPatch, patch_of, patched, warn
 from keras_paragrad.compat.types import Batch, StepLogs
 
 _STYLES = re.compile(r"\x1b\[[0-9;]*m")
@@ -159,11 +159,22 @@ def compile_if_supported(model: keras.Model, jit_compile: bool) -> bool:
     """`jit_compile`, or False with a warning if XLA can't compile the model, as `Model.compile` does."""
     layer = layer_without_xla(model) if jit_compile else None
     if layer is not None:
-        warnings.warn(
+        warn(
             f"XLA can't compile {type(layer).__name__} {layer.name!r}, so jit_compile=True is ignored. Remove it.",
-            stacklevel=2,
         )
     return jit_compile and layer is None
+
+
+def percent(error: float) -> str:
+    """A relative error in percent, with two digits.
+
+    Example:
+
+    >>> from keras_paragrad.compat.model import percent
+    >>> percent(0.0312), percent(1.234), percent(2.6e-6)
+    ('3.1%', '120%', '0.00026%')
+    """
+    return f"{decimal.Decimal(f'{100 * error:.1e}'):f}%"
 
 
 def overrides_fit(model: keras.Model) -> bool:

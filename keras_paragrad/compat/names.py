@@ -62,6 +62,8 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         _on_instances("keras", "Layer._losses"),
         _on_instances("keras", "Layer._metrics"),
         _on_instances("keras", "Layer._non_trainable_variables"),
+        # Releases without `keras.RematScope` lack it.
+        Hook("keras", "Layer._remat_mode", found="on instances", optional=True),
         _on_instances("keras", "Layer._trainable_variables"),
         _on_instances("keras", "Model._compile_config"),
         _on_instances("keras", "Model._compile_loss"),

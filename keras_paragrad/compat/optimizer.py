@@ -107,6 +107,12 @@ def clips_gradients(optimizer: keras.optimizers.Optimizer) -> bool:
     return any(getattr(inner, name, None) for inner in updating_optimizers(optimizer) for name in _CLIPPING)
 
 
+def is_linear(optimizer: keras.optimizers.Optimizer) -> bool:
+    """Whether a step is the same if the gradients of a row's lookups are added before."""
+    only_sgd = all(isinstance(inner, keras.optimizers.SGD) for inner in updating_optimizers(optimizer))
+    return only_sgd and not clips_gradients(optimizer)
+
+
 def say_rows_are_summed(
     optimizer: keras.optimizers.Optimizer, gradients: Iterable[Any], variables: Iterable[keras.Variable]
 ) -> None:
@@ -114,14 +120,12 @@ def say_rows_are_summed(
 
     Call it for gradients that are made dense. With SGD that doesn't clip, there is no difference.
     """
-    updating = updating_optimizers(optimizer)
-    if all(isinstance(inner, keras.optimizers.SGD) for inner in updating) and not clips_gradients(optimizer):
-        return
     names = [v.path for g, v in zip(gradients, variables, strict=True) if isinstance(g, tf.IndexedSlices)]
-    if names:
+    if names and not is_linear(optimizer):
+        updating = updating_optimizers(optimizer)[0]
         log_once(
-            updating[0],
-            f"{', '.join(names)}: the gradients of all lookups of a row are summed before {updating[0].name} squares "
+            updating,
+            f"{', '.join(names)}: the gradients of all lookups of a row are summed before {updating.name} squares "
             "or clips them. Keras on one device squares and clips each lookup of a row separately, so where a batch "
             "looks a row up more than once, it takes another step. With dense gradients the steps are the same.",
         )

@@ -2,9 +2,14 @@
 
 import abc
 import contextlib
+import inspect
 import logging
+import sys
+import sysconfig
+import threading
 import warnings
 from collections.abc import Callable, Generator, Mapping
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
 _KEY = "_keras_paragrad"
@@ -73,10 +78,39 @@ def log_once(owner: object, message: str, level: int = logging.INFO) -> None:
         logging.getLogger("keras_paragrad").log(level, "%s", message)
 
 
-def warn_once(owner: object, message: str, *, stacklevel: int = 2) -> None:
+# Modules and folders whose code isn't the user's.
+_LIBRARIES = {"keras", "keras_paragrad", "tensorflow", *sys.stdlib_module_names}
+_INSTALLED = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
+
+
+def warn(message: str) -> None:
+    """Shows a warning at the line of the user's code that is running."""
+    # Replicas are traced in threads of their own, while the main one waits.
+    interpreter: Any = sys
+    main = interpreter._current_frames().get(threading.main_thread().ident)
+    frame = _users(inspect.currentframe()) or _users(main)
+    if frame is None:
+        warnings.warn(message, stacklevel=2)
+        return
+    registry = frame.f_globals.setdefault("__warningregistry__", {})
+    warnings.warn_explicit(message, UserWarning, frame.f_code.co_filename, frame.f_lineno, registry=registry)
+
+
+def _users(frame: FrameType | None) -> FrameType | None:
+    """The innermost frame of the user's code."""
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__")).partition(".")[0]
+        is_users = module not in _LIBRARIES and not module.startswith("__autograph")
+        if is_users and not frame.f_code.co_filename.startswith(_INSTALLED):
+            return frame
+        frame = frame.f_back
+    return None
+
+
+def warn_once(owner: object, message: str) -> None:
     """Warns once per owner, rather than in each `fit`, replica or trace."""
     if record_first(owner, message):
-        warnings.warn(message, stacklevel=stacklevel + 1)
+        warn(message)
 
 
 Patch = TypeVar("Patch", bound="MethodPatch")

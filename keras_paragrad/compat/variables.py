@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import dtype_within
 from keras_paragrad.compat.operations import AutoTrackable
 from keras_paragrad.compat.optimizer import held_optimizers, nested_optimizers
-from keras_paragrad.compat.private import FuncGraph, KerasSaveable, UninitializedVariable
+from keras_paragrad.compat.private import DistributedVariable, FuncGraph, KerasSaveable, UninitializedVariable
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import DType
 from keras_paragrad.compat.workers import replica_placement
@@ -110,6 +110,14 @@ def assign_sum(variable: keras.Variable, value: Any) -> None:
     has_first = replica_placement(distributed.distribute_strategy).first == 0
     for index, local in enumerate(distributed.values):
         local.assign(value if has_first and index == 0 else others)
+
+
+def number_replicated_variables() -> None:
+    """Gives replicated variables `int` and `float`, which TensorFlow's other variables have."""
+    for number in (int, float):
+        name = f"__{number.__name__}__"
+        if not hasattr(DistributedVariable, name):
+            setattr(DistributedVariable, name, lambda variable, number=number: number(variable.read_value()))
 
 
 # Bytes up to which variables are allocated: seeds, counters, rates and statistics are also read outside of steps.

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -26,19 +27,25 @@ _KINDS = "a directory of backups, a backup, a .keras or .weights.h5 file, or a t
 class Digest(NamedTuple):
     """SHA-256 of the values that training leaves, in hexadecimal; `None` where there are no values of a kind.
 
-    It depends on the values, their shapes and dtypes, and not on names or the kind of file.
+    It depends on the values, their shapes and dtypes, and on which of several variables of one shape and dtype has
+    which, by the order of the layers' names. It doesn't depend on the kind of file, except that checkpoints have no
+    names of layers.
 
     Attributes:
         weights: Of the model's variables, with statistics, and without the states of seeds.
         optimizer: Of the optimizer's variables, with accumulated gradients.
         data_order: Of the checksum of all batches that deterministic training has read.
         source: What was read.
+        named: Whether it has names of layers.
+        unordered: `weights` and `optimizer`, whichever variable has which value.
     """
 
     weights: str | None
     optimizer: str | None
     data_order: str | None
     source: str
+    named: bool = True
+    unordered: tuple[str | None, str | None] = (None, None)
 
     def lines(self) -> list[str]:
         """The digests with their names, one on a line."""
@@ -59,7 +66,7 @@ def digest_of(source: keras.Model | str | os.PathLike[str]) -> Digest:
     """
     if not isinstance(source, (str, os.PathLike)):
         return _digest_of_values(_values_of_model(source), source.name)
-    path = Path(source)
+    path, named = Path(source), True
     if path.is_dir() and (backups := BackupFiles(path).paths()):
         path = backups[0]
     if path.is_file() and position_of(path):
@@ -69,23 +76,47 @@ def digest_of(source: keras.Model | str | os.PathLike[str]) -> Digest:
     elif path.is_file() and path.suffix == ".h5":
         values = _values_of_h5(path)
     else:
+        named = False
         path, values = _values_of_checkpoint(path)
-    return _digest_of_values(values, str(path))
+    return _digest_of_values(values, str(path), named)
 
 
-# Values with their kinds: `_WEIGHTS`, `_OPTIMIZER` or `_DATA`, or `None` for a value that no digest covers.
-Values = Iterable[tuple[str | None, np.ndarray]]
+# Values with their kinds (`_WEIGHTS`, `_OPTIMIZER` or `_DATA`, or `None` for a value that no digest covers), and with
+# their paths: the names of their layers, from the outermost, and their own.
+Values = Iterable[tuple[str | None, str, np.ndarray]]
 
 
-def _digest_of_values(values: Values, source: str) -> Digest:
+def _digest_of_values(values: Values, source: str, named: bool = True) -> Digest:
     """Combines the hashes of the values of each kind."""
-    digests: dict[str, list[bytes]] = {}
-    for kind, value in ((kind, value) for kind, value in values if kind is not None):
-        head = f"{value.dtype.name} {value.shape} ".encode()
-        digests.setdefault(kind, []).append(hashlib.sha256(head + np.ascontiguousarray(value).tobytes()).digest())
-    # Sorted by hash, as the order and names of variables differ between kinds of files.
-    sums = {kind: hashlib.sha256(b"".join(sorted(values))).hexdigest() for kind, values in digests.items()}
-    return Digest(sums.get(_WEIGHTS), sums.get(_OPTIMIZER), sums.get(_DATA), source)
+    hashes: dict[str, dict[bytes, list[tuple[Any, bytes]]]] = {}
+    for kind, path, value in values:
+        if kind is not None:
+            head = f"{value.dtype.name} {value.shape} ".encode()
+            digest = hashlib.sha256(head + np.ascontiguousarray(value).tobytes()).digest()
+            hashes.setdefault(kind, {}).setdefault(head, []).append((_place_of(path, kind, named), digest))
+    ordered, unordered = {}, {}
+    for kind, by_shape in hashes.items():
+        alike = [[digest for _, digest in sorted(group, key=lambda each: each[0])] for group in by_shape.values()]
+        groups = [group[0] if len(group) == 1 else hashlib.sha256(b"".join(group)).digest() for group in alike]
+        ordered[kind] = hashlib.sha256(b"".join(sorted(groups))).hexdigest()
+        unordered[kind] = hashlib.sha256(b"".join(sorted(sum(alike, [])))).hexdigest()
+    sums = ordered.get(_WEIGHTS), ordered.get(_OPTIMIZER), ordered.get(_DATA)
+    return Digest(*sums, source, named, (unordered.get(_WEIGHTS), unordered.get(_OPTIMIZER)))
+
+
+def _place_of(path: str, kind: str | None = None, named: bool = False) -> Any:
+    """What variables of one shape are ordered by: the name of the layer, then of those around it; in it as they come.
+
+    Automatic names count up: a layer that was made later has a higher number, in every process. An optimizer's come in
+    order.
+    """
+    *layers, own = [
+        [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)] for name in path.split("/")
+    ]
+    if not named:
+        return [*layers, own]
+    # Variables of no layer are the last.
+    return (not layers, (layers[::-1] if kind == _WEIGHTS else []) if layers else [own])
 
 
 def _kind_of(name: str, kind: str | None = None) -> str | None:
@@ -104,15 +135,15 @@ def _kind_of(name: str, kind: str | None = None) -> str | None:
     return kind or (_OPTIMIZER if "optimizer" in parts and "_trainable_variables" not in parts else _WEIGHTS)
 
 
-def _values_of_model(model: keras.Model) -> Iterator[tuple[str | None, np.ndarray]]:
+def _values_of_model(model: keras.Model) -> Iterator[tuple[str | None, str, np.ndarray]]:
     sections = training_variables(model)
     for section, kind in _SECTIONS.items():
         for variable in sections[section]:
-            yield _kind_of(variable.path, kind), keras.ops.convert_to_numpy(variable)
+            yield _kind_of(variable.path, kind), variable.path, keras.ops.convert_to_numpy(variable)
 
 
-def _values_of_backup(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
-    """Yields a backup's variables with their kinds, joining the shards of sharded ones."""
+def _values_of_backup(path: Path) -> Iterator[tuple[str | None, str, np.ndarray]]:
+    """Yields a backup's variables with their kinds and paths, joining the shards of sharded ones."""
     content = Content.from_bytes(BackupFiles(path.parent).read(path).content)
     for file in content.shards:
         if not is_intact(path.parent, file):
@@ -124,11 +155,11 @@ def _values_of_backup(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
                 replicas = content.replicas // len(content.shards)
                 shards = [shards_in(path.parent, file, value, replicas) for file in content.shards]
                 value = join_shards(np.concatenate(shards), value)
-            yield _kind_of(name, kind), value
+            yield _kind_of(name, kind), name, value
 
 
-def _values_of_archive(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
-    """Yields the variables in a `.keras` file with their kinds."""
+def _values_of_archive(path: Path) -> Iterator[tuple[str | None, str, np.ndarray]]:
+    """Yields the variables in a `.keras` file with their kinds and paths."""
     with zipfile.ZipFile(path) as archive:
         if "model.weights.h5" not in archive.namelist():
             raise ValueError(f"{str(path)!r} is an archive without weights. Name {_KINDS}.")
@@ -136,16 +167,23 @@ def _values_of_archive(path: Path) -> Iterator[tuple[str | None, np.ndarray]]:
             yield from _values_of_h5(file)
 
 
-def _values_of_h5(file: Any) -> Iterator[tuple[str | None, np.ndarray]]:
-    """Yields the variables in an HDF5 file, by path or open, with their kinds."""
+def _values_of_h5(file: Any) -> Iterator[tuple[str | None, str, np.ndarray]]:
+    """Yields the variables in an HDF5 file, by path or open, with their kinds and paths."""
     import h5py
 
     names: list[str] = []
     with h5py.File(file, "r") as weights:
         weights.visit(names.append)
-        for name in names:
-            if isinstance(dataset := weights[name], h5py.Dataset):
-                yield _kind_of(name), dataset[()]
+        # Keras saves the variables of a layer under their numbers, and beside them the layer's name.
+        layers = {name: str(weights[name].attrs["name"]) for name in names if "name" in weights[name].attrs}
+        for name in sorted(names, key=_place_of):
+            # An optimizer around another one has saved its variables.
+            outer = f"{name.rpartition('/inner_optimizer/vars/')[0]}/vars"
+            if isinstance(dataset := weights[name], h5py.Dataset) and outer not in names:
+                parts = name.split("/")
+                around = ["/".join([*parts[:end], "vars"]) for end in range(1, len(parts) - 1)] or ["vars"]
+                path = [layers[group] for group in around if group in layers and around[-1] in layers]
+                yield _kind_of(name), "/".join([*path, parts[-1]]), dataset[()]
 
 
 def _values_of_checkpoint(path: Path) -> tuple[Path, Values]:
@@ -158,4 +196,4 @@ def _values_of_checkpoint(path: Path) -> tuple[Path, Values]:
         raise ValueError(f"{str(path)!r} is {found or 'missing'}. Name {_KINDS}.")
     reader = tf.train.load_checkpoint(prefix)
     names = [name for name in reader.get_variable_to_shape_map() if name.endswith("/.ATTRIBUTES/VARIABLE_VALUE")]
-    return Path(prefix), ((_kind_of(name), reader.get_tensor(name)) for name in sorted(names))
+    return Path(prefix), ((_kind_of(name), name, reader.get_tensor(name)) for name in names)

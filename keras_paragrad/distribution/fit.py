@@ -1,6 +1,7 @@
 """`DistributedFit`: `fit` on the available hardware, with the result of one device."""
 
 import contextlib
+import dataclasses
 import weakref
 from collections.abc import Callable, Generator
 from os import PathLike
@@ -12,8 +13,10 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.check import check_internals
+from keras_paragrad.compat.data import check_is_batched
 from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs
+from keras_paragrad.compat.variables import number_replicated_variables
 from keras_paragrad.compat.workers import all_or_none, gather, replica_placement
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.interruptions import explained_failures
@@ -146,6 +149,7 @@ class DistributedFit(InNotebooks):
         self._model: Callable[[], keras.Model | None] = lambda: None
         self._create_as_planned()
         warn_if_unprepared(self.strategy)
+        number_replicated_variables()
 
     @property
     def strategy(self) -> tf.distribute.Strategy:
@@ -249,6 +253,10 @@ class DistributedFit(InNotebooks):
             raise
         preparation.undo_with(lambda: undo_fitted_memory(model))
         self._table, self._model = preparation.table, weakref.ref(model)
+        exact = make_plan(self.hardware, self.options).exact
+        if exact.value and preparation.not_exact:
+            exact = dataclasses.replace(exact, value=f"but for {preparation.not_exact}")
+        self.plan = self.plan.with_decision(exact)
         return preparation
 
     def _fit_memory(self, model: keras.Model, batch_size: int, batch_spec: Specs, verbose: str | int) -> None:
@@ -345,11 +353,11 @@ class DistributedFit(InNotebooks):
             rows, validation = request.split()
             if request.normalize:
                 normalize_inputs(model, rows[0], self._strategies.readers, shard_policy=self.options.shard_policy)
-            data = self._distribute(rows, request.data_options())
+            data = self._distribute(model, rows, request.data_options())
             if validation is not None:
                 rows = keras.utils.unpack_x_y_sample_weight(validation)
                 divided = self.plan.batch.value == "global"
-                validation = self._distribute(rows, request.validation_options(rows[0], divided=divided))
+                validation = self._distribute(model, rows, request.validation_options(rows[0], divided=divided))
                 # Data that the caller distributed may have been read already.
                 if validation is not rows[0]:
                     validation.for_validation(request.validation_steps)
@@ -379,6 +387,10 @@ class DistributedFit(InNotebooks):
         """Whether this process writes and reports for all."""
         return self.hardware.is_chief
 
-    def _distribute(self, data: tuple[FitData, FitData, FitData], options: dict[str, Any]) -> DistributedData:
+    def _distribute(
+        self, model: keras.Model, rows: tuple[FitData, FitData, FitData], options: dict[str, Any]
+    ) -> DistributedData:
         """The data divided among the replicas, unless it is a `DistributedData` already."""
-        return data[0] if isinstance(data[0], DistributedData) else self.dataset(*data, **options)
+        data = rows[0] if isinstance(rows[0], DistributedData) else self.dataset(*rows, **options)
+        check_is_batched(model, data.batch_spec)
+        return data

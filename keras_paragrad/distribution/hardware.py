@@ -102,6 +102,14 @@ class Hardware:
         """Number of processes that train together: 1 without a cluster."""
         return self.cluster.worker_count if self.cluster else 1
 
+    @property
+    def trains_alone(self) -> bool:
+        """Whether no other process of the cluster trains with this one: the others may be lost for now."""
+        cluster = self.cluster
+        if cluster is None or cluster.jobs.get("ps"):
+            return False
+        return cluster.worker_count == 1 or cluster.job == "evaluator"
+
 
 def detect(environment: Mapping[str, str] | None = None) -> Hardware:
     """Detects the hardware to train on.

@@ -2,6 +2,7 @@
 
 import abc
 import contextlib
+import re
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -9,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import strategy_name
+from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import Slot, replace_methods, restore_methods
 from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.distribution.consistency import SAME_SCRIPT
@@ -18,8 +20,11 @@ from keras_paragrad.distribution.fitted_memory import FittedMemory
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Decisions, Options, Planner, planner_of
 from keras_paragrad.distribution.plan import Plan
+from keras_paragrad.engine.losses.refusals import layers_of_batch_statistics
+from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import check_compiled_in_scope
 from keras_paragrad.memory.estimate import Estimate, estimate_memory
+from keras_paragrad.plain_text import counted
 
 # The names that a user's parallelism needs.
 __all__ = ["Decision", "Decisions", "Parallelism", "PlannedRun", "Preparation", "Strategies", "parallelism_of"]
@@ -105,6 +110,15 @@ class Preparation(abc.ABC):
     def undo_with(self, undo: Callable[[], None]) -> None:
         """Has `undo()` call a function last, in place of one that was given before."""
         self._undoing = undo
+
+    @property
+    def not_exact(self) -> str:
+        """The layers that normalize parts of a batch, and so differ from those on one device; empty for none."""
+        model, layers = self.model, layers_of_batch_statistics(self.model)
+        divides = StepBuilder.of(model).stages.split is not None or find_accumulator(model.optimizer) is not None
+        replicas = model.distribute_strategy.num_replicas_in_sync
+        count = sum(divides or (replicas > 1 and not layer.synchronized) for layer in layers)
+        return counted(count, "BatchNormalization layer") if count else ""
 
     @property
     def table(self) -> Any:
@@ -281,7 +295,12 @@ def build_scope(strategy: tf.distribute.Strategy) -> Generator[None]:
     except tf.errors.OpError as error:
         if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
             raise
+        shapes = re.search(r"expected shape (.*?) but .* expected shape (\[.*?\])", error.message)
+        if shapes:
+            found = f"a variable has the shape {shapes[1]} on this worker and {shapes[2]} on another"
+            raise ValueError(f"The workers' models differ: {found}.{SAME_SCRIPT}") from None
         raise RuntimeError(
-            "This worker could not create the model's variables. The workers create each of them together, so either "
-            f"one of them has died, or their models differ.{SAME_SCRIPT} TensorFlow says: {error.message[:500]}"
-        ) from error
+            "This worker could not create the model's variables, which the workers create together: another one has "
+            f"failed, and its output says why, or their models differ.{SAME_SCRIPT} TensorFlow says: "
+            f"{error.message[:500]}"
+        ) from None

@@ -212,7 +212,8 @@ def _plan_line(plan: Plan) -> str:
 def _step_line(plan: Plan) -> str:
     """Whether a step is compiled, its dtype policy, and what becomes of a batch, in a line."""
     batch = "" if plan.replicas.value == 1 else f", {_BATCH[plan.batch.value]}"
-    exact = "exact" if plan.exact.value else "not exact"
+    value = plan.exact.value
+    exact = f"exact, {value}" if isinstance(value, str) else "exact" if value else "not exact"
     return f"Step: {_JIT[plan.jit.value]}, {plan.precision.value}{batch}, {exact}"
 
 

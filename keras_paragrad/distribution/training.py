@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation
+from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation, with_those_of_updates
 from keras_paragrad.arguments import check_each, check_flag, check_instance, check_integer, check_number
 from keras_paragrad.compat.data import is_batched, split_for_validation
 from keras_paragrad.compat.model import has_evaluated
@@ -154,7 +154,7 @@ def train(run: PlannedRun, request: FitArguments, data: FitData, arguments: dict
     others = [*added, *others]
     others = others if one_worker else with_one_writer(others, hardware.is_chief)
     for backup in backups:
-        backup.callbacks = [*backup.callbacks, *others]
+        backup.callbacks = [*backup.callbacks, *with_those_of_updates(others)]
     callbacks = [*others, *backups]
     if distributed is not None and replica_placement(strategy).workers > 1:
         callbacks = with_agreement(callbacks, AgreeEachEpoch(strategy, callbacks, distributed))

@@ -100,7 +100,12 @@ class Execution:
 
     def _run_first_by(self, method: Differentiate, leaves: list[tf.Tensor]) -> list[np.ndarray]:
         """Compiles a method, runs it on the first chunk, and checks the result."""
-        self._function = self._compile(method, leaves)
+        try:
+            self._function = self._compile(method, leaves)
+        except ValueError as error:
+            if refusal := _saved_loop_refusal(self.model, error):
+                raise refusal from error
+            raise
         values, is_valid = self._function(leaves, tf.constant(True))
         if not self._gather(is_valid).all():
             raise ValueError(
@@ -231,6 +236,18 @@ def _check_independent_rows(model: keras.Model, specs: Specs) -> None:
             f"The output of {layer!r} for one row depends on the other rows, so a row has no derivative of its own. "
             "Don't reduce over the batch axis 0, or differentiate with a tf.GradientTape."
         )
+
+
+def _saved_loop_refusal(model: keras.Model, error: ValueError) -> ValueError | None:
+    """The error in place of TensorFlow's internal one for the gradient of a loop in a loaded SavedModel."""
+    names = [layer.name for layer in all_layers(model) if isinstance(layer, keras.layers.TFSMLayer)]
+    if not names or "without handle data" not in str(error):
+        return None
+    return ValueError(
+        f"TensorFlow can't differentiate the SavedModel of {', '.join(map(repr, names))} in a graph: it has a loop, "
+        "such as an LSTM's, and was differentiated eagerly before. Make the layer anew, with "
+        "keras.layers.TFSMLayer(filepath), or export its model again with unroll=True for its recurrent layers."
+    )
 
 
 def _check_no_assignments(model: keras.Model, graph: tf.Graph) -> None:

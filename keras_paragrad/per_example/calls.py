@@ -123,6 +123,7 @@ class WeightReads(keras.StatelessScope):
 
     def __init__(self, variables: Sequence[keras.Variable], detached: bool):
         values = [(variable, tf.stop_gradient(variable.value)) for variable in variables] if detached else []
+        self.detached = {id(variable) for variable, _ in values}
         super().__init__(values, collect_losses=True, initialize_variables=False)
         self.watched = {id(variable): variable for variable in variables}
         self.readable: set[int] = set()
@@ -156,10 +157,12 @@ class WeightReads(keras.StatelessScope):
 
     def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
         """Assigns at once, as outside of a stateless scope."""
-        variable, _ = update
+        variable, value = update
         if self.overwritten is not None and id(variable) not in self.overwritten:
             self.overwritten[id(variable)] = variable, tf.identity(variable.value)
         assign_now(*update)
+        if id(variable) in self.detached:
+            super().add_update((variable, tf.stop_gradient(value)))
 
     @contextlib.contextmanager
     def recording_assignments(self) -> Generator[list[tuple[keras.Variable, tf.Tensor]]]:
@@ -174,7 +177,7 @@ class WeightReads(keras.StatelessScope):
 
 
 class LossReads(WeightReads):
-    """Refuses reads of trainable weights while the class `owner` computes a loss."""
+    """Refuses reads of trainable weights while `owner` computes a loss."""
 
     def __init__(self, variables: Sequence[keras.Variable], owner: str):
         super().__init__(variables, detached=False)
@@ -183,13 +186,22 @@ class LossReads(WeightReads):
     def get_current_value(self, variable: keras.Variable) -> tf.Tensor | None:
         if id(variable) in self.watched:
             raise ValueError(
-                f"The compute_loss of {self.owner} reads the weight {variable.path!r}, so per-example gradients would "
-                "miss this use. Compute what needs the weight in call(), return it along with the predictions, and use "
-                "it in compute_loss."
+                f"{self.owner} reads the weight {variable.path!r}, so per-example gradients would miss this use. "
+                "Compute what needs the weight in call(), return it along with the predictions, and use it there."
             )
         return super().get_current_value(variable)
 
 
-def fixed_weights(values: Iterable[tuple[keras.Variable, tf.Tensor]]) -> keras.StatelessScope:
+class FixedWeights(keras.StatelessScope):
     """A scope in which weights have the given values, nothing is assigned and no loss is added."""
-    return keras.StatelessScope(list(values), initialize_variables=False)
+
+    def __init__(self, values: Iterable[tuple[keras.Variable, tf.Tensor]]):
+        super().__init__(list(values), initialize_variables=False)
+
+    def add_update(self, update: tuple[keras.Variable, tf.Tensor]) -> None:
+        """Assigns as to a variable: its gradient is that of all reads, and none flows through the assignment."""
+        variable, value = update
+        before = self.get_current_value(variable)
+        if before is not None and variable.trainable:
+            value = tf.stop_gradient(tf.cast(value, before.dtype)) + (before - tf.stop_gradient(before))
+        super().add_update((variable, value))

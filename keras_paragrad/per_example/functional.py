@@ -1,6 +1,5 @@
 """`per_example_gradients` and `per_example_norms`: for custom training loops and for inspecting data."""
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -13,11 +12,13 @@ from keras_paragrad.compat.losses import LossMatching
 from keras_paragrad.compat.model import compile_if_supported
 from keras_paragrad.compat.types import FitData, Structure
 from keras_paragrad.engine.losses.terms import LossTerm
+from keras_paragrad.engine.probes.trial import take_rows
 from keras_paragrad.engine.step.building import build_by_calling
 from keras_paragrad.engine.tracing.gradient_functions import releasing
-from keras_paragrad.per_example.capture import Capture, units_for
+from keras_paragrad.per_example.capture import Capture
+from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.quantities import Quantities
-from keras_paragrad.per_example.units import check_separable_layer, check_separable_loss, example_losses
+from keras_paragrad.per_example.units import Unit, check_separable_layer, check_separable_loss, example_losses
 
 # A name, a loss, a function of targets and predictions, or one of these for each output, where `None` means no loss.
 LossArgument: TypeAlias = (
@@ -34,9 +35,7 @@ _PICKED = ("crossentropy", "ce")
 
 # Intermediate per-example tensors are as large as the result, so this bounds the memory.
 _BATCH_SIZE = 256
-_MOST_COMPILED = 8
-# For each model, the compiled functions that compute a quantity, by `_cached`'s key.
-_COMPILED: "weakref.WeakKeyDictionary[keras.Model, dict[Any, Any]]" = weakref.WeakKeyDictionary()
+_PROVED = 8
 
 # Computes tensors `(batch, ...)` from the quantities of one backward pass.
 Quantity = Callable[[Quantities], list[tf.Tensor]]
@@ -71,7 +70,7 @@ def _compute_in_batches(
             "it first."
         )
     _check_loss(loss)
-    compute = _cached(quantity, model, loss, training, compile_if_supported(model, jit_compile))
+    compute = _compile(quantity, model, loss, training, compile_if_supported(model, jit_compile))
     if not tf.executing_eagerly():
         return compute(x, y, sample_weight)
     data = (
@@ -83,6 +82,8 @@ def _compute_in_batches(
     if len(counts) != 1:
         raise ValueError(f"x, y and sample_weight must have the same number of rows, and have {sorted(counts)}.")
     (count,) = counts
+    # With values, so that the units are proved on real rows.
+    _checked_units(model, keras.tree.map_structure(tf.constant, take_rows(x, 0, _PROVED)), training)
     results: list[np.ndarray] = []
     for rows, batch in _batches(data, count, min(batch_size or _BATCH_SIZE, count)):
         parts = [part.numpy() for part in compute(*batch)]
@@ -100,53 +101,40 @@ def _batches(data: Sequence[Structure], count: int, size: int) -> Iterator[tuple
         yield rows, keras.tree.map_structure(lambda leaf, i=indices: None if leaf is None else leaf[i], data)
 
 
-def _cached(
+def _compile(
     quantity: Quantity, model: keras.Model, loss: LossArgument, training: bool, jit_compile: bool
 ) -> Callable[..., list[tf.Tensor]]:
-    """The compiled function that computes a quantity for one batch, from a cache of the model's latest functions."""
-    weights = tuple(id(variable) for variable in model.trainable_variables)
-    losses = tuple(keras.tree.flatten_with_path(loss))
-    key = (quantity, weights, losses, training, jit_compile)
-    cached = _COMPILED.setdefault(model, {})
-    if key not in cached:
-        # A loss function created anew for every call must not grow the cache without bound.
-        while len(cached) >= _MOST_COMPILED:
-            del cached[next(iter(cached))]
-        cached[key] = _compile(quantity, weakref.ref(model), loss, training, jit_compile)
-    return cached[key]
+    """A compiled function from `(x, y, sample_weight)` to a quantity of a batch.
 
+    Traced anew for each call: a trace depends on all that Python can change in a model and a loss.
+    """
 
-def _compile(
-    quantity: Quantity,
-    reference: Callable[[], Any],
-    loss: LossArgument,
-    training: bool,
-    jit_compile: bool,
-) -> Callable[..., list[tf.Tensor]]:
-    """A compiled function from `(x, y, sample_weight)` to a quantity of a batch; `reference` returns the model."""
-    matching: list[LossMatching] = []
-
-    @tf.function(jit_compile=jit_compile, reduce_retracing=True, autograph=False)
+    @tf.function(jit_compile=jit_compile, autograph=False)
     @releasing
     def compute(x: Structure, y: Structure, sample_weight: Structure):
-        model, anchor = reference(), tf.zeros([])
-        check_separable_layer(model, x, training=training)
+        anchor = tf.zeros([])
+        units = _checked_units(model, x, training)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(anchor)
-            capture = Capture(model, units_for(model, (x,), {"training": training}), anchor, True)
+            capture = Capture(model, units, anchor, True)
             y_pred = capture(x, training=training)
-            if not matching:
-                matching.append(LossMatching(loss, getattr(model, "output_names", None)))
+            matching = LossMatching(loss, getattr(model, "output_names", None))
             # A match begins with the path of its output.
-            terms = [LossTerm(*match[1:]) for match in matching[0].match(y, y_pred, sample_weight)]
+            terms = [LossTerm(*match[1:]) for match in matching.match(y, y_pred, sample_weight)]
             for term in terms:
-                check_separable_loss(term)
+                check_separable_loss(term, model.trainable_variables)
             total = tf.add_n([tf.reduce_sum(example_losses(term)) for term in terms])
         # The backward pass records the cotangents; the anchor's own gradient is 0.
         tape.gradient(total, anchor)
         return quantity(Quantities(capture.recorded, model.trainable_variables))
 
     return compute
+
+
+def _checked_units(model: keras.Model, x: Structure, training: bool) -> list[Unit]:
+    """The units of a model that doesn't mix examples, found once for rows of these shapes."""
+    check_separable_layer(model, x, training=training)
+    return units_for(model, (x,), {"training": training})
 
 
 def _check_loss(loss: object) -> None:
@@ -216,6 +204,8 @@ def per_example_gradients(
     jit_compile: bool = False,
 ) -> list[np.ndarray]:
     """The exact gradient of each example's own loss, in one forward and backward pass per `batch_size` rows.
+
+    Each call traces the model anew, as it is then. For many calls, call it within a `tf.function`.
 
     Args:
         model: A model. If it is not built yet, it is built from `x`, except within a `tf.function`.

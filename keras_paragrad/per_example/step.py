@@ -15,7 +15,8 @@ from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import GradientTensor, Structure
 from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
 from keras_paragrad.engine.step.gradient import replica_weight_of
-from keras_paragrad.per_example.capture import Capture, units_for
+from keras_paragrad.per_example.capture import Capture
+from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.units import (
     check_separable_layer,
@@ -57,7 +58,7 @@ class Step:
     def quantities(self) -> tuple[Quantities, tf.Tensor]:
         """The per-example quantities, and the factor that scales their gradients: see `LossRecord.factor`."""
         quantities = Quantities(self.capture.recorded, self.layer.trainable_variables)
-        return quantities, self.loss.factor(quantities.batch)
+        return quantities, self.loss.factor(quantities)
 
     def _anchor(self) -> tf.Tensor:
         """A scalar whose gradient calls `finish`; any gradient of the weights triggers it, as they are inputs."""
@@ -109,18 +110,19 @@ class LossRecord:
         """Stops recording."""
         self._recording.close()
 
-    def factor(self, batch: tf.Tensor) -> tf.Tensor:
+    def factor(self, quantities: Quantities) -> tf.Tensor:
         """The factor from an example's share of the batch's gradient to the gradient of its own loss, a float32 scalar.
 
         Args:
-            batch: Number of examples on this replica.
+            quantities: Those of the examples on this replica.
 
         Raises:
             ValueError: A loss is not a sum over the examples, or the outputs' losses have different normalizers.
         """
         check_separable_model(self.model)
+        batch = quantities.batch
         for term in self.terms:
-            check_separable_loss(term)
+            check_separable_loss(term, quantities.variables)
         self._check_masked_mean()
         # Of a custom loss, the reduction can't be observed.
         summed = not self._is_custom and self._has_summed_losses()
@@ -157,7 +159,6 @@ class LossRecord:
                 "example is clipped or weighted depends on the masks of the others. Write masked_mean='example' for "
                 "this layer or wrap(), so that each example has its own masked mean, or reduction='sum' for the loss: "
                 "then an example's gradient depends on its own mask only.",
-                stacklevel=2,
             )
 
     def may_overflow(self, batch: tf.Tensor) -> tf.Tensor:

@@ -11,7 +11,9 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import children
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
-from keras_paragrad.engine.probes.row_independence import find_mixing_layer
+from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_value_per_example
+from keras_paragrad.engine.tracing.untouched import trace_untouched
+from keras_paragrad.per_example.calls import LossReads
 from keras_paragrad.per_example.rule import Rule, rule_for
 from keras_paragrad.per_example.rules.generic import Generic
 from keras_paragrad.per_example.rules.normalization import batch_statistics_refusal
@@ -105,9 +107,9 @@ _SEPARABLE_LOSSES: "weakref.WeakSet[keras.losses.Loss]" = weakref.WeakSet()
 
 
 def check_separable_layer(layer: keras.layers.Layer, *arguments: Any, training: bool = True) -> None:
-    """Raises a `ValueError` if a built layer mixes examples; cached by the shapes and dtypes of the arguments."""
+    """Raises a `ValueError` if a built layer mixes examples; cached by its sublayers and the arguments."""
     cache = _MIXING_LAYERS.setdefault(layer, {})
-    key = (training, *call_signature(arguments))
+    key = (training, *layers_of(layer), *call_signature(arguments))
     if key not in cache:
         cache[key] = find_mixing_layer(layer, *arguments, training=training)
     if cache[key]:
@@ -126,9 +128,11 @@ def check_separable_model(model: Any) -> None:
         )
 
 
-def check_separable_loss(term: LossTerm) -> None:
-    """Refuses a loss that is not a sum over the examples of a batch."""
+def check_separable_loss(term: LossTerm, variables: Sequence[keras.Variable]) -> None:
+    """Refuses a loss that is not a sum over the examples of a batch, or reads one of the variables."""
     loss = term.loss
+    if not has_value_per_example(loss):
+        _check_reads(term, variables)
     if loss in _SEPARABLE_LOSSES:
         return
     if term.reduces_itself:
@@ -153,6 +157,16 @@ def check_separable_loss(term: LossTerm) -> None:
     _SEPARABLE_LOSSES.add(loss)
 
 
+def _check_reads(term: LossTerm, variables: Sequence[keras.Variable]) -> None:
+    """Refuses a loss that reads one of the variables."""
+
+    def compute(y_true: Any, y_pred: Any):
+        with LossReads(variables, f"The loss {term.loss.name!r}"):
+            return LossTerm(term.loss, y_true, y_pred, None).values
+
+    trace_untouched(term.loss, compute, term.y_true, term.y_pred)
+
+
 def _incomputable_loss(term: LossTerm, error: Exception) -> ValueError:
     """The error for a loss that fails on its targets and predictions."""
     shapes = [[tuple(leaf.shape) for leaf in keras.tree.flatten(structure)] for structure in (term.y_true, term.y_pred)]
@@ -173,6 +187,14 @@ def example_losses(term: LossTerm) -> tf.Tensor:
     values = tf.cast(term.values, "float32")
     mask = tf.ones_like(values) if term.mask is None else tf.cast(term.mask, "float32")
     weight = tf.constant(1.0) if term.sample_weight is None else tf.cast(term.sample_weight, "float32")
+    if weight.shape.rank == values.shape.rank + 1 and weight.shape[-1] == 1:
+        # Such as (n, 1), as in Keras.
+        weight = tf.squeeze(weight, -1)
+    if weight.shape.rank > values.shape.rank:
+        raise ValueError(
+            f"sample_weight has shape {weight.shape}, and the loss {term.loss.name!r} has values of shape "
+            f"{values.shape}. Pass one weight for each example, of shape (rows,), or one for each value."
+        )
     weight = tf.reshape(
         weight, tf.concat([tf.shape(weight), tf.ones([values.shape.rank - weight.shape.rank], tf.int32)], 0)
     )
@@ -180,6 +202,11 @@ def example_losses(term: LossTerm) -> tf.Tensor:
     inner = list(range(1, values.shape.rank))
     total = tf.reduce_sum(values * weight * mask, inner)
     return total if term.is_sum else total * tf.math.reciprocal_no_nan(tf.reduce_sum(mask, inner))
+
+
+def layers_of(layer: keras.layers.Layer) -> list[Any]:
+    """A cache key: a layer's sublayers, which `pop` and `add` change."""
+    return [weakref.ref(inner) for inner in layer_and_sublayers(layer)]
 
 
 def call_signature(arguments: object) -> list[object]:

@@ -54,7 +54,9 @@ class PerExampleModel(keras.Model):
         )
         if isinstance(inner, keras.Model):
             _check_methods(inner)
-            delegate_methods(self, inner, lambda: LossReads(inner.trainable_variables, type(inner).__name__))
+            delegate_methods(
+                self, inner, lambda: LossReads(inner.trainable_variables, f"The compute_loss of {type(inner).__name__}")
+            )
 
     def build(self, input_shape: Shape | None = None) -> None:
         self.per_example.build(input_shape)

@@ -127,11 +127,7 @@ class Privacy(InNotebooks):
         return self._examples
 
     def set_examples(self, examples: int) -> None:
-        """Sets the number of examples in the data.
-
-        Raises:
-            ValueError: It differs from the stated or an earlier one.
-        """
+        """Sets the number of examples in the data; refuses one that differs from the stated or an earlier one."""
         if self._examples not in (None, examples):
             raise ValueError(
                 f"The data have {examples} examples, and epsilon is computed for {self._examples}, as stated or as in "
@@ -262,14 +258,14 @@ class Privacy(InNotebooks):
             else "drawn by a counter-based generator (Philox) from a secret key, which isn't cryptographically secure; "
             "floating-point arithmetic is not defended against"
         )
-        spent = self.epsilon_of(entries)
+        spent, updates = self.epsilon_of(entries), sum(entry.updates for entry in entries)
         promise = (
             f"the trained weights are ({spent:.3g}, {settings.delta:g})-differentially private after"
             if math.isfinite(spent)
             else "nothing can be promised of the trained weights after"
         )
         return (
-            f"Trained with DP-SGD (Abadi et al., 2016): {promise} {counted(self.updates, 'update')}."
+            f"Trained with DP-SGD (Abadi et al., 2016): {promise} {counted(updates, 'update')}."
             f"{_describe_unknown(entries)} The unit of privacy is one example, and neighbouring data sets differ by "
             "one example added or removed. "
             f"{self._describe_updates(entries)} Examples are drawn independently (Poisson sampling; of draws beyond "

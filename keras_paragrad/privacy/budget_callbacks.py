@@ -19,12 +19,8 @@ class UpdateCounter(keras.callbacks.Callback):
 
     A run is a sequence of updates whose samples and noise are drawn with one key; its updates are numbered from 0.
 
-    Args:
-        privacy: The model's budget.
-        begin: Starts or continues a run. Returns the number of its next update, and how many updates from there on are
-            in the ledger already.
-        skipped: Returns how many batches the epoch skips because an interrupted `fit` trained on them.
-        whole: Whether each epoch must have all of its updates.
+    `begin` is `Releases.begin_epoch`, `skipped` returns how many batches an epoch skips because an interrupted `fit`
+    trained on them, and `whole` says whether each epoch must have all of its updates.
 
     Attributes:
         first: Number of the epoch's first update.
@@ -44,11 +40,7 @@ class UpdateCounter(keras.callbacks.Callback):
         self.spent: list[Entry] = []
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
-        """Reads from the ledger how many updates the budget has left, also after weights were loaded.
-
-        Raises:
-            ValueError: Too little is left of the budget.
-        """
+        """Reads from the ledger how many updates the budget has left, also after weights were loaded."""
         self._next, repeated = self._begin()
         self._accounted = self._next + repeated
         self.first = self._next - self._skipped()

@@ -128,23 +128,6 @@ def gradient_noise_multiplier(noise_multiplier: float, count_noise: float) -> fl
     its norm is below the clip norm. The answers, less one half, are summed, so an example changes the sum by 1/2 at
     most, and noise of standard deviation `count_noise` is added. Both sums together are a Gaussian mechanism with the
     noise multiplier z if the gradients' is (z^-2 - (2 count_noise)^-2)^(-1/2).
-
-    Args:
-        noise_multiplier: z, the noise multiplier of both sums together, above 0.
-        count_noise: Standard deviation of the count's noise, in examples; above z / 2. The paper uses expected batch
-            size / 20.
-
-    Returns:
-        The noise multiplier for gradients, above `noise_multiplier`.
-
-    Raises:
-        ValueError: The count alone exceeds the budget.
-
-    Example:
-
-    >>> from keras_paragrad.privacy.calibration import gradient_noise_multiplier
-    >>> round(gradient_noise_multiplier(1.0, count_noise=5.0), 4)
-    1.005
     """
     noise = float(check_number("noise_multiplier", noise_multiplier, above=0, example=1.0))
     count = float(check_number("count_noise", count_noise, above=0, example=5.0))

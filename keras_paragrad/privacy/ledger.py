@@ -4,7 +4,7 @@ import hashlib
 import math
 import struct
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -71,15 +71,12 @@ def unknown_entry(updates: int) -> Entry:
 
 
 class Ledger:
-    """The releases that a model's weights depend on.
+    """The releases that weights depend on, and digests of their values by path, if it is of layers."""
 
-    Attributes:
-        digests: Digests of the weights after the last `fit`, by `id`, or `None` before the first.
-    """
-
-    def __init__(self):
+    def __init__(self, entries: Iterable[Entry] = (), values: Mapping[str, Collection[bytes]] | None = None):
         self._entries: dict[int, Entry] = {}
-        self.digests: dict[int, bytes] | None = None
+        self.add(entries)
+        self.values = values or {}
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
@@ -94,9 +91,9 @@ class Ledger:
                     self._entries[run.run] = run
 
     @property
-    def unknown(self) -> Entry | None:
-        """The entry for weights without a known ledger, if there are any."""
-        return self._entries.get(_UNKNOWN_RUN)
+    def has_unknown(self) -> bool:
+        """Whether there are weights without a known ledger."""
+        return _UNKNOWN_RUN in self._entries
 
     def replace_unknown(self, entries: Iterable[Entry]) -> None:
         """Replaces the unknown entry by the entries that the user states."""
@@ -104,34 +101,24 @@ class Ledger:
         self.add(entries)
 
 
-# By model, as several private models may train the same weights.
-_LEDGERS: "weakref.WeakKeyDictionary[keras.Model, Ledger]" = weakref.WeakKeyDictionary()
-# The releases of variables before and after each private fit of this process, by the digest of their values.
-_RELEASED: dict[bytes, tuple[Entry, ...]] = {}
 # The entries that were merged into one row of a file, by its run.
 _MERGED: dict[int, tuple[Entry, ...]] = {}
+# What the weights of a layer depend on, if private training in this process or a file changed them. A layer that shares
+# or replaces its variables keeps it.
+LEDGERS: "weakref.WeakKeyDictionary[keras.layers.Layer, Ledger]" = weakref.WeakKeyDictionary()
+# What values depend on, by their digests: those that private training in this process began with and left, and those
+# of files. Values that identify nothing depend on nothing.
+RELEASED: dict[bytes, Ledger] = {b"": Ledger()}
 
 
-def ledger_of(model: keras.Model) -> Ledger:
-    return _LEDGERS.setdefault(model, Ledger())
-
-
-def variable_digest(variable: keras.Variable) -> bytes:
-    """A digest of a variable's value and shape."""
+def digest_of(variable: keras.Variable) -> bytes:
+    """A digest of a variable's value and shape; empty for a single whole number, as initializers and counters have."""
     value = np.ascontiguousarray(keras.ops.convert_to_numpy(variable))
-    return hashlib.blake2b(value.tobytes(), digest_size=16, salt=str(value.shape).encode()[-16:]).digest()
-
-
-def remember_released(digests: Iterable[bytes], entries: Iterable[Entry]) -> None:
-    """Records what variables of these digests depend on, for other models that get the same values."""
-    releases = tuple(entries)
-    for digest in digests:
-        _RELEASED.setdefault(digest, releases)
-
-
-def released_by(digest: bytes) -> tuple[Entry, ...] | None:
-    """The releases of a variable whose value has this digest, or `None` if the value is unknown."""
-    return _RELEASED.get(digest)
+    if not value.size or (float(value.flat[0]).is_integer() and (value == value.flat[0]).all()):
+        return b""
+    digest = hashlib.sha256(str(value.shape).encode())
+    digest.update(value.reshape(-1).view(np.uint8).data)
+    return digest.digest()
 
 
 def epsilon_of(

@@ -199,23 +199,23 @@ class PrivateModel(PerExampleModel):
 
     def get_weights(self) -> list[np.ndarray]:
         """Returns all weights, and the ledger among them."""
-        self._releases.sync()
+        self._releases.entries()
         return super().get_weights()
 
     def set_weights(self, weights: list[np.ndarray]) -> None:
         """Sets all weights, and adds their ledger to the model's."""
-        self._releases.sync()
+        self._releases.entries()
         super().set_weights(weights)
         self._releases.sync()
 
     def save_own_variables(self, store: MutableMapping[str, np.ndarray]) -> None:
         """Saves the weights with the current ledger."""
-        self._releases.sync()
+        self._releases.entries()
         super().save_own_variables(store)
 
     def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """Loads the weights, and adds their ledger to the model's."""
-        self._releases.sync()
+        self._releases.entries()
         stored = {name: store[name] for name in store.keys()}  # noqa: SIM118
         # Files of earlier versions lack the ledger, which is the last variable.
         last = str(len(self._non_trainable_variables) - 1)
@@ -275,7 +275,6 @@ class PrivateModel(PerExampleModel):
         check_transforms(self, self._releases.seed)
         examples = examples_of(x, y, sample_weight, class_weight)
         self.privacy.set_examples(examples.count)
-        self._releases.begin_fit()
         left = self.privacy.updates_left
         if left == 0:
             raise ValueError(self.privacy.spent_budget_message())
@@ -299,6 +298,7 @@ class PrivateModel(PerExampleModel):
         data = private_batches(examples, sampling, counter.update_numbers, self._nested_as_outputs)
         if whole:
             data = data.apply(tf.data.experimental.assert_cardinality(steps))
+        self._releases.begin_fit()
         try:
             return super().fit(
                 data,

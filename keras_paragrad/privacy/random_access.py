@@ -29,16 +29,7 @@ class Examples(Protocol):
 def examples_of(
     x: FitData, y: FitData = None, sample_weight: FitData = None, class_weight: dict[int, float] | None = None
 ) -> Examples:
-    """The examples in the data that `fit` gets.
-
-    Args:
-        x: Arrays, a `keras.utils.PyDataset`, or a `tf.data.Dataset` of batches with random access.
-        y, sample_weight: Arrays, if `x` is arrays.
-        class_weight: As in `fit`.
-
-    Raises:
-        ValueError: The data can only be read in sequence, or their size is unknown. The message says what to do.
-    """
+    """The examples in the data that `fit` gets; refuses data that can only be read in sequence, or of unknown size."""
     if isinstance(x, keras.utils.PyDataset | tf.data.Dataset) and (y is not None or sample_weight is not None):
         raise ValueError(
             f"{type(x).__name__} has the targets and sample weights in its batches, and y or sample_weight is passed "

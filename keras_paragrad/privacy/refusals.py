@@ -7,19 +7,18 @@ import keras
 from keras_paragrad.compat.delegation import overrides
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.optimizer import find_accumulator, nested_optimizers
+from keras_paragrad.engine.losses.refusals import count_layers
 from keras_paragrad.engine.step.builder import StepBuilder
 
 
 def check_private_layers(model: keras.Model) -> None:
     """Refuses a model in which an example's output depends on others, or that computes its loss itself."""
     layers = all_layers(model)
-    statistics = [
-        layer.name for layer in layers if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
-    ]
+    statistics = [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable]
     if statistics:
         raise ValueError(
-            f"{', '.join(statistics)} normalize by statistics of the batch, so one example changes the gradients of "
-            "all others, and clipping bounds nothing. Write make_private(fix_batch_norm(model), ...), which puts "
+            f"{count_layers(statistics, 'normalize')} by statistics of the batch, so one example changes the gradients "
+            "of all others, and clipping bounds nothing. Write make_private(fix_batch_norm(model), ...), which puts "
             "GroupNormalization in their place, or set trainable=False on these layers."
         )
     stateful = [layer.name for layer in layers if getattr(layer, "stateful", False)]

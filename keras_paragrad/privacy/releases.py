@@ -3,8 +3,10 @@
 import contextlib
 import functools
 import hashlib
+import itertools
 import logging
 import secrets
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -12,24 +14,30 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.per_example.units import layer_and_sublayers
 from keras_paragrad.privacy.ledger import (
+    LEDGERS,
+    RELEASED,
     ROWS,
     WORDS,
     Entry,
     Event,
+    Ledger,
+    digest_of,
     entries_of,
-    ledger_of,
-    released_by,
-    remember_released,
     table_of,
     unknown_entry,
-    variable_digest,
 )
+from keras_paragrad.storage.storage import any_divided
 
 _log = logging.getLogger("keras_paragrad")
 # Updates that each run has made in this process; and, with a seed, the state before the update at which an epoch began.
 _UPDATES_MADE: dict[int, int] = {}
 _STATE_BEFORE: dict[tuple[int, int], bytes] = {}
+_LIVE: "weakref.WeakSet[Releases]" = weakref.WeakSet()
+# What the weights depend on that `fit` or a file has changed since they were recorded. This keeps the model alive: when
+# a file is loaded, the ledger comes before the values.
+_UNRECORDED: "dict[Releases, Iterable[Entry]]" = {}
 # Rounds of the hash between the secret and what is saved, so that a file helps little to guess a seed.
 _ROUNDS = 100_000
 # Values of configs that don't identify training: callbacks change learning rates, and names are numbered.
@@ -54,10 +62,8 @@ class Releases:
 
     def __init__(self, model: keras.Model, updates: keras.Variable, table: keras.Variable):
         self._model, self._updates, self._table = model, updates, table
-        self.ledger = ledger_of(model.per_example.layer)
-        # Another private model of this process may have trained the same values.
-        digests = map(variable_digest, model.per_example.layer.trainable_variables)
-        self.ledger.add(entry for digest in digests for entry in released_by(digest) or ())
+        self._layer: keras.Model = model.per_example.layer
+        self.ledger = Ledger()
         self.seed: int | None = None
         self._secret: tf.Variable | None = None
         self._key: tf.Variable | None = None
@@ -65,12 +71,15 @@ class Releases:
         # The current run, and the one that weights were last loaded from.
         self._run: Entry | None = None
         self._loaded: Entry | None = None
-        # Whether weights were loaded since the last `fit`, so that their values come with a ledger.
-        self._foreign = False
+        # Whether `fit` is running, which changes the weights.
+        self._fitting = False
         self._warned = False
-        self._digests_at_begin: dict[int, bytes] = {}
+        # Digests of the weights when they were last read, by the `id` of the variable.
+        self._digests: dict[int, bytes] = {}
         # What `_write` has last written: the table, the number of updates, and the position at that time.
         self._written = np.zeros((ROWS, WORDS), np.int64), 0, 0
+        _LIVE.add(self)
+        self.entries()
 
     def set_seed(self, seed: int | None) -> None:
         """Derives keys from another secret from the next epoch on."""
@@ -108,13 +117,20 @@ class Releases:
 
     def entries(self) -> list[Entry]:
         """All that was released up to now."""
-        self.sync()
+        # Workers gather divided weights together, and one of them alone may ask.
+        workers = isinstance(self._model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        if workers and any(any_divided(each._layer.weights) for each in _LIVE):
+            self.sync()
+        else:
+            self._read()
         return list(self.ledger)
 
     def replace_unknown(self, entries: Iterable[Entry]) -> None:
         """Replaces the unknown entry by the entries that the user states."""
-        self.sync()
-        self.ledger.replace_unknown(entries)
+        stated = list(entries)
+        ledgers = [*self._read(), *(RELEASED[digest] for digest in self._digests.values() if digest in RELEASED)]
+        for ledger in [self.ledger, *(ledger for ledger in ledgers if ledger.has_unknown)]:
+            ledger.replace_unknown(stated)
         self._write()
 
     def sync(self) -> None:
@@ -129,7 +145,9 @@ class Releases:
         if updates - written_updates != updates_made - written_made or not np.array_equal(table, written):
             loaded = entries_of(np.asarray(table), updates)
             self.ledger.add(loaded)
-            self._loaded, self._foreign = loaded[-1] if loaded else None, True
+            self._loaded = loaded[-1] if loaded else None
+            if not self._fitting:
+                _UNRECORDED[self] = [*_UNRECORDED.get(self, ()), *loaded]
             self._warn_of_unknown("the loaded weights")
         self._write()
 
@@ -151,52 +169,96 @@ class Releases:
             self._assign(self._updates, np.int64(updates))
         self._written = table, updates, self._updates_made
 
-    def begin_fit(self) -> None:
-        """Adds the releases of weights that were changed since the last `fit`; an unknown entry for unknown values."""
-        self.sync()
-        previous, digests = self.ledger.digests, self._digests()
-        self._digests_at_begin = digests
-        trained = {
-            id(variable): digests[id(variable)] for variable in self._model.per_example.layer.trainable_variables
-        }
-        # In the first `fit`, all weights count as changed.
-        changed = {
-            key: digest for key, digest in trained.items() if previous is None or previous.get(key, digest) != digest
-        }
-        # What each changed weight depends on; `None` if its value is unknown.
-        released = {key: released_by(digest) for key, digest in changed.items()}
-        for entries in released.values():
-            self.ledger.add(entries or ())
-        if previous is not None and None in released.values() and not self._foreign:
+    def _read(self) -> list[Ledger]:
+        """Adds what all weights depend on, frozen or not, and an unknown entry for other values; returns ledgers."""
+        if self._fitting:
+            self.sync()
+            return []
+        for each in list(_LIVE):
+            each.sync()
+            if each in _UNRECORDED:
+                each._record()
+        digests = self._digests = self._compute_digests()
+        ledgers: list[Ledger] = []
+        unchanged: set[int] = set()
+        changed: dict[str, list[keras.layers.Layer]] = {}
+        for layer in self._layers():
+            if (ledger := LEDGERS.get(layer)) is None:
+                continue
+            ledgers.append(ledger)
+            for variable in layer.weights:
+                digest, known = digests[id(variable)], ledger.values.get(variable.path, ())
+                if digest in known:
+                    unchanged.add(id(variable))
+                elif known and digest not in RELEASED:
+                    changed.setdefault(variable.path, []).append(layer)
+        ledgers += [RELEASED[digest] for key, digest in digests.items() if key not in unchanged and digest in RELEASED]
+        self.ledger.add(itertools.chain(*ledgers))
+        weights = "some weights of another private model"
+        if changed:
             self.ledger.add([unknown_entry(0)])
-            variables = self._model.per_example.layer.trainable_variables
-            names = [variable.path for variable in variables if released.get(id(variable), ()) is None]
-            self._warn_of_unknown(f"{', '.join(names)}, which were changed outside of fit,")
-        if previous is None:
-            remember_released(trained.values(), self.ledger)
+            self._set_ledgers(itertools.chain(*changed.values()), self.ledger)
+            weights = f"{', '.join(changed)}, which were changed outside of fit,"
+        self._warn_of_unknown(weights)
         self._write()
+        return ledgers
+
+    def _record(self) -> None:
+        """Remembers what the weights depend on that `fit` or a file has changed."""
+        entries = list(_UNRECORDED[self])
+        if not self._fitting:
+            del _UNRECORDED[self]
+        before, self._digests = self._digests, self._compute_digests()
+        changed = {key: digest for key, digest in self._digests.items() if digest != before.get(key)}
+        self._set_ledgers(
+            (layer for layer in self._layers() if any(id(weight) in changed for weight in layer.weights)), entries
+        )
+        ledger = Ledger(entries)
+        for digest in filter(None, changed.values()):
+            known = RELEASED.setdefault(digest, ledger)
+            # Known values that `fit` leaves were assigned within it. Those of files may have cost more than is known.
+            if not self._fitting and (further := [entry for entry in entries if not (entry.is_unknown and any(known))]):
+                RELEASED[digest] = Ledger([*known, *further])
+
+    def _set_ledgers(self, layers: Iterable[keras.layers.Layer], entries: Iterable[Entry]) -> None:
+        """Adds entries to what layers depend on, with their weights as they are now."""
+        values: dict[str, set[bytes]] = {}
+        for variable in self._layer.weights:
+            values.setdefault(variable.path, set()).add(self._digests[id(variable)])
+        for layer in layers:
+            if total := [*LEDGERS.get(layer, ()), *entries]:
+                LEDGERS[layer] = Ledger(total, values)
+
+    def _layers(self) -> Iterator[keras.layers.Layer]:
+        """The layers whose weights the model reads, the inner model among them."""
+        return layer_and_sublayers(self._layer)
+
+    def _compute_digests(self) -> dict[int, bytes]:
+        return {id(variable): digest_of(variable) for variable in self._layer.weights}
+
+    def begin_fit(self) -> None:
+        """Adds the releases that the weights depend on."""
+        self._read()
+        known = {id(weight) for layer in self._layers() if layer in LEDGERS for weight in layer.weights}
+        # Nothing that private training left. Whoever assigns the same values again assigns nothing unknown.
+        for key, digest in self._digests.items():
+            if key not in known:
+                RELEASED.setdefault(digest, Ledger())
+        self._fitting = True
+        _UNRECORDED[self] = self.ledger
 
     def end_fit(self) -> None:
-        """Records the digests of the weights, by which they are recognized later."""
+        """Records what the weights that were trained depend on."""
         self.sync()
-        previous, self.ledger.digests, self._foreign = self._digests_at_begin, self._digests(), False
-        changed = [digest for key, digest in self.ledger.digests.items() if digest != previous.get(key)]
-        remember_released(changed, self.ledger)
-
-    def _digests(self) -> dict[int, bytes]:
-        # Frozen weights may be trained in a later `fit`, and be changed before.
-        return {id(variable): variable_digest(variable) for variable in self._model.per_example.layer.weights}
+        self._record()
+        self._fitting = False
+        del _UNRECORDED[self]
 
     def begin_epoch(self, event: Event, digest_of_data: Callable[[], bytes]) -> tuple[int, int]:
-        """Continues the current run, or starts one.
+        """Continues the current run, or starts one, for updates with the noise and sampling of an event.
 
-        Args:
-            event: The noise and sampling of each of the next updates.
-            digest_of_data: Returns a digest that identifies the data.
-
-        Returns:
-            The number of the run's next update, and how many from there on are in the ledger already, as this model has
-            made the same ones before.
+        Returns the number of the run's next update, and how many from there on are in the ledger already, as this model
+        has made the same ones before.
         """
         self.sync()
         secret = self.secret
@@ -257,7 +319,7 @@ class Releases:
 
     def _warn_of_unknown(self, weights: str) -> None:
         """Warns once that weights were trained in an unknown way."""
-        if self.ledger.unknown is not None and not self._warned:
+        if self.ledger.has_unknown and not self._warned:
             self._warned = True
             _log.warning(
                 "How %s were trained isn't known, so epsilon is infinite. If you know it, write private.privacy."

@@ -75,14 +75,7 @@ def private_batches(
     updates: Callable[[], np.ndarray],
     nest: NestTargets = lambda targets: targets,
 ) -> Dataset:
-    """The padded batches `(x, y, sample_weight)` of updates, as a dataset.
-
-    Args:
-        examples: The data.
-        sampling: Draws the batch of each update.
-        updates: Returns the numbers of the updates; called when an epoch begins to read the dataset.
-        nest: Nests targets, and sample weights nested like them, as the model's outputs are.
-    """
+    """The padded batches `(x, y, sample_weight)` of updates, whose numbers are asked for when an epoch begins."""
 
     def update_numbers(_: tf.Tensor) -> tf.Tensor:
         numbers = tf.numpy_function(lambda: np.asarray(updates(), np.int64), [], tf.int64)

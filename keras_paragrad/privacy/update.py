@@ -126,15 +126,8 @@ class GaussianNoise:
 
     Each draw is a function of the key, the update's number and the variable's index. So it doesn't depend on the order
     in which devices draw, and a resumed update gets the noise that it would have got.
-
-    Args:
-        key: Returns an int64 tensor `(2,)`.
-        position: Number of updates made with this key, which this increments; in no file, so loading never resets it.
-        updates: Number of updates of the weights, which this increments.
-        deviation: Returns the standard deviation, a number or a scalar.
-        variables: Returns the model's trainable variables, once it is built.
-        secure: Whether to draw from the operating system instead.
-        on_end: Called at the end of an update, with a draw of the standard normal distribution.
+    `position` counts the updates made with the key, and `updates` those of the weights. `secure` draws from the
+    operating system instead. `on_end` gets a draw of the standard normal distribution at the end of an update.
     """
 
     # XLA takes twice as long for it on CPUs.

@@ -1,7 +1,7 @@
 """Measures a train function for `Throughput`: step times, retraces, and examples and updates per second."""
 
 import time
-from collections import deque
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,7 +53,7 @@ class Clock:
 
 
 class StepTimes:
-    """The step times of the latest calls.
+    """The step times of an epoch's calls.
 
     Example:
 
@@ -61,22 +61,22 @@ class StepTimes:
     >>> times = StepTimes()
     >>> for seconds in (0.001, 0.002, 0.003):
     ...     times.add(seconds)
-    >>> times.percentiles()
+    >>> times.percentiles(of_epoch=True)
     (2.0, 2.9)
     """
 
     def __init__(self):
-        self._seconds: deque[float] = deque(maxlen=_LATEST_CALLS)
+        self._seconds = array("d")
 
     def add(self, seconds: float) -> None:
         """Records a call whose steps took `seconds` each."""
         self._seconds.append(seconds)
 
-    def percentiles(self) -> tuple[float | None, float | None]:
-        """The median and the 95th percentile, in milliseconds, or `None` without any call."""
+    def percentiles(self, *, of_epoch: bool) -> tuple[float | None, float | None]:
+        """The median and the 95th percentile of all or the latest calls, in milliseconds, or `None` without any."""
         if not self._seconds:
             return None, None
-        median, high = np.percentile(self._seconds, (50, 95)) * 1e3
+        median, high = np.percentile(self._seconds if of_epoch else self._seconds[-_LATEST_CALLS:], (50, 95)) * 1e3
         return round(float(median), 6), round(float(high), 6)
 
 
@@ -141,7 +141,6 @@ class Pace:
     def __init__(self, model: keras.Model, batch_size: int | None):
         self.model, self.batch_size = model, batch_size
         self._workers = replica_placement(model.distribute_strategy).workers
-        self._rates: dict[str, float | None] = {}
         self.begin(0.0)
 
     def begin(self, now: float, steps: int = 0) -> None:
@@ -149,6 +148,8 @@ class Pace:
         self.start, self.steps, self._first_step = now, steps, steps
         self._excluded_steps = 0
         self._examples, self.update = self.examples() if steps else 0.0, self.updates()
+        # Examples, the seconds in which they were counted, updates and their seconds: since then, and latest.
+        self._total, self._latest = np.zeros(4), np.zeros(4)
 
     def examples(self) -> float | None:
         """Number of examples in this epoch over all workers; `None` if unknown."""
@@ -167,27 +168,22 @@ class Pace:
         self.start += seconds
         self._excluded_steps += steps
 
-    def rates(self, now: float) -> dict[str, float | None]:
-        """Examples, updates and steps per second since the last call; restarts counting.
+    def rates(self, now: float, *, of_epoch: bool) -> dict[str, float]:
+        """Examples and updates per second, of the epoch or since the last call; restarts counting the latter.
 
-        Without any step to count, returns the previous rates. Excluded steps are assumed to have the average number of
-        examples.
+        A rate that isn't known is left out. Excluded steps are assumed to have the average number of examples.
         """
-        seconds = now - self.start
-        steps = self.steps - self._first_step
-        counted = steps - self._excluded_steps
-        if seconds <= 0 or counted <= 0:
-            return dict(self._rates)
-        examples, updates, counted_share = self.examples(), self.updates(), counted / steps
-        new_examples = None if examples is None or self._examples is None else examples - self._examples
-        if new_examples is not None and new_examples <= 0:
-            # The metrics were reset, as by an `evaluate` in the middle of the epoch.
-            new_examples = None
-        self._rates = {
-            "examples_per_second": None if new_examples is None else new_examples * counted_share / seconds,
-            "updates_per_second": (updates - self.update) * counted_share / seconds,
-            "steps_per_second": counted / seconds,
-        }
-        self.start, self._first_step, self._examples, self.update = now, self.steps, examples, updates
-        self._excluded_steps = 0
-        return dict(self._rates)
+        seconds, steps = now - self.start, self.steps - self._first_step
+        if seconds > 0 and steps > self._excluded_steps:
+            share = 1 - self._excluded_steps / steps
+            examples, updates = self.examples(), self.updates()
+            new = 0.0 if examples is None or self._examples is None else examples - self._examples
+            # Otherwise the metrics were reset, as by an `evaluate` in the middle of the epoch.
+            counted = (new * share, seconds) if new > 0 else (0.0, 0.0)
+            self._latest = np.array([*counted, (updates - self.update) * share, seconds])
+            self._total += self._latest
+            self.start, self._first_step, self._examples, self.update = now, self.steps, examples, updates
+            self._excluded_steps = 0
+        sums = (self._total if of_epoch else self._latest).reshape(2, 2)
+        names = ("examples_per_second", "updates_per_second")
+        return {name: count / time for name, (count, time) in zip(names, sums.tolist(), strict=True) if time}

@@ -68,7 +68,7 @@ class StepTime:
         input: Waiting for data.
         host: On the host, outside operations.
         compile: Tracing and compiling functions.
-        compute: In operations on a device.
+        compute: In operations on a device, and in Python code that they call.
         collective: In collectives with other replicas, including waiting for them.
         idle: The rest.
     """
@@ -253,8 +253,9 @@ class Advice:
     """A recommendation.
 
     Attributes:
-        kind: The bottleneck: `"input"`, `"host"`, `"collective"`, `"compile"`, `"recompute"` or `"pipeline"`; in a step
-            that computes, `"optimizer"`, `"loss"`, `"recurrent"`, `"normalization"` or `"compute"`; or `"none"`.
+        kind: The bottleneck: `"input"`, `"host"`, `"python"`, `"collective"`, `"compile"`, `"recompute"` or
+            `"pipeline"`; in a step that computes, `"optimizer"`, `"loss"`, `"recurrent"`, `"normalization"` or
+            `"compute"`; or `"none"`.
         text: What to do.
         evidence: The supporting measurements.
     """

@@ -1,9 +1,10 @@
 """`GradientTelemetry`: per-layer gradient, weight and update statistics during `fit`."""
 
 import logging
+import operator
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ _log = logging.getLogger("keras_paragrad")
 # The names in `logs`, and the ones that the progress bar shows if they fit.
 SHOWN = ("gradient_norm", "update_ratio", "nonfinite_gradients", "clipped_gradient_norm", "loss_scale")
 _FEW = ("gradient_norm",)
+# What makes an epoch's value of its reports', where that isn't their mean.
+_IN_EPOCH: dict[str, Callable[[list[float]], float]] = {
+    "nonfinite_gradients": sum,
+    "loss_scale": operator.itemgetter(-1),
+}
 # Reports are processed in batches of this many, or after this many seconds.
 _MOST_PENDING, _FLUSH_SECONDS = 32, 2.0
 
@@ -41,9 +47,10 @@ class GradientTelemetry(keras.callbacks.Callback):
     several optimizers, a report covers the last update of each, and takes its step number from the one called last.
 
     `logs` gets `gradient_norm`, `update_ratio` and `nonfinite_gradients` of the whole model, `clipped_gradient_norm` if
-    the optimizer clips, and `loss_scale` if it scales the loss. With a `log_dir`, per-weight values go to
-    `telemetry.csv` or `telemetry.parquet`, and per-layer values to TensorBoard. The logger `keras_paragrad` warns once
-    per layer and kind if a gradient vanishes, explodes, is zero or is not finite.
+    the optimizer clips, and `loss_scale` if it scales the loss: of the latest report, and at the end of an epoch the
+    means over its reports, the sum of `nonfinite_gradients`, and the last `loss_scale`. With a `log_dir`, per-weight
+    values go to `telemetry.csv` or `telemetry.parquet`, and per-layer values to TensorBoard. The logger
+    `keras_paragrad` warns once per layer and kind if a gradient vanishes, explodes, is zero or is not finite.
 
     Args:
         log_dir: Where to write; nothing is written if `None`. Of several workers only the first writes.
@@ -110,7 +117,9 @@ class GradientTelemetry(keras.callbacks.Callback):
         self._meter: Meter | None = None
         self._measured_optimizer: keras.optimizers.Optimizer | None = None
         self._files: TelemetryFiles | None = None
+        # What batches' logs get, and the same of each report of the epoch.
         self._logs: dict[str, float] = {}
+        self._reported_logs: list[dict[str, float]] = []
         self._epoch = 0
         # Whether it was logged why no update was reported.
         self._explained = False
@@ -143,7 +152,7 @@ class GradientTelemetry(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Records the epoch."""
-        self._epoch, self._ran = epoch, True
+        self._epoch, self._ran, self._reported_logs = epoch, True, []
         if self._meter:
             self._meter.begin()
 
@@ -153,12 +162,13 @@ class GradientTelemetry(keras.callbacks.Callback):
             logs.update(self._logs)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Adds the values of the latest report to the epoch's logs, and writes all pending reports."""
+        """Adds the values of the epoch's reports to its logs, and writes all pending reports."""
         if self._meter:
             self._meter.read()
             self._flush()
-        if logs is not None:
-            logs.update(self._logs)
+        if logs is not None and self._reported_logs:
+            values = {name: [each[name] for each in self._reported_logs] for name in self._logs}
+            logs.update({name: float(_IN_EPOCH.get(name, np.mean)(each)) for name, each in values.items()})
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Closes the files, logs if there was nothing to report, and restores the model's training step."""
@@ -238,6 +248,7 @@ class GradientTelemetry(keras.callbacks.Callback):
             logs["clipped_gradient_norm"] = sums[1] ** 0.5
         if self._scales:
             logs["loss_scale"] = float(vector[2])
+        self._reported_logs.append(logs)
         # Assign in one step; another thread may be reading it.
         self._logs = logs
         if len(self._vectors) >= _MOST_PENDING or time.monotonic() - self._flushed > _FLUSH_SECONDS:

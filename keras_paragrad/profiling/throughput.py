@@ -18,19 +18,17 @@ from keras_paragrad.compat.types import BatchIterator, Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.engine.telemetry.train_functions import TracedGraph, batch_spec, gradient_graph
 from keras_paragrad.flops import flops_of
-from keras_paragrad.plain_text import read_json
 from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table, begin_csv, run_info, write_run_info
 from keras_paragrad.profiling.memory import can_read_host_memory, device_memory, host_memory
 from keras_paragrad.profiling.pace import Clock, Pace, Retraces, StepTimes
 from keras_paragrad.profiling.progress_line import check_show, hide_in_progress_bar
 from keras_paragrad.profiling.session import ProfilerPauses
-from keras_paragrad.profiling.summary import ProfileSummary
 
 _log = logging.getLogger("keras_paragrad")
 _IN_BATCH_LOGS = ("examples_per_second", "step_time_p50_ms", "step_time_p95_ms", "mfu")
 SHOWN = (
     *("examples_per_second", "updates_per_second", "step_time_p50_ms", "step_time_p95_ms", "time_to_first_step_s"),
-    *("flops_per_step", "retraces", "host_memory_bytes", "device_memory_bytes", "mfu", "collective_share"),
+    *("flops_per_step", "retraces", "host_memory_bytes", "device_memory_bytes", "mfu"),
 )
 # The names that the progress bar shows if they fit; it shows times itself.
 _FEW = ("examples_per_second", "mfu")
@@ -41,22 +39,21 @@ class Throughput(keras.callbacks.Callback):
 
     A step is a batch. Its time runs from the end of the previous one, and includes the wait for data and all callbacks.
     Times and rates exclude validation, steps that trace or compile, and the time that `Profiler` takes to start and
-    stop its windows. As far as they can be determined, it reports:
+    stop its windows. At the end of an epoch they are the epoch's. As far as they can be determined, it reports:
 
     - `examples_per_second`, over all replicas and workers; `updates_per_second`.
-    - `step_time_p50_ms`, `step_time_p95_ms`, over the latest thousand calls of the train function.
+    - `step_time_p50_ms`, `step_time_p95_ms`, within an epoch over its latest thousand calls of the train function.
     - `time_to_first_step_s`, from the start of training.
     - `retraces`: how often a graph was retraced; `retraces.csv` and the logger `keras_paragrad` have the shapes that
       caused it.
     - `host_memory_bytes`; `device_memory_bytes` on accelerators.
-    - `flops_per_step`: of the matrix products and convolutions in the forward and backward pass. `mfu`: model
-      FLOPs utilization, as a fraction of `peak_flops`.
-    - `collective_share`: from the newest profile in `log_dir`.
+    - `flops_per_step`: of the matrix products and convolutions that the forward and backward pass need, without
+      those that are recomputed. `mfu`: model FLOPs utilization, as a fraction of `peak_flops`.
     - `compile_s`, `profiler_s`, in `throughput.csv` only: how long the excluded parts took, at their steps.
 
     Args:
         log_dir: Where to write; nothing is written if `None`. Of several workers only the first writes.
-        interval: Seconds between updates of the figures. They are also updated at the end of each epoch.
+        interval: Seconds between updates of the figures within an epoch: rates are of this time.
         peak_flops: Peak floating-point operations per second of all devices together.
         flops: Whether to count operations, which traces the model once more; by default, if `peak_flops` is set.
         batch_size: Examples per batch, for a `train_step` that doesn't update Keras's mean loss.
@@ -125,7 +122,7 @@ class Throughput(keras.callbacks.Callback):
         # `_first`: the first call hasn't ended. `_constants`: the figures that are measured once.
         self._known_model, self._first, self._constants = model, True, {}
         hide_in_progress_bar(model, SHOWN, _FEW, self.show)
-        self._times, self._retraces, self._pace = StepTimes(), Retraces(), Pace(model, self.batch_size)
+        self._retraces, self._pace = Retraces(), Pace(model, self.batch_size)
         if self.log_dir is not None and replica_placement(worker_strategy(model)).worker == 0:
             self._files = ThroughputFiles(self.log_dir, resumes)
             self._files.describe(model)
@@ -134,6 +131,7 @@ class Throughput(keras.callbacks.Callback):
         """Starts counting the epoch's steps."""
         # `_last_end`: when the last call ended, 0 before the epoch's first. `_last_time`: the time of a step in it.
         self._epoch, self._last_end, self._last_time, self._epoch_ended = epoch, 0.0, None, False
+        self._times = StepTimes()
         self._pace.begin(time.perf_counter())
         self._pauses = ProfilerPauses.seconds
 
@@ -171,8 +169,7 @@ class Throughput(keras.callbacks.Callback):
         # If the data ended within the last call, it took fewer steps.
         if self._last_time and (self.params.get("steps") is not None or self._per_call == 1):
             self._times.add(self._last_time)
-        if self._last_end:
-            self._refresh(self._last_end)
+        self._refresh(self._last_end, of_epoch=True)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Closes the files and removes the clock."""
@@ -213,7 +210,7 @@ class Throughput(keras.callbacks.Callback):
         if compiled:
             self._after_compiling(iterator, end, steps)
         elif end - self._pace.start > self.interval:
-            self._refresh(end)
+            self._refresh(end, of_epoch=False)
         if (total := self.params.get("steps")) is not None and self._pace.steps >= total:
             # Callbacks before this one may evaluate the model at the end of the epoch.
             self._end_epoch()
@@ -234,28 +231,29 @@ class Throughput(keras.callbacks.Callback):
         self._first = False
         self._constants["time_to_first_step_s"] = end - self._start
         examples = self._pace.examples()
-        flops = self._count_flops(iterator, examples / steps) if self.flops and examples else None
+        rows = round(examples / steps) if examples else 0
+        flops = self._count_flops(iterator, rows) if self.flops and rows else None
         if flops is not None:
-            self._constants["flops_per_step"] = float(flops)
+            self._constants["flops_per_step"], self._flops_per_example = float(flops), flops / rows
         self._last_end = time.perf_counter()
         self._pace.begin(self._last_end, self._pace.steps)
 
-    def _count_flops(self, iterator: BatchIterator, examples: float) -> int | None:
+    def _count_flops(self, iterator: BatchIterator, rows: int) -> int | None:
         """The FLOPs of a step, or `None` if it can't be traced."""
         try:
             spec = batch_spec(iterator)
-            return None if spec is None else flops_of(gradient_graph(self.model, spec, round(examples)))
+            return None if spec is None else flops_of(gradient_graph(self.model, spec, rows))
         # This traces the user's model, whose errors must not end training.
         except Exception as error:
             log_once(self.model, f"Throughput can't count this model's FLOPs: {error}", logging.WARNING)
             return None
 
-    def _refresh(self, now: float) -> None:
+    def _refresh(self, now: float, *, of_epoch: bool) -> None:
         """Updates `figures` and the values for the batches' logs, and writes them to files."""
-        rates = self._pace.rates(now)
-        step_rate = rates.pop("steps_per_second", None)
-        p50, p95 = self._times.percentiles()
-        flops = self._constants.get("flops_per_step")
+        rates = self._pace.rates(now, of_epoch=of_epoch)
+        p50, p95 = self._times.percentiles(of_epoch=of_epoch)
+        # A last, smaller batch counts as what it is.
+        has_mfu = self.peak_flops and "flops_per_step" in self._constants and "examples_per_second" in rates
         figures = {
             **rates,
             "step_time_p50_ms": p50,
@@ -264,8 +262,7 @@ class Throughput(keras.callbacks.Callback):
             "retraces": self._retraces.count,
             "host_memory_bytes": host_memory() if self._host_memory else None,
             "device_memory_bytes": device_memory(),
-            "mfu": flops * step_rate / self.peak_flops if flops and step_rate and self.peak_flops else None,
-            "collective_share": collective_share(self.log_dir) if self.log_dir else None,
+            "mfu": rates["examples_per_second"] * self._flops_per_example / self.peak_flops if has_mfu else None,
         }
         self.figures = {name: float(value) for name, value in figures.items() if value is not None}
         self._batch_logs = {name: self.figures[name] for name in _IN_BATCH_LOGS if name in self.figures}
@@ -309,16 +306,3 @@ class ThroughputFiles:
 
     def close(self) -> None:
         self._guard.close(self._table, self._scalars)
-
-
-def collective_share(log_dir: Path) -> float | None:
-    """The fraction of step time in collectives, in the newest profile of a log directory, or `None`."""
-    summaries = sorted(log_dir.glob("plugins/profile/*/keras_paragrad.json"))
-    if not summaries:
-        return None
-    try:
-        steps = ProfileSummary.from_dict(read_json(summaries[-1].read_text(encoding="utf-8"))).steps
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    duration = sum(step.duration for step in steps)
-    return sum(step.collective for step in steps) / duration if duration else None

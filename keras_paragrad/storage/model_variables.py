@@ -1,11 +1,13 @@
 """The variables of a model and its optimizer: listed, assigned, and moved to another `tf.Variable`."""
 
+import contextlib
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import all_layers, compile_config, optimizers_of
@@ -13,6 +15,7 @@ from keras_paragrad.compat.optimizer import held_optimizers
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Array
 from keras_paragrad.compat.variables import SavedVariables, assign_sum
+from keras_paragrad.compat.workers import local_replica_values
 
 # Variables by owner: "model", "optimizer" or "metrics".
 Sections = dict[str, list[keras.Variable]]
@@ -166,6 +169,25 @@ def replace_value(variable: keras.Variable, value: Array) -> None:
         variable._initialize(value)
     finally:
         variable.trainable = trainable
+
+
+@contextlib.contextmanager
+def held_by_copies(values: Sequence[tuple[keras.Variable, Array]]) -> Generator[list[tf.Variable]]:
+    """Context in which new `tf.Variable`s with the given values hold the Keras variables' values; yields these."""
+    held = [variable._value for variable, _ in values]
+    try:
+        for variable, value in values:
+            replace_value(variable, value)
+        yield [variable._value for variable, _ in values]
+    finally:
+        for (variable, _), value in zip(values, held, strict=True):
+            variable._value = value
+
+
+def handles_of(variables: Iterable[keras.Variable]) -> set[int]:
+    """The `id`s of the resources that hold the variables on this worker."""
+    held = [part for variable in variables for part in local_replica_values(variable._value)]
+    return {id(part.handle) for part in held if hasattr(part, "handle")}
 
 
 def rename_keys(optimizer: keras.optimizers.Optimizer, keys: dict[str | int, str | int]) -> None:

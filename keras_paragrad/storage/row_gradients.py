@@ -1,32 +1,31 @@
 """Gradients that may be `tf.IndexedSlices`: scaled, added, and summed over the replicas."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import sum_over_replicas
-from keras_paragrad.compat.operations import SAME_BUFFER
+from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
+from keras_paragrad.compat.optimizer import is_linear
+from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import GradientTensor, Scalar
+from keras_paragrad.storage.lookups import Lookup, lookups_of
 
-# Operations that leave row numbers as they are.
-_SAME_NUMBERS = SAME_BUFFER | {"Cast"}
-# Operations whose first output, and gradients whose second output, is a vector of unique row numbers.
-_UNIQUE = {"Unique", "UniqueV2", "UniqueWithCounts", "UniqueWithCountsV2"}
-_SEGMENTS = {f"SparseSegment{reduction}GradV2" for reduction in ("Sum", "Mean", "SqrtN")}
-_CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
+# What becomes of the sum over replicas of a lookup's gradients, which has those of all of them one after the other.
+Merge = Callable[[Any], Any]
 
 
 def sum_gradients(gradients: Sequence[GradientTensor]) -> list[GradientTensor]:
     """Sums gradients over the replicas, dense or `tf.IndexedSlices`; other tensors as well.
 
-    A product with a sparse matrix looks up each row once, so on one device its gradient has each row once. Where
-    several replicas have looked up a row, their gradients are added, because optimizers square and clip row by row.
+    Optimizers square and clip the gradient of each lookup of a row. Lookups for each example are each replica's own.
+    What is looked up once for all examples, as positions are, all replicas have looked up: their gradients are added,
+    as are those of rows that each replica has looked up once, in a product with a sparse matrix.
     """
-    reads = [_split_reads(gradient) for gradient in gradients]
-    sums = iter(sum_over_replicas([read for group in reads for read in group]))
-    return [_concatenate([_merge_rows(next(sums), read) for read in group]) for group in reads]
+    lookups = [_split_lookups(gradient) for gradient in gradients]
+    sums = iter(sum_over_replicas([lookup for group in lookups for lookup, _ in group]))
+    return [_concatenate([merge(next(sums)) for _, merge in group]) for group in lookups]
 
 
 def scale_gradient(gradient: GradientTensor | None, factor: Scalar) -> Any:
@@ -80,52 +79,88 @@ def accumulate_gradient(
     return add_gradients(total, gradient if factor is None else scale_gradient(gradient, factor))
 
 
-def _merge_rows(total: Any, read: GradientTensor) -> Any:
-    """Merges duplicate rows of the sum over replicas of a gradient, `read`, if it has unique rows itself."""
-    if not isinstance(read, tf.IndexedSlices) or not _has_unique_rows(read.indices):
-        return total
+def warn_of_lookups(
+    optimizer: keras.optimizers.Optimizer, own: Sequence[Any], sums: Sequence[Any], variables: Sequence[keras.Variable]
+) -> None:
+    """Warns once of lookups that may have been one for all examples, and whose gradients weren't added."""
+    if is_linear(optimizer):
+        return
+    triples = zip(own, sums, variables, strict=True)
+    names = [variable.path for gradient, total, variable in triples if _is_undecided(gradient, total)]
+    if names:
+        warn_once(
+            optimizer,
+            f"Whether {', '.join(names)} is looked up once for all examples, as by positions, or for each of them is "
+            f"unknown. It is taken to be for each; if it isn't, {optimizer.name} takes another step than one device's. "
+            "Look positions up by table(keras.ops.arange(n)), without an axis of examples, in a table of their own, "
+            "and leave run_eagerly=True out.",
+        )
+
+
+def _is_undecided(own: Any, total: Any) -> bool:
+    if not (isinstance(own, tf.IndexedSlices) and isinstance(total, tf.IndexedSlices)):
+        return False
+    if tf.executing_eagerly():
+        return bool(_is_repeated(total.indices, replica_count()))
+    lookups = lookups_of(own.indices)
+    found = [lookup.is_for_all_examples() for lookup in lookups]
+    return None in found or (True in found and not _can_split(lookups))
+
+
+def _split_lookups(gradient: GradientTensor) -> list[tuple[GradientTensor, Merge]]:
+    """Splits a gradient by lookups of the variable, with what becomes of their sums."""
+    lookups = lookups_of(gradient.indices) if isinstance(gradient, tf.IndexedSlices) else []
+    merges = [_merge_of(lookup) for lookup in lookups]
+    if set(merges) <= {_keep} or not _can_split(lookups):
+        return [(gradient, _keep)]
+    if len(lookups) == 1:
+        return [(gradient, merges[0])]
+    sizes = [lookup.size for lookup in lookups]
+    parts = zip(tf.split(gradient.values, sizes), tf.split(gradient.indices, sizes), merges, strict=True)
+    return [(tf.IndexedSlices(values, rows, gradient.dense_shape), merge) for values, rows, merge in parts]
+
+
+def _can_split(lookups: Sequence[Lookup]) -> bool:
+    return [isinstance(lookup.size, int) and lookup.size < 0 for lookup in lookups].count(True) < 2
+
+
+def _merge_of(lookup: Lookup) -> Merge:
+    if lookup.has_unique_rows():
+        return _add_rows
+    return _add_replicas if lookup.is_for_all_examples() else _keep
+
+
+def _keep(total: Any) -> Any:
+    return total
+
+
+def _add_rows(total: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Adds the gradients of each row."""
     rows, positions = tf.unique(total.indices)
     values = tf.math.unsorted_segment_sum(total.values, positions, tf.size(rows))
     return tf.IndexedSlices(values, rows, total.dense_shape)
 
 
-def _split_reads(gradient: GradientTensor) -> Sequence[GradientTensor]:
-    """Splits the gradient of a variable that is read several times by reads, if one of these has unique rows."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return [gradient]
-    reads = list(indices_by_read(gradient.indices))
-    if len(reads) == 1 or not any(map(_has_unique_rows, reads)):
-        return [gradient]
-    values = tf.split(gradient.values, [tf.size(rows) for rows in reads])
-    return [tf.IndexedSlices(*pair, gradient.dense_shape) for pair in zip(values, reads, strict=True)]
+def _add_replicas(total: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Adds the replicas' gradients, if they have looked up the same rows: not those that each has drawn."""
+    count, values, rows = replica_count(), total.values, total.indices
+
+    def added() -> tuple[tf.Tensor, tf.Tensor]:
+        blocks = tf.reshape(values, tf.concat([[count, -1], tf.shape(values)[1:]], 0))
+        return tf.reduce_sum(blocks, 0), rows[: tf.size(rows) // count]
+
+    values, rows = tf.cond(_is_repeated(rows, count), added, lambda: (values, rows))
+    return tf.IndexedSlices(values, rows, total.dense_shape)
 
 
-def _concatenate(reads: list[Any]) -> Any:
-    if len(reads) == 1:
-        return reads[0]
-    values, rows = (tf.concat([getattr(read, name) for read in reads], 0) for name in ("values", "indices"))
-    return tf.IndexedSlices(values, rows, reads[0].dense_shape)
+def _is_repeated(rows: tf.Tensor, times: int) -> tf.Tensor:
+    """Whether a vector is another one, so many times."""
+    size = tf.size(rows) // times
+    return tf.logical_and(tf.size(rows) % times == 0, tf.reduce_all(rows[size:] == rows[: tf.size(rows) - size]))
 
 
-def indices_by_read(rows: tf.Tensor) -> Iterator[tf.Tensor]:
-    """The row numbers that were concatenated into `rows`."""
-    operation = None if tf.executing_eagerly() else rows.op
-    if operation is not None and operation.type == "ConcatV2":
-        for input_ in operation.inputs[:-1]:
-            yield from indices_by_read(input_)
-    else:
-        yield rows
-
-
-def _has_unique_rows(rows: tf.Tensor) -> bool:
-    """Whether the graph shows that row numbers are unique."""
-    while not tf.executing_eagerly():
-        operation = rows.op
-        if operation.type in _SAME_NUMBERS:
-            rows = operation.inputs[rows.value_index]
-        elif operation.type in _CALLS and (called := operation.graph._get_function(operation.get_attr("f").name)):
-            rows = called.graph.outputs[rows.value_index]
-        else:
-            output = 1 if operation.type in _SEGMENTS else 0
-            return operation.type in _UNIQUE | _SEGMENTS and rows.value_index == output
-    return False
+def _concatenate(lookups: list[Any]) -> Any:
+    if len(lookups) == 1:
+        return lookups[0]
+    values, rows = (tf.concat([getattr(lookup, name) for lookup in lookups], 0) for name in ("values", "indices"))
+    return tf.IndexedSlices(values, rows, lookups[0].dense_shape)

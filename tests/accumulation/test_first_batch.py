@@ -12,6 +12,7 @@ from runner import own_process
 from trainings import proved_on_workers
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
+from keras_paragrad.compat.model import percent
 from keras_paragrad.engine.division import first_batch, proof, step_proof
 from keras_paragrad.memory import recompute
 
@@ -179,7 +180,7 @@ def test_what_one_worker_finds_on_its_rows_all_compute():
 def test_in_windows_it_is_refused_before_anything_changes():
     model = model_of(hardest, accumulates=True)
     before = model.get_weights()
-    with pytest.raises(ValueError, match=r"4 parts are \d\.\de-01 off the gradient of the whole: its loss divides by"):
+    with pytest.raises(ValueError, match=r"4 parts are \d\d% off the gradient of the whole: its loss divides by"):
         trained(model, SIZE, callbacks=[ExactAccumulation()])
     assert int(model.optimizer.iterations.numpy()) == 0
     for one, other in zip(before, model.get_weights(), strict=True):
@@ -289,7 +290,7 @@ def test_without_a_proof_it_is_trained(fit):
 
 
 def test_what_is_stated_is_warned_of_by_how_much_it_is_off():
-    with pytest.warns(UserWarning, match=r"are \d\.\de-01 off the gradient of the whole, with weighting='examples'"):
+    with pytest.warns(UserWarning, match=r"are \d\d% off the gradient of the whole, with weighting='examples'"):
         in_slices(hardest, weighting="examples")
 
 
@@ -374,7 +375,7 @@ def test_batch_statistics_are_warned_of_by_how_much_they_differ(fit):
     first, second = said_of(caught)
     assert "2 BatchNormalization layers" in first and "\n" not in first
     assert f"On {ROWS} rows of the first batch" in second
-    assert f"of {parts} parts are {error:.1e} off the gradient of the whole" in second
+    assert f"of {parts} parts are {percent(error)} off the gradient of the whole" in second
     with pytest.warns(UserWarning) as caught:
         fit("mse", layers.BatchNormalization(), prove=False)
     assert len(said_of(caught)) == 1

@@ -241,6 +241,42 @@ def test_files_have_the_digest_of_the_model(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "They differ in weights, optimizer, data order."
 
 
+def test_the_digest_shows_swapped_variables(tmp_path, capsys):
+    """Of one shape and dtype: kernels of two layers, a scale and an average of one layer, a bias and a scale."""
+
+    def built():
+        middle = [layers.Dense(4), layers.BatchNormalization(name="a"), layers.Dense(4, name="head")]
+        model = keras.Sequential([keras.Input((4,)), *middle])
+        model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()), "mse")
+        model.optimizer.build(model.trainable_variables)
+        draw = np.random.default_rng(0)
+        model.set_weights([draw.normal(size=weight.shape) for weight in model.get_weights()])
+        return model
+
+    def files_of(model, name):
+        model.save(tmp_path / f"{name}.keras")
+        model.save_weights(tmp_path / f"{name}.weights.h5")
+        return [str(tmp_path / f"{name}.{ending}") for ending in ("keras", "weights.h5")]
+
+    # Automatic names differ.
+    model, same = built(), built()
+    files = files_of(model, "model")
+    assert len({of(digest_of(each)) for each in (model, same, *files)}) == 1
+    assert main(["digest", *files]) == 0
+    weights = model.get_weights()
+    for first, second in [(0, 6), (2, 4), (1, 2)]:
+        swapped = [*weights]
+        swapped[first], swapped[second] = swapped[second], swapped[first]
+        model.set_weights(swapped)
+        swapped_files = files_of(model, "swapped")
+        assert main(["digest", *swapped_files]) == 0
+        assert [main(["digest", *pair]) for pair in zip(files, swapped_files, strict=True)] == [3, 3]
+        assert capsys.readouterr().out.splitlines()[-1] == "They differ in weights."
+    checkpoint = tf.train.Checkpoint(model=same, optimizer=same.optimizer).write(str(tmp_path / "checkpoint"))
+    assert main(["digest", files[0], checkpoint]) == 0
+    assert "a checkpoint has no names of layers" in capsys.readouterr().out
+
+
 @pytest.mark.slow(30)
 def test_shards_and_their_backups_have_the_same_digest(tmp_path):
     """Shards are joined, without the padding of the last one."""

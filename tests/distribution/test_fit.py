@@ -263,6 +263,10 @@ def other_batch_normalization_is_warned_of():
         made = model(middle=lambda: [keras.layers.BatchNormalization()])
     with pytest.warns(UserWarning, match="synchronized=True"):
         dist.prepare(made)
+    assert "exact, but for 1 BatchNormalization layer" in repr(dist)
+    with dist.scope():
+        dist.prepare(model())
+    assert repr(dist).splitlines()[-2].endswith("exact")
 
 
 def undo_leaves_nothing_behind():

@@ -1,6 +1,9 @@
 """The decision table, driven with machines that aren't here; and what can't work on them is refused."""
 
+import contextlib
 import copy
+import dataclasses
+import itertools
 import json
 import pickle
 import sys
@@ -11,12 +14,13 @@ import tensorflow as tf
 
 from keras_paragrad.distribution import decisions
 from keras_paragrad.distribution.cluster import Cluster
+from keras_paragrad.distribution.decisions import BATCHES
 from keras_paragrad.distribution.decisions import decision as deciding
 from keras_paragrad.distribution.decisions.batch import scaling_factor
 from keras_paragrad.distribution.decisions.computation import compiled_form
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Device, Hardware, describe
-from keras_paragrad.distribution.options import STRATEGY_KINDS, Options
+from keras_paragrad.distribution.options import CHOICES, STRATEGY_KINDS, Options
 from keras_paragrad.distribution.plan import Explanation, make_plan
 
 pytestmark = pytest.mark.fast
@@ -210,7 +214,7 @@ def test_what_workers_have_to_decide_alike():
         ),
         pytest.param("cpu", {"strategy": "parameter_server", "exact": False}, "no chief, worker, ps", id="no-cluster"),
         pytest.param("cpu", {"strategy": "multi_worker"}, "there is 1.*launch --workers 2", id="workers-alone"),
-        pytest.param("1-worker", {"strategy": "multi_worker"}, "there is 1", id="one-worker"),
+        pytest.param("cpu", {"shard": "optimizer"}, "no replicas that could each hold", id="shards-alone"),
         pytest.param("cpu", {"strategy": "tpu"}, "no TPU was found", id="no-tpu"),
         pytest.param("cpu", {"devices": ["CPU:0", "CPU:1"]}, r"names CPU:1, .*\[.*\] \* 2", id="no-second-cpu"),
         pytest.param("8-gpus", {"devices": ["GPU:8"]}, "names GPU:8.*CUDA_VISIBLE_DEVICES", id="no-ninth-gpu"),
@@ -232,6 +236,52 @@ def test_what_workers_have_to_decide_alike():
 def test_what_cannot_work_is_refused(machine, options, says):
     with pytest.raises(ValueError, match=says):
         make_plan(MACHINES[machine], Options(**options))
+
+
+# Values of each argument; what contradicts others comes with what it needs. A mesh is refused where a world may change.
+VALUES = {
+    "strategy": ["auto", "none", "one_device", "mirrored", "multi_worker", "parameter_server"],
+    "devices": [["CPU:0"], ["GPU:0"], ["GPU:0", "GPU:1"]],
+    **{name: CHOICES[name] for name in ("communication", "jit", "exact", "prove", "shard_policy", "shard")},
+    "precision": [None, "mixed_bfloat16"],
+    "batch": BATCHES,
+    "lr_scaling": [{"lr_scaling": "sqrt", "batch": "per_replica"}],
+    "warmup_steps": [{"warmup_steps": 9, "lr_scaling": "linear", "batch": "per_replica"}],
+    "weighting": ["examples"],
+    "deterministic": [True, 4],
+    "min_shard_bytes": [{"min_shard_bytes": 8, "shard": "parameters"}],
+    "fit_memory": [True, {"fit_memory": True, "shard": "optimizer"}],
+    "device_bytes": [{"device_bytes": 2**30, "shard": "auto"}],
+    "mesh": [],
+    "layout": [],
+    **dict.fromkeys(["pack_bytes", "startup_timeout", "collective_timeout"], [60]),
+}
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 2])
+def test_one_worker_that_is_left_goes_on(gpus):
+    assert {*VALUES} == {field.name for field in dataclasses.fields(Options)} - {"_"}
+
+    def decide(workers, **options):
+        machine = in_cluster({"worker": workers}, "worker", gpus=gpus, logical_cpus=2)
+        with contextlib.suppress(ValueError):
+            return make_plan(machine, Options(**options))
+
+    tried = []
+    for name, values in VALUES.items():
+        for value, base in itertools.product(values, ({}, {"strategy": "multi_worker"})):
+            options = base | (value if isinstance(value, dict) else {name: value})
+            plans = [decide(workers, **options) for workers in (1, 2, 3)]
+            tried += [options] * (plans[2] is not None)
+            assert (plans[1] is None) == (plans[2] is None), options
+            if plans[1] is not None:
+                assert plans[0] is not None, options
+                assert gpus == 2 or (plans[0].shard.value, plans[0].replicas.value) == ("none", 1), options
+    assert len(tried) > 50
+
+
+def test_an_evaluator_holds_everything():
+    assert make_plan(MACHINES["evaluator"], Options(shard="parameters")).shard.value == "none"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def test_validation_takes_the_batches_that_keras_takes(mirrored):
 
 def test_a_size_of_validation_batches_that_are_batches_already_is_refused():
     model, data = build(), Batches()
-    with pytest.raises(ValueError, match="batch_size=4 is given for a Batches, which is already batched"):
+    with pytest.raises(ValueError, match="batch_size=4 is given for a Batches, which has to be batched already"):
         DistributedFit("none").fit(model, X, Y, batch_size=8, validation_data=data, validation_batch_size=4, verbose=0)
 
 

@@ -11,7 +11,7 @@ from soak.worlds import Machines
 
 # In `make test`, launchers without TensorFlow come and go in test_launch_nodes.py; test_shards.py goes on elsewhere.
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["whole", "windows, same bits"])
+@pytest.mark.parametrize("kind", ["shards", "windows, same bits"])
 def test_machines_that_come_and_go(kind, tmp_path):
     (undisturbed,) = own_process.call(soak.undisturbed, kind, [{}], seconds=200)
     machines = Machines(

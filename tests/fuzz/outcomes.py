@@ -1,11 +1,13 @@
 """What becomes of a case: the same as plain Keras, refused, by design, or a finding."""
 
+import contextlib
 import logging
 import os
 import re
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 # TensorFlow is set up by the process that runs a case, before these are used.
@@ -28,38 +30,31 @@ def outcome(text: str) -> dict[str, Any]:
     Returns:
         Its `kind`; what it is `about`, in a line; all that was `said`; the largest `error`; and the `seconds` it took.
     """
-    _set_up()
+    set_up()
     case, began = read(text), time.monotonic()
     found = _judged(case)
     return {**found, "seconds": time.monotonic() - began}
 
 
-def _set_up() -> None:
+def set_up() -> None:
+    """Gives this process two devices, and errors that tell who raised them."""
     devices = [tf.config.LogicalDeviceConfiguration()] * len(DEVICES)
     tf.config.set_logical_device_configuration(tf.config.list_physical_devices("CPU")[0], devices)
-    # So that who raised an error can be told.
     keras.config.disable_traceback_filtering()
     tf.debugging.disable_traceback_filtering()
 
 
 def _judged(case: Case) -> dict[str, Any]:
     rules = applying(case)
-    said: list[str] = []
-    logger, handler = logging.getLogger("keras_paragrad"), _Kept(said)
-    logger.addHandler(handler)
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+        with hearing() as said:
             found = OurTraining(case).run()
-        said += [str(each.message) for each in caught]
     except Exception as error:
         return _of_error(case, error)
-    finally:
-        logger.removeHandler(handler)
     try:
         expected = _expected(case)
     except Exception as error:
-        return _verdict("KERAS FAILS", said="".join(traceback.format_exception(error)), about=_first_line(error))
+        return _verdict("KERAS FAILS", said="".join(traceback.format_exception(error)), about=first_line(error))
     skipped = {name for rule in rules for name in rule.without}
     unsaid = [rule.warned for rule in rules if rule.warned and not any(rule.warned in each for each in said)]
     if unsaid:
@@ -114,27 +109,46 @@ def _relative(found: Any, expected: Any) -> float:
     return float((np.abs(found - expected) / np.maximum(1.0, np.abs(expected))).max(initial=0.0))
 
 
+@contextlib.contextmanager
+def hearing() -> Iterator[list[str]]:
+    """What is logged and warned of meanwhile, known at the end."""
+    said: list[str] = []
+    logger, handler = logging.getLogger("keras_paragrad"), _Kept(said)
+    logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            yield said
+        said += [str(each.message) for each in caught]
+    finally:
+        logger.removeHandler(handler)
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the package raised an error, as a refusal."""
+    frames = _FRAME.findall("".join(traceback.format_exception(error)))
+    kind = isinstance(error, (ValueError, RuntimeError, TypeError))
+    return kind and bool(frames) and "/keras_paragrad/" in frames[-1]
+
+
 def _of_error(case: Case, error: Exception) -> dict[str, Any]:
     """A refusal is raised by the package; what plain Keras raises too is no case."""
     said = "".join(traceback.format_exception(error))
-    frames = _FRAME.findall(said)
-    ours = (
-        bool(frames) and "/keras_paragrad/" in frames[-1] and isinstance(error, (ValueError, RuntimeError, TypeError))
-    )
-    if ours:
-        return _verdict("refused", about=_first_line(error), said=said)
+    if is_refusal(error):
+        return _verdict("refused", about=first_line(error), said=said)
     try:
         Training(settled(case), compiled=True).run()
     except Exception as plain:
-        return _verdict("KERAS FAILS", about=_first_line(plain), said=said)
-    return _verdict("FAILS", about=f"{type(error).__name__}: {_first_line(error)}", said=said)
+        return _verdict("KERAS FAILS", about=first_line(plain), said=said)
+    return _verdict("FAILS", about=f"{type(error).__name__}: {first_line(error)}", said=said)
 
 
 def _verdict(kind: str, about: str = "", said: str = "", error: float = 0.0) -> dict[str, Any]:
     return {"kind": kind, "about": about, "said": said, "error": error}
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says, without the story of a traced function."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # Of an error in a traced function, the story comes before what it says.
     last = [line for line in lines if not line.startswith(("File ", "in user code", "raise", "*", "Traceback"))]
@@ -154,11 +168,15 @@ def outside(text: str, seconds: float) -> dict[str, Any]:
     """The outcome of a case that is run in a process of its own, for so many seconds at most."""
     from runner import own_process
 
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "TF_ENABLE_ONEDNN_OPTS": "1"}
-    environment |= {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")}
-    environment |= {"DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION": "0"}
     try:
-        return own_process.call(outcome, text, [environment], seconds)[0]
+        return own_process.call(outcome, text, [environment()], seconds)[0]
     except RuntimeError as error:
         kind = "NO END" if "not done in time" in str(error) else "CRASH"
         return {**_verdict(kind, about=str(error)), "seconds": seconds}
+
+
+def environment() -> dict[str, str]:
+    """Of a process that runs cases."""
+    found = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", "TF_ENABLE_ONEDNN_OPTS": "1"}
+    found |= {"XLA_FLAGS": os.environ.get("XLA_FLAGS", "--xla_backend_optimization_level=0")}
+    return found | {"DTENSOR_ENABLE_COMBINE_ALL_REDUCES_OPTIMIZATION": "0"}

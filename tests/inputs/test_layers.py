@@ -232,3 +232,20 @@ def refused(kind):
 def test_layers_that_are_refused(kind, wrt, says):
     with pytest.raises(ValueError, match=says):
         input_gradients(refused(kind), np.ones((2, 3), "float32"), wrt=wrt)
+
+
+def test_a_loop_in_a_saved_model_that_was_differentiated_eagerly(tmp_path):
+    keras.Sequential([keras.Input((3, 2)), layers.LSTM(2)]).export(tmp_path / "lstm", verbose=False)
+    x = tf.ones((4, 3, 2))
+
+    def saved():
+        return keras.Sequential([keras.Input((3, 2)), layers.TFSMLayer(tmp_path / "lstm", name="saved")])
+
+    model = saved()
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        outputs = model(x)[:, 0]
+    theirs = tape.gradient(outputs, x)
+    with pytest.raises(ValueError, match="SavedModel of 'saved' in a graph: it has a loop.* Make the layer anew"):
+        input_gradients(model, x, output=0)
+    check(input_gradients(saved(), x, output=0), theirs.numpy())

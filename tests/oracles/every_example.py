@@ -5,7 +5,8 @@ import numpy as np
 import tensorflow as tf
 from oracles.whole_batches import example_gradients, gradient_error, norms_of
 
-from keras_paragrad.per_example.capture import Capture, units_for
+from keras_paragrad.per_example.capture import Capture
+from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.quantities import Quantities
 
 TOLERANCE = 1e-6

@@ -10,7 +10,7 @@ from oracles.whole_batches import example_gradients, norms_of
 from sample_models.drawn_layers import randomize, some_inputs
 
 from keras_paragrad import PerExampleGradients, wrap
-from keras_paragrad.per_example.capture import units_for
+from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.rules.embedding import FEW_LOOKUPS
 
 

@@ -105,7 +105,7 @@ def test_within_a_function_of_one_s_own():
     assert gradient_error(gradients(x, y), per_example_gradients(model, x, y, LOSSES["a loss"])) < 1e-6
 
 
-def test_it_is_compiled_once():
+def test_a_call_is_traced_once():
     traces = []
 
     class Counting(keras.losses.Loss):
@@ -114,11 +114,65 @@ def test_it_is_compiled_once():
             return ops.mean(ops.square(y_true - y_pred), axis=-1)
 
     model, (x, _, _) = make_model(), data(11)
-    loss, y = Counting(), np.ones((11, 3), "float32")
-    for _ in range(3):
-        per_example_gradients(model, x, y, loss, batch_size=4)
-    # Once for the result, once more to see that it is one value for each example, and twice on made-up rows.
-    assert traces.count(False) <= 4
+    per_example_gradients(model, x, np.ones((11, 3), "float32"), Counting(), batch_size=4)
+    # Once for the result, twice more to see that it is one value for each example and reads no weight, and twice on
+    # made-up rows.
+    assert traces.count(False) <= 5
+
+
+class Scaled(keras.losses.Loss):
+    factor = 1.0
+
+    def call(self, y_true, y_pred):
+        return self.factor * ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+
+CHANGES = {
+    "a layer is removed": lambda model, loss: model.pop(),
+    "a layer is added": lambda model, loss: model.add(layers.Activation("tanh")),
+    "another activation": lambda model, loss: setattr(model.layers[0], "activation", keras.activations.relu),
+    "an attribute of a layer": lambda model, loss: setattr(model.layers[1], "negative_slope", 0.9),
+    "an attribute of an adapter": lambda model, loss: setattr(model.layers[0], "lora_alpha", 4.0),
+    "data that a layer adapts to": lambda model, loss: model.layers[2].adapt(some_inputs((8, 3)) * 5),
+    "an attribute of the loss": lambda model, loss: setattr(loss, "factor", 3.0),
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_model_or_loss_is_traced_anew(change):
+    keras.utils.set_random_seed(0)
+    parts = [layers.Dense(3, lora_rank=1), layers.LeakyReLU(), layers.Normalization(mean=0.1, variance=2.0)]
+    if change == "data that a layer adapts to":
+        parts[2] = layers.Normalization()
+        parts[2].adapt(some_inputs((8, 3)))
+    model, loss = keras.Sequential([keras.Input((4,)), *parts, layers.Softmax()]), Scaled()
+    randomize(model)
+    x, y = some_inputs((5, 4)), some_inputs((5, 3))
+    per_example_gradients(model, x, y, loss)
+    CHANGES[change](model, loss)
+    theirs = example_gradients(model, x, lambda y_pred, y: loss(y, y_pred), y)
+    assert gradient_error(per_example_gradients(model, x, y, loss), theirs) < 1e-6
+
+
+@pytest.mark.parametrize("trailing", [(), (1,)])
+def test_targets_and_weights_with_and_without_a_last_axis(trailing):
+    model, (x, y, weight) = make_model(), data()
+    theirs = per_example_gradients(model, x, y, LOSSES["a loss"], weight)
+    ours = per_example_gradients(model, x, y.reshape(-1, 1), LOSSES["a loss"], weight.reshape(-1, *trailing))
+    assert gradient_error(ours, theirs) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 3)])
+def test_weights_of_every_value_with_a_last_axis(shape):
+    model = keras.Sequential([keras.Input((*shape, 2)), layers.Dense(1)])
+    randomize(model)
+    x, y = some_inputs((5, *shape, 2)), some_inputs((5, *shape, 1))
+    weight = np.random.default_rng(1).uniform(0, 2, (5, *shape, 1)).astype("float32")
+    theirs = example_gradients(model, x, lambda y_pred, y, w: tf.reduce_mean((y_pred - y) ** 2 * w), y, weight)
+    assert gradient_error(per_example_gradients(model, x, y, "mse", weight), theirs) < 1e-6
+    with pytest.raises(ValueError, match="sample_weight has shape .* one weight for each example"):
+        per_example_gradients(model, x, y, "mse", weight[..., np.newaxis])
 
 
 def test_weights_that_are_frozen_later():

@@ -10,7 +10,7 @@ from sample_models.drawn_layers import randomize, some_inputs
 
 from keras_paragrad import wrap
 from keras_paragrad.per_example import Generic
-from keras_paragrad.per_example.capture import units_for
+from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.rules.embedding import LowRankEmbedding
 from keras_paragrad.per_example.rules.low_rank import LowRank
 from keras_paragrad.per_example.units import layer_and_sublayers, units_of

@@ -3,6 +3,7 @@
 import copy
 import logging
 import math
+import weakref
 
 import dp_accounting as dp
 import h5py
@@ -13,9 +14,9 @@ import tensorflow as tf
 from oracles.private_updates import cross_entropy, perceptron, some_data
 
 from keras_paragrad.distribution import Backup
-from keras_paragrad.privacy import make_private
+from keras_paragrad.privacy import make_private, releases
 from keras_paragrad.privacy.accounting import Updates, composed_epsilon
-from keras_paragrad.privacy.ledger import ROWS, Entry, Event, entries_of, table_of
+from keras_paragrad.privacy.ledger import ROWS, Entry, Event, Ledger, entries_of, table_of
 
 SIZE, DELTA, EXAMPLES = 15, 1e-3, 30
 RATE = SIZE / EXAMPLES
@@ -108,17 +109,127 @@ def copied(way, first, second, folder):
 
 @pytest.mark.parametrize("way", ["set_weights", "weights.h5", "checkpoint", "inner model", "one layer", "same model"])
 def test_loaded_weights_bring_what_they_have_released(first, tmp_path, way):
-    second = copied(way, first, build(4.0, examples=EXAMPLES), tmp_path)
-    if way in ("inner model", "one layer"):
-        # Which are found when training begins.
+    # A file counts for all values in it, so these are of this test alone.
+    second = copied(way, first, build(4.0, perceptron(seed=8), examples=EXAMPLES), tmp_path)
+    spent(second, (0.5, RATE, 4))
+    assert "Each of 4 updates draws each example with probability 0.5, and adds noise" in second.privacy.statement()
+    if way == "one layer":
+        second.save(tmp_path / "model.keras")
+        spent(keras.models.load_model(tmp_path / "model.keras"), (0.5, RATE, 4))
         fit(second)
         spent(second, (0.5, RATE, 4), (4.0, RATE, 2))
-        said = second.privacy.statement()
-        assert "Each of 4 updates draws each example with probability 0.5, and adds noise with noise multipl" in said
-        assert "Each of 2 updates draws each of 30 examples with probability 0.5, and adds noise with noise " in said
-    else:
-        spent(second, (0.5, RATE, 4))
+        assert "Each of 2 updates draws each of 30 examples with probability 0.5, and" in second.privacy.statement()
     spent(first, (0.5, RATE, 4))
+
+
+def on_top_of(base, trainable=False, **options):
+    """A private model with a new output layer on a layer or model."""
+    base.trainable = trainable
+    model = keras.Sequential([keras.Input((5,)), base, keras.layers.Dense(3)])
+    return build(4.0, model, examples=EXAMPLES, **options)
+
+
+def frozen(way, first, folder):
+    """A layer or model with the weights of the first private model."""
+    inner = first.per_example.layer
+    if way == "keras":
+        inner.save(folder / "inner.keras")
+        return keras.models.load_model(folder / "inner.keras")
+    clone = keras.models.clone_model(inner)
+    clone.set_weights(inner.get_weights())
+    if way == "lora":
+        clone.layers[0].enable_lora(2)
+    return clone.layers[0] if way == "one layer" else clone
+
+
+@pytest.mark.parametrize("way", ["model", "one layer", "keras", "lora"])
+def test_frozen_weights_bring_what_they_have_released(first, tmp_path, way):
+    second = on_top_of(frozen(way, first, tmp_path))
+    spent(second, (0.5, RATE, 4))
+    fit(second)
+    spent(second, (0.5, RATE, 4), (4.0, RATE, 2))
+    spent(first, (0.5, RATE, 4))
+
+
+@pytest.mark.parametrize("way", ["keras", "weights.h5", "checkpoint"])
+@pytest.mark.parametrize("values", [False, True], ids=["layer", "values"])
+def test_layers_of_loaded_models_in_another_process(first, tmp_path, monkeypatch, way, values):
+    """Files bring a ledger for the whole model, and the loaded model may be gone when a layer of it is used."""
+    first.save(tmp_path / "model.keras")
+    # As if the process had trained nothing.
+    monkeypatch.setattr(releases, "RELEASED", {b"": Ledger()})
+    monkeypatch.setattr(releases, "LEDGERS", weakref.WeakKeyDictionary())
+    loaded = keras.models.load_model(tmp_path / "model.keras") if way == "keras" else None
+    layer = (loaded or copied(way, first, build(), tmp_path)).per_example.layer.layers[0]
+    if values:
+        copy = keras.models.clone_model(first.per_example.layer).layers[0]
+        copy.set_weights(layer.get_weights())
+        layer = copy
+    spent(on_top_of(layer), (0.5, RATE, 4))
+    assert build(examples=EXAMPLES, model=perceptron(seed=5)).privacy.epsilon == 0
+
+
+def test_a_frozen_layer_of_several_private_models():
+    first = build(0.5)
+    fit(first)
+    base = first.per_example.layer.layers[0]
+    second = on_top_of(base)
+    fit(second)
+    spent(second, (0.5, RATE, 2), (4.0, RATE, 2))
+    spent(first, (0.5, RATE, 2))
+    base.trainable = True
+    compile_again(second)
+    fit(second)
+    for private in (first, second):
+        spent(private, (0.5, RATE, 2), (4.0, RATE, 4))
+    with pytest.raises(ValueError, match="The budget is spent: 6 updates were made, for which epsilon is"):
+        fit(on_top_of(base, noise_multiplier=None, target_epsilon=3.0, epochs=1))
+
+
+@pytest.mark.parametrize("change", ["fit", "quantize", "adapt"])
+def test_private_weights_that_are_changed_in_between_are_unknown(caplog, change):
+    """Where the change has no private example, the user says so."""
+    first = build(model=perceptron())
+    inner = first.per_example.layer
+    fit(first)
+    if change == "fit":
+        public = keras.Sequential([keras.Input((5,)), *inner.layers])
+        public.compile("sgd", cross_entropy(), run_eagerly=True)
+        public.fit(*some_data(seed=1), verbose=0)
+    elif change == "quantize":
+        inner.layers[0].quantize("int8")
+    else:
+        inner.layers[0].bias.assign(keras.ops.std(some_data()[0]) * inner.layers[0].bias)
+    with caplog.at_level(logging.WARNING, "keras_paragrad"):
+        second = on_top_of(inner.layers[0])
+        assert math.isinf(second.privacy.epsilon)
+    assert "/hidden/" in caplog.text
+    assert "which were changed outside of fit, were trained isn't known, so epsilon is infinite" in caplog.text
+    second.privacy.replace_unknown()
+    spent(second, (0.5, RATE, 2))
+    fit(second)
+    spent(second, (0.5, RATE, 2), (4.0, RATE, 2))
+
+
+def test_public_weights_stay_public(tmp_path):
+    """A frozen layer that private training only reads has released nothing, whatever is done with it."""
+    base = perceptron().layers[0]
+    first = on_top_of(base)
+    best = keras.callbacks.EarlyStopping("epsilon", mode="min", patience=1, restore_best_weights=True)
+    fit(first, 2, callbacks=[best])
+    first.save_weights(tmp_path / "w.weights.h5")
+    first.load_weights(tmp_path / "w.weights.h5")
+    spent(first, (4.0, RATE, 4))
+    copy = perceptron(seed=3).layers[0]
+    copy.set_weights(base.get_weights())
+    second = on_top_of(base)
+    assert second.privacy.epsilon == on_top_of(copy).privacy.epsilon == 0
+    second.predict(some_data()[0], verbose=0)
+    fit(second)
+    spent(second, (4.0, RATE, 2))
+    base.set_weights([each + 0.125 for each in base.get_weights()])
+    assert on_top_of(base).privacy.epsilon == 0
+    assert math.isinf(first.privacy.epsilon)
 
 
 def test_copies_of_a_model_bring_their_ledger(first, tmp_path):
@@ -278,7 +389,7 @@ def test_the_same_training_ends_the_same():
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_values_that_frozen_weights_get_are_unknown_once_they_are_trained(changed):
+def test_values_that_frozen_weights_get_are_unknown(changed):
     private = build()
     inner = private.per_example.layer.layers[0]
     inner.trainable = False
@@ -286,10 +397,10 @@ def test_values_that_frozen_weights_get_are_unknown_once_they_are_trained(change
     fit(private)
     if changed:
         inner.set_weights([each + 0.125 for each in inner.get_weights()])
+    assert math.isinf(private.privacy.epsilon) == changed
     inner.trainable = True
     compile_again(private)
     fit(private)
-    assert math.isinf(private.privacy.epsilon) == changed
     if not changed:
         spent(private, (0.5, RATE, 4))
 
@@ -346,7 +457,7 @@ def test_weights_that_are_replaced_outside_of_fit(caplog):
         fit(private)
         spent(private, (0.5, RATE, 4))
         assert "isn't known" not in caplog.text
-        layer.layers[0].set_weights([2 * np.ones_like(each) for each in layer.layers[0].get_weights()])
+        layer.layers[0].set_weights([2.5 * np.ones_like(each) for each in layer.layers[0].get_weights()])
         fit(private)
     assert math.isinf(private.privacy.epsilon)
     assert "How sequential" in caplog.text
@@ -354,7 +465,7 @@ def test_weights_that_are_replaced_outside_of_fit(caplog):
     assert "Some weights were replaced outside of training" in private.privacy.statement()
     # They are no secret of this model's: another one may begin with them.
     other = build(0.5)
-    other.per_example.layer.layers[0].set_weights([2 * np.ones((5, 6)), 2 * np.ones(6)])
+    other.per_example.layer.layers[0].set_weights([2.5 * np.ones((5, 6)), 2.5 * np.ones(6)])
     fit(other)
     spent(other, (0.5, RATE, 2))
     with pytest.raises(ValueError, match="`noise_multiplier` is -1"):

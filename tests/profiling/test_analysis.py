@@ -162,6 +162,47 @@ def test_waiting_for_the_lock_is_input_while_python_makes_batches(tmp_path):
     assert (step.input, step.host, step.idle) == pytest.approx((0.4, 0.4, 0.2))
 
 
+def test_python_that_a_step_calls_is_named_and_the_pipeline_s_is_not(tmp_path):
+    threads = {
+        "python": [
+            ("train", 0, 1000, {"batch": 0, "step_num": 0, "_r": 1, "ran": 1}),
+            ("FunctionRun", 100, 900, {"_r": 1, "_pt": 2, "_p": 10}),
+        ],
+        "tf_Compute": [
+            ("ExecutorState::Process", 110, 890, {"_ct": 2, "_c": 10}),
+            ("StatefulPartitionedCall/m_1/odd_1/PyFunc:PyFunc", 150, 750, {}),
+            ("StatefulPartitionedCall/m_1/dense_1/MatMul:MatMul", 750, 850, {}),
+        ],
+        "tf_data_private_threadpool": [("PyFunc:PyFunc", 200, 900, {})],
+    }
+    profiled.write_trace(tmp_path, threads)
+    summary = summarize(tmp_path, layers=["odd", "dense"])
+    assert [(operation.kind, operation.layer) for operation in summary.operations] == [
+        ("PyFunc", "odd"),
+        ("MatMul", "dense"),
+    ]
+    assert summary.steps[0].compute == pytest.approx(0.7)
+    assert summary.advice.kind == "python" and summary.advice.text.startswith("Write what odd calls in Python")
+    assert summary.advice.evidence.startswith("60% of the step waits for Python code")
+    # It is named before the part of the step that it is in.
+    threads["tf_Compute"][1] = ("StatefulPartitionedCall/compile_loss/own/PyFunc:PyFunc", 150, 750, {})
+    profiled.write_trace(tmp_path, threads)
+    assert summarize(tmp_path, layers=["dense"]).advice.text.startswith("Write what compile_loss/own calls in Python")
+
+
+@pytest.mark.parametrize(("calls", "functions", "kind"), [(30, 0, "python"), (30, 1, "host"), (5, 0, "host")])
+def test_a_step_that_runs_eagerly_is_named(calls, functions, kind):
+    trace = Trace(markers=[marker(10 * number, 10 * number + 10, batch=number) for number in range(4)])
+    trace.python_calls[0] = spans(
+        *((10 * number + 0.2 * n, 10 * number + 0.2 * n) for number in range(4) for n in range(calls))
+    )
+    trace.functions = [FunctionCall(1 * MILLISECOND, 2 * MILLISECOND, 0, 1)] * functions
+    advice = advise(Evidence(steps(host=50, idle=50), trace=trace))
+    assert advice.kind == kind
+    assert ("run_eagerly" in advice.text) == (kind == "python")
+    assert kind == "host" or f"in {calls} calls of TensorFlow" in advice.evidence
+
+
 def call(begin, end, batch, **stats):
     return marker(begin, end, **{"batch": batch, "update": batch, "pulls": 1, "count": 3, "ran": 1, **stats})
 

@@ -66,8 +66,8 @@ class Backup(keras.callbacks.Callback):
             `TrainingInterrupted`, exit status 143.
         check_every: Number of steps between the workers' checks for SIGTERM; `None` checks about every second.
         callbacks: The other callbacks of this `fit`, whose state is backed up too.
-        delete_when_done: Whether to remove the backups when `fit` completes; otherwise the next `fit` resumes from
-            them.
+        delete_when_done: Whether to remove the backups when `fit` completes, and their directory if it wasn't there
+            before; otherwise the next `fit` resumes from them.
         background: Whether training goes on while a backup is written. It waits for the file at the end of `fit`, on
             SIGTERM, and when the next backup is due. The state that was read is in host memory meanwhile.
 

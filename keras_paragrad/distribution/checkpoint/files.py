@@ -81,6 +81,7 @@ class BackupFiles:
         # Backups are renamed into place, which object stores don't support.
         self.directory: Path = check_path("directory", directory, directory=True, example="backups")
         self.keep: int = check_integer("keep", keep, example=2)
+        self._found = self.directory.exists()
 
     def paths(self) -> list[Path]:
         """The files with a backup's name, newest position first."""
@@ -168,14 +169,15 @@ class BackupFiles:
         return [manifest["shards"] for path in paths if (manifest := read_manifest(path)) and "shards" in manifest]
 
     def remove_all(self, *, only_shards: bool = False) -> None:
-        """Removes all backups, or all shards, and the directory if that leaves it empty."""
+        """Removes all backups, or all shards, and the directory if it wasn't there before and is empty now."""
         if not self.directory.is_dir():
             return
         for path in () if only_shards else filter(is_backup, list(self.directory.iterdir())):
             path.unlink()
         remove_shards(self.directory)
-        with contextlib.suppress(OSError):
-            self.directory.rmdir()
+        if not self._found:
+            with contextlib.suppress(OSError):
+                self.directory.rmdir()
 
     def _remove_partial(self) -> None:
         """Removes the files left by a killed writer."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import keras
 
+from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation, with_those_of_updates
 from keras_paragrad.arguments import check_each, check_flag, check_instance
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.distribution.checkpoint.content import STORABLE, UnstorableError, encode, state_in_words
@@ -54,7 +55,7 @@ def with_one_writer(callbacks: Sequence[keras.callbacks.Callback], is_chief: boo
     """
     callbacks = check_callbacks(callbacks)
     is_chief = check_flag("is_chief", is_chief)
-    for callback in callbacks:
+    for callback in with_those_of_updates(callbacks):
         _refuse(callback)
     if is_chief:
         return callbacks
@@ -83,6 +84,10 @@ def _without_files(callback: keras.callbacks.Callback) -> list[keras.callbacks.C
     """What a worker that writes no files calls in place of a callback: it, nothing, or a copy that writes elsewhere."""
     if isinstance(callback, _CHIEF_ONLY):
         return []
+    if isinstance(callback, ExactAccumulation):
+        elsewhere = copy.copy(callback)
+        elsewhere.callbacks = [replacement for inner in callback.callbacks for replacement in _without_files(inner)]
+        return [elsewhere]
     attribute = next((name for kind, name in _READ_BY_ALL.items() if isinstance(callback, kind)), None)
     if attribute is None:
         return [callback]

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.accumulation.exact_accumulation import with_those_of_updates
 from keras_paragrad.compat.model import all_layers, compile_arguments
 from keras_paragrad.engine.losses.terms import bound_arguments
 from keras_paragrad.engine.step.segments import describe_recomputed
@@ -71,8 +72,8 @@ def describe_training(
         named = {name: value for name, value in arguments.items() if name not in (*_DATA, *_NOT_COMPARED)}
         data = {name: "given" if arguments.get(name) is not None else "not given" for name in _DATA}
         description["fit"] = {**named, **data}
-        callbacks = filter(can_change_training, keras.tree.flatten(arguments.get("callbacks") or []))
-        description["callbacks"] = _attributes_by_class(callbacks)
+        callbacks = with_those_of_updates(keras.tree.flatten(arguments.get("callbacks") or []))
+        description["callbacks"] = _attributes_by_class(filter(can_change_training, callbacks))
     return _renumber_automatic_names(to_json({**description, **_describe_model(model)}))
 
 

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.accumulation.exact_accumulation import with_those_of_updates
 from keras_paragrad.compat.data import Adapter, source_with_options
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import all_or_none, barrier, gather
@@ -61,7 +62,7 @@ class AgreeEachEpoch(keras.callbacks.Callback):
     ):
         super().__init__()
         self._strategy = strategy
-        self._callbacks = callbacks
+        self._callbacks = with_those_of_updates(callbacks)
         self.data = data
         # Whether workers ask each other after each batch, by the flag that a worker may have set.
         self._asks = {"stop_training": False, "stop_evaluating": False}

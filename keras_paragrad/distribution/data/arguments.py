@@ -65,8 +65,9 @@ class DataOptions:
             raise ValueError("The data is already distributed. Pass the tf.data.Dataset that it was made from.")
         if is_batched(x) and self.batch_size and self.batch == "global":
             raise ValueError(
-                f"batch_size={self.batch_size} is given for a {type(x).__name__}, which is already batched. Leave it "
-                "out: each of its batches is divided among the replicas."
+                f"batch_size={self.batch_size} is given for a {type(x).__name__}, which has to be batched already. "
+                f"Leave it out, and write dataset.batch({self.batch_size}) if it isn't. Each of its batches is divided "
+                "among the replicas."
             )
         if is_endless(x) and not self.steps_per_epoch:
             raise ValueError("The data is infinite. Write steps_per_epoch=..., here and in fit.")

@@ -1,13 +1,13 @@
 """Shard policies, which divide data among workers, and the shards of a global batch for each replica."""
 
-import warnings
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice
-from keras_paragrad.compat.data import count_files, shard_files_of_worker
+from keras_paragrad.compat.data import check_is_batched, count_files, shard_files_of_worker
+from keras_paragrad.compat.state import warn
 from keras_paragrad.compat.types import Batch, Dataset, FitData, Specs, Structure
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.decisions import SHARD_POLICIES
@@ -124,19 +124,13 @@ def check_batches(spec: Specs, replicas: int, rows: int | None = None) -> None:
     leaves = [leaf for leaf in tf.nest.flatten(spec) if isinstance(getattr(leaf, "shape", None), tf.TensorShape)]
     if not leaves:
         raise ValueError(f"The elements of the data contain no tensors: {spec}. Pass batches such as (x, y).")
-    for leaf in leaves:
-        if leaf.shape.rank == 0:
-            raise ValueError(
-                f"The data has an element {leaf}, which is a scalar and not a batch. Batch the dataset first: "
-                "dataset.batch(64)."
-            )
+    check_is_batched(None, spec)
     sizes = [rows, *(leaf.shape[0] for leaf in leaves if leaf.shape.rank)]
     least = next((size for size in sizes if size is not None), replicas)
     if least < replicas:
-        warnings.warn(
+        warn(
             f"A batch has {counted(least, 'row')} for {replicas} replicas, so some replicas never get one. Use batches "
             f"of at least {replicas} rows, or fewer devices. (A tf.data.Dataset has to be batched.)",
-            stacklevel=2,
         )
 
 

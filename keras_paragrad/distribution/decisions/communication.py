@@ -28,9 +28,11 @@ def decide_communication(
     if kind.on_tpu or replicas == 1:
         reason = "a TPU brings its own" if kind.on_tpu else "there is one replica: nothing to all-reduce"
         return no_communication(hardware, options, kind, devices, reason)
-    _check_requested(options.communication, hardware, kind, devices)
-    if options.communication != "auto":
-        return Decision(NAME, options.communication, "requested", _devices_in_words(devices), 'communication="auto"')
+    # The ring is for several workers, of which one may be left.
+    requested = "auto" if hardware.trains_alone and options.communication == "ring" else options.communication
+    _check_requested(requested, hardware, kind, devices)
+    if requested != "auto":
+        return Decision(NAME, requested, "requested", _devices_in_words(devices), 'communication="auto"')
     return _fastest(hardware, kind.on_workers, kind_of_device(devices[0]))
 
 

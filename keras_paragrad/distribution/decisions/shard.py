@@ -22,22 +22,25 @@ _EVIDENCE = "Rajbhandari et al. 2020, https://arxiv.org/abs/1910.02054"
 
 
 @decides(85)
-def decide_shard(options: Options, strategy: str, kind: StrategyKind, replicas: int | None) -> Decision:
+def decide_shard(
+    hardware: Hardware, options: Options, strategy: str, kind: StrategyKind, replicas: int | None
+) -> Decision:
     """Decides which state each replica holds in shards.
 
     Returns:
         `"none"`, `"optimizer"` or `"parameters"`; or `"auto"`, until the model is known.
     """
     name = "shard"
-    if options.shard == "auto" or (options.fit_memory and options.shard is None):
-        if not kind.mirrors or replicas == 1:
-            return Decision(name, "none", "one replica has nobody to share with", "", NO_CHOICE)
+    chosen = options.shard == "auto" or (options.fit_memory and options.shard is None)
+    if options.shard is None and not chosen:
+        override = 'shard="parameters"' if kind.mirrors else NO_CHOICE
+        return Decision(name, "none", "not requested", "each replica holds all variables", override)
+    if (chosen and not kind.mirrors) or (replicas == 1 and (chosen or hardware.trains_alone)):
+        return Decision(name, "none", "one replica has nobody to share with", "", NO_CHOICE)
+    if chosen:
         reason = "chosen when fit or prepare gets the model: the least that fits the devices"
         override = 'shard="optimizer"' if options.fit_memory else "shard=None"
         return Decision(name, "auto", reason, _EVIDENCE, override)
-    if options.shard is None:
-        override = 'shard="parameters"' if kind.mirrors else NO_CHOICE
-        return Decision(name, "none", "not requested", "each replica holds all variables", override)
     requested = f'shard="{options.shard}"'
     if not kind.mirrors:
         raise ValueError(

@@ -27,7 +27,8 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
         return Decision(
             "strategy", type(options.strategy).__name__, "given", hardware_in_words(hardware), 'strategy="auto"'
         )
-    if options.strategy != "auto":
+    alone = options.strategy == "multi_worker" and hardware.trains_alone
+    if options.strategy != "auto" and not alone:
         name = str(options.strategy)
         _check_named(name, hardware)
         return Decision("strategy", name, "requested", hardware_in_words(hardware), 'strategy="auto"')

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.model import all_layers, percent
 from keras_paragrad.distribution.launch.tasks import WORLD
 from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, Mesh
 from keras_paragrad.distribution.options import Options
@@ -112,7 +112,7 @@ def check_steps(mesh: Mesh) -> None:
     if error > 1e-5:
         raise RuntimeError(
             f"On a mesh of {mesh.in_words} this process trains a small model incorrectly: its weights are off by "
-            f"{error:.1e} of the largest one. TensorFlow may have compiled something on a mesh before "
+            f"{percent(error)} of the largest one. TensorFlow may have compiled something on a mesh before "
             f"DistributedFit was made, without {COMBINE_PASS}=0 in the environment. Start Python with it, or write "
             'DistributedFit("mirrored", shard="parameters").'
         )

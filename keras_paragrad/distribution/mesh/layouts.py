@@ -116,7 +116,6 @@ def check_layout_map(model: keras.Model, mesh: Mesh, outputs: Iterable[str] | No
         model,
         f"{'These keys' if many else 'A key'} of the layout map match{'' if many else 'es'} no variable or output of a "
         f"layer, and divide{'' if many else 's'} nothing: {named}. {expected}",
-        stacklevel=2,
     )
 
 

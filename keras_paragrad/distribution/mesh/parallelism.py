@@ -11,7 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.compat.model import all_layers, compile_config, overrides_train_step
+from keras_paragrad.compat.model import all_layers, compile_config, overrides_train_step, percent
 from keras_paragrad.compat.types import Batch, FitData
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.compat.workers import MeshWorkersStrategy, barrier, set_worker_strategy
@@ -181,7 +181,7 @@ class MeshPreparation(Preparation):
         error, path = gradient_error(self.model, data, on_mesh)
         if error > tolerance(self.model):
             raise RuntimeError(
-                f"The gradient of {path!r} on this mesh differs from the one on one device, by {error:.1e} of its "
+                f"The gradient of {path!r} on this mesh differs from the one on one device, by {percent(error)} of its "
                 "largest entry: TensorFlow has a wrong rule for an operation on divided tensors. Give this variable "
                 "and the ones computed with it no layout, so that each device has them whole; or train with "
                 'DistributedFit("mirrored", shard="parameters").'

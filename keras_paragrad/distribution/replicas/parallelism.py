@@ -200,7 +200,6 @@ class ReplicaPreparation(Preparation):
                 f"{count_layers(layers, 'normalize')} each replica's part of a batch with its own statistics, so "
                 "training differs from training on whole batches. Write BatchNormalization(synchronized=True), or set "
                 "trainable=False.",
-                stacklevel=4,
             )
 
     def _all_reduces_in_forward_pass(self) -> bool:

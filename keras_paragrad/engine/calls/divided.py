@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import has_gradient
 from keras_paragrad.compat.private import stop_recording
-from keras_paragrad.engine.calls.sources import differentiating, is_needed, is_zero, split_lookups
+from keras_paragrad.engine.calls.sources import differentiating, is_needed, is_zero, record_lookup, split_lookups
 from keras_paragrad.engine.replicas.replica_batch import rows_at, rows_of
 
 
@@ -158,6 +158,8 @@ class _Backward:
             else:
                 by_row, shape = kind
                 pairs = [(next(rows), next(rows)) if each else (next(sums), next(sums)) for each in by_row]
+                for each, (_, numbers) in zip(by_row, pairs, strict=True):
+                    record_lookup(numbers, each)
                 values, numbers = (tf.concat(list(pieces), 0) for pieces in zip(*pairs, strict=True))
                 yield tf.IndexedSlices(values, numbers, tf.constant(shape.as_list(), numbers.dtype))
 

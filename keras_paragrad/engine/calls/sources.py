@@ -7,6 +7,7 @@ computes what leads to them.
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.operations import SAME_BUFFER
-from keras_paragrad.storage.row_gradients import indices_by_read
+from keras_paragrad.storage.lookups import Lookup, lookups_of
 
 # Operations that pass each input on as the output of the same index.
 _IDENTITIES = SAME_BUFFER | {"IdentityN"}
@@ -115,14 +116,35 @@ def is_zero(cotangent: Any) -> bool:
     return value is not None and not value.any()
 
 
+# By graph, whether row numbers that a loop has returned depend on rows, by the names of the tensors.
+_LOOKED_UP: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyDictionary()
+
+
+def record_lookup(numbers: tf.Tensor, by_row: bool) -> None:
+    """Records whether row numbers that a divided call returns depend on rows: the graph shows a loop of all it reads."""
+    _LOOKED_UP.setdefault(numbers.graph, {})[numbers.name] = by_row
+
+
 def split_lookups(gradient: Any, rows: Sequence[Any]) -> list[tuple[bool, tf.IndexedSlices]] | None:
     """Splits a table's gradient into lookups, and tells whether each depends on rows; `None` if it isn't of lookups."""
     if not isinstance(gradient, tf.IndexedSlices) or tf.executing_eagerly():
         return None
     keys = {_key(part) for row in rows for part in tf.nest.flatten(row, expand_composites=True)}
-    numbers, known = list(indices_by_read(gradient.indices)), {}
-    values = [gradient.values] if len(numbers) == 1 else tf.split(gradient.values, [tf.size(each) for each in numbers])
+    lookups = lookups_of(gradient.indices)
+    if len(lookups) == 1:
+        pairs = [(gradient.values, gradient.indices)]
+    elif any(isinstance(lookup.size, int) and lookup.size < 0 for lookup in lookups):
+        return None
+    else:
+        sizes = [lookup.size for lookup in lookups]
+        pairs = zip(tf.split(gradient.values, sizes), tf.split(gradient.indices, sizes), strict=True)
     return [
-        (_leads(indices, keys, known), tf.IndexedSlices(each, indices, gradient.dense_shape))
-        for each, indices in zip(values, numbers, strict=True)
+        (_depends(lookup, keys), tf.IndexedSlices(values, numbers, gradient.dense_shape))
+        for lookup, (values, numbers) in zip(lookups, pairs, strict=True)
     ]
+
+
+def _depends(lookup: Lookup, keys: set[Any]) -> bool:
+    numbers = lookup.place.tensor
+    known = _LOOKED_UP.get(numbers.graph, {}).get(numbers.name)
+    return any(_key(place.tensor) in keys for place in lookup.sources()) if known is None else known

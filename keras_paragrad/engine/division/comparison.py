@@ -12,6 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.compat.model import percent
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.division.cut import RowCut
 from keras_paragrad.engine.probes.pure_function import PureFunction
@@ -36,7 +37,7 @@ class Difference(NamedTuple):
     def __str__(self) -> str:
         return (
             f"On {self.rows} rows of the first batch, the weighted gradients of {self.parts} parts are "
-            f"{self.error:.1e} off the gradient of the whole"
+            f"{percent(self.error)} off the gradient of the whole"
         )
 
 

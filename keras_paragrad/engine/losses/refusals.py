@@ -154,5 +154,4 @@ def warn_of_batch_statistics(model: keras.Model) -> None:
             f"{count_layers(layers, 'normalize')} with the statistics of each micro-batch, so training differs from "
             "training on whole batches. keras_paragrad.memory.recompute(model) saves memory on whole batches, and is "
             "exact. With micro-batches, use GroupNormalization, or set trainable=False on these layers.",
-            stacklevel=3,
         )

@@ -88,11 +88,11 @@ def synthetic_rows(
         if tensor is None:
             return None
         if not isinstance(tensor, (tf.Tensor, tf.TensorSpec)) or not tensor.shape.rank:
-            raise Inconclusive(f"{tensor!r} can't be drawn")
+            raise Inconclusive(f"data that isn't dense or has no rows: {type(tensor).__name__}")
         shape = [rows, *(size if length is None else length for length in tensor.shape[1:])]
         real = tensor.dtype.is_floating
         if np.prod(shape) > MOST_ELEMENTS or not (real or tensor.dtype.is_integer or tensor.dtype.is_bool):
-            raise Inconclusive(f"{tensor!r} can't be drawn")
+            raise Inconclusive(f"data of type {tensor.dtype.name} and shape {tuple(shape)}, which can't be drawn")
         values = generator.uniform(low, high, shape) if real and not labels else generator.integers(0, tokens, shape)
         return tf.cast(values, tensor.dtype)
 

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import added_losses, all_layers
+from keras_paragrad.compat.model import added_losses, all_layers, percent
 from keras_paragrad.compat.types import Array, Batch, LossArguments
 from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, Weighting, output_mask
@@ -59,7 +59,7 @@ class Fit(NamedTuple):
     error: float
 
     def __str__(self) -> str:
-        return f"{self.weighting.argument} {'fits' if not self.error else f'is {self.error:.2g} off'}"
+        return f"{self.weighting.argument} {'fits' if not self.error else f'is {percent(self.error)} off'}"
 
 
 def fits_in_all_draws(candidates: Sequence[Weighting], draws: Sequence[Sequence[float]]) -> list[Fit]:

@@ -6,18 +6,17 @@ import copy
 import functools
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Generator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.data import Adapter, EpochIterator
+from keras_paragrad.compat.data import Adapter, EpochIterator, check_is_batched
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.private import PyDatasetAdapter
-from keras_paragrad.compat.state import Slot, replace_methods, restore_methods
+from keras_paragrad.compat.state import Slot, replace_methods, restore_methods, warn
 from keras_paragrad.compat.types import Batch, Dataset
 from keras_paragrad.engine.replicas.evaluation import build_predict_function, build_test_function
 from keras_paragrad.engine.step.builder import StepBuilder
@@ -205,12 +204,13 @@ def warn_if_unprepared(strategy: tf.distribute.Strategy) -> None:
         # All components that prepare a model install this method; an accumulating optimizer is exact without it.
         if model and "make_train_function" not in vars(model) and find_accumulator(model.optimizer) is None:
             del vars(strategy)["experimental_distribute_dataset"]
-            warnings.warn(
+            warn(
                 f"{model.name!r} was built within `with dist.scope():` and not prepared, so its fit is Keras's own: "
                 "each replica's gradient counts the same and is clipped separately, which differs from one device. "
                 "Write dist.fit(model, ...) or, before model.fit(...), dist.prepare(model).",
-                stacklevel=2,
             )
+        if model:
+            check_is_batched(model, dataset.element_spec)
         return distribute(dataset, options)
 
     _WARNS.attach(strategy, True)

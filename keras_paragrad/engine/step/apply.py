@@ -35,7 +35,7 @@ from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.step.gradient import equal_share
 from keras_paragrad.engine.step.interception import noticing_applies
-from keras_paragrad.storage.row_gradients import scale_gradient
+from keras_paragrad.storage.row_gradients import scale_gradient, warn_of_lookups
 from keras_paragrad.storage.storage import (
     any_divided,
     reduce_divided_gradients,
@@ -125,10 +125,12 @@ def apply_gradient(
             f"them and would sum them again. Wrap the outermost: AccumulatingOptimizer({optimizer.name}, steps=...)."
         )
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
-    given, updated = [gradients[index] for index in present], [variables[index] for index in present]
+    own, owners = [gradients[index] for index in present], [variables[index] for index in present]
     applied, sums = (
-        (reduce_divided_gradients(given, updated), []) if reduced else reduce_gradients(given, updated, also_reduce)
+        (reduce_divided_gradients(own, owners), []) if reduced else reduce_gradients(own, owners, also_reduce)
     )
+    if not reduced:
+        warn_of_lookups(optimizer, own, applied, owners)
     by_index = dict(zip(present, applied, strict=True))
     total = [by_index.get(index) for index in range(len(gradients))]
     if any_divided(variables) and unwrap_loss_scale(optimizer) is not optimizer:

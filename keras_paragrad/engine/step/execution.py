@@ -81,8 +81,12 @@ class CompiledStep:
         self._function: Any = one_step
         # Whether a `tf.function` takes the batches. TensorFlow can't pass a mesh's batches to one.
         self._in_functions = on_mesh is None and not model.run_eagerly
-        self._get_next = tf.function(lambda iterator: iterator.get_next(), reduce_retracing=True, autograph=False)
-        self._take = tf.function(lambda iterator: self(iterator.get_next()), reduce_retracing=True, autograph=False)
+        self._get_next = tf.function(
+            releasing(lambda iterator: iterator.get_next()), reduce_retracing=True, autograph=False
+        )
+        self._take = tf.function(
+            releasing(lambda iterator: self(iterator.get_next())), reduce_retracing=True, autograph=False
+        )
         # The iterator for which the step was last traced, and whether its batches get to the step through Python.
         self._iterator: Callable[[], object] = lambda: None
         self._through_python = True
@@ -286,7 +290,7 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
         return tf.while_loop(more, next_batch, (tf.constant(1), logs, tf.constant(True)), parallel_iterations=1)[1]
 
     if not model.run_eagerly:
-        take = tf.function(take, reduce_retracing=True, autograph=False)
+        take = tf.function(releasing(take), reduce_retracing=True, autograph=False)
 
     def execute(iterator: BatchIterator, updates: list[bool]) -> StepLogs | None:
         try:

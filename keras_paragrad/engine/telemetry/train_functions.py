@@ -1,5 +1,6 @@
 """Train functions: their examples, traces and compiled functions."""
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -7,11 +8,15 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_internals
-from keras_paragrad.compat.types import Batch, BatchIterator, Specs
+from keras_paragrad.compat.layers import attributes
+from keras_paragrad.compat.model import optimizers_of, overrides_train_step
+from keras_paragrad.compat.types import Batch, BatchIterator, Gradients, Specs
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.tracing.gradient_functions import closure_contents
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 
+# The scope of the backward pass in the graph of `gradient_graph`.
+BACKWARD = "backward_pass"
 # The key of the telemetry's latest values in a step's logs: an output is free, while reading a variable costs time.
 LATEST = "_keras_paragrad_latest"
 # How many functions within functions are searched for compiled ones.
@@ -87,14 +92,26 @@ def batch_spec(iterator: BatchIterator) -> Specs:
 
 
 def gradient_graph(model: keras.Model, spec: Specs, examples: int) -> tf.Graph:
-    """The graph of the forward and backward pass on a batch of nested `tf.TensorSpec`, with `examples` rows."""
+    """The graph of the forward and backward pass on a batch of nested `tf.TensorSpec`, with `examples` rows.
+
+    Of a `train_step` of the model's own, it is the step's graph, without its updates.
+    """
+    applied: list[Gradients] = []
 
     def gradients(*parts: Batch):
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(tf.nest.pack_sequence_as(spec, parts))
+        batch = tf.nest.pack_sequence_as(spec, parts)
+        if overrides_train_step(model):
+            with contextlib.ExitStack() as patches:
+                for optimizer in optimizers_of(model):
+                    apply = lambda gradients, *_: applied.append(gradients)  # noqa: E731
+                    patches.enter_context(attributes(optimizer, apply=apply))
+                return model.train_step(batch), applied
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         with tf.GradientTape() as tape:
             y_pred = model(x, training=True)
             loss = model.compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True)
-        return [gradient for gradient in tape.gradient(loss, model.trainable_variables) if gradient is not None]
+        with tf.name_scope(BACKWARD):
+            return loss, [part for part in tape.gradient(loss, model.trainable_variables) if part is not None]
 
     sized = [tf.TensorSpec([examples, *leaf.shape[1:]], leaf.dtype) for leaf in tf.nest.flatten(spec)]
     return trace_untouched(model, gradients, *sized).graph

@@ -32,7 +32,10 @@ def releasing(function: Callable[..., Result]) -> Callable[..., Result]:
             if not tf.executing_eagerly():
                 keep_with_graphs([tf.compat.v1.get_default_graph()])
 
-    return traced
+    # TensorFlow warns of functions with the same code that are often traced. This has no code; each is its own.
+    alone = functools.partial(traced)
+    vars(alone)["__name__"] = getattr(function, "__name__", "traced")
+    return alone
 
 
 def keep_with_graphs(graphs: Iterable[tf.Graph]) -> None:

@@ -125,7 +125,8 @@ def _restorers(pending: list[Any], but: tuple[object, ...]) -> list[Callable[[],
             continue
         seen[id(value)] = value
         if isinstance(value, (tuple, frozenset)):
-            pending += value
+            # Not `value` itself, to which TensorFlow's proxy of a named tuple would add.
+            pending += [*value]
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _SMALL_ARRAY and value.flags.writeable:
                 restorers.append(functools.partial(_fill_array, value, value.copy()))

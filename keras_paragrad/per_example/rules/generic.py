@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import full_precision, mask_of, with_mask
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.per_example.calls import Call, WeightReads, fixed_weights, widened, widened_dtype
+from keras_paragrad.per_example.calls import Call, FixedWeights, WeightReads, widened, widened_dtype
 from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, register_rule
 from keras_paragrad.per_example.rules.normalization import batch_statistics_refusal
 
@@ -109,7 +109,7 @@ class _Batch(NamedTuple):
         for index, value in rows.items():
             flat[index] = with_mask(value, masks.get(index))
         arguments, keywords = keras.tree.pack_sequence_as((call.arguments, call.keywords), flat)
-        with fixed_weights(values):
+        with FixedWeights(values):
             outputs = keras.tree.flatten(call.rerun(arguments, keywords))
         return [output for output in outputs if tf.is_tensor(output) and output.dtype.is_floating]
 
@@ -136,8 +136,10 @@ def _by_single_examples(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tens
 def _by_repeated_batches(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Tensor]:
     """Each weight's gradients for all examples: reruns the batch, and takes a backward pass for each example."""
     variables = call.layer.trainable_variables
+    before = {id(variable): value for variable, value in call.recorded}
     with full_precision():
-        weights = [tf.identity(variable.value) for variable in variables]
+        # Weights that the call has assigned start from their values before it.
+        weights = [tf.identity(before.get(id(variable), variable.value)) for variable in variables]
     batch = _Batch.of(call)
     floating = [value for value in batch.rows.values() if value.dtype.is_floating]
     finite = _are_finite([*floating, *call.outputs])
@@ -149,7 +151,7 @@ def _by_repeated_batches(call: Call, cotangents: list[tf.Tensor]) -> list[tf.Ten
     }
     with tf.GradientTape(watch_accessed_variables=False, persistent=True) as tape:
         tape.watch(weights)
-        outputs = batch.rerun(call, rows, batch.masks, [*zip(variables, weights, strict=True), *call.recorded])
+        outputs = batch.rerun(call, rows, batch.masks, [*call.recorded, *zip(variables, weights, strict=True)])
 
     def gradients_of_example(index: tf.Tensor):
         is_example = tf.range(tf.shape(finite)[0]) == index

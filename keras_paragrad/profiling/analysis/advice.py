@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from keras_paragrad.distribution.decisions.computation import faster_policy, gains_from_xla
+from keras_paragrad.profiling.analysis.events import NANOSECONDS, PYTHON_KINDS, Coverage
 from keras_paragrad.profiling.analysis.evidence import Evidence
 from keras_paragrad.profiling.analysis.operations import LayerNames, input_stages, slowest_input_stage
 from keras_paragrad.profiling.summary import (
@@ -20,6 +21,10 @@ from keras_paragrad.profiling.summary import (
 )
 
 _COMPUTE_BOUND = 0.4
+# Operations that are named as what calls Python.
+_MOST_NAMED = 3
+# Calls of Python into TensorFlow in a step from which Python is said to start its operations.
+_EAGER_CALLS = 20
 # Runs of an operation in a step from which it is said to be in a loop.
 _LOOPED = 8
 # By how the class of a layer begins: what makes such layers cheaper.
@@ -130,6 +135,41 @@ def _about_input(evidence: Evidence) -> str:
     calls = f"dataset{map_in_parallel}{'' if prefetched else '.prefetch(tf.data.AUTOTUNE)'}"
     sentence = " and ".join(missing)
     return f"{sentence[0].upper()}{sentence[1:]}: {calls}{'.' if cached else '; .cache() what fits into memory.'}"
+
+
+@recommendation("python", worth=0.1)
+def _running_python(evidence: Evidence) -> Finding:
+    """Time of Python code: in a step that runs eagerly, or that a step's operations call."""
+    trace, shares = evidence.trace, evidence.shares
+    if (calls := _eager_calls(evidence)) >= _EAGER_CALLS:
+        text = (
+            "Run the step as a graph: model.compile(...) without run_eagerly=True, and no "
+            "tf.config.run_functions_eagerly(True); in a loop of your own, decorate the step with @tf.function."
+        )
+        cause = f"runs eagerly: Python starts each operation, in {calls:.0f} calls of TensorFlow"
+        return Finding(shares["host"] + shares["idle"] + shares["compute"], cause, text)
+    names = [name for name, _, kind in (run.rpartition(":") for run in trace.runs) if kind in PYTHON_KINDS]
+    layers = LayerNames([layer.name for layer in evidence.layers if layer.is_layer], names)
+    callers = {layers.of(name) or "/".join(name.split("/")[-3:-1]) for name in names}
+    text = (
+        f"Write what {' and '.join(sorted(callers)[:_MOST_NAMED])} calls in Python (tf.numpy_function, tf.py_function) "
+        "with TensorFlow's operations or keras.ops: XLA, a GPU or steps_per_execution don't make Python faster. What "
+        "needs the data alone, compute before training, or in dataset.map(...).prefetch(tf.data.AUTOTUNE)."
+    )
+    share = Coverage(trace.python).total / NANOSECONDS / evidence.total
+    return Finding(min(share, 1.0), "waits for Python code that its operations call", text)
+
+
+def _eager_calls(evidence: Evidence) -> float:
+    """How often Python calls TensorFlow in a step, on average, if no step calls a `tf.function`."""
+    calls = 0
+    for marker in evidence.trace.markers:
+        if any(
+            call.line == marker.line and marker.begin <= call.begin < marker.end for call in evidence.trace.functions
+        ):
+            return 0.0
+        calls += sum(marker.begin <= begin < marker.end for begin, _ in evidence.trace.python_calls[marker.line])
+    return calls / len(evidence.steps)
 
 
 @recommendation("collective", worth=0.25)

@@ -14,6 +14,8 @@ import numpy as np
 Span = tuple[float, float]
 # Per millisecond.
 NANOSECONDS = 1e6
+# The operations that call Python code.
+PYTHON_KINDS = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ class Trace:
         runs: How often operations of the host ran, by name and kind.
         host: All work of the host, with operations, by thread.
         python_input: Python code of an input pipeline, as of a generator or a `PyDataset`.
+        python: Python code that a step calls, as by `tf.numpy_function`; among the operations, too.
         python_calls: Calls from Python into TensorFlow, by thread.
         lock_released: The parts of these calls that run with Python's interpreter lock released, by thread.
         calls: Functions that were dispatched to other threads.
@@ -131,6 +134,7 @@ class Trace:
     runs: Counter[str] = field(default_factory=Counter)
     host: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     python_input: list[Span] = field(default_factory=list)
+    python: list[Span] = field(default_factory=list)
     python_calls: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     lock_released: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     calls: list[TracedCall] = field(default_factory=list)

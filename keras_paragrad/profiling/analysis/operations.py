@@ -8,11 +8,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from keras_paragrad.profiling.analysis.events import NANOSECONDS, Compiled
+from keras_paragrad.profiling.analysis.events import NANOSECONDS, PYTHON_KINDS, Compiled
 from keras_paragrad.profiling.summary import OperationTime
 
 MOST = 50
-_PIPELINE_KINDS = ("Dataset", "PyFunc", "EagerPyFunc", "PyFuncStateless")
 # Stages that only wait for others.
 _WAITING_STAGES = ("Prefetch", "Root")
 _NUMBERED_SCOPE = re.compile(r"(.+)_\d+$")
@@ -47,7 +46,8 @@ def xprof_operations(file: Path, runs: Mapping[str, int]) -> list[Operation]:
             row["host_or_device"] == "Device",
         )
         for row in rows
-        if row["type"] != "IDLE"
+        # Only steps' calls of Python are among the runs, not the input pipeline's.
+        if row["type"] != "IDLE" and (row["type"] not in PYTHON_KINDS or f"{row['operation']}:{row['type']}" in runs)
     ]
 
 
@@ -95,7 +95,7 @@ def _kind_of_compiled(name: str) -> str:
 
 def in_steps(operations: Sequence[Operation]) -> list[Operation]:
     """The operations outside of the input pipeline; only GPU or TPU operations if there are any."""
-    of_steps = [operation for operation in operations if operation.kind not in _PIPELINE_KINDS]
+    of_steps = [operation for operation in operations if operation.kind != "Dataset"]
     return [operation for operation in of_steps if operation.on_device] or of_steps
 
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from keras_paragrad.extras import require
 from keras_paragrad.profiling.analysis.events import (
+    PYTHON_KINDS,
     Compiled,
     FunctionCall,
     Marker,
@@ -42,9 +43,8 @@ _ENCLOSING = ("EagerExecute", "EagerLocalExecute", "EagerKernelExecute", "end: "
 _PRODUCER, _CONSUMER = ("_pt", "_p"), ("_ct", "_c")
 # A call from Python into TensorFlow, and its part that runs with the interpreter lock released.
 _FROM_PYTHON, _LOCK_RELEASED = "TFE_Py_", "EagerExecute"
-# The input pipeline's own functions and threads, which run concurrently with the step.
-_PYTHON_INPUT = ("PyFunc", "EagerPyFunc", "PyFuncStateless")
-_INPUT_LINES = ("tf_data_iterator_resource",)
+# The input pipeline's threads, which run concurrently with the step, and the ones among them that aren't read.
+_PIPELINE_LINES, _UNREAD_LINES = "tf_data", "tf_data_iterator_resource"
 
 
 class _Event(Protocol):
@@ -131,7 +131,7 @@ def _read_host(trace: Trace, plane: _Plane) -> None:
     """Adds the events of the host's threads to the trace."""
     reader = _HostReader(trace)
     for number, line in enumerate(plane.lines):
-        if not line.name.startswith(_INPUT_LINES):
+        if not line.name.startswith(_UNREAD_LINES):
             reader.read(line, number)
     # A collective waits for other replicas from its call to its completion.
     called, done = reader.collective_calls, reader.collective_ends
@@ -205,6 +205,9 @@ class _HostReader:
     def python_input(self, event: _Event, span: Span, line: int) -> None:
         self.trace.python_input.append(span)
 
+    def python(self, event: _Event, span: Span, line: int) -> None:
+        self.trace.python.append(span)
+
     def stage(self, event: _Event, span: Span, line: int) -> None:
         match = _STAGE.search(event.name)
         assert match is not None
@@ -243,13 +246,16 @@ def _classified_events(line: _Line) -> Iterator[tuple[tuple[Kind, ...], _Event]]
     for event in line.events:
         kinds = kinds_by_name.get(event.name)
         if kinds is None:
-            kinds = kinds_by_name[event.name] = _kinds(event)
+            kinds = kinds_by_name[event.name] = _kinds(event, line.name.startswith(_PIPELINE_LINES))
         if kinds:
             yield kinds, event
 
 
-def _kinds(event: _Event) -> tuple[Kind, ...]:
-    """The kinds of an event: none if it is left out, and several if it plays several roles."""
+def _kinds(event: _Event, in_pipeline: bool) -> tuple[Kind, ...]:
+    """The kinds of an event: none if it is left out, and several if it plays several roles.
+
+    `in_pipeline`: whether a thread of the input pipeline runs it.
+    """
     if event.name == _LOCK_RELEASED:
         return (_HostReader.lock_released,)
     if event.name.startswith(_ENCLOSING):
@@ -266,10 +272,12 @@ def _kinds(event: _Event) -> tuple[Kind, ...]:
         return (kind,)
     if event.name.startswith(_FROM_PYTHON):
         return (_HostReader.host, _HostReader.python_call)
-    operation = _OPERATION.match(event.name)
-    if operation and operation[1] in _PYTHON_INPUT:
-        return (_HostReader.host, _HostReader.python_input)
     kinds = {kind, _HostReader.host}
+    operation = _OPERATION.match(event.name)
+    if operation and operation[1] in PYTHON_KINDS:
+        if in_pipeline:
+            return (_HostReader.host, _HostReader.python_input)
+        kinds.add(_HostReader.python)
     if _PRODUCER[1] in stats:
         kinds.add(_HostReader.call)
     if _CONSUMER[1] in stats:

@@ -14,7 +14,7 @@ import keras_paragrad
 from keras_paragrad.arguments import check_path, refusal
 from keras_paragrad.extras import require
 from keras_paragrad.profiling.report import compare_view, series_view
-from keras_paragrad.profiling.report.formatting import UNKNOWN, count, milliseconds, share
+from keras_paragrad.profiling.report.formatting import UNKNOWN, count, milliseconds, number, share
 from keras_paragrad.profiling.report.runs import Run, read_run
 from keras_paragrad.profiling.report.step_chart import PART_NAMES, figures_of
 from keras_paragrad.profiling.report.window_view import MOST_DETAILED, overview, window_view
@@ -207,13 +207,16 @@ def _date(written: str) -> str:
 def _headlines(run: Run) -> tuple[tuple[str, str], ...]:
     """The main figures of a run, by name."""
     figures = figures_of(compare_view.newest_summary(run).steps)
-    speed = series_view.median_of(run.throughput, "examples_per_second")
+    examples, updates = (
+        series_view.median_of(run.throughput, f"{counted}_per_second") for counted in ("examples", "updates")
+    )
     headlines = [
         ("Step time, median", milliseconds(figures and figures.median)),
         ("Step time, 95th percentile", milliseconds(figures and figures.p95)),
         ("Waiting for input", share(figures and figures.shares["input"])),
         ("Computing", share(figures and figures.shares["compute"])),
-        ("Examples per second, median", count(speed)),
+        ("Examples per second, median", count(examples)),
+        ("Updates per second, median", number(updates)),
         *series_view.last_values(run.throughput),
     ]
     return tuple((name, value) for name, value in headlines if value != UNKNOWN)

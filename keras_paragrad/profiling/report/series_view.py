@@ -90,14 +90,12 @@ THROUGHPUT_CHARTS = (
     ),
     ChartSpec("Memory in use", {"host_memory_bytes": "host", "device_memory_bytes": "device"}, size),
     ChartSpec("Share of the peak: model FLOPs utilisation", {"mfu": "utilisation"}, share),
-    ChartSpec("Share of collectives in step times", {"collective_share": "collectives"}, share),
 )
 # Times in seconds that values exclude, with their names in the report.
 EXCLUDED = {"compile_s": "steps that compiled", "profiler_s": "pauses by Profiler"}
 # Quantities whose last value alone matters.
 _LAST_VALUES: dict[str, tuple[str, Formatter]] = {
     "time_to_first_step_s": ("Time to the first step", _seconds),
-    "updates_per_second": ("Updates per second", number),
     "flops_per_step": ("FLOPs per step", operations),
     "retraces": ("Retraces", count),
 }

@@ -132,7 +132,7 @@ def test_resumed_equals_undisturbed(kind, every, breaks, tmp_path):
     for name, values in expected.history.items():
         np.testing.assert_allclose(history.history[name], values, rtol=1e-5)
     assert history.epoch == expected.epoch
-    assert not tmp_path.exists()
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_new_position_in_the_middle_of_a_window(tmp_path):
@@ -429,7 +429,7 @@ def test_with_the_last_epoch_done_it_is_said_that_nothing_is_left(tmp_path, capl
     broken_off(tmp_path, 2 * STEPS + 7)
     fit(plain(), [Backup(tmp_path)], epochs=2)
     assert "Nothing is left to train" in caplog.text
-    assert not tmp_path.exists()
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize(

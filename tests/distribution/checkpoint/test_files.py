@@ -94,7 +94,17 @@ def test_damaged_ones_do_not_take_the_place_of_new_ones(tmp_path):
     files.set_aside(OLDER)
     assert sorted(tmp_path.iterdir()) == [aside, aside.with_name(f"{aside.name}-2")]
     files.remove_all()
-    assert not tmp_path.exists()
+    assert not [*tmp_path.iterdir()]
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_directory_that_was_there_stays(tmp_path, found):
+    directory = tmp_path if found else tmp_path / "new" / "backups"
+    files = BackupFiles(directory)
+    files.write(OLDER, b"")
+    files.remove_all()
+    assert directory.exists() == found
+    assert (directory if found else directory.parent).exists()
 
 
 @pytest.mark.parametrize("content", [b"", b"mine\n", b'{"position": [9, 0]}\nmine', b"[" * 900 + b"\n", b"9" * 5000])

@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+from keras_paragrad import ExactAccumulation
 from keras_paragrad.distribution import with_one_writer
 
 
@@ -52,6 +53,17 @@ def test_another_worker_writes_nothing_that_stays(tmp_path, monkeypatch):
     assert not (tmp_path / "real").exists()
     assert not [path for path in scratch.rglob("*") if path.is_file()]
     assert callbacks[0].filepath == str(tmp_path / "real" / "saved" / "{epoch}.keras")
+
+
+def test_callbacks_of_updates_are_no_exception(tmp_path):
+    callback = ExactAccumulation(
+        callbacks=[keras.callbacks.TerminateOnNaN(), keras.callbacks.CSVLogger(tmp_path / "log.csv")]
+    )
+    (elsewhere,) = with_one_writer([callback], is_chief=False)
+    assert elsewhere.callbacks == callback.callbacks[:1]
+    assert with_one_writer([callback], is_chief=True) == [callback]
+    with pytest.raises(ValueError, match=r"dist\.callbacks"):
+        with_one_writer([ExactAccumulation(callbacks=[keras.callbacks.BackupAndRestore(tmp_path)])], is_chief=True)
 
 
 def test_tensorboard_of_another_worker_writes_elsewhere(tmp_path):

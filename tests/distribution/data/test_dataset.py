@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from keras_paragrad import DistributedFit
 from keras_paragrad.distribution.data import distributed_dataset
 
 DEFAULT = tf.distribute.get_strategy()
@@ -125,7 +126,7 @@ def test_a_cache_file_is_filled_once(tmp_path):
         ((ROWS,), {"shard_policy": "off"}, "already_sharded"),
         ((ROWS,), {"shard_policy": "rows"}, "'file' or 'already_sharded'"),
         ((tf.data.Dataset.range(3),), {}, r"dataset\.batch\(64\)"),
-        ((tf.data.Dataset.range(3).batch(2),), {"batch_size": 2}, "is already batched"),
+        ((tf.data.Dataset.range(3).batch(2),), {"batch_size": 2}, "has to be batched already"),
         ((tf.data.Dataset.range(3).batch(2).repeat(),), {}, "steps_per_epoch"),
         ((tf.data.Dataset.range(3).batch(2).repeat(),), {"steps_per_epoch": 1, "cache": True}, r"cache\(\)\.repeat"),
         ((tf.data.Dataset.range(3).batch(2),), {"batch": "per_replica"}, "drop_remainder=True"),
@@ -138,3 +139,18 @@ def test_a_cache_file_is_filled_once(tmp_path):
 def test_refusals(data, options, says):
     with pytest.raises(ValueError, match=says):
         distributed_dataset(DEFAULT, *data, **options)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("size", [4, 0], ids=["inputs", "targets of no axis"])
+def test_a_dataset_that_is_not_batched(size, prepared):
+    dist = DistributedFit("mirrored", ["CPU:0", "CPU:1"])
+    with dist.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    x = np.ones((6, 4), "float32")
+    dataset = tf.data.Dataset.from_tensor_slices((x, x[:, : size or 1] if size else x[:, 0]))
+    if prepared:
+        dist.prepare(model)
+    with pytest.raises(ValueError, match=r"dataset\.batch\(64\)"):
+        model.fit(dataset, shuffle=False) if prepared else dist.fit(model, dataset)

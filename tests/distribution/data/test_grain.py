@@ -123,7 +123,7 @@ def test_what_else_reads_batches_reads_grains():
 
 def test_what_does_not_fit_is_refused():
     dist = paragrad.DistributedFit("none")
-    with pytest.raises(ValueError, match="batch_size=4 is given for a BatchMapDataset, which is already batched"):
+    with pytest.raises(ValueError, match="batch_size=4 is given for a BatchMapDataset, which has to be batched"):
         dist.dataset(rows().batch(8), batch_size=4)
     with pytest.raises(ValueError, match=r"The data is infinite. Write steps_per_epoch="):
         dist.dataset(rows().repeat().batch(8))

@@ -314,7 +314,7 @@ def test_equal_workers_are_said_to_be_equal(tmp_path):
 
 
 def test_what_is_0_throughout_has_no_chart(tmp_path):
-    values = {"collective_share": 0.0, "mfu": 0.0, "examples_per_second": 5.0}
+    values = {"mfu": 0.0, "examples_per_second": 5.0}
     write_rows(tmp_path / "throughput.csv", THROUGHPUT, [(n, 0, *pair) for n in range(5) for pair in values.items()])
     gone = {"nonfinite": 0.0, "gradient_norm": 0.0}
     write_rows(tmp_path / "telemetry.csv", TELEMETRY, [(0, 0, "", "", *pair) for pair in gone.items()])

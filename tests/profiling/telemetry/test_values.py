@@ -96,6 +96,9 @@ def test_updates_by_several_optimizers(size, mode):
 def test_clipping(clip):
     last, history, _ = fitted(adam(**clip), run_eagerly=True)
     assert_reports(last, expected(adam, 16, clip=clip), range(1, 7))
+    # Of the epoch, not of its last report.
+    for name in ("clipped_gradient_norm", "gradient_norm", "update_ratio"):
+        assert history[name] == [pytest.approx(getattr(last.model, name).mean())]
     assert history["clipped_gradient_norm"][0] < history["gradient_norm"][0]
 
 

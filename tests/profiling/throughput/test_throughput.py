@@ -1,7 +1,6 @@
 """`Throughput`: its figures against what was run."""
 
 import csv
-import json
 import logging
 import time
 
@@ -22,7 +21,6 @@ from keras_paragrad import (
     write_report,
 )
 from keras_paragrad.profiling.session import ProfilerPauses
-from keras_paragrad.profiling.summary import ProfileSummary, StepTime
 from keras_paragrad.profiling.telemetry import GradientTelemetry
 from keras_paragrad.profiling.throughput import Throughput
 from keras_paragrad.profiling.trace_windows import WindowTracer
@@ -79,6 +77,48 @@ def test_examples_and_times(more):
     assert figures["host_memory_bytes"] == pytest.approx(psutil.Process().memory_info().rss, rel=0.3)
     assert "device_memory_bytes" not in figures
     assert history["examples_per_second"][-1] == figures["examples_per_second"]
+
+
+class Recorded(keras.callbacks.Callback):
+    """Sleeps longer in each epoch, and times the latest call of each batch and epoch."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.pause, self.times, self.began = PAUSE * (epoch + 1) / 2, [], time.perf_counter()
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.times.append(time.perf_counter() - sum(self.times) - self.began)
+        time.sleep(self.pause)
+
+
+def test_figures_of_an_epoch_are_not_those_of_its_last_interval():
+    recorded, throughput, epochs = Recorded(), Throughput(interval=1e-6, peak_flops=1e9), []
+    keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append((recorded.times, dict(logs))))
+    model = inner()
+    model.compile("sgd", "mse", run_eagerly=True)
+    # Five batches of 16 examples and one of 3, which is the last interval.
+    model.fit(X[:83], Y[:83], batch_size=16, epochs=3, verbose=0, callbacks=[throughput, recorded, keep])
+    for times, logs in epochs[1:]:
+        assert logs["examples_per_second"] == pytest.approx(83 / sum(times), rel=0.1)
+        assert logs["examples_per_second"] / logs["updates_per_second"] == pytest.approx(83 / 6)
+        assert logs["mfu"] == pytest.approx(logs["flops_per_step"] / 16 * logs["examples_per_second"] / 1e9)
+        # The step before the first has no pause in this epoch, and the median is of six.
+        assert logs["step_time_p50_ms"] == pytest.approx(1e3 * np.median(times), rel=0.1)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["throughput first", "last"])
+def test_an_epoch_without_a_step_to_count_has_no_rates_of_an_earlier_one(first):
+    throughput, kept = Throughput(), []
+    model = inner()
+    model.compile("sgd", "mse", jit_compile=False)
+    # The third epoch's step is traced anew, out of the sight of a callback before this one.
+    anew = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: len(kept) == 2 and model.make_train_function(force=True)
+    )
+    keep = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: kept.append({*logs}))
+    callbacks = [throughput, anew, keep] if first else [anew, throughput, keep]
+    model.fit(X[:16], Y[:16], batch_size=16, epochs=4, shuffle=False, verbose=0, callbacks=callbacks)
+    assert ["examples_per_second" in names for names in kept] == [False, True, False, True]
+    assert ["step_time_p50_ms" in names for names in kept] == [False, True, False, True]
 
 
 def test_accumulation_has_fewer_updates_than_steps():
@@ -284,16 +324,6 @@ def test_a_model_whose_operations_cannot_be_counted():
     _, figures = fitted(Throughput(peak_flops=1e9), model)
     assert "flops_per_step" not in figures
     assert "mfu" not in figures
-
-
-def test_the_share_of_collectives_is_that_of_the_newest_profile(tmp_path):
-    for name, collective in (("2020", 9.0), ("2021", 2.5)):
-        folder = tmp_path / "plugins" / "profile" / name
-        folder.mkdir(parents=True)
-        summary = ProfileSummary(steps=(StepTime(0, 0, 0.0, 10.0, collective=collective),))
-        (folder / "keras_paragrad.json").write_text(json.dumps(summary.to_dict()))
-    _, figures = fitted(Throughput(tmp_path))
-    assert figures["collective_share"] == 0.25
 
 
 def test_a_step_that_fails_takes_the_clock_off():
