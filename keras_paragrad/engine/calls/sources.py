@@ -121,7 +121,7 @@ _LOOKED_UP: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakK
 
 
 def record_lookup(numbers: tf.Tensor, by_row: bool) -> None:
-    """Records whether row numbers that a divided call returns depend on rows: the graph shows a loop of all it reads."""
+    """Records whether row numbers that a divided call returns depend on rows, which a loop in the graph hides."""
     _LOOKED_UP.setdefault(numbers.graph, {})[numbers.name] = by_row
 
 
