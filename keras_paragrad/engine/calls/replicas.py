@@ -134,7 +134,8 @@ class Share(Rows):
         @tf.custom_gradient
         def own(whole: tf.Tensor) -> Any:
             def gradient(local: Any) -> Any:
-                return self.whole([tf.convert_to_tensor(local)])[0] if is_needed(whole) else None
+                needed = is_needed(whole) and not is_zero(local)
+                return self.whole([tf.convert_to_tensor(local)])[0] if needed else None
 
             return self._cut(whole), gradient
 
@@ -145,7 +146,8 @@ class Share(Rows):
 
         def gather(*tensors: tf.Tensor) -> Any:
             def gradient(*wholes: Any) -> list[Any]:
-                return self.own([tf.convert_to_tensor(each) for each in wholes])
+                # An output that isn't used gives its weights no gradient, rather than zeros.
+                return [None if is_zero(each) else self.own([tf.convert_to_tensor(each)])[0] for each in wholes]
 
             return self.gather([tensor[: self.count] for tensor in tensors]), gradient
 

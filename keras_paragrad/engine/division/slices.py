@@ -39,7 +39,8 @@ def find_refusal_of_loss(
     def find() -> str | None:
         build_losses(model, data)
         # One loss that is a mean over rows, in a model of Keras's own layers, needs no trace.
-        losses = model._compile_loss._flat_losses if model._compile_loss else ()
+        # A `compute_loss` of the model's own may leave the compiled loss unbuilt.
+        losses = (model._compile_loss and model._compile_loss._flat_losses) or ()
         if len(losses) == 1 and losses[0].loss.reduction in MEANS and is_known_to_divide(model):
             return None
         try:
