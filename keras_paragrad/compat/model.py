@@ -105,20 +105,7 @@ def all_variables(model: keras.layers.Layer) -> list[keras.Variable]:
 
 def added_losses(model: keras.Model) -> list[tf.Tensor]:
     """The losses that layers added in this step, unreduced and without weight regularizers."""
-    return [loss for _, loss in added_losses_by_layer(model)]
-
-
-def added_losses_by_layer(model: keras.Model) -> list[tuple[keras.layers.Layer, Any]]:
-    """Each loss that a layer added in this step, with the layer."""
-    return [(layer, loss) for layer in model._flatten_layers() for loss in layer._get_own_losses()]
-
-
-def replace_added_losses(model: keras.Model, losses: Iterable[tuple[keras.layers.Layer, Any]]) -> None:
-    """Replaces all losses that layers have added by these."""
-    for layer in model._flatten_layers():
-        layer._losses.clear()
-    for layer, loss in losses:
-        layer._losses.append(loss)
+    return added_losses_of([model])
 
 
 def added_losses_of(layers: Iterable[keras.layers.Layer]) -> list[tf.Tensor]:

@@ -164,17 +164,6 @@ class _Backward:
                 yield tf.IndexedSlices(values, numbers, tf.constant(shape.as_list(), numbers.dtype))
 
 
-class Once:
-    """All rows at once. The gradient computes them again."""
-
-    def run(
-        self, function: Function, rows: list[Any], whole: list[Any], state: list[Any], before: Any
-    ) -> tuple[Result, Any]:
-        """See `Parts`."""
-        state = state if before is None else before
-        return function(rows, whole, state), state
-
-
 class Slices(NamedTuple):
     """Slices of at most `size` rows, one after the other.
 

@@ -42,21 +42,24 @@ def find_mixing_layers(model: keras.Model, step: Callable[[Batch], Any], data: B
     layers = [layer for layer in (model, *all_layers(model)) if not _is_known(layer)]
     if not layers:
         return {}
+    # What can't be tried is entered, and calls of known layers within it are divided.
+    untried = {id(layer): "they could not be tried on rows of the first batch" for layer in layers}
     found: dict[int, str] = {}
-    if data is not None and row_count(data) > 1:
-        rows = take_rows(data, 0, min(row_count(data), _ROWS))
+    tried = data is not None and row_count(data) > 1
+    if tried:
         found = run_trial(
             functools.partial(_try_calls, model, step),
-            rows,
-            otherwise={},
+            take_rows(data, 0, min(row_count(data), _ROWS)),
+            otherwise=untried,
             question="which calls of layers can be divided",
         )
     # Workers have other rows, and trace the same step.
-    flags = gather(worker_strategy(model), [int(id(layer) in found) for layer in layers])
+    flags = gather(worker_strategy(model), [int(tried), *(int(id(layer) in found) for layer in layers)])
+    any_tried, *mixing = np.any(flags, 0)
+    if not any_tried:
+        return untried
     elsewhere = "its rows depend on each other, on rows of another worker"
-    return {
-        id(layer): found.get(id(layer), elsewhere) for layer, flag in zip(layers, np.any(flags, 0), strict=True) if flag
-    }
+    return {id(layer): found.get(id(layer), elsewhere) for layer, flag in zip(layers, mixing, strict=True) if flag}
 
 
 def _is_known(layer: keras.layers.Layer) -> bool:

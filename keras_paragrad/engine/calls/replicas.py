@@ -35,6 +35,8 @@ class Rows:
 
     def __init__(self, first: Any, count: Any, total: Any):
         self.first, self.count, self.total = first, count, total
+        # What is cut out of whole tensors.
+        self._begin, self._length = first, count
 
     @classmethod
     def of_replicas(cls, count: Any) -> "Rows":
@@ -51,6 +53,45 @@ class Rows:
         # Zeros around the own rows, and a sum: `all_gather` of several sizes in one step mixes them up.
         sums = sum_over_replicas([self._padded(tensor) for tensor in tensors])
         return [self._unpadded(total, tensor) for total, tensor in zip(sums, tensors, strict=True)]
+
+    def own(self, rows: Sequence[Any]) -> list[Any]:
+        """This replica's rows of whole tensors."""
+        return [self._own(row) if isinstance(row, tf.Tensor) and has_gradient(row) else self._cut(row) for row in rows]
+
+    def _cut(self, row: Any) -> Any:
+        return rows_at(row, self._begin, self._length, in_bounds=True)
+
+    def _own(self, whole: tf.Tensor) -> Any:
+        @tf.custom_gradient
+        def own(whole: tf.Tensor) -> Any:
+            def gradient(local: Any) -> Any:
+                needed = is_needed(whole) and not is_zero(local)
+                return self.whole([tf.convert_to_tensor(local)])[0] if needed else None
+
+            return self._cut(whole), gradient
+
+        return own(whole)
+
+    def whole(self, locals_: Sequence[tf.Tensor]) -> list[Any]:
+        """All replicas' rows of tensors that each has for its own."""
+
+        def gather(*tensors: tf.Tensor) -> Any:
+            def gradient(*wholes: Any) -> list[Any]:
+                # An output that isn't used gives its weights no gradient, rather than zeros.
+                return [None if is_zero(each) else self.own([tf.convert_to_tensor(each)])[0] for each in wholes]
+
+            return self.gather([tensor[: self.count] for tensor in tensors]), gradient
+
+        real = [index for index, tensor in enumerate(locals_) if has_gradient(tensor)]
+        results: list[Any] = list(locals_)
+        others = [index for index in range(len(results)) if index not in real]
+        for index, tensor in zip(others, self.gather([results[index][: self.count] for index in others]), strict=True):
+            results[index] = tensor
+        if real:
+            gathered: Any = tf.custom_gradient(gather)(*(results[index] for index in real))
+            for index, tensor in zip(real, gathered, strict=True):
+                results[index] = tensor
+        return results
 
     @property
     def _static(self) -> int | None:
@@ -123,45 +164,6 @@ class Share(Rows):
         # Whether this replica has rows.
         self.nonempty = self.count > 0
 
-    def own(self, rows: Sequence[Any]) -> list[Any]:
-        """This replica's rows of whole tensors."""
-        return [self._own(row) if isinstance(row, tf.Tensor) and has_gradient(row) else self._cut(row) for row in rows]
-
-    def _cut(self, row: Any) -> Any:
-        return rows_at(row, self._begin, self._length, in_bounds=True)
-
-    def _own(self, whole: tf.Tensor) -> Any:
-        @tf.custom_gradient
-        def own(whole: tf.Tensor) -> Any:
-            def gradient(local: Any) -> Any:
-                needed = is_needed(whole) and not is_zero(local)
-                return self.whole([tf.convert_to_tensor(local)])[0] if needed else None
-
-            return self._cut(whole), gradient
-
-        return own(whole)
-
-    def whole(self, locals_: Sequence[tf.Tensor]) -> list[Any]:
-        """All replicas' rows of tensors that each has for its own."""
-
-        def gather(*tensors: tf.Tensor) -> Any:
-            def gradient(*wholes: Any) -> list[Any]:
-                # An output that isn't used gives its weights no gradient, rather than zeros.
-                return [None if is_zero(each) else self.own([tf.convert_to_tensor(each)])[0] for each in wholes]
-
-            return self.gather([tensor[: self.count] for tensor in tensors]), gradient
-
-        real = [index for index, tensor in enumerate(locals_) if has_gradient(tensor)]
-        results: list[Any] = list(locals_)
-        others = [index for index in range(len(results)) if index not in real]
-        for index, tensor in zip(others, self.gather([results[index][: self.count] for index in others]), strict=True):
-            results[index] = tensor
-        if real:
-            gathered: Any = tf.custom_gradient(gather)(*(results[index] for index in real))
-            for index, tensor in zip(real, gathered, strict=True):
-                results[index] = tensor
-        return results
-
     def copy(self, tensors: Sequence[tf.Tensor], rows: Sequence[Any]) -> list[Any]:
         """Tensors for a function of this replica's `rows`, whose gradients are summed over the replicas."""
         results: list[Any] = list(tensors)
@@ -201,17 +203,41 @@ class Share(Rows):
         return totals
 
     def _sums(self, tensors: list[Any]) -> list[Any]:
-        """Sums over the replicas, with a gradient where all are dense."""
-        if not all(isinstance(tensor, tf.Tensor) for tensor in tensors):
-            return sum_over_replicas(tensors)
+        """Sums over the replicas; of lookups those of all replicas, one after the other."""
+        looked_up = [isinstance(tensor, tf.IndexedSlices) for tensor in tensors]
+        sums: list[Any] = []
 
         def total(*given: tf.Tensor) -> Any:
-            return sum_over_replicas([tf.identity(each) for each in given]), lambda *wholes: self.copy(
-                [tf.convert_to_tensor(each) for each in wholes], ()
+            values = map(tf.identity, given)
+            sums[:] = sum_over_replicas(
+                [
+                    tf.IndexedSlices(value, of.indices, of.dense_shape) if lookup else value
+                    for value, of, lookup in zip(values, tensors, looked_up, strict=True)
+                ]
             )
 
-        sums: Any = tf.custom_gradient(total)(*tensors) if tensors else []
-        return list(sums) if isinstance(sums, (list, tuple)) else [sums]
+            def gradient(*wholes: Any) -> list[Any]:
+                dense = [
+                    tf.convert_to_tensor(each) for each, lookup in zip(wholes, looked_up, strict=True) if not lookup
+                ]
+                copies = iter(self.copy(dense, ()))
+                return [
+                    Rows.of_replicas(rows_of(value)).own([tf.convert_to_tensor(whole)])[0] if lookup else next(copies)
+                    for value, whole, lookup in zip(given, wholes, looked_up, strict=True)
+                ]
+
+            return [each.values if lookup else each for each, lookup in zip(sums, looked_up, strict=True)], gradient
+
+        if not tensors:
+            return []
+        flat: Any = tf.custom_gradient(total)(
+            *(each.values if lookup else each for each, lookup in zip(tensors, looked_up, strict=True))
+        )
+        flat = list(flat) if isinstance(flat, (list, tuple)) else [flat]
+        return [
+            tf.IndexedSlices(each, of.indices, of.dense_shape) if lookup else each
+            for each, of, lookup in zip(flat, sums, looked_up, strict=True)
+        ]
 
     def _live(self, gradient: Any) -> Any:
         """A gradient, or zeros on a replica without rows: those of the row in their place may be NaN."""

@@ -23,6 +23,7 @@ from keras_paragrad.compat.types import Batch, Specs
 from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS
 from keras_paragrad.engine.division.slices import find_refusal_of_loss, trace_loss
 from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.probes.trial import without_replicas
 from keras_paragrad.engine.step.building import build_by_calling, build_layers_by_step
 from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
@@ -97,7 +98,7 @@ class Divisions:
             with stages.mesh.as_on_mesh() if stages.mesh else nullcontext():
                 results.append(function(data))
 
-        with as_on_replica(self.model.distribute_strategy):
+        with as_on_replica(self.model.distribute_strategy), without_replicas():
             tf.function(call, autograph=False).get_concrete_function(self._specs)
         return results[-1]
 
@@ -133,8 +134,8 @@ class Divisions:
         if cut:
             _check_slices(self.model, stages)
         calls = cut or replica_count() > 1
-        if split and calls:
-            split.check_calls()
+        if calls:
+            self._check_calls(stages)
         if calls or stages.apply:
             build_layers_by_step(self.model, data)
         return Division(cut=cut, calls=calls, undivided=undivided)
@@ -156,6 +157,11 @@ class Divisions:
             reason = self.by_calls or find_refusal_of_loss(self.model, normalize, split, data)
             if reason:
                 self._check_calls(stages)
+                if find_accumulator(self.model.optimizer) and not (stages.apply and stages.apply.deferred_refusal):
+                    raise IndivisibleError(
+                        "The loss compares examples, so the micro-batches of a window can't be combined into the whole "
+                        f"batch. {INSTEAD_OF_WINDOWS}"
+                    )
                 log_once(
                     self.model,
                     f"The loss of {self.model.name!r} is computed on whole batches, and only calls of layers are "
@@ -175,15 +181,11 @@ class Divisions:
         """Refuses calls of layers in parts together with what looks at parts of the loss."""
         if stages.split:
             stages.split.check_calls()
-        if find_accumulator(self.model.optimizer) and not (stages.apply and stages.apply.deferred_refusal):
-            raise IndivisibleError(
-                "The loss compares examples, so the micro-batches of a window can't be combined into the whole batch. "
-                f"{INSTEAD_OF_WINDOWS}"
-            )
         if stages.observe and replica_count() > 1:
             raise IndivisibleError(
-                f"{type(stages.observe).__name__} compares the gradients of replicas, and the loss compares the "
-                "examples of all replicas, so none has a gradient of its own. Train without that callback."
+                f"{type(stages.observe).__name__} compares the gradients of replicas, and the step of "
+                f"{type(self.model).__name__} runs on the whole batch on each of them, so none has a gradient of its "
+                "own. Train without that callback."
             )
 
 

@@ -5,7 +5,6 @@ share.
 """
 
 import dataclasses
-from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
@@ -13,11 +12,11 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step, summed_by_keras
 from keras_paragrad.compat.state import log_once, warn_once
-from keras_paragrad.compat.types import Batch, LossArguments
+from keras_paragrad.compat.types import LossArguments
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, UnknownDivisorError, gradient_divisor_of
 from keras_paragrad.engine.losses.refusals import IndivisibleError, Refusals, problem_of, seen
-from keras_paragrad.engine.losses.terms import LossTerm, arguments_of, loss_weights_of
+from keras_paragrad.engine.losses.terms import LossTerm, loss_weights_of
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, DivisorFunction, Weighting, weighting_of
 from keras_paragrad.engine.probes.independence import mixing_reasons, once_per_compile
 from keras_paragrad.engine.probes.weighting_trial import WeightingTrial, try_weightings
@@ -81,14 +80,6 @@ class LossNormalization:
         stated = self._stated(model, arguments, terms)
         reason = _why_unknown(model, terms) if stated is None else None
         return stated if reason is None else self._find(model, arguments, reason).normalizer(arguments)
-
-    def in_custom_step(self, model: keras.Model, data: Batch, terms: Sequence[LossTerm], what: str) -> Normalizer:
-        """The weight of a part of a batch in a custom `test_step`, for a scalar that errors call `what`."""
-        if terms or self.weighting in ("examples", "sample_weight", "sum") or callable(self.weighting):
-            arguments = arguments_of(data, terms[0].y_pred if terms else None)
-            self._check_rows(model, arguments, list(terms), training=False)
-            return self.normalizer(model, arguments, list(terms), tried=bool(terms))
-        raise self.refusals.of_test_step(model, what)
 
     def _check_rows(
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, training: bool

@@ -34,15 +34,6 @@ class Refusals(NamedTuple):
             f"weights, {self.divider.for_equal_parts}; otherwise move what train_step does into compute_loss."
         )
 
-    def of_test_step(self, model: keras.Model, what: str) -> ValueError:
-        """The error for a scalar of a custom `test_step`."""
-        return ValueError(
-            f"{type(model).__name__} defines its own test_step, so the normalizer of {what} is unknown, and parts of a "
-            "batch with different sizes would bias it. Compute the loss with self.compute_loss(...), and update "
-            "metrics with every example, as in metric.update_state(y, y_pred). If it is a mean over the examples, "
-            f"write {self.divider.configured_by}(..., weighting='examples')."
-        )
-
     def check_by_example(self, terms: list[LossTerm], name: str) -> None:
         """Refuses a weighting that contradicts the gradient of a mean of the examples' masked means."""
         if any(term.by_example for term in terms) and name in ("sample_weight", "mask"):
@@ -68,9 +59,9 @@ class Refusals(NamedTuple):
             f"compares examples{multiplies}. {self._to_state} {compiled or self.divider.for_any_loss}"
         )
 
-    def of_difference(self, difference: str, *, in_train_step: bool = False) -> str:
+    def of_difference(self, difference: str) -> str:
         """The error for a loss whose parts, on rows of the first batch, don't give the batch's gradient."""
-        compiled = None if in_train_step else self.divider.for_compiled_losses
+        compiled = self.divider.for_compiled_losses
         return (
             f"{difference}: its loss divides by a number that depends on the rows' values, such as a count of labels "
             f"that aren't missing, or compares examples. {self._to_state} {compiled or self.divider.for_any_loss}"
@@ -82,36 +73,6 @@ class Refusals(NamedTuple):
             f"In the first case state what it divides by: {self.divider.configured_by}(..., weighting=lambda x, y, "
             "y_pred, sample_weight: keras.ops.sum(y != 0)), for instance."
         )
-
-
-def counted_scalar_refusal(step: str, model: keras.Model, what: str, parts: str = "its parts") -> ValueError:
-    """The error for a number of a custom step whose weights don't add up over parts of a batch."""
-    return ValueError(
-        f"The {step} of {type(model).__name__} gives {what} a number for the whole batch, with a sample_weight that is "
-        f"not the sum of {parts}' own. Write sample_weight=keras.ops.shape(x)[0], the number of rows, or leave it out "
-        "to count each batch once."
-    )
-
-
-def weighted_scalar_refusal(model: keras.Model, what: str) -> ValueError:
-    """The error for a weighted number of a custom `train_step` that its parts don't make up."""
-    return ValueError(
-        f"The train_step of {type(model).__name__} gives {what} a number for the whole batch, which its parts' "
-        "numbers and their sample_weight don't make up. Give it a value and a weight for each row, as in "
-        "metric.update_state(values, sample_weight=weights), or the mean of the rows and "
-        "sample_weight=keras.ops.shape(x)[0]."
-    )
-
-
-def added_scalar_refusal(model: keras.Model, what: str, *, in_window: bool = False) -> ValueError:
-    """The error for a number that a custom `train_step` gives to a `Sum`, and that parts don't add up to."""
-    relation = "not the sum of" if in_window else "neither the sum nor the mean of"
-    return ValueError(
-        f"The train_step of {type(model).__name__} gives {what} a number for the whole batch that is {relation} its "
-        "parts' numbers, or that couldn't be tried on made-up rows. Give it a value for each row, as in "
-        "metric.update_state(values), or their sum, metric.update_state(keras.ops.sum(values)). For an average over "
-        "batches use keras.metrics.Mean."
-    )
 
 
 def problem_of(trial: WeightingTrial | None) -> str | None:

@@ -1,9 +1,10 @@
 """Trial runs of a model on synthetic rows, without side effects."""
 
+import contextlib
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -38,8 +39,7 @@ def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, ques
     """
 
     def alone(choice: Any) -> Result:
-        _thread.is_trial = True
-        with warnings.catch_warnings():
+        with without_replicas(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return run(choice)
 
@@ -123,6 +123,16 @@ def take_rows(nested: Structure, start: int, stop: int) -> Any:
 def row_count(batch: Structure) -> int:
     """The number of rows of a batch."""
     return int(next(tensor for tensor in keras.tree.flatten(batch) if tensor is not None).shape[0])
+
+
+@contextlib.contextmanager
+def without_replicas() -> Generator[None]:
+    """Context of a trial, or of a trace that never runs: there are no other replicas to wait for."""
+    before, _thread.is_trial = is_trial(), True
+    try:
+        yield
+    finally:
+        _thread.is_trial = before
 
 
 def is_trial() -> bool:
