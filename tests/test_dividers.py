@@ -11,13 +11,11 @@ import tensorflow as tf
 
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.probes.comparing import needs_whole_outputs
 from keras_paragrad.engine.replicas.replica_batch import rows_at
 from keras_paragrad.engine.step.batch_part import compute_part
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.indivisible import DeferredRefusal
-from keras_paragrad.engine.step.stages import BatchSlices
 
 ROWS, FIRST, SIZE = 12, 5, 4
 X, Y = (np.random.default_rng(seed).normal(size=(ROWS, SIZE)).astype("float32") for seed in (0, 1))
@@ -51,8 +49,9 @@ class InTwo(NamedTuple):
     def cuts(self, data):
         return True
 
-    def slices(self, data):
-        return BatchSlices(1, lambda index: rows_at(data, 0, FIRST), rows_at(data, FIRST, ROWS - FIRST))
+    def check_calls(self):
+        if self.size == ROWS:
+            raise ValueError("Two parts must have five rows.")
 
     def __call__(self, context, data):
         build_losses(context.model, rows_at(data, 0, 1), metrics=True)
@@ -94,14 +93,6 @@ class Counting(keras.layers.Layer):
 
     def call(self, x):
         self.count.assign(self.count + 1)
-        return x
-
-
-class Averaging(Counting):
-    """Keeps a running average of what it is given."""
-
-    def call(self, x):
-        self.count.assign(0.9 * self.count + 0.1 * keras.ops.mean(x))
         return x
 
 
@@ -168,14 +159,12 @@ def test_it_is_refused_in_its_own_words(case):
         assert other not in str(refusal.value)
 
 
-def test_what_it_says_for_losses_and_steps_of_some_kinds():
+def test_what_it_says_for_losses_of_some_kinds():
     instead = dataclasses.replace(IN_TWO, for_comparing_losses="InOne() compares.", for_compiled_losses="Not these.")
     with pytest.raises(ValueError, match=r"into the whole\. InOne\(\) compares\. To train anyway"):
         train(built(loss=compares), instead)
     with pytest.raises(ValueError, match=r"for instance\. Not these\.$"):
         train(built(ByLabels), instead)
-    with pytest.raises(ValueError, match=r"Write InTwo\(\.\.\., weighting='auto'\), 'examples'"):
-        train(built(OfItsOwn), dataclasses.replace(IN_TWO, divides_steps=True), "mask")
 
 
 def test_without_a_weighting_states_are_warned_of_and_nothing_is_tried():
@@ -188,38 +177,13 @@ def test_without_a_weighting_states_are_warned_of_and_nothing_is_tried():
         train(built(layer=Centered()), states_none)
 
 
-def test_a_loss_on_the_outputs_of_the_whole_batch(caplog):
-    caplog.set_level("INFO", "keras_paragrad")
-    whole = dataclasses.replace(IN_TWO, on_whole_batches="both parts run twice")
-    data = tuple(tf.TensorSpec((None, SIZE)) for _ in range(2))
-
-    def asked(divider, layer=None):
-        model = built(loss=compares, layer=layer)
-        build_losses(model, (X, Y))
-        return needs_whole_outputs(model, data, LossNormalization("auto", divider))
-
-    assert not asked(IN_TWO) and not caplog.records
-    assert asked(whole)
-    assert "is computed on the outputs of whole batches; both parts run twice." in caplog.text
-    with pytest.raises(ValueError, match=r"outputs of the two parts of a batch differ .*\. InOne\(\) trains on whole"):
-        asked(whole, Centered())
-    # Parts that run at once can share the statistics of a batch.
-    at_once, synchronize = (
-        dataclasses.replace(whole, in_sequence=False),
-        "Write BatchNormalization(synchronized=True). ",
-    )
-    for divider, says in ((at_once, synchronize), (whole, "")):
-        with pytest.raises(ValueError, match=re.escape(f"differ from the whole batch's. {says}InOne() trains")):
-            asked(divider, keras.layers.BatchNormalization())
-    with pytest.raises(ValueError, match="mixes them as well"):
-        asked(whole, keras.layers.BatchNormalization(synchronized=True))
-    assert asked(at_once, keras.layers.BatchNormalization(synchronized=True))
-
-
-def test_a_step_is_analyzed_for_each_divider():
-    """Parts that follow each other see what parts that run at once don't."""
-    model = built(OfItsOwn, layer=Averaging(name="averaging"))
-    at_once = dataclasses.replace(IN_TWO, divides_steps=True, in_sequence=False)
-    train(model, at_once)
-    with pytest.raises(ValueError, match="The state of averaging.* is updated with each of the two parts of a batch"):
-        train(model, dataclasses.replace(at_once, in_sequence=True), size=FIRST - 1)
+@pytest.mark.parametrize("how", [{"loss": compares}, {"kind": ByLabels}, {"kind": OfItsOwn, "layer": Centered()}])
+def test_calls_of_layers_are_divided_where_it_says_so(how):
+    """And where the loss can't be; by a layer that mixes examples, whole batches are passed on."""
+    divides = dataclasses.replace(IN_TWO, divides_calls=True, divides_steps=True)
+    whole, ours = built(**how), built(**how)
+    np.testing.assert_allclose(train(ours, divides), train(whole), rtol=1e-5)
+    for found, wanted in zip(ours.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    with pytest.raises(ValueError, match="Two parts must have five rows"):
+        train(built(**how), divides, size=ROWS)

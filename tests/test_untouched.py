@@ -9,14 +9,12 @@ from sample_models.counting import CALLED, CountingLoss, counting_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, find_batch_size, microbatch, recompute
 from keras_paragrad.accumulation.slices import DIVIDER
+from keras_paragrad.compat.model import train_step_of
 from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
-from keras_paragrad.engine.custom_step.analysis import analyze_step
-from keras_paragrad.engine.custom_step.call_trial import find_divided_calls
-from keras_paragrad.engine.custom_step.weighting import find_step_weightings
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
+from keras_paragrad.engine.calls.divisible import find_mixing_layers
+from keras_paragrad.engine.losses.loss_normalization import find_weightings
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.losses.weightings import weighting_of
-from keras_paragrad.engine.probes.comparing import needs_whole_outputs
 from keras_paragrad.engine.probes.independence import check_metrics, mixing_reasons
 from keras_paragrad.engine.probes.losses import loss_mixes_rows
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
@@ -60,22 +58,9 @@ def refusal(model):
 by_examples = weighting_of(lambda x, y, y_pred, sample_weight: tf.shape(y)[0])
 
 
-def custom_step(model):
-    """Keras's own `train_step` is analyzed and tried as any other."""
-    analysis = analyze_step(model, (SPEC, SPEC))
-    find_step_weightings(model, analysis, (SPEC, SPEC))
-
-
-def divided_calls(model):
-    """In parts, its layers count another number of calls."""
-    calls = analyze_step(model, (SPEC, SPEC)).calls
-    with pytest.raises(ValueError, match="can't be divided"):
-        find_divided_calls(model, calls, (SPEC, SPEC))
-
-
-def comparison(model):
-    """`compute_loss` of the model's own is tried as well."""
-    assert not needs_whole_outputs(model, (SPEC, SPEC), LossNormalization("auto", DIVIDER))
+def divisible_calls(model):
+    """Of a layer that adds a loss, nothing is compared."""
+    assert not find_mixing_layers(model, train_step_of(model), (tf.constant(X), tf.constant(Y)))
 
 
 def bytes_per_row(model):
@@ -97,7 +82,6 @@ PROBES = {
     "mixing_layer": (lambda model: find_mixing_layer(model, SPEC), {"layer"}),
     "mixing_reasons": (refusal, {"layer", "model", "loss"}),
     "try_weightings": (weightings, {"layer", "model", "loss"}),
-    "needs_whole_outputs": (comparison, {"layer", "model", "loss"}),
     "check_metrics": (
         lambda model: check_metrics(model, {"y": SPEC, "y_pred": SPEC, "sample_weight": None}),
         {"metric"},
@@ -110,8 +94,7 @@ PROBES = {
     "measured_times": (lambda model: measured_times(Calls(model), "CPU:0"), {"layer"}),
     "gradient_graph": (lambda model: gradient_graph(model, (SPEC, SPEC), ROWS), {"layer", "loss", "model"}),
     "bytes_per_row": (bytes_per_row, {"layer"}),
-    "custom_step": (custom_step, {"layer", "loss", "model", "metric"}),
-    "divided_calls": (divided_calls, {"layer", "loss", "model", "metric"}),
+    "divisible_calls": (divisible_calls, {"layer", "loss", "model", "metric"}),
 }
 
 
