@@ -54,6 +54,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("keras.src.losses.loss", "reduce_weighted_values", ("values", "sample_weight", "reduction", "dtype")),
         Hook("keras.src.losses.loss", "squeeze_or_expand_to_same_rank", ("x1", "x2")),
         Hook("keras.src.trainers.compile_utils", "CompileLoss.build", ("y_true", "y_pred")),
+        Hook("sys", "_current_frames"),
         Hook("tensorflow", "Graph._get_function", ("name",)),
         Hook("tensorflow.python.eager.record", "could_possibly_record"),
         Hook("tensorflow.python.framework.func_graph", "FuncGraph", ("name",)),

@@ -62,7 +62,7 @@ class Releases:
 
     def __init__(self, model: keras.Model, updates: keras.Variable, table: keras.Variable):
         self._model, self._updates, self._table = model, updates, table
-        self._layer: keras.Model = model.per_example.layer
+        self.layer: keras.Model = model.per_example.layer
         self.ledger = Ledger()
         self.seed: int | None = None
         self._secret: tf.Variable | None = None
@@ -119,7 +119,7 @@ class Releases:
         """All that was released up to now."""
         # Workers gather divided weights together, and one of them alone may ask.
         workers = isinstance(self._model.distribute_strategy, tf.distribute.MultiWorkerMirroredStrategy)
-        if workers and any(any_divided(each._layer.weights) for each in _LIVE):
+        if workers and any(any_divided(each.layer.weights) for each in _LIVE):
             self.sync()
         else:
             self._read()
@@ -177,7 +177,7 @@ class Releases:
         for each in list(_LIVE):
             each.sync()
             if each in _UNRECORDED:
-                each._record()
+                each.record()
         digests = self._digests = self._compute_digests()
         ledgers: list[Ledger] = []
         unchanged: set[int] = set()
@@ -203,7 +203,7 @@ class Releases:
         self._write()
         return ledgers
 
-    def _record(self) -> None:
+    def record(self) -> None:
         """Remembers what the weights depend on that `fit` or a file has changed."""
         entries = list(_UNRECORDED[self])
         if not self._fitting:
@@ -223,7 +223,7 @@ class Releases:
     def _set_ledgers(self, layers: Iterable[keras.layers.Layer], entries: Iterable[Entry]) -> None:
         """Adds entries to what layers depend on, with their weights as they are now."""
         values: dict[str, set[bytes]] = {}
-        for variable in self._layer.weights:
+        for variable in self.layer.weights:
             values.setdefault(variable.path, set()).add(self._digests[id(variable)])
         for layer in layers:
             if total := [*LEDGERS.get(layer, ()), *entries]:
@@ -231,10 +231,10 @@ class Releases:
 
     def _layers(self) -> Iterator[keras.layers.Layer]:
         """The layers whose weights the model reads, the inner model among them."""
-        return layer_and_sublayers(self._layer)
+        return layer_and_sublayers(self.layer)
 
     def _compute_digests(self) -> dict[int, bytes]:
-        return {id(variable): digest_of(variable) for variable in self._layer.weights}
+        return {id(variable): digest_of(variable) for variable in self.layer.weights}
 
     def begin_fit(self) -> None:
         """Adds the releases that the weights depend on."""
@@ -250,7 +250,7 @@ class Releases:
     def end_fit(self) -> None:
         """Records what the weights that were trained depend on."""
         self.sync()
-        self._record()
+        self.record()
         self._fitting = False
         del _UNRECORDED[self]
 

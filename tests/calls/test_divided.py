@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.engine.calls.divided import Result, Slices, divided
+from keras_paragrad.engine.calls.divided import Result, RowSlices, divided
 from keras_paragrad.engine.calls.replicas import Share
 from keras_paragrad.engine.calls.sources import differentiating
 
@@ -66,11 +66,11 @@ def compare(found, expected):
 
 # The parts, the number of rows, whether the graph knows it, and whether XLA compiles it.
 WAYS = {
-    "slices": (Slices(SIZE), 8, True, False),
-    "a smaller last slice": (Slices(SIZE), 10, True, False),
-    "any number of rows": (Slices(SIZE), 10, False, False),
-    "each slice by XLA": (Slices(SIZE, by_xla=True), 10, True, False),
-    "any number of rows in XLA": (Slices(SIZE, in_xla=True), 10, False, True),
+    "slices": (RowSlices(SIZE), 8, True, False),
+    "a smaller last slice": (RowSlices(SIZE), 10, True, False),
+    "any number of rows": (RowSlices(SIZE), 10, False, False),
+    "each slice by XLA": (RowSlices(SIZE, by_xla=True), 10, True, False),
+    "any number of rows in XLA": (RowSlices(SIZE, in_xla=True), 10, False, True),
 }
 
 
@@ -109,7 +109,7 @@ def test_what_a_tape_asks_for_is_found_through_other_calls():
     def gradient(w, scale):
         with tf.GradientTape() as tape:
             tape.watch([w, scale])
-            outputs = of_two(divided_in(Slices(SIZE)), w, scale)
+            outputs = of_two(divided_in(RowSlices(SIZE)), w, scale)
         with differentiating([w]):
             (found,) = tape.gradient(outputs, [w])
         loops = [each for each in tf.compat.v1.get_default_graph().get_operations() if each.type == "While"]
@@ -133,7 +133,7 @@ def test_shares_of_replicas_give_the_derivatives_of_all_rows(rows):
     def of_share(function, rows, whole, state):
         share = Share(rows)
         own = share.own(rows)
-        result = divided(function, own, share.copy(whole, own), Slices(SIZE), state)
+        result = divided(function, own, share.copy(whole, own), RowSlices(SIZE), state)
         return Result(share.whole(result.rows), [tf.zeros([2])], [])
 
     def at_once(function, rows, whole, state):

@@ -18,7 +18,7 @@ rows; others, such as positions, are the same in all parts, and their values are
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -40,18 +40,8 @@ class Result(NamedTuple):
 Function = Callable[[list[Any], list[Any], list[Any]], Result]
 
 
-class Parts(Protocol):
-    """How the parts of a function are computed."""
-
-    def run(
-        self, function: Function, rows: list[Any], whole: list[Any], state: list[Any], before: Any
-    ) -> tuple[Result, Any]:
-        """The result for all rows, and the states before the parts, from `before` if given instead of carried on."""
-        ...
-
-
 def divided(
-    function: Function, rows: list[Any], whole: list[Any], parts: Parts, state: list[Any], before: Any = None
+    function: Function, rows: list[Any], whole: list[Any], parts: "RowSlices", state: list[Any], before: Any = None
 ) -> Result:
     """Computes a function in parts of its rows.
 
@@ -59,7 +49,7 @@ def divided(
         function: The function.
         rows: Tensors with an entry on the first axis for each row.
         whole: Tensors that all parts read, such as weights.
-        parts: How the parts are computed.
+        parts: The slices.
         state: The state before the first part; each part continues with what the part before has left.
         before: Instead, the states before each part, as `parts` has returned them.
     """
@@ -164,8 +154,8 @@ class _Backward:
                 yield tf.IndexedSlices(values, numbers, tf.constant(shape.as_list(), numbers.dtype))
 
 
-class Slices(NamedTuple):
-    """Slices of at most `size` rows, one after the other.
+class RowSlices(NamedTuple):
+    """RowSlices of at most `size` rows, one after the other.
 
     Attributes:
         size: The most rows of a slice.
@@ -180,7 +170,9 @@ class Slices(NamedTuple):
     def run(
         self, function: Function, rows: list[Any], whole: list[Any], state: list[Any], before: Any
     ) -> tuple[Result, Any]:
-        """See `Parts`. Full slices run in a loop, and the rest after it.
+        """The result for all rows, and the states before the slices, from `before` if given instead of carried on.
+
+        Full slices run in a loop, and the rest after it.
 
         Where the number of rows isn't static, all slices run in the loop, and the last one has fewer rows.
         """

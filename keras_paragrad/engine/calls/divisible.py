@@ -39,11 +39,9 @@ def find_mixing_layers(model: keras.Model, step: Callable[[Batch], Any], data: B
         step: Its `train_step` or `test_step`.
         data: Rows of this process; `None` if they can't be tried.
     """
-    layers = [layer for layer in (model, *all_layers(model)) if not _is_known(layer)]
-    if not layers:
+    untried = untried_layers(model)
+    if not untried:
         return {}
-    # What can't be tried is entered, and calls of known layers within it are divided.
-    untried = {id(layer): "they could not be tried on rows of the first batch" for layer in layers}
     found: dict[int, str] = {}
     tried = data is not None and row_count(data) > 1
     if tried:
@@ -54,12 +52,18 @@ def find_mixing_layers(model: keras.Model, step: Callable[[Batch], Any], data: B
             question="which calls of layers can be divided",
         )
     # Workers have other rows, and trace the same step.
-    flags = gather(worker_strategy(model), [int(tried), *(int(id(layer) in found) for layer in layers)])
+    flags = gather(worker_strategy(model), [int(tried), *(int(layer in found) for layer in untried)])
     any_tried, *mixing = np.any(flags, 0)
     if not any_tried:
         return untried
     elsewhere = "its rows depend on each other, on rows of another worker"
-    return {id(layer): found.get(id(layer), elsewhere) for layer, flag in zip(layers, mixing, strict=True) if flag}
+    return {layer: found.get(layer, elsewhere) for layer, flag in zip(untried, mixing, strict=True) if flag}
+
+
+def untried_layers(model: keras.Model) -> dict[int, str]:
+    """The layers that aren't known to compute row by row, by id. Untried, they are entered."""
+    layers = [layer for layer in (model, *all_layers(model)) if not _is_known(layer)]
+    return {id(layer): "they could not be tried on rows of the first batch" for layer in layers}
 
 
 def _is_known(layer: keras.layers.Layer) -> bool:

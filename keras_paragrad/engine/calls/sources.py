@@ -63,7 +63,7 @@ def _key(tensor: Any) -> Any:
 
 
 def _is_eager(tensor: Any) -> bool:
-    return isinstance(tensor, tf.__internal__.EagerTensor)
+    return not tf.is_symbolic_tensor(tensor)
 
 
 def is_needed(tensor: tf.Tensor) -> bool:

@@ -21,7 +21,8 @@ from keras_paragrad.compat.collectives import (
 )
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs, Structure
-from keras_paragrad.engine.calls.divided import Result, Slices, divided
+from keras_paragrad.engine.calls.divided import Result, RowSlices, divided
+from keras_paragrad.engine.calls.divisible import untried_layers
 from keras_paragrad.engine.calls.intercept import intercepting, not_intercepting
 from keras_paragrad.engine.calls.layer_call import LayerCall
 from keras_paragrad.engine.calls.replicas import Share, gather_batch, metrics_of_one_device
@@ -46,7 +47,7 @@ class CallDivider:
     Args:
         model: The model.
         slices: The slices of a call on a device; a call is made whole, if `None`.
-        entered: Why calls of layers are not divided, by the layers' ids.
+        entered: Why calls of layers are not divided, by the layers' ids; `None` enters all that are untried.
         by_xla: Whether XLA compiles each replica's share of a call.
         apply: Updates with gradients that are the same on every replica.
     """
@@ -54,13 +55,14 @@ class CallDivider:
     def __init__(
         self,
         model: keras.Model,
-        slices: Slices | None,
-        entered: Mapping[int, str],
+        slices: RowSlices | None,
+        entered: Mapping[int, str] | None,
         *,
         by_xla: bool = False,
         apply: ApplySame = apply_same,
     ):
-        self.model, self.slices, self.entered, self.by_xla, self.apply = model, slices, entered, by_xla, apply
+        self.model, self.slices, self.by_xla, self.apply = model, slices, by_xla, apply
+        self.entered = untried_layers(model) if entered is None else entered
         # The number of divided calls, and why others aren't, by the layer's name.
         self._divided, self._obstacles = 0, dict[str, str]()
         # The operations that divided calls have made, and the ids of the variables whose gradients are summed there.

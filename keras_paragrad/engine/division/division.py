@@ -51,7 +51,7 @@ class Divisions:
     Attributes:
         undivided: Why batches of unknown size are left whole, or `None`.
         calls: Whether calls of layers are divided in the steps that were found last.
-        entered: Why calls of layers are not divided, by the layers' ids, where calls are.
+        entered: Why calls of layers are not divided, by the layers' ids; `None` until they are tried.
         by_calls: Why parts of the loss don't give the whole's gradient, as the first batch has shown, or `None`.
         called: The optimizers that a custom `train_step` has called.
     """
@@ -60,7 +60,7 @@ class Divisions:
         self.model = model
         self.undivided: str | None = None
         self.calls = False
-        self.entered: Mapping[int, str] = {}
+        self.entered: Mapping[int, str] | None = None
         self.by_calls: str | None = None
         self.called: dict[int, keras.optimizers.Optimizer] = {}
         # The specs of the last batches on a replica, and the stages and the iterator for which they were found.

@@ -47,12 +47,12 @@ class EvaluationProof:
 
     Attributes:
         whole_losses: Whether the loss differs, so that it is computed on the outputs of whole batches.
-        entered: Why calls of layers are not divided, by the layers' ids, where calls are.
+        entered: Why calls of layers are not divided, by the layers' ids; `None` until they are tried.
     """
 
     def __init__(self, model: keras.Model, take: Take):
         self.model, self._stages, self.whole_losses = model, Stages(take=take), False
-        self.entered: Mapping[int, str] = {}
+        self.entered: Mapping[int, str] | None = None
         replicas = model.distribute_strategy.num_replicas_in_sync
         self._proves = take.prove and take.normalize is not None and replicas > 1
 
@@ -104,10 +104,15 @@ class FirstBatchProof:
 
     @property
     def pending(self) -> bool:
-        """Whether batches of the first update are still to come."""
+        """Whether batches of the first update are still to come, or one that shows which calls can be divided."""
         if self._window == [] and losses_built(self.model) and self._is_known:
             self._window = None
-        return self._window is not None
+        return self._window is not None or self._is_untried
+
+    @property
+    def _is_untried(self) -> bool:
+        """Whether calls of layers are divided, and it wasn't tried which can be; also without a proof."""
+        return self._divisions.calls and self._divisions.entered is None
 
     @property
     def _is_known(self) -> bool:
@@ -133,6 +138,8 @@ class FirstBatchProof:
             return None
         if self._window is None or parts == 1 or rows is None:
             self._window = None
+            if self._is_untried:
+                self._find_entered(rows)
             return None
         self._window = [*self._window, rows][:MOST_PARTS]
         if self.stages.apply and not update:

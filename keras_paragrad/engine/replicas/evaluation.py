@@ -70,7 +70,7 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
     return compile_steps(model, [step], take=take, proof=proof, running=running)
 
 
-def _test_whole(model: keras.Model, data: Batch, entered: Mapping[int, str]) -> StepLogs:
+def _test_whole(model: keras.Model, data: Batch, entered: Mapping[int, str] | None) -> StepLogs:
     """Runs the model's `test_step` on the whole batch, with the calls of layers divided between the replicas."""
     if replica_count() == 1:
         return model.test_step(data)

@@ -13,7 +13,7 @@ from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import all_layers, check_no_row_states, train_step_of
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
-from keras_paragrad.engine.calls.divided import Slices
+from keras_paragrad.engine.calls.divided import RowSlices
 from keras_paragrad.engine.calls.whole_step import CallDivider
 from keras_paragrad.engine.calls.window_step import WindowStep
 from keras_paragrad.engine.division.division import Division, Divisions
@@ -73,12 +73,12 @@ class TrainStep(NamedTuple):
             raise IndivisibleError(divider.refusal)
         return logs
 
-    def _call_divider(self, entered: Mapping[int, str], **options: Any) -> CallDivider:
+    def _call_divider(self, entered: Mapping[int, str] | None, **options: Any) -> CallDivider:
         in_xla = bool(self.model.jit_compile) and replica_count() == 1
-        slices = Slices(self.stages.split.size, in_xla=in_xla) if self.stages.split and self.division.cut else None
+        slices = RowSlices(self.stages.split.size, in_xla=in_xla) if self.stages.split and self.division.cut else None
         return CallDivider(self.model, slices, entered, by_xla=self._by_xla, **options)
 
-    def _in_window(self, data: Batch, entered: Mapping[int, str]) -> StepLogs:
+    def _in_window(self, data: Batch, entered: Mapping[int, str] | None) -> StepLogs:
         """Runs the custom `train_step` on a micro-batch of a window."""
         assert self.stages.apply
         # If every batch is a whole window, nothing has to be weighed.
