@@ -12,7 +12,7 @@ class Normalized(Reported):
 
     def __init__(self, synchronized):
         super().__init__("loss")
-        normalization = layers.BatchNormalization(synchronized=synchronized)
+        normalization = layers.BatchNormalization(epsilon=0.1, synchronized=synchronized)
         self.encoder = keras.Sequential([keras.Input((5,)), layers.Dense(6), normalization, layers.Dense(4)])
         self.predictor = dense(3, 4, inputs=4)
 
