@@ -111,7 +111,7 @@ LEDGERS: "weakref.WeakKeyDictionary[keras.layers.Layer, Ledger]" = weakref.WeakK
 RELEASED: dict[bytes, Ledger] = {b"": Ledger()}
 
 
-def digest_of(variable: keras.Variable) -> bytes:
+def value_digest(variable: keras.Variable) -> bytes:
     """A digest of a variable's value and shape; empty for a single whole number, as initializers and counters have."""
     value = np.ascontiguousarray(keras.ops.convert_to_numpy(variable))
     if not value.size or (float(value.flat[0]).is_integer() and (value == value.flat[0]).all()):

@@ -23,7 +23,7 @@ from keras_paragrad.privacy.ledger import (
     Entry,
     Event,
     Ledger,
-    digest_of,
+    value_digest,
     entries_of,
     table_of,
     unknown_entry,
@@ -234,7 +234,7 @@ class Releases:
         return layer_and_sublayers(self.layer)
 
     def _compute_digests(self) -> dict[int, bytes]:
-        return {id(variable): digest_of(variable) for variable in self.layer.weights}
+        return {id(variable): value_digest(variable) for variable in self.layer.weights}
 
     def begin_fit(self) -> None:
         """Adds the releases that the weights depend on."""

@@ -30,7 +30,7 @@ from keras_paragrad.storage.sharding import all_gather
 _LONG = (tf.int64, tf.uint64)
 
 
-class ReplicaRows:
+class GatheredRows:
     """The rows of a batch of `total` rows, of which this replica has `count`, from row `first` on."""
 
     def __init__(self, first: Any, count: Any, total: Any):
@@ -39,7 +39,7 @@ class ReplicaRows:
         self._begin, self._length = first, count
 
     @classmethod
-    def of_replicas(cls, count: Any) -> "ReplicaRows":
+    def of_replicas(cls, count: Any) -> "GatheredRows":
         """The rows of all replicas, in their order, of which this one has `count`."""
         here = tf.one_hot(replica_index(), replica_count(), dtype=tf.float32)
         (counts,) = sum_over_replicas([here * tf.cast(count, "float32")])
@@ -118,7 +118,7 @@ class ReplicaRows:
 
 def gather_batch(data: Batch, count: tf.Tensor) -> Batch:
     """The batch of all replicas, from this replica's `data`, which has `count` rows."""
-    rows = ReplicaRows.of_replicas(count)
+    rows = GatheredRows.of_replicas(count)
     leaves = keras.tree.flatten(data)
     dense = [index for index, leaf in enumerate(leaves) if isinstance(leaf, tf.Tensor)]
     for index, whole in zip(dense, rows.gather([leaves[index][:count] for index in dense]), strict=True):
@@ -132,18 +132,18 @@ def gather_batch(data: Batch, count: tf.Tensor) -> Batch:
     )
 
 
-def _gather_composite(leaf: Any, rows: ReplicaRows) -> Any:
+def _gather_composite(leaf: Any, rows: GatheredRows) -> Any:
     """The rows of all replicas of a ragged or sparse tensor."""
     if isinstance(leaf, tf.RaggedTensor):
         leaf = leaf[: rows.count]
         lengths = rows.gather([leaf.row_lengths()])[0]
         values: Any = leaf.values
-        entries = ReplicaRows.of_replicas(rows_of(values))
+        entries = GatheredRows.of_replicas(rows_of(values))
         values = (
             _gather_composite(values, entries) if isinstance(values, tf.RaggedTensor) else entries.gather([values])[0]
         )
         return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False)
-    entries = ReplicaRows.of_replicas(tf.shape(leaf.values)[0])
+    entries = GatheredRows.of_replicas(tf.shape(leaf.values)[0])
     shift = tf.concat([[rows.first], tf.zeros([leaf.shape.rank - 1], "int32")], 0)
     indices, values = entries.gather([leaf.indices + tf.cast(shift, "int64"), leaf.values])
     whole = tf.SparseTensor(indices, values, tf.concat([[tf.cast(rows.total, "int64")], leaf.dense_shape[1:]], 0))
@@ -151,7 +151,7 @@ def _gather_composite(leaf: Any, rows: ReplicaRows) -> Any:
     return whole
 
 
-class Share(ReplicaRows):
+class Share(GatheredRows):
     """This replica's share of a call's rows. A replica without rows computes the last row, and drops the result."""
 
     def __init__(self, rows: Sequence[Any]):
@@ -222,7 +222,7 @@ class Share(ReplicaRows):
                 ]
                 copies = iter(self.copy(dense, ()))
                 return [
-                    ReplicaRows.of_replicas(rows_of(value)).own([tf.convert_to_tensor(whole)])[0]
+                    GatheredRows.of_replicas(rows_of(value)).own([tf.convert_to_tensor(whole)])[0]
                     if lookup
                     else next(copies)
                     for value, whole, lookup in zip(given, wholes, looked_up, strict=True)
