@@ -1,5 +1,6 @@
 """Losses that compare the examples of a batch, or divide by what isn't known, are those of one device."""
 
+import itertools
 import logging
 
 import keras
@@ -194,7 +195,7 @@ class Unseeded(keras.Model):
 
     def __init__(self):
         super().__init__()
-        self.dense = layers.Dense(4)
+        self.dense = layers.Dense(4, use_bias=False)
         self.dense.build((None, 6))
 
     def call(self, inputs):
@@ -211,6 +212,45 @@ def test_a_step_of_which_nothing_divides_is_refused_but_for_one_slice():
     fitted(8)
     with pytest.raises(ValueError, match="Nothing can be divided.*draws random numbers.*recompute"):
         fitted(12)
+
+
+class Partners(layers.Layer):
+    """Adds to each row the one that it names by its place in the batch."""
+
+    def call(self, inputs, places):
+        return inputs + ops.take(inputs, places, axis=0)
+
+
+def of_partners():
+    keras.utils.set_random_seed(0)
+    rows, places = keras.Input((6,)), keras.Input((), dtype="int32")
+    hidden = Partners()(layers.Dense(8, activation="tanh")(rows), places)
+    model = keras.Model([rows, places], layers.Dense(4)(hidden))
+    model.compile(keras.optimizers.SGD(0.05), SupCon(), jit_compile=False)
+    return model
+
+
+@pytest.mark.slow(10)
+@pytest.mark.parametrize(("partners", "first", "prove"), [(False, 4, True), (False, 12, False), (True, 12, True)])
+def test_layers_that_were_not_tried_get_whole_batches(partners, first, prove):
+    """In a first batch of one slice, without a proof, and where a few rows can't be computed."""
+    cuts = [0, first, first + 12, 30]
+    # The last row names the first one, and the others the next.
+    places = [np.roll(np.arange(end - begin), -1).astype("int32") for begin, end in itertools.pairwise(cuts)]
+
+    def batches():
+        for begin, end, place in zip(cuts, cuts[1:], places, strict=False):
+            yield ((X[begin:end], place) if partners else X[begin:end]), Y[begin:end]
+
+    rows = tf.TensorSpec((None, 6))
+    signature = (rows, tf.TensorSpec((None,), tf.int32)) if partners else rows
+    data = tf.data.Dataset.from_generator(batches, output_signature=(signature, tf.TensorSpec((None,))))
+    data = data.apply(tf.data.experimental.assert_cardinality(3))
+    whole, model = (of_partners() if partners else encoder(Centered(), jit_compile=False) for _ in range(2))
+    microbatch(model, 5, prove=prove)
+    for each in (whole, model):
+        each.fit(data, shuffle=False, verbose=0)
+    assert largest_difference(model, whole) < TOLERANCE
 
 
 @pytest.mark.parametrize("weighting", ["auto", "uniform"])
