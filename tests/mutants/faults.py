@@ -1343,7 +1343,7 @@ _PROOF = [
         "engine/division/cut.py",
         "size * min(parts, MOST_PARTS)",
         "size",
-        f"{_FIRST_BATCH}::test_a_train_step_is_refused",
+        f"{_FIRST_BATCH}::test_in_windows_it_is_refused_before_anything_changes",
     ),
     _fault(
         "made-up labels have no marker for missing ones",
@@ -1472,8 +1472,8 @@ _CALLS = [
     _fault(
         "a gradient that leads to other calls' weights is left out",
         "engine/calls/sources.py",
-        "known[key] = key in keys or any(",
-        "known[key] = key in keys or all(",
+        "known[key] = key in keys or any(known[_key(each)] for each in inputs)",
+        "known[key] = key in keys",
         "calls/test_divided.py::test_what_a_tape_asks_for_is_found_through_other_calls",
     ),
     _fault(
@@ -1514,8 +1514,8 @@ _CALLS = [
     _fault(
         "lookups of replicas have no second derivative",
         "engine/calls/replicas.py",
-        "Rows.of_replicas(rows_of(value)).own([tf.convert_to_tensor(whole)])[0] if lookup",
-        "tf.zeros_like(value) if lookup",
+        "ReplicaRows.of_replicas(rows_of(value)).own([tf.convert_to_tensor(whole)])[0]",
+        "tf.zeros_like(value)",
         "calls/test_divided.py::test_shares_of_replicas_give_the_derivatives_of_all_rows[5]",
     ),
     _fault(
