@@ -1,4 +1,4 @@
-"""Intercepts the calls of layers and of `tape.gradient` in a step, on the thread that traces or runs it."""
+"""Intercepts calls in a step, of layers, `tape.gradient` and random numbers, on the thread that traces or runs it."""
 
 import contextlib
 import functools
@@ -8,10 +8,12 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
+from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.operations import random_seed
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.calls.sources import differentiating
+from keras_paragrad.engine.losses.refusals import IndivisibleError
 
 
 class Handler(Protocol):
@@ -75,10 +77,23 @@ def _get_seed(interception: _Interception, original: Callable[..., Any], op_seed
     return original(op_seed)
 
 
+def _draw(interception: _Interception, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Replaces what draws from a `tf.random.Generator`: refuses numbers that differ between replicas for one batch."""
+    if interception.handler is not None and replica_count() > 1:
+        raise IndivisibleError(
+            "A step on the whole batch draws from a tf.random.Generator, which draws other numbers on each replica. "
+            "Draw with keras.random, with a keras.random.SeedGenerator that is an attribute of the model."
+        )
+    return original(*args, **kwargs)
+
+
 _PATCH = ProcessPatch[_Interception](
     lambda: (
         Replacement(keras.layers.Layer, "__call__", _call),
         Replacement(tf.GradientTape, "gradient", _gradient),
         Replacement(random_seed, "get_seed", _get_seed),
+        # All draws but those of a binomial skip the numbers that they take.
+        Replacement(tf.random.Generator, "skip", _draw),
+        Replacement(tf.random.Generator, "binomial", _draw),
     )
 )

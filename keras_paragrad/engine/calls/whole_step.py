@@ -37,8 +37,6 @@ from keras_paragrad.storage.row_gradients import is_overwritten
 
 # Applies gradients that are the same on every replica.
 ApplySame = Callable[[keras.optimizers.Optimizer, Gradients, list[keras.Variable]], None]
-# Draw from a state in a variable, which differs between replicas.
-_STATEFUL_RANDOM = ("StatefulStandard", "StatefulUniform", "StatefulTruncated", "StatefulRandom", "Rng", "NonDet")
 
 
 class CallDivider:
@@ -65,8 +63,7 @@ class CallDivider:
         self.entered = untried_layers(model) if entered is None else entered
         # The number of divided calls, and why others aren't, by the layer's name.
         self._divided, self._obstacles = 0, dict[str, str]()
-        # The operations that divided calls have made, and the ids of the variables whose gradients are summed there.
-        self._inside: list[tuple[int, int]] = []
+        # The ids of the variables whose gradients divided calls sum over the replicas.
         self._summed: set[int] = set()
 
     def run(self, step: Callable[[Batch], StepLogs], data: Batch) -> StepLogs:
@@ -86,7 +83,6 @@ class CallDivider:
                 f"The step of {type(self.model).__name__} runs on the whole batch, and all replicas of a TPU run the "
                 "same program. Override compute_loss in place of train_step."
             )
-        begin = _operation_count()
         whole = gather_batch(data, ReplicaBatch.of(data).rows)
         with (
             as_one_replica(),
@@ -95,16 +91,14 @@ class CallDivider:
             capturing_applies(self._apply) as self._not_capturing,
             intercepting(self),
         ):
-            logs = step(whole)
-        self._check_random(begin)
-        return logs
+            return step(whole)
 
     def __call__(self, call: Callable[..., Structure], layer: keras.layers.Layer, arguments: Any, keywords: Any) -> Any:
         """Calls a layer in parts, or returns `NotImplemented` for a layer that is to be entered."""
         if id(layer) in self.entered:
             self._obstacles[layer.name] = self.entered[id(layer)]
             return NotImplemented
-        made, begin = LayerCall(call, layer, arguments, keywords), _operation_count()
+        made = LayerCall(call, layer, arguments, keywords)
         if not made.has_rows:
             return NotImplemented
         several = replica_count() > 1
@@ -120,7 +114,6 @@ class CallDivider:
         result = made.finish(
             self._on_share(made) if several else self._in_slices(made, made.rows, made.whole, made.state)
         )
-        self._inside.append((begin, _operation_count()))
         return result
 
     def _in_slices(self, made: LayerCall, rows: list[Any], whole: list[Any], state: list[Any]) -> Result:
@@ -133,7 +126,8 @@ class CallDivider:
         whole, state = share.copy(made.whole, rows), made.state
         with counting_examples(share.nonempty):
             if self.by_xla and not self.slices:
-                result: Result = in_function(lambda inputs: made(*inputs))((rows, whole, state))
+                inputs: Any = (rows, whole, state)
+                result: Result = in_function(lambda given: made(*given))(inputs)
             else:
                 result = self._in_slices(made, rows, whole, state)
         self._summed |= made.read
@@ -174,21 +168,3 @@ class CallDivider:
             f"Nothing can be divided in the step of {type(self.model).__name__}: {reasons}. "
             "keras_paragrad.memory.recompute(model) saves memory with whole batches."
         )
-
-    def _check_random(self, begin: int) -> None:
-        """Refuses random numbers that replicas would draw differently for the same rows."""
-        if tf.executing_eagerly():
-            return
-        inside = {index for first, stop in self._inside for index in range(first, stop)}
-        operations = tf.compat.v1.get_default_graph().get_operations()
-        for index in range(begin, len(operations)):
-            if index not in inside and operations[index].type.startswith(_STATEFUL_RANDOM):
-                raise IndivisibleError(
-                    f"The step of {type(self.model).__name__} draws from a tf.random.Generator "
-                    f"({operations[index].type}), which draws other numbers on each replica. Draw with keras.random, "
-                    "with a keras.random.SeedGenerator that is an attribute of the model."
-                )
-
-
-def _operation_count() -> int:
-    return 0 if tf.executing_eagerly() else len(tf.compat.v1.get_default_graph().get_operations())
