@@ -21,7 +21,7 @@ from keras_paragrad.engine.calls.intercept import intercepting, not_intercepting
 from keras_paragrad.engine.calls.layer_call import LayerCall
 from keras_paragrad.engine.probes.pure_function import PureFunction, State, is_seed, value_of
 from keras_paragrad.engine.probes.row_independence import computes_rows_independently
-from keras_paragrad.engine.probes.tolerances import OUTPUT_OF_PART
+from keras_paragrad.engine.probes.tolerances import OUTPUT, OUTPUT_OF_PART, STATE_ROUNDING, Tolerance
 from keras_paragrad.engine.probes.trial import row_count, run_trial, take_rows
 from keras_paragrad.engine.replicas.replica_batch import rows_at
 from keras_paragrad.engine.step.interception import capturing_applies
@@ -76,11 +76,10 @@ def _try_calls(model: keras.Model, step: Callable[[Batch], Any], rows: Batch) ->
     for _ in range(_LAYERS):
         trial = _Trial(model, step, row_count(rows), entered)
         errors, _ = trial(rows)
-        tolerance = OUTPUT_OF_PART.of(trial.half_precision)
         found = {
             id(layer): f"its {what} for some rows depend on other rows"
-            for (layer, what), error in zip(trial.compared, errors, strict=True)
-            if not float(error) <= tolerance
+            for (layer, what, tolerance), error in zip(trial.compared, errors, strict=True)
+            if not float(error) <= tolerance.of(trial.half_precision)
         }
         if not found:
             break
@@ -89,12 +88,16 @@ def _try_calls(model: keras.Model, step: Callable[[Batch], Any], rows: Batch) ->
 
 
 class _Trial(PureFunction):
-    """A step without updates, whose results are how far each call in parts is off, as a share of its largest value."""
+    """A step without updates, whose results are how far each call in parts is off, as a share of its largest value.
+
+    A sum over many rows may hardly change a row's output. So calls of all rows are compared too, some of them others:
+    these are rounded alike.
+    """
 
     def __init__(self, model: keras.Model, step: Callable[[Batch], Any], rows: int, entered: Mapping[int, str]):
         self.step, self.entered = step, entered
-        # The layers that were called, and what was compared.
-        self.compared: list[tuple[keras.layers.Layer, str]] = []
+        # The layers that were called, what was compared, and how far it may be off.
+        self.compared: list[tuple[keras.layers.Layer, str, Tolerance]] = []
         self._errors: list[tf.Tensor] = []
         values = [(variable, value_of(variable)) for variable in all_variables(model)]
         # Variables, not tensors: the tape of the step watches reads of variables.
@@ -137,8 +140,15 @@ class _Trial(PureFunction):
         self._compare(
             layer, "outputs", expected.rows, [tf.concat(pair, 0) for pair in zip(one.rows, other.rows, strict=True)]
         )
+        if total > 2 and all(isinstance(row, tf.Tensor) for row in made.rows):
+            order = [total // 2, *range(1, total - 1), total // 2]
+            with random_numbers_of_part(0, total, total):
+                changed = made([tf.gather(row, order) for row in made.rows], whole, state)
+            pairs = ([output[1:-1] for output in each.rows] for each in (expected, changed))
+            self._compare(layer, "outputs", *pairs, tolerance=OUTPUT)
         kept = [index for index, variable in enumerate(made.assigned) if not is_seed(variable)]
-        self._compare(layer, "states", [expected.state[i] for i in kept], [other.state[i] for i in kept])
+        states = ([each[index] for index in kept] for each in (expected.state, other.state, state))
+        self._compare(layer, "states", *states)
         return made.finish(expected)
 
     @staticmethod
@@ -146,16 +156,33 @@ class _Trial(PureFunction):
         with random_numbers_of_part(begin, end - begin, made.static or 0):
             return made(rows_at(made.rows, begin, end - begin), whole, state)
 
-    def _compare(self, layer: keras.layers.Layer, what: str, expected: list[Any], found: list[Any]) -> None:
-        for one, other in zip(expected, found, strict=True):
-            self.compared.append((layer, what))
+    def _compare(
+        self,
+        layer: keras.layers.Layer,
+        what: str,
+        expected: list[Any],
+        found: list[Any],
+        before: list[Any] | None = None,
+        tolerance: Tolerance = OUTPUT_OF_PART,
+    ) -> None:
+        """Compares outputs, or states, whose change from `before` counts."""
+        for one, other, start in zip(expected, found, before or [None] * len(found), strict=True):
+            self.compared.append((layer, what, tolerance))
             if one.shape.rank != other.shape.rank or one.shape[:1] != other.shape[:1]:
                 self._errors.append(tf.constant(float("inf")))
             elif one.dtype.is_floating:
                 one, other = tf.cast(one, "float32"), tf.cast(other, "float32")
                 same = tf.logical_and(tf.math.is_nan(one), tf.math.is_nan(other))
-                off = tf.where(same, tf.zeros_like(one), tf.abs(one - other))
-                scale = tf.reduce_max(tf.where(tf.math.is_finite(one), tf.abs(one), tf.zeros_like(one)))
-                self._errors.append(tf.math.divide_no_nan(tf.reduce_max(off), scale))
+                off = tf.reduce_max(tf.where(same, tf.zeros_like(one), tf.abs(one - other)))
+                scale = _largest(one)
+                if start is not None:
+                    off = tf.maximum(off - STATE_ROUNDING * scale, 0.0)
+                    scale = _largest(one - tf.cast(start, "float32"))
+                self._errors.append(tf.where(off > 0, off / scale, off))
             else:
                 self._errors.append(tf.where(tf.reduce_all(tf.equal(one, other)), 0.0, float("inf")))
+
+
+def _largest(values: tf.Tensor) -> tf.Tensor:
+    """The largest size of a finite value."""
+    return tf.reduce_max(tf.where(tf.math.is_finite(values), tf.abs(values), tf.zeros_like(values)))

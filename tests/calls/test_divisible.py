@@ -1,0 +1,60 @@
+"""Which calls of layers are found to depend on other rows, however little."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import ops
+
+from keras_paragrad.engine.calls.divisible import find_mixing_layers
+
+
+class RowWise(keras.layers.Layer):
+    def build(self, shape):
+        self.count = self.add_weight(shape=(), initializer="zeros", trainable=False, name="count")
+        self.slow = self.add_weight(shape=shape[-1:], initializer="ones", trainable=False, name="slow")
+
+    def call(self, x):
+        return ops.tanh(ops.matmul(x, ops.ones((3, 3))))
+
+
+class Mean(RowWise):
+    def call(self, x):
+        return x + 1e-4 * ops.mean(x, axis=0)
+
+
+class Before(RowWise):
+    def call(self, x):
+        return x + 1e-4 * ops.cumsum(x, axis=0)
+
+
+class Slow(RowWise):
+    def call(self, x):
+        self.slow.assign(0.9999 * self.slow + 0.0001 * ops.mean(x, axis=0))
+        return x
+
+
+class Counted(RowWise):
+    def call(self, x):
+        self.count.assign_add(1.0)
+        return x
+
+
+class Filled(RowWise):
+    """Returns zeros for the whole batch, and ones for a part."""
+
+    def call(self, x):
+        return 0.0 * x + ops.cast(ops.shape(x)[0] < 4, "float32")
+
+
+@pytest.mark.parametrize("kind", [RowWise, Mean, Before, Slow, Counted, Filled])
+def test_finds_layers_that_mix_rows_a_little(kind):
+    class Stepping(keras.Model):
+        def train_step(self, data):
+            return {"loss": tf.reduce_mean(self.layer(data))}
+
+    model = Stepping()
+    model.layer = kind()
+    model.layer.build((None, 3))
+    rows = tf.constant(np.random.default_rng(0).normal(size=(7, 3)), "float32")
+    assert (id(model.layer) in find_mixing_layers(model, model.train_step, rows)) == (kind is not RowWise)
