@@ -23,10 +23,10 @@ from keras_paragrad.privacy.ledger import (
     Entry,
     Event,
     Ledger,
-    value_digest,
     entries_of,
     table_of,
     unknown_entry,
+    value_digest,
 )
 from keras_paragrad.storage.storage import any_divided
 

@@ -37,7 +37,7 @@ class LayerCall:
         sizes = [leaf.shape[0] for leaf in leaves if _is_tensor(leaf) and leaf.shape.rank]
         self.has_rows = bool(sizes)
         self.static = sizes[0] if sizes else None
-        given = [*leaves, *self._masks]
+        given: list[Any] = [*leaves, *self._masks]
         by_row = [_is_tensor(leaf) and bool(leaf.shape.rank) and leaf.shape[0] == self.static for leaf in given]
         self._rowed = [index for index, rowed in enumerate(by_row) if rowed]
         self._others = [index for index, leaf in enumerate(given) if _is_tensor(leaf) and not by_row[index]]
@@ -141,14 +141,21 @@ class LayerCall:
         def trace(rows: list[Any], whole: list[Any]) -> None:
             runs.append(self._run(rows, whole, []))
 
+        missing: dict[int, keras.Variable] = {}
+        result, scope, graph = None, None, None
         for _ in range(_TRACES):
+            self._read = [*self._read, *missing.values()]
             whole = [tf.TensorSpec(value.shape, value.dtype) for value in self.whole]
             with untouched(self.layer, never_run()):
                 graph = tf.function(trace, autograph=False).get_concrete_function(specs, whole).graph
             result, scope = runs[-1]
-            self._read = [*self._read, *scope.missing.values()]
-            if not scope.missing:
+            missing = scope.missing
+            if not missing:
                 break
+        assert result is not None
+        assert scope is not None
+        if missing:
+            return f"it reads {next(iter(missing.values())).path!r}, which is of no layer in it"
         assigned = [variable for variable, _ in scope.updates]
         self._read, self.assigned = _split(self._read, {id(variable) for variable in assigned})
         return _obstacle(result, scope, assigned, self._read, count) or _of_operations(graph, runs_twice)

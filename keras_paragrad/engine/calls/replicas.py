@@ -142,7 +142,8 @@ def _gather_composite(leaf: Any, rows: GatheredRows) -> Any:
         values = (
             _gather_composite(values, entries) if isinstance(values, tf.RaggedTensor) else entries.gather([values])[0]
         )
-        return tf.RaggedTensor.from_row_lengths(values, lengths, validate=False)
+        ragged: Any = tf.RaggedTensor
+        return ragged.from_row_lengths(values, lengths, validate=False)
     entries = GatheredRows.of_replicas(tf.shape(leaf.values)[0])
     shift = tf.concat([[rows.first], tf.zeros([leaf.shape.rank - 1], "int32")], 0)
     indices, values = entries.gather([leaf.indices + tf.cast(shift, "int64"), leaf.values])

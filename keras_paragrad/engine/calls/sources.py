@@ -24,8 +24,9 @@ _IDENTITIES = SAME_BUFFER | {"IdentityN"}
 class _Running(threading.local):
     """The keys of the sources of this thread's innermost `tape.gradient`, and which tensors lead to them."""
 
-    keys: frozenset[Any] | None = None
-    known: dict[Any, bool]
+    def __init__(self) -> None:
+        self.keys: frozenset[Any] | None = None
+        self.known: dict[Any, bool] = {}
 
 
 _RUNNING = _Running()
@@ -34,7 +35,7 @@ _RUNNING = _Running()
 @contextlib.contextmanager
 def differentiating(sources: Any) -> Generator[None]:
     """Context of `tape.gradient` with these sources, nested."""
-    before = _RUNNING.keys, vars(_RUNNING).get("known")
+    before = _RUNNING.keys, _RUNNING.known
     _RUNNING.keys, _RUNNING.known = frozenset(_keys(sources)), {}
     try:
         yield

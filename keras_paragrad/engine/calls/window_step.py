@@ -44,7 +44,7 @@ class WindowStep:
 
     def __init__(self, model: keras.Model, normalize: LossNormalization | None, update: bool, end: Callable[[], None]):
         self.model, self.normalize, self.update, self.end = model, normalize, update, end
-        self._applied = False
+        self._applied, self._contribution = False, Contribution(1.0, 1.0)
         if normalize and normalize.weighting in ("auto", "mask"):
             raise IndivisibleError(
                 f"{type(model).__name__} defines its own train_step, so what a micro-batch of a window counts has to "
