@@ -7,6 +7,7 @@
 So nothing has to be known of the step: not what it divides by, compares, clips or logs, nor how often it updates.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -127,7 +128,7 @@ class CallDivider:
         with counting_examples(share.nonempty):
             if self.by_xla and not self.slices:
                 inputs: Any = (rows, whole, state)
-                result: Result = in_function(lambda given: made(*given))(inputs)
+                result: Result = in_function(functools.partial(_call_with, made))(inputs)
             else:
                 result = self._in_slices(made, rows, whole, state)
         self._summed |= made.read
