@@ -112,10 +112,9 @@ class CallDivider:
             self._obstacles[layer.name] = obstacle
             return NotImplemented
         self._divided += 1
-        result = made.finish(
+        return made.finish(
             self._on_share(made) if several else self._in_slices(made, made.rows, made.whole, made.state)
         )
-        return result
 
     def _in_slices(self, made: LayerCall, rows: list[Any], whole: list[Any], state: list[Any]) -> Result:
         return divided(made, rows, whole, self.slices, state) if self.slices else made(rows, whole, state)
@@ -169,3 +168,7 @@ class CallDivider:
             f"Nothing can be divided in the step of {type(self.model).__name__}: {reasons}. "
             "keras_paragrad.memory.recompute(model) saves memory with whole batches."
         )
+
+
+def _call_with(made: LayerCall, inputs: Any) -> Result:
+    return made(*inputs)
