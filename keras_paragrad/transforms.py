@@ -59,8 +59,7 @@ class transform_gradients:  # noqa: N801  (used as a function and as a context m
     Raises:
         ValueError: The model isn't built or compiled, its weights are in shards or on a mesh, its optimizer has
             `gradient_accumulation_steps`, or `f` fails on symbolic gradients, returns other shapes, or on several
-            replicas draws random numbers or assigns variables. The message says what to write. On replicas, `fit`
-            raises it for a model with a custom `train_step`.
+            replicas draws random numbers or assigns variables. The message says what to write.
 
     Example:
 

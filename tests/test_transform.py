@@ -1,5 +1,6 @@
 """The gradient of a whole update is transformed once, whatever it was put together from."""
 
+import contextlib
 import functools
 
 import keras
@@ -156,15 +157,25 @@ def test_accumulation_of_keras_s_own_is_refused():
 
 
 @pytest.mark.own_process
-def test_a_train_step_of_one_s_own_is_refused_if_replicas_are_inexact():
+def test_a_train_step_of_one_s_own_is_transformed_on_replicas():
+    """It is exact whatever `exact` says."""
+
     class Own(keras.Sequential):
         def train_step(self, data):
             return super().train_step(data)
 
     dist = DistributedFit(devices=["CPU:0", "CPU:1"], jit=False, exact=False)
-    with dist.scope():
-        model = Own([keras.Input((4,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", run_eagerly=True)
-    StepBuilder.of(model).fill(transform=negated)
-    with pytest.raises(ValueError, match=r"Own defines its own train_step, .*exact=True"):
-        dist.fit(model, np.ones((8, 4)), np.ones((8, 1)), verbose=0)
+    data = transforms.columns()[0][:7], transforms.columns()[1][:7]
+
+    def trained(scope, fit):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = Own([keras.Input(data[0].shape[1:]), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", jit_compile=False)
+        StepBuilder.of(model).fill(transform=negated)
+        fit(model, *data, batch_size=5, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    found = trained(dist.scope(), dist.fit), trained(contextlib.nullcontext(), keras.Model.fit)
+    for ours, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
