@@ -1514,7 +1514,7 @@ _CALLS = [
     _fault(
         "lookups of replicas have no second derivative",
         "engine/calls/replicas.py",
-        "ReplicaRows.of_replicas(rows_of(value)).own([tf.convert_to_tensor(whole)])[0]",
+        "GatheredRows.of_replicas(rows_of(value)).own([tf.convert_to_tensor(whole)])[0]",
         "tf.zeros_like(value)",
         "calls/test_divided.py::test_shares_of_replicas_give_the_derivatives_of_all_rows[5]",
     ),
@@ -1530,14 +1530,14 @@ _CALLS = [
         "engine/calls/divisible.py",
         "if not float(error) <= tolerance",
         "if False",
-        "calls/test_whole_batches.py::test_in_slices[Mixed]",
+        "calls/test_divisible.py::test_finds_layers_that_mix_rows_a_little[Mean]",
     ),
     _fault(
         "states of layers in parts are not compared with those of the whole",
         "engine/calls/divisible.py",
         "kept = [index for index, variable in enumerate(made.assigned) if not is_seed(variable)]",
         "kept = []",
-        "calls/test_whole_batches.py::test_in_slices[HasCounter]",
+        "calls/test_divisible.py::test_finds_layers_that_mix_rows_a_little[Slow]",
     ),
     _fault(
         "the mask of a divided call is lost",
