@@ -103,7 +103,7 @@ def trace_rows(model: object, function: Callable[[Any], Result], data: Batch, ro
     def placeholder(tensor: Any) -> tf.Tensor | None:
         return None if tensor is None else tf.compat.v1.placeholder(tensor.dtype, [rows, *tensor.shape[1:]])
 
-    with FuncGraph("never_run").as_default(), untouched(model, WeightScope()):
+    with FuncGraph("never_run").as_default(), untouched(model, WeightScope(collect_losses=True)):
         return function(tf.nest.map_structure(placeholder, data))
 
 
