@@ -112,7 +112,7 @@ class ReplicaPreparation(Preparation):
         """
         model = self.model
         exact, weighting, jit, shard_policy, prove, deterministic = self.settings
-        _check_shards(model, exact)
+        _check_shards(model)
         replicas = model.distribute_strategy.num_replicas_in_sync
         if replicas > 1:
             check_no_row_states(
@@ -258,19 +258,11 @@ def _predict_in_order(
         return type(model).predict(model, x, **arguments)
 
 
-def _check_shards(model: keras.Model, exact: bool) -> None:
+def _check_shards(model: keras.Model) -> None:
     """Refuses a model that would read or update shards as whole variables."""
-    if not may_be_in_shards(model):
-        return
-    if overrides_train_step(model):
-        # Its optimizers are known once the step is analyzed.
-        if exact:
-            return
-        raise ValueError(
-            f"{type(model).__name__} defines its own train_step, which hands the optimizer whole gradients, and this "
-            "optimizer updates shards. Leave exact=False out, or write DistributedFit(..., shard=None)."
-        )
-    check_optimizer_of_shards(model.optimizer)
+    # The optimizers of a custom step are checked when it calls them.
+    if may_be_in_shards(model) and not overrides_train_step(model):
+        check_optimizer_of_shards(model.optimizer)
 
 
 _ALL_REDUCE = {
