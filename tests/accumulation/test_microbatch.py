@@ -8,6 +8,7 @@ import tensorflow as tf
 from hypothesis import given
 from oracles.whole_batches import largest_difference
 from runner.covering import examples
+from sample_models import own_steps
 from sample_models.cases import REDUCTIONS, DataCase, OptimizerCase, build_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
@@ -224,3 +225,25 @@ def test_passes_in_a_loop_are_functions_of_their_own(jit_compile):
     functions = traced.graph.as_graph_def().library.function
     pooling = [each for each in functions if any(node.op == "MaxPoolGrad" for node in each.node_def)]
     assert pooling and all(each.attr["_XlaMustCompile" if jit_compile else "_noinline"].b for each in pooling)
+
+
+def fitted(made, parts):
+    model = own_steps.model(made, run_eagerly=True)
+    with microbatch(model, parts):
+        return model.fit(*own_steps.data(), batch_size=7, shuffle=False, verbose=0).history
+
+
+def test_what_compute_metrics_adds_has_to_be_had_of_parts():
+    expected = fitted(own_steps.PerplexityOfParts, 100)
+    assert "perplexity" in expected
+    assert fitted(own_steps.PerplexityOfParts, 3)["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
+    # Of whole batches, Keras's way is kept.
+    assert fitted(own_steps.Perplexity, 100)["perplexity"] == pytest.approx(expected["perplexity"], rel=1e-6)
+    with pytest.raises(ValueError, match="compute_metrics of Perplexity returns.*Override that too"):
+        fitted(own_steps.Perplexity, 3)
+
+
+def test_what_compute_metrics_leaves_out_is_left_out_of_parts():
+    expected, found = fitted(own_steps.WithoutError, 100), fitted(own_steps.WithoutError, 3)
+    assert found.keys() == expected.keys() == {"loss"}
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)

@@ -1,4 +1,4 @@
-"""A `train_step` or `test_step` of the model's own is the step of one device on the whole batch, however it is divided."""
+"""A `train_step` or `test_step` of the model's own is that of one device on the whole batch, however it is divided."""
 
 import contextlib
 import functools
@@ -206,53 +206,39 @@ def test_the_average_of_the_optimizer_is_of_the_weights_that_it_updates():
 
 
 class Noisy(models.Contrastive):
-    """Draws for what its layers return."""
+    """Draws as many rows of noise as batches have, so that a part of one wouldn't fit."""
 
-    def noise(self, rows):
-        # As many rows as batches have, so that a part of one wouldn't fit.
-        return keras.random.normal((11, 4), seed=5)
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw()
 
     def train_step(self, data):
         weights = self.encoder.trainable_weights
         with tf.GradientTape() as tape:
-            rows = self.encoder(data[0]) + self.noise(data[0])
+            rows = self.encoder(data[0]) + self.draw((8, 4))
             loss = ops.mean(ops.square(ops.matmul(rows, ops.transpose(rows))))
         self.of_encoder.apply(tape.gradient(loss, weights), weights)
         return {"loss": loss}
 
 
-class Unseeded(Noisy):
-    def noise(self, rows):
-        return tf.random.normal((tf.shape(rows)[0], 4))
-
-
-class FromGenerator(Noisy):
-    def __init__(self):
-        super().__init__()
-        self.generator = tf.random.Generator.from_seed(1)
-
-    @tf.function
-    def noise(self, rows):
-        return self.generator.normal((tf.shape(rows)[0], 4))
-
-
-def fitted_to_full_batches(kind, dist, **mode):
-    with dist.scope():
-        model = compiled(kind, **{"jit_compile": False, **mode})
-    rows = tf.data.Dataset.from_tensor_slices((models.ROWS, models.LABELS)).batch(11, drop_remainder=True)
-    return model, dist.fit(model, rows, **OPTIONS).history
-
-
 @pytest.mark.own_process
 def test_numbers_that_a_step_draws_are_the_same_on_all_replicas():
     dist = replicas()
-    compare(*(fitted_to_full_batches(Noisy, each) for each in (dist, DistributedFit("none"))))
-    for weight in fitted_to_full_batches(Unseeded, dist)[0].weights:
+    seeded = functools.partial(Noisy, lambda: functools.partial(keras.random.normal, seed=5))
+    compare(fitted(seeded, 8, dist=dist), fitted(seeded, 8))
+    for weight in fitted(functools.partial(Noisy, lambda: tf.random.normal), 8, dist=dist)[0].weights:
         first, second = dist.strategy.experimental_local_results(weight.value)
         np.testing.assert_array_equal(first, second)
-    for mode in ({}, {"run_eagerly": True}):
-        with pytest.raises(ValueError, match=r"draws from a tf.random.Generator.*Draw with keras.random"):
-            fitted_to_full_batches(FromGenerator, dist, **mode)
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("mode", [{"run_eagerly": True}, {}])
+def test_a_random_generator_is_refused_on_replicas(mode):
+    def draw():
+        return tf.function(tf.random.Generator.from_seed(1).normal, autograph=False)
+
+    with pytest.raises(ValueError, match=r"draws from a tf.random.Generator.*Draw with keras.random"):
+        fitted(functools.partial(Noisy, draw), 8, dist=replicas(), **mode)
 
 
 class Window(models.Diffusion):
@@ -284,7 +270,7 @@ def test_windows(how):
     compare(found, fitted_in_windows(weighting=None, sizes=(7, 7)))
 
 
-def test_windows_whose_micro_batches_count_the_same():
+def test_windows_of_micro_batches_that_count_the_same():
     compare(fitted_in_windows(weighting="uniform", sizes=(3,) * 6), fitted_in_windows(weighting=None, sizes=(9, 9)))
 
 
@@ -382,16 +368,14 @@ def test_checkpoints_of_shards(shard, tmp_path):
 def test_own_test_steps_show_what_one_device_shows(cases, in_graphs):
     for case in cases:
         mode = {} if case in in_graphs else {"run_eagerly": True}
-        found, expected = (own_steps.evaluated(case, dist, **mode) for dist in (replicas(jit=False), None))
+        found, expected = (own_steps.evaluated(case, make, **mode) for make in (replicas, None))
         assert found == pytest.approx(expected, rel=1e-6), (case, mode)
 
 
-# With weights that stay as they are.
-@pytest.mark.slow(20)
+@pytest.mark.few(1)
 @pytest.mark.own_process
-@pytest.mark.parametrize("options", [{}, {"exact": False}])
 @pytest.mark.parametrize("made", [own_steps.Numbers, own_steps.SummedNumbers, own_steps.Largest])
-def test_numbers_that_an_own_train_step_gives_to_metrics_or_returns(made, options):
+def test_numbers_that_an_own_train_step_gives_to_metrics_or_returns(made):
     def shown(dist=None, size=None):
         with dist.scope() if dist else contextlib.nullcontext():
             model = own_steps.model(made, metrics=None, run_eagerly=True)
@@ -402,8 +386,8 @@ def test_numbers_that_an_own_train_step_gives_to_metrics_or_returns(made, option
             return model.fit(dist.dataset(batches) if dist else batches, shuffle=False, verbose=0).history
 
     expected = shown()
-    for how in ({"size": 3}, {"dist": replicas(**options)}, {"dist": replicas(**options), "size": 2}):
-        found = shown(**how)
+    for how in ((None, 3), (replicas(), None), (replicas(exact=False), 2)):
+        found = shown(*how)
         assert found.keys() == expected.keys()
         for name, values in expected.items():
             assert found[name] == pytest.approx(values, rel=1e-5), (name, how)

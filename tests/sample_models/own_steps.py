@@ -154,13 +154,6 @@ class SummedNumbers(Numbers):
     summed = True
 
 
-class Sums(Numbers):
-    """Numbers that micro-batches of a window add up to."""
-
-    def numbers(self, rows: Any, losses: Any) -> dict[str, Any]:
-        return {"sums": keras.ops.sum(losses), "rows": rows}
-
-
 class Largest(Numbers):
     """A number that no parts give."""
 
@@ -208,32 +201,30 @@ class WithoutError(keras.Model):
         return found
 
 
-# Of a step, what `DistributedFit` has to be told, and what is compiled.
+# Of a step, what is compiled.
 CASES = {
-    "Guide": (Guide, {}, {}),
-    "Guide, not exact": (Guide, {"exact": False}, {}),
-    "Guide, weighted": (Guide, {}, {"loss": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")}),
-    "Guide, sum": (Guide, {}, {"loss": keras.losses.MeanSquaredError(reduction="sum")}),
-    "Loss": (Loss, {"weighting": "examples"}, {}),
-    "Loss, not exact": (Loss, {"exact": False}, {}),
-    "Tracking": (Tracking, {"weighting": "examples"}, {"metrics": None}),
-    "Counted": (Counted, {}, {"metrics": None}),
-    "Counted, sum": (Counted, {}, {"metrics": None, "loss": keras.losses.MeanSquaredError(reduction="sum")}),
+    "Guide": (Guide, {}),
+    "Guide, weighted": (Guide, {"loss": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")}),
+    "Guide, sum": (Guide, {"loss": keras.losses.MeanSquaredError(reduction="sum")}),
+    "Loss": (Loss, {}),
+    "Tracking": (Tracking, {"metrics": None}),
+    "Counted": (Counted, {"metrics": None}),
+    "Counted, sum": (Counted, {"metrics": None, "loss": keras.losses.MeanSquaredError(reduction="sum")}),
     "Counted, weighted": (
         Counted,
-        {},
         {"metrics": None, "loss": keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")},
     ),
-    "Examples": (Examples, {}, {"metrics": None}),
-    "PerplexityOfParts": (PerplexityOfParts, {}, {}),
-    "WithoutError": (WithoutError, {}, {}),
+    "CountedOnce": (CountedOnce, {"metrics": None}),
+    "Examples": (Examples, {"metrics": None}),
+    "PerplexityOfParts": (PerplexityOfParts, {}),
+    "WithoutError": (WithoutError, {}),
 }
 
 
-def evaluated(case: str, dist: Any, **mode: Any) -> dict[str, float]:
-    """What `evaluate` shows of a case, by what `dist(**options)` makes or, if that is `None`, on one device."""
-    made, options, compiled = CASES[case]
-    ours = dist(**options) if dist else None
+def evaluated(case: str, make: Callable[[], Any] | None, **mode: Any) -> dict[str, float]:
+    """What `evaluate` shows of a case, in the fit that `make` makes or, if that is `None`, on one device."""
+    made, compiled = CASES[case]
+    ours = make() if make else None
     with ours.scope() if ours else contextlib.nullcontext():
         found = model(made, **compiled, **mode)
     # The last batch leaves a replica without rows.

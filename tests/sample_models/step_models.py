@@ -49,41 +49,6 @@ class Autoencoder(keras.Model):
         return {"loss": self.tracker.result(), "reconstruction": reconstruction}
 
 
-class CountedSum(keras.Model):
-    """A loss that is a sum over the rows, in a `Mean` that counts it by the rows, as Keras's own step does."""
-
-    def __init__(self):
-        super().__init__()
-        self.head = keras.Sequential([keras.Input((5,)), layers.Dense(3)])
-        self.tracker = keras.metrics.Mean(name="loss")
-
-    @property
-    def metrics(self):
-        return [self.tracker]
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = 0.05 * ops.sum(ops.square(self.head(x) - ops.one_hot(y, 3)))
-        gradients = tape.gradient(loss, self.head.trainable_weights)
-        self.optimizer.apply(gradients, self.head.trainable_weights)
-        self.tracker.update_state(loss, sample_weight=ops.shape(x)[0])
-        return {"loss": self.tracker.result()}
-
-
-class SummedAutoencoder(Autoencoder):
-    """The same with a loss that is a sum over the images."""
-
-    def train_step(self, data):
-        images, noise = data[0]
-        with tf.GradientTape() as tape:
-            mean, _ = ops.split(self.encoder(images), 2, axis=-1)
-            # Small, so that weights stay near 1: their rounding is compared.
-            loss = 0.05 * ops.sum(ops.square(images - self.decoder(mean + 0.1 * noise)))
-        self.optimizer.apply(tape.gradient(loss, self.trainable_weights), self.trainable_weights)
-        return {"loss": loss}
-
-
 class Gan(keras.Model):
     """A generator and a discriminator with an optimizer each, one after the other."""
 
