@@ -1528,7 +1528,7 @@ _CALLS = [
     _fault(
         "a layer that mixes rows is divided",
         "engine/calls/divisible.py",
-        "if not float(error) <= tolerance",
+        "if not float(error) <= tolerance.of(trial.half_precision)",
         "if False",
         "calls/test_divisible.py::test_finds_layers_that_mix_rows_a_little[Mean]",
     ),
