@@ -32,20 +32,20 @@ BELOW = {
 # How many lines each folder may have, and the modules beside them. What adds to one takes from another: their sum is
 # `TOTAL`, which is only lowered. A folder that has 25 fewer than its number gets a lower one.
 LINES = {
-    "accumulation": 1455,
-    "cli": 1082,
-    "compat": 3347,
-    "distribution": 13664,
-    "engine": 14933,
-    "inputs": 1868,
+    "accumulation": 1402,
+    "cli": 1088,
+    "compat": 3426,
+    "distribution": 13742,
+    "engine": 13425,
+    "inputs": 1885,
     "memory": 3053,
-    "per_example": 5004,
-    "privacy": 3175,
-    "profiling": 6972,
-    "storage": 2580,
-    "top": 1229,
+    "per_example": 5257,
+    "privacy": 3171,
+    "profiling": 7017,
+    "storage": 2786,
+    "top": 1258,
 }
-TOTAL, SLACK = 58362, 25
+TOTAL, SLACK = 57510, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
