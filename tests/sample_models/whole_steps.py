@@ -59,12 +59,12 @@ def trained(case):
 
     And how far the weights have moved, and how many of them are in shards.
     """
+    dist = DistributedFit("multi_worker", devices=["CPU:0"], shard=case["shard"], min_shard_bytes=16)
     options = {"batch_size": case["rows"], "epochs": 2, "shuffle": False, "verbose": 0}
     # Keras 3.16 traces each size of batches anew, and a seeded operation draws from the start in each trace.
     plain = compiled(Everything, jit_compile=False, run_eagerly=True)
     before = plain.get_weights()
     shown = plain.fit(*data_of(plain), **options).history
-    dist = DistributedFit("multi_worker", devices=["CPU:0"], shard=case["shard"], min_shard_bytes=16)
     with dist.scope():
         model = compiled(Everything, jit_compile=False)
     history = dist.fit(model, *data_of(model), **options).history
