@@ -23,6 +23,7 @@ from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
 from keras_paragrad.engine.division.first_batch import Conclusion, Proof
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
+from keras_paragrad.engine.step.operations import draws_from_graph
 from keras_paragrad.engine.step.seen_batches import SeenBatches
 from keras_paragrad.engine.step.stages import Apply, Take
 from keras_paragrad.engine.telemetry.train_functions import LATEST, batch_spec
@@ -90,6 +91,8 @@ class CompiledStep:
         # The iterator for which the step was last traced, and whether its batches get to the step through Python.
         self._iterator: Callable[[], object] = lambda: None
         self._through_python = True
+        # Whether the traced step draws random numbers from states of its graph, which begin anew in another graph.
+        self.draws = False
 
     def __call__(self, data: Batch) -> StepLogs:
         return self._run(data)
@@ -129,7 +132,8 @@ class CompiledStep:
         self._through_python = not any(map(_is_ragged, keras.tree.flatten(spec)))
         if self._through_python:
             with announcing_part("tracing the step"):
-                self._function.get_concrete_function(spec)
+                graph = self._function.get_concrete_function(spec).graph
+            self.draws = self.draws or draws_from_graph(graph.get_operations())
 
 
 def _without_optional(spec: Specs) -> Specs:
@@ -193,7 +197,11 @@ def compile_steps(
         """Returns an executor for iterators of TensorFlow, and one for any iterator."""
         compiled = [CompiledStep(model, step, take, guard, by_xla, on_mesh) for step in steps]
         by_host = _by_host(model, compiled, proof, take)
-        return _in_graph(model, compiled) if in_graph else by_host, by_host
+        if not in_graph:
+            return by_host, by_host
+        within = _in_graph(model, compiled)
+        # The first batch may have run by itself.
+        return lambda *call: (by_host if any(step.draws for step in compiled) else within)(*call), by_host
 
     plain = compile_pair(steps)
     watching = compile_pair(watched.steps) if watched else plain

@@ -268,6 +268,11 @@ def find_hidden_state(operations: Iterable[tf.Operation]) -> HiddenState | None:
     return None
 
 
+def draws_from_graph(operations: Iterable[tf.Operation]) -> bool:
+    """Whether operations draw random numbers from states of their graph, as those of `tf.random` do."""
+    return any(any(word in operation.type for word in _RANDOM[:4]) for operation in _stateful(operations))
+
+
 def _stateful(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
     """Yields the stateful operations, including operations of called functions."""
     for operation in operations:

@@ -26,7 +26,7 @@ QUICK = {
     "two_heads": ("telemetry",),
     "graph_attention": ("recomputation",),
     "endpoint": ("replicas",),
-    "shuffled": ("replicas",),
+    "shuffled": ("slices", "replicas"),
     "dual_encoder": ("shards",),
     "switch_transformer": ("slices",),
 }
