@@ -52,8 +52,7 @@ PARTS = (*CUT, *SPREAD)
 # What the errors and warnings say.
 NUMBER = "returns one number for the whole batch"
 LOSS = "defines its own compute_loss"
-TRIAL = "The weighted gradients of the parts don't sum to the whole's"
-WINDOWS, PHASES = "are not there at the same time", "micro-batches can't be accumulated one after the other"
+STATED, PHASES = "has to be stated", "micro-batches can't be accumulated one after the other"
 STATE = "so it ends up different from one update with the whole batch"
 BATCHES = "with the statistics of each micro-batch"
 
@@ -68,11 +67,14 @@ def tokens(x: Any, y: Any, y_pred: Any, sample_weight: Any) -> Any:
     return keras.ops.sum(y > 0)
 
 
-# A `train_step` of the model's own: logs of windows are means over micro-batches, which may be uneven.
-STEP = {"accumulation": Outcome(logs=False)}
-OPTIMIZERS = {"accumulation": Outcome(refused=PHASES)}
-# On replicas, calls of layers are divided, where rows can't be.
-NOT_DIVIDED = refused(TRIAL, CUT)
+# A `train_step` of the model's own states how a micro-batch counts; logs of windows are means over micro-batches, which
+# may be uneven.
+MEAN, SUM = {"weighting": "examples"}, {"weighting": "sum"}
+STEP, SUMMED = {"accumulation": Outcome(options=MEAN, logs=False)}, {"accumulation": Outcome(options=SUM)}
+# No weighting is true of these.
+UNSTATED = refused(STATED, ("accumulation",))
+SEVERAL = {"accumulation": Outcome(refused=PHASES, options=MEAN)}
+OPTIMIZERS = refused(PHASES, ("accumulation",))
 NORMALIZED = {
     **dict.fromkeys(CUT, Outcome(warned=BATCHES)),
     **dict.fromkeys(SPREAD, Outcome(changed={"synchronized": True})),
@@ -82,7 +84,7 @@ EXCEPTIONS: dict[str, dict[str, Outcome]] = {
     # Losses.
     "masked_tokens": {"accumulation": Outcome(options={"weighting": tokens})},
     "normalized_siamese": NORMALIZED,
-    "switch_transformer": refused("A layer adds a loss.*'examples' is .* off"),
+    "switch_transformer": refused("A layer adds a loss.*'examples' is .* off", ("accumulation",)),
     "points": NORMALIZED,
     # Losses that compare rows.
     "supervised_contrastive": refused("compares examples|Losses that compare", ("accumulation",)),
@@ -90,19 +92,18 @@ EXCEPTIONS: dict[str, dict[str, Outcome]] = {
     "summed_retrieval": refused(LOSS, ("accumulation",)),
     "correlated": refused(NUMBER, ("accumulation",)),
     "barlow_twins": {
-        **refused("mixes them as well|returns one number", CUT),
+        **refused("returns one number", ("accumulation",)),
+        "slices": Outcome(warned=BATCHES),
         **dict.fromkeys(SPREAD, Outcome(changed={"synchronized": True})),
     },
-    "metric_learning": NOT_DIVIDED,
-    "dual_encoder": NOT_DIVIDED,
-    "queue": refused(STATE, CUT),
+    **dict.fromkeys(("metric_learning", "dual_encoder", "queue"), UNSTATED),
     # Layers.
     "batch_normalization": NORMALIZED,
-    "recommender": refused("depends on the others in the batch"),
+    "recommender": refused("depends on the others in the batch", ("accumulation",)),
     "molecules": refused("different numbers of rows", ("slices", *SPREAD)),
-    "running_maximum": refused(STATE),
+    "running_maximum": refused(STATE, ("accumulation",)),
     "spectral_normalization": {
-        **refused(STATE, CUT),
+        **refused(STATE, ("accumulation",)),
         **refused("assigns to its weight", ("shards", "recomputation")),
     },
     # Steps.
@@ -112,38 +113,28 @@ EXCEPTIONS: dict[str, dict[str, Outcome]] = {
             "diffusion",
             "masked_autoencoder",
             "speech",
-            "triplets",
             "guide",
             "two_heads",
             "vector_quantized",
             "flow",
             "zero_reference",
             "graph_attention",
-            "summed_step",
             "one_token",
         ),
         STEP,
     ),
-    "captions": {"accumulation": Outcome(refused="updates weights")},
-    "masked_captions": NOT_DIVIDED,
-    "sharpness_aware": refused("a value that depends on the rows", CUT),
-    "fixed_noise": NOT_DIVIDED,
-    "clipping_step": NOT_DIVIDED,
-    "thresholded": NOT_DIVIDED,
-    "shuffled": NOT_DIVIDED,
-    "normalizing_step": {
-        **dict.fromkeys(CUT, Outcome(warned=BATCHES)),
-        **dict.fromkeys(SPREAD, Outcome(changed={"synchronized": True})),
-    },
-    **dict.fromkeys(("gan", "wgan_gp", "cyclegan", "forward_forward"), OPTIMIZERS),
+    **dict.fromkeys(("triplets", "summed_step"), SUMMED),
+    **dict.fromkeys(("captions", "masked_captions"), SEVERAL),
+    **dict.fromkeys(("sharpness_aware", "fixed_noise", "clipping_step", "thresholded", "shuffled"), UNSTATED),
+    "normalizing_step": {**NORMALIZED, "accumulation": Outcome(warned=BATCHES, options=MEAN)},
+    **dict.fromkeys(
+        ("gan", "wgan_gp", "cyclegan", "forward_forward", "fixed_noise_gan", "counting_gan", "simclr"), OPTIMIZERS
+    ),
     "normalizing_gan": {
         **OPTIMIZERS,
         "slices": Outcome(warned=BATCHES),
         **dict.fromkeys(SPREAD, Outcome(changed={"synchronized": True})),
     },
-    "fixed_noise_gan": {**OPTIMIZERS, **refused(TRIAL, ("slices",))},
-    "counting_gan": {**OPTIMIZERS, **refused("assigns a tf.Variable", ("slices", *SPREAD))},
-    "simclr": {**OPTIMIZERS, **refused(TRIAL, ("slices",))},
 }
 
 
