@@ -165,6 +165,14 @@ class Adds(layers.Layer):
         return rows
 
 
+class InItsGradient(layers.Layer):
+    """Has a number of all rows in its gradient, and not in its output."""
+
+    def call(self, rows):
+        mean = ops.mean(rows, 0, keepdims=True)
+        return rows + mean - ops.stop_gradient(mean)
+
+
 class Counts(layers.Layer):
     """Counts its calls, and scales by the count."""
 
@@ -193,6 +201,11 @@ class AddsLosses(Mixed):
         super().__init__(Adds)
 
 
+class MixesGradients(Mixed):
+    def __init__(self):
+        super().__init__(InItsGradient)
+
+
 class HasCounter(Mixed):
     def __init__(self):
         super().__init__(Counts)
@@ -203,7 +216,11 @@ class Decoder(keras.Model):
 
     def __init__(self, tied=False):
         super().__init__()
-        self.table, self.mix, self.out = layers.Embedding(9, 4, mask_zero=True), layers.LSTM(4, return_sequences=True), None
+        self.table, self.mix, self.out = (
+            layers.Embedding(9, 4, mask_zero=True),
+            layers.LSTM(4, return_sequences=True),
+            None,
+        )
         self.positions = layers.Embedding(5, 4)
         self.table.build((None, 5))
         self.positions.build((5,))
@@ -258,7 +275,7 @@ STEPS = {
     kind.__name__: kind
     for kind in (
         *(Clipped, Projected, GradNorm, Sam, BarlowTwins, Triplets, MeanTeacher, CenterLoss, Mixed, AddsLosses),
-        *(HasCounter, Decoder, TiedDecoder, Reconsidering),
+        *(MixesGradients, HasCounter, Decoder, TiedDecoder, Reconsidering),
     )
 }
 
@@ -271,7 +288,9 @@ def made(kind, **options):
     """The model of a step; embeddings are trained with Adam, whose step for them differs if lookups are added."""
     keras.utils.set_random_seed(1)
     model = kind()
-    model.compile(keras.optimizers.Adam(0.01) if isinstance(model, Decoder) else keras.optimizers.SGD(0.05, 0.9), **options)
+    model.compile(
+        keras.optimizers.Adam(0.01) if isinstance(model, Decoder) else keras.optimizers.SGD(0.05, 0.9), **options
+    )
     return model
 
 

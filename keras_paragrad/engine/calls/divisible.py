@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import WeightScope
+from keras_paragrad.compat.layers import WeightScope, has_gradient
 from keras_paragrad.compat.model import all_layers, all_variables
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.compat.workers import gather, worker_strategy
@@ -133,13 +133,14 @@ class _Trial(PureFunction):
             return NotImplemented
         first = min(max(1, 3 * total // 8), total - 1)
         whole, state = made.whole, made.state
-        with random_numbers_of_part(0, total, total):
-            expected = made(made.rows, whole, state)
-        one = self._part(made, 0, first, whole, state)
-        other = self._part(made, first, total, whole, one.state)
-        self._compare(
-            layer, "outputs", expected.rows, [tf.concat(pair, 0) for pair in zip(one.rows, other.rows, strict=True)]
-        )
+        expected, gradients = self._part(made, 0, total, whole, state)
+        one, of_one = self._part(made, 0, first, whole, state)
+        other, of_other = self._part(made, first, total, whole, one.state)
+        self._compare(layer, "outputs", expected.rows, _concatenate(one.rows, other.rows))
+        # A layer's own gradient may depend on other rows where its outputs don't.
+        self._compare(layer, "gradients", gradients.rows, _concatenate(of_one.rows, of_other.rows))
+        sums = [a + b for a, b in zip(of_one.sums, of_other.sums, strict=True)]
+        self._compare(layer, "gradients", gradients.sums, sums)
         if total > 2 and all(isinstance(row, tf.Tensor) for row in made.rows):
             order = [total // 2, *range(1, total - 1), total // 2]
             with random_numbers_of_part(0, total, total):
@@ -152,9 +153,24 @@ class _Trial(PureFunction):
         return made.finish(expected)
 
     @staticmethod
-    def _part(made: LayerCall, begin: int, end: int, whole: list[Any], state: list[Any]) -> Result:
-        with random_numbers_of_part(begin, end - begin, made.static or 0):
-            return made(rows_at(made.rows, begin, end - begin), whole, state)
+    def _part(made: LayerCall, begin: int, end: int, whole: list[Any], state: list[Any]) -> tuple[Result, Result]:
+        """The result of some rows, and the gradient of a weighted sum of their outputs."""
+        rows = rows_at(made.rows, begin, end - begin)
+        inputs = [
+            [each for each in some if isinstance(each, tf.Tensor) and has_gradient(each)] for some in (rows, whole)
+        ]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(inputs)
+            with random_numbers_of_part(begin, end - begin, made.static or 0):
+                result = made(rows, whole, state)
+            target = tf.zeros([])
+            for output in result.rows:
+                if output.dtype.is_floating:
+                    flat = tf.reshape(tf.cast(output, "float32"), [end - begin, -1])
+                    of_rows = tf.cos(tf.range(float(begin), float(end)))[:, None]
+                    target += tf.reduce_sum(flat * of_rows * tf.cos(tf.range(tf.cast(tf.shape(flat)[1], "float32"))))
+        gradients = tape.gradient(target, inputs, unconnected_gradients="zero")
+        return result, Result(*(list(map(tf.convert_to_tensor, some)) for some in gradients), [])
 
     def _compare(
         self,
@@ -181,6 +197,10 @@ class _Trial(PureFunction):
                 self._errors.append(tf.where(off > 0, off / scale, off))
             else:
                 self._errors.append(tf.where(tf.reduce_all(tf.equal(one, other)), 0.0, float("inf")))
+
+
+def _concatenate(one: list[Any], other: list[Any]) -> list[Any]:
+    return [tf.concat(pair, 0) for pair in zip(one, other, strict=True)]
 
 
 def _largest(values: tf.Tensor) -> tf.Tensor:
