@@ -204,7 +204,9 @@ def called_graphs(operation: tf.Operation) -> list[tf.Graph]:
         except ValueError:
             continue
         for function in functions if isinstance(functions, list) else [functions]:
-            if hasattr(function, "name") and (called := operation.graph._get_function(function.name)) is not None:
+            called = operation.graph._get_function(function.name) if hasattr(function, "name") else None
+            # Those that TensorFlow's own losses define, such as CTC's, show no graph.
+            if hasattr(called, "graph"):
                 graphs.append(called.graph)
     return graphs
 
