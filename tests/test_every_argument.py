@@ -2,6 +2,7 @@
 
 import decimal
 import fractions
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +147,11 @@ def fit(**arguments: Any) -> Any:
     return keras_paragrad.DistributedFit("none").fit(**arguments)
 
 
+@functools.wraps(keras_paragrad.microbatch)
+def sliced(**arguments: Any) -> None:
+    keras_paragrad.microbatch(**arguments).undo()
+
+
 def callbacks(**arguments: Any) -> Any:
     return keras_paragrad.DistributedFit("none").callbacks(**arguments)
 
@@ -265,7 +271,9 @@ PUBLIC = {
         keras_paragrad.AdaptiveClip,
         {"quantile": HALF, "initial": ABOVE_0, "learning_rate": ABOVE_0, "count_noise": ABOVE_0 | NONE},
     ),
-    "ExactAccumulation": Called(keras_paragrad.ExactAccumulation, {"prove": FLAG}),
+    "ExactAccumulation": Called(
+        keras_paragrad.ExactAccumulation, {"prove": FLAG, "callbacks": taken("[]", "()", "empty array")}
+    ),
     "estimate_memory": Called(
         keras_paragrad.estimate_memory,
         {
@@ -459,7 +467,7 @@ PUBLIC = {
         costs=True,
     ),
     "microbatch": Called(
-        keras_paragrad.microbatch,
+        sliced,
         {
             "model": NOTHING,
             "size": COUNT | AUTO,

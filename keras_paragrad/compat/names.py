@@ -170,6 +170,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         _assigned(
             "tensorflow.python.distribute.collective_all_reduce_strategy",
             "CollectiveAllReduceExtended._communication_options",
+            Hook("tensorflow.python.distribute.values", "PerReplica"),
         ),
         _assigned("tensorflow.python.distribute.mirrored_strategy", "MirroredExtended._communication_options"),
     ),
@@ -208,7 +209,6 @@ NAMES: dict[str, tuple[Hook, ...]] = {
             "tensorflow.python.distribute.values", "DistributedVariable._update_cross_replica", ("update_fn", "value")
         ),
         Hook("tensorflow.python.distribute.values", "DistributedVariable._update_replica", ("update_fn", "value")),
-        Hook("tensorflow.python.distribute.values", "PerReplica"),
         Hook("tensorflow.python.distribute.values_util", "get_current_replica_id_as_int"),
         Hook("tensorflow.python.framework.ops", "Operation._add_control_input"),
         Hook("tensorflow.python.framework.ops", "Operation._update_input", ("index", "tensor")),

@@ -170,11 +170,8 @@ def test_metrics_of_the_first_batch_evaluated_on_replicas_are_proved():
 
 
 def test_what_one_worker_finds_on_its_rows_all_compute():
-    refusals = []
-    for shown, expected, refusal in own_process.on_workers(proved_on_workers.trained_and_evaluated, None, seconds=120):
+    for shown, expected in own_process.on_workers(proved_on_workers.trained_and_evaluated, None, seconds=120):
         np.testing.assert_allclose(shown, expected, rtol=2e-6)
-        refusals.append(refusal)
-    assert "Worker 1 has failed here" in refusals[0] and "off the gradient of the whole" in refusals[1], refusals
 
 
 def test_in_windows_it_is_refused_before_anything_changes():
@@ -213,13 +210,14 @@ def test_losses_that_recomputed_layers_add_are_shown_and_tried():
     expected, found = trained(model_of("mse", *adding_a_mean())), recomputed_in_slices("mse")
     assert largest_difference(found, expected) < TOLERANCE
     np.testing.assert_allclose(found.history.history["loss"], expected.history.history["loss"], rtol=TOLERANCE)
-    with pytest.raises(ValueError, match="'examples' is .* off, 'sum' is .* off"):
-        recomputed_in_slices(keras.losses.MeanSquaredError(reduction="sum"))
+    added = keras.losses.MeanSquaredError(reduction="sum")
+    expected, found = trained(model_of(added, *adding_a_mean())), recomputed_in_slices(added)
+    assert largest_difference(found, expected) < TOLERANCE
 
 
 def test_an_added_loss_without_a_gradient_is_tried_too():
     with pytest.raises(ValueError, match="'sum' is .* off"):
-        in_slices(keras.losses.MeanSquaredError(reduction="sum"), AddsMean())
+        in_windows(keras.losses.MeanSquaredError(reduction="sum"), AddsMean())
 
 
 SOME_MISSING = missing(MARKER, slice(1, 7))
@@ -288,9 +286,11 @@ def test_what_is_stated_is_warned_of_by_how_much_it_is_off():
         in_slices(hardest, weighting="examples")
 
 
-def test_a_layer_that_mixes_large_rows_is_named():
-    with pytest.raises(ValueError, match="The output of 'centers_large' for one example depends on the others"):
-        in_slices("mse", CentersLarge(), x=100 * X)
+def test_a_layer_that_mixes_large_rows_gets_them_all(caplog):
+    caplog.set_level("INFO", "keras_paragrad")
+    found = in_slices("mse", CentersLarge(), x=100 * X)
+    assert largest_difference(found, trained(model_of("mse", CentersLarge()), x=100 * X)) < TOLERANCE
+    assert "Calls of 'centers_large' get whole batches" in caplog.text
 
 
 @pytest.mark.slow(10)

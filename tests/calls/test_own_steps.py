@@ -10,7 +10,7 @@ import tensorflow as tf
 from keras import layers, ops
 from oracles.histories import MicroBatches
 from runner import own_process
-from sample_models import own_steps, whole_steps
+from sample_models import own_steps, whole_batches, whole_steps
 from sample_models import step_models as models
 from sample_models.step_models import compiled, data_of
 
@@ -391,3 +391,16 @@ def test_numbers_that_an_own_train_step_gives_to_metrics_or_returns(made):
         assert found.keys() == expected.keys()
         for name, values in expected.items():
             assert found[name] == pytest.approx(values, rel=1e-5), (name, how)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"), [(whole_batches.Clipped, None), (whole_batches.Sam, "assigns to its weight")]
+)
+def test_windows_hold_a_statement_to_the_first_window(kind, says):
+    """The gradient of a clipped loss isn't the mean of its parts'."""
+    keras.utils.set_random_seed(0)
+    model = kind()
+    model.compile(AccumulatingOptimizer(models.sgd(), steps=2, weighting="examples"), jit_compile=False)
+    refused = pytest.raises(ValueError, match=says) if says else pytest.warns(UserWarning, match="% off the gradient")
+    with refused:
+        model.fit(whole_batches.X, whole_batches.Y, 8, callbacks=[ExactAccumulation()], shuffle=False, verbose=0)

@@ -87,7 +87,25 @@ def _try_calls(model: keras.Model, step: Callable[[Batch], Any], rows: Batch) ->
     return entered
 
 
-class _Trial(PureFunction):
+class StepTrial(PureFunction):
+    """A step, or what is computed of it, as a function of rows and of all variables but weights; without updates."""
+
+    def __init__(self, model: keras.Model, compute: Callable[[Batch], Any], rows: int):
+        values = [(variable, value_of(variable)) for variable in all_variables(model)]
+        # Variables, not tensors: the tape of the step watches reads of variables.
+        self._weights = {id(variable): tf.Variable(value) for variable, value in values if variable.trainable}
+        super().__init__(model, compute, total=rows, values=[pair for pair in values if not pair[0].trainable])
+
+    def scope(self, state: State) -> keras.StatelessScope:
+        scope = WeightScope(list(zip(self.variables, state, strict=True)), collect_losses=True)
+        scope.state_mapping.update(self._weights)
+        return scope
+
+    def check(self, traced: Any) -> None:
+        """Checks nothing: a step may read variables of its own, and no assignment is carried out."""
+
+
+class _Trial(StepTrial):
     """A step without updates, whose results are how far each call in parts is off, as a share of its largest value.
 
     A sum over many rows may hardly change a row's output. So calls of all rows are compared too, some of them others:
@@ -99,20 +117,7 @@ class _Trial(PureFunction):
         # The layers that were called, what was compared, and how far it may be off.
         self.compared: list[tuple[keras.layers.Layer, str, Tolerance]] = []
         self._errors: list[tf.Tensor] = []
-        values = [(variable, value_of(variable)) for variable in all_variables(model)]
-        # Variables, not tensors: the tape of the step watches reads of variables.
-        self._weights = {id(variable): tf.Variable(value) for variable, value in values if variable.trainable}
-        super().__init__(
-            model, self._errors_of_calls, total=rows, values=[pair for pair in values if not pair[0].trainable]
-        )
-
-    def scope(self, state: State) -> keras.StatelessScope:
-        scope = WeightScope(list(zip(self.variables, state, strict=True)), collect_losses=True)
-        scope.state_mapping.update(self._weights)
-        return scope
-
-    def check(self, traced: Any) -> None:
-        """Checks nothing: a step may read variables of its own, and no assignment is carried out."""
+        super().__init__(model, self._errors_of_calls, rows)
 
     def _errors_of_calls(self, data: Batch) -> list[tf.Tensor]:
         self.compared, self._errors = [], []

@@ -59,7 +59,7 @@ class WindowStep:
         def in_window(batch: Batch) -> StepLogs:
             self._contribution = self._contribution_of(batch)
             kept = {id(variable) for metric in step_metrics(self.model) for variable in metric.variables}
-            scope = contextlib.nullcontext() if self.update else _WindowScope(kept)
+            scope = contextlib.nullcontext() if self.update else _WindowScope(kept, self._check_assigned)
             with scope, _COUNTING.open(_Counted(self._contribution, self.update)):
                 return step(batch)
 
@@ -83,6 +83,14 @@ class WindowStep:
             apply_same(optimizer, gradients, variables, self._contribution)
             self.end()
 
+    def _check_assigned(self, variable: keras.Variable) -> None:
+        """Refuses a weight that is moved before the update, which differentiates there."""
+        if variable.trainable and not self._applied:
+            raise IndivisibleError(
+                f"The train_step of {type(self.model).__name__} assigns to its weight {variable.path!r} before it "
+                f"calls the optimizer, so its micro-batches can't be accumulated one after the other. {_INSTEAD}"
+            )
+
     def _contribution_of(self, batch: Batch) -> Contribution:
         weighting = self.normalize and weighting_of(self.normalize.weighting)
         if weighting is None:
@@ -96,16 +104,17 @@ class WindowStep:
 class _WindowScope(WeightScope):
     """Holds what a step assigns, and no update follows; except in calls of layers, and to seeds and metrics."""
 
-    def __init__(self, kept: set[int]):
+    def __init__(self, kept: set[int], check: Callable[[keras.Variable], None]):
         # Without this, losses that layers add would be dropped.
         super().__init__(collect_losses=True)
-        self._kept = kept
+        self._kept, self._check = kept, check
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
         variable, value = update
         if id(variable) in self._kept or is_seed(variable) or outermost_layer() is not None:
             assign_now(variable, value)
         else:
+            self._check(variable)
             super().add_update(update)
 
 

@@ -151,12 +151,16 @@ class Divisions:
         # The stage whose parts have to be combined, if any.
         divides = split if cuts is not False else stages.take if replicas > 1 else None
         normalize = divides.normalize if divides else None
-        if normalize and not stages.combine and normalize.divider.divides_calls and normalize.weighting == "auto":
+        if normalize and not stages.combine and normalize.divider.divides_calls:
             # A model without compiled losses may not be built yet.
             build_by_calling(self.model, keras.utils.unpack_x_y_sample_weight(data)[0])
+        if normalize and not stages.combine and normalize.divider.divides_calls and normalize.weighting == "auto":
             reason = self.by_calls or find_refusal_of_loss(self.model, normalize, split, data)
             if reason:
-                self._check_calls(stages)
+                try:
+                    self._check_calls(stages)
+                except IndivisibleError as refusal:
+                    raise IndivisibleError(f"{refusal} {reason}") from None
                 if find_accumulator(self.model.optimizer) and not (stages.apply and stages.apply.deferred_refusal):
                     raise IndivisibleError(
                         "The loss compares examples, so the micro-batches of a window can't be combined into the whole "

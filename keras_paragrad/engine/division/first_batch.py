@@ -24,10 +24,11 @@ from keras_paragrad.engine.division.proof import (
     is_known_to_divide,
     measure_batch_statistics,
 )
+from keras_paragrad.engine.division.window_proof import find_difference_in_window
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization, find_weightings
 from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
 from keras_paragrad.engine.losses.terms import arguments_of, is_summed
-from keras_paragrad.engine.losses.weightings import WEIGHTINGS
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS, weighting_of
 from keras_paragrad.engine.probes.independence import USE_SUMS, find_layers_dependent_on, states_refusal
 from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
 from keras_paragrad.engine.step.stages import Stages, Take
@@ -132,10 +133,12 @@ class FirstBatchProof:
         size, parts = part_size(self.model, self.stages, batch)
         normalize, rows = self.stages.normalization(of_slices=True), local_rows(batch)
         if overrides_train_step(self.model):
-            self._window = None
-            if self.stages.split or self.model.distribute_strategy.num_replicas_in_sync > 1:
+            several = self.stages.split or self.model.distribute_strategy.num_replicas_in_sync > 1
+            if several and self._divisions.entered is None:
                 self._find_entered(rows)
-            return None
+            if not self.stages.apply or normalize is None:
+                self._window = None
+                return None
         if self._window is None or parts == 1 or rows is None:
             self._window = None
             if self._is_untried:
@@ -151,6 +154,8 @@ class FirstBatchProof:
 
     def _conclude(self, data: Batch, size: int, parts: int, normalize: LossNormalization | None) -> Conclusion | None:
         """Proves the gradient, now or after the trace; without `normalize`, all parts weigh the same."""
+        if normalize is not None and overrides_train_step(self.model):
+            return functools.partial(self._prove_window, data, size, parts, normalize)
         if normalize is None:
             return functools.partial(self._measure_equal_weights, data, size, parts)
         if not self._divisions.calls:
@@ -159,6 +164,13 @@ class FirstBatchProof:
                 return conclusion or functools.partial(self._prove_rest, data, size, parts, normalize)
         self._find_entered(data)
         return None
+
+    def _prove_window(self, data: Batch, size: int, parts: int, normalize: LossNormalization) -> None:
+        """Warns if the micro-batches of a custom `train_step` don't weigh what is stated."""
+        weighting = weighting_of(normalize.weighting)
+        difference = weighting and find_difference_in_window(self.model, weighting, data, size, parts)
+        if difference:
+            warn_once(self.model, _as_stated(difference, normalize))
 
     def _find_entered(self, data: Batch | None) -> None:
         """Finds the layers whose calls can't be divided, before the step is traced."""
