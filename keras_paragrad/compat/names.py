@@ -170,9 +170,9 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         _assigned(
             "tensorflow.python.distribute.collective_all_reduce_strategy",
             "CollectiveAllReduceExtended._communication_options",
-            Hook("tensorflow.python.distribute.values", "PerReplica"),
         ),
         _assigned("tensorflow.python.distribute.mirrored_strategy", "MirroredExtended._communication_options"),
+        Hook("tensorflow.python.distribute.values", "PerReplica"),
     ),
     # Several processes.
     "workers": (
