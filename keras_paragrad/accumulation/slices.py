@@ -119,7 +119,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
                 f"The batches of {model.name!r} are cut into micro-batches already, by the pipeline that it was "
                 "prepared for. Leave microbatch out, and write Pipeline(..., microbatches=...)."
             )
-        if (before := builder.stages.split) is not None:
+        if (before := builder.stages.split) is not None and not getattr(before, "planned", False):
             warnings.warn(
                 f"This microbatch takes the place of an earlier one of {model.name!r} with size={before.size}, which "
                 "undo() doesn't restore. Write handle = microbatch(...), and handle.undo() before the next one.",
@@ -160,11 +160,13 @@ class Slices(NamedTuple):
         size: The maximum number of examples in a slice.
         normalize: Computes the weight of a slice: the divisor of its loss.
         prove: Whether the first batch is to prove that its slices give what it gives.
+        planned: Whether a plan of what fits has chosen them, which the user's own replace without a word.
     """
 
     size: int
     normalize: LossNormalization
     prove: bool = True
+    planned: bool = False
 
     @property
     def preparation(self) -> PreparationCall:

@@ -321,7 +321,7 @@ def test_a_small_term_is_seen():
     def small(x, y, y_pred, sample_weight):
         return ops.mean(squares(y, y_pred)) + 1e-5 * ops.sum(squares(y, y_pred))
 
-    with pytest.raises(ValueError, match="'examples' is 0.00.* off"):
+    with pytest.raises(ValueError, match=r"'examples' is 0\.0\d+% off"):
         in_windows(small, (NUMBERS, TARGETS), run_eagerly=True)
 
 
@@ -375,7 +375,7 @@ def test_a_mask_that_hides_nothing_leaves_it_open():
 def test_gradients_that_are_not_finite_tell_nothing():
     """All weightings would fit them."""
     with pytest.raises(ValueError, match="could not be tried on made-up rows"):
-        in_slices(of_large_outputs, (NUMBERS, TARGETS))
+        in_windows(of_large_outputs, (NUMBERS, TARGETS))
 
 
 @pytest.mark.parametrize(
@@ -425,10 +425,10 @@ class Gate(keras.layers.Layer):
 
 def test_only_rows_that_are_far_apart_tell():
     model = keras.Sequential([keras.Input((4,)), Gate(), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model.compile(AccumulatingOptimizer("sgd", 2), "mse")
     x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
-    with microbatch(model, 3), pytest.raises(ValueError, match="A layer adds a loss"):
-        model.fit(x, x[:, :1], batch_size=8, verbose=0)
+    with pytest.raises(ValueError, match="A layer adds a loss"):
+        model.fit(x, x[:, :1], batch_size=4, verbose=0, callbacks=[ExactAccumulation()])
 
 
 def test_experts_that_get_no_rows_at_first():
@@ -437,7 +437,7 @@ def test_experts_that_get_no_rows_at_first():
     inner = [keras.Input((6,), dtype="int32"), keras.layers.Embedding(20, 4), switch]
     model = keras.Sequential([*inner, keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(1)])
     switch.router.bias.assign([0.3, 0.0])
-    model.compile("sgd", "mse")
+    model.compile(AccumulatingOptimizer("sgd", 2), "mse")
     x = np.random.default_rng(0).integers(0, 20, (8, 6))
-    with microbatch(model, 3), pytest.raises(ValueError, match="A layer adds a loss"):
-        model.fit(x, x[:, :1].astype("float32"), batch_size=8, verbose=0)
+    with pytest.raises(ValueError, match="A layer adds a loss"):
+        model.fit(x, x[:, :1].astype("float32"), batch_size=4, verbose=0, callbacks=[ExactAccumulation()])

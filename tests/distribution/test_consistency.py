@@ -396,7 +396,6 @@ def found_in(request, name):
         ),
         ("weights that one changes behind the back", "different weights after epoch 0.*kernel"),
         ("fewer batches", "batches of data: 3 on worker 0, 2 on worker 1"),
-        ("a layer that mixes examples", "The output of 'own' for one example depends on the others"),
         ("larger batches", "the 3 batches that worker 0 read have other shapes than the batches of worker 1"),
     ),
 )

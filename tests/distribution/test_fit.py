@@ -354,4 +354,4 @@ def test_the_division_of_a_batch_is_explained_after_fit():
     assert "losses are sums" in explained(keras.losses.MeanSquaredError(reduction="sum"))
     assert "weighting='examples' says, as stated" in explained("mse", weighting="examples")
     assert "by a trial on made-up rows" in explained(lambda y, y_pred: keras.ops.mean(keras.ops.square(y - y_pred)))
-    assert "computed on the outputs of the whole batch" in explained(spread)
+    assert "runs on whole batches, and calls of layers are divided" in explained(spread)

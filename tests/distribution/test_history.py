@@ -1,5 +1,7 @@
 """The losses that `fit` and `evaluate` show are those of one device, whatever they are divided by."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -132,8 +134,13 @@ def test_evaluating_losses_that_layers_add():
 
 
 @pytest.mark.parametrize("name", ["two of different kinds", "two ignored classes", "two weighted"])
-def test_outputs_that_are_divided_by_different_things_are_not_trained_in_parts(name):
-    case = CASES[name]
-    model = case.model(run_eagerly=True)
-    with microbatch(model, 3), pytest.raises(ValueError, match="have different normalizers"):
-        model.fit(MicroBatches(case.columns, BATCHES), verbose=0)
+def test_outputs_that_are_divided_by_different_things_are_computed_whole(name):
+    case, weights = CASES[name], []
+    for size in (None, 3):
+        keras.utils.set_random_seed(0)
+        model = case.model(run_eagerly=True)
+        with microbatch(model, size) if size else contextlib.nullcontext():
+            model.fit(MicroBatches(case.columns, BATCHES), verbose=0)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)

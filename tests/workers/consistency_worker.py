@@ -332,7 +332,7 @@ def a_model_with_a_fit_of_its_own(dist, worker):
 # What is tried on made-up rows before the first step.
 
 
-def own_parts(scope, *, mixes=False, metric="distance"):
+def own_parts(scope, *, metric="distance"):
     """A model with a layer and a metric that Keras does not know, and with replicas that meet in the forward pass."""
     import keras
     from keras import layers, ops
@@ -343,7 +343,7 @@ def own_parts(scope, *, mixes=False, metric="distance"):
 
         def call(self, inputs):
             self.seen.assign_add(ops.sum(inputs) / 48)
-            return inputs - ops.mean(inputs, 0 if mixes else 1, keepdims=True)
+            return inputs - ops.mean(inputs, 1, keepdims=True)
 
     class Largest(keras.metrics.Metric):
         def __init__(self):
@@ -368,11 +368,6 @@ def own_parts(scope, *, mixes=False, metric="distance"):
         own = Largest() if metric == "largest" else distance
         made.compile(keras.optimizers.SGD(0.1), "mse", metrics=[own], jit_compile=False)
     return made
-
-
-@case
-def a_layer_that_mixes_examples(dist, worker):
-    return train(dist, own_parts(dist.scope(), mixes=True))
 
 
 @case

@@ -195,7 +195,9 @@ def _apply(model: keras.Model, run: PlannedRun, candidate: Candidate) -> Callabl
             applied.callback(recompute(model, recomputation_of(model, form).layers).undo)
         if candidate.choice.slices > 1:
             microbatch(model, candidate.rows, weighting=run.options.weighting, prove=run.options.prove)
-            applied.callback(_undo_slices, StepBuilder.of(model), StepBuilder.of(model).stages.split)
+            builder: Any = StepBuilder.of(model)
+            builder.fill(split=builder.stages.split._replace(planned=True))
+            applied.callback(_undo_slices, builder, builder.stages.split)
         if run.plan.shard.value == "auto":
             reshard(model, run.strategies.models, candidate.choice.shard, run.options.min_shard_bytes)
         return applied.pop_all().close

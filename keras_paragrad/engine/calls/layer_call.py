@@ -1,5 +1,6 @@
 """`LayerCall`: one call of a layer as a function of its rows, of what all rows read, and of its state."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from keras_paragrad.compat.private import get_stateless_scope
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.calls.divided import Result, spec_of_part
 from keras_paragrad.engine.calls.intercept import not_intercepting
+from keras_paragrad.engine.replicas.replica_batch import rows_at
 from keras_paragrad.engine.step.operations import find_unrepeatable
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
 from keras_paragrad.storage.row_gradients import is_overwritten
@@ -124,10 +126,6 @@ class LayerCall:
 
         `runs_twice` says whether parts are computed again in the backward pass.
         """
-        if tf.executing_eagerly():
-            # Only a graph shows what is assigned.
-            self._read, self.assigned = _split(self._read, {id(each) for each in self._read if not each.trainable})
-            return None
         try:
             return self._trace(runs_twice)
         except Exception as error:
@@ -135,19 +133,25 @@ class LayerCall:
             return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
     def _trace(self, runs_twice: bool) -> str | None:
-        count, runs = self.static or _ROWS, list[tuple[Result, ReadScope]]()
+        count = (self.static or _ROWS) if not tf.executing_eagerly() else min(self.static or _ROWS, _ROWS)
+        runs = list[tuple[Result, ReadScope]]()
         specs = [spec_of_part(row, count) for row in self.rows]
+        hidden: str | None = None
 
         def trace(rows: list[Any], whole: list[Any]) -> None:
             runs.append(self._run(rows, whole, []))
 
         missing: dict[int, keras.Variable] = {}
-        result, scope, graph = None, None, None
+        result, scope = None, None
         for _ in range(_TRACES):
             self._read = [*self._read, *missing.values()]
             whole = [tf.TensorSpec(value.shape, value.dtype) for value in self.whole]
             with untouched(self.layer, never_run()):
-                graph = tf.function(trace, autograph=False).get_concrete_function(specs, whole).graph
+                if tf.executing_eagerly():
+                    hidden = _hidden_eagerly(functools.partial(trace, rows_at(self.rows, 0, count), self.whole), runs)
+                else:
+                    traced = tf.function(trace, autograph=False).get_concrete_function(specs, whole)
+                    hidden = _of_operations(traced.graph, runs_twice)
             result, scope = runs[-1]
             missing = scope.missing
             if not missing:
@@ -158,7 +162,7 @@ class LayerCall:
             return f"it reads {next(iter(missing.values())).path!r}, which is of no layer in it"
         assigned = [variable for variable, _ in scope.updates]
         self._read, self.assigned = _split(self._read, {id(variable) for variable in assigned})
-        return _obstacle(result, scope, assigned, self._read, count) or _of_operations(graph, runs_twice)
+        return _obstacle(result, scope, assigned, self._read, count) or hidden
 
 
 def _obstacle(
@@ -173,6 +177,19 @@ def _obstacle(
     for output in result.rows:
         if not isinstance(output, tf.Tensor) or not output.shape.rank or output.shape[0] != count:
             return f"it returns a tensor of shape {output.shape} for {count} rows"
+    return None
+
+
+def _hidden_eagerly(run: Callable[[], None], runs: list[tuple[Result, ReadScope]]) -> str | None:
+    """What two runs of a call show of states unknown to Keras, whose variables it reads as tensors."""
+    with tf.GradientTape() as tape:
+        run()
+    run()
+    if variables := tape.watched_variables():
+        return f"it uses {variables[0].name!r}, a tf.Variable that Keras does not know"
+    pairs = zip(runs[-2][0].rows, runs[-1][0].rows, strict=True)
+    if not all(np.array_equal(one, other, equal_nan=one.dtype.is_floating) for one, other in pairs):
+        return "it draws random numbers, and would draw others when it runs again"
     return None
 
 
