@@ -7,9 +7,9 @@ A batch is divided in one of two ways. Parts of the loss, where what a part weig
 loss whose divisor is read, found or stated. Parts of the calls of layers, in a step that runs whole, everywhere else.
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import keras
@@ -67,6 +67,15 @@ class Divisions:
         self._specs: Specs = None
         self._found_for: tuple[Stages | None, weakref.ref[Any] | None] = None, None
 
+    @contextlib.contextmanager
+    def taking_untried(self) -> Generator[None]:
+        """Context of an estimate, in which calls of layers that weren't tried are taken to divide."""
+        entered, self.entered = self.entered, self.entered or {}
+        try:
+            yield
+        finally:
+            self.entered = entered
+
     def find(self, stages: Stages, iterator: Any, specs: Specs) -> None:
         """Finds the division of an iterator's batches, which have these specs on a replica, before a step is traced.
 
@@ -95,7 +104,7 @@ class Divisions:
         results: list[Result] = []
 
         def call(data: Batch) -> None:
-            with stages.mesh.as_on_mesh() if stages.mesh else nullcontext():
+            with stages.mesh.as_on_mesh() if stages.mesh else contextlib.nullcontext():
                 results.append(function(data))
 
         with as_on_replica(self.model.distribute_strategy), without_replicas():

@@ -334,8 +334,9 @@ class StepBuilder:
         then()
 
     def one_step(self, data: Batch) -> StepLogs:
-        """Runs a step that ends with an update, and returns its logs; for tracing."""
-        return self._step(data, True, None)
+        """Runs a step that ends with an update, and returns its logs; for tracing. Untried calls are divided."""
+        with self._divisions.taking_untried():
+            return self._step(data, True, None)
 
     def _steps(self, telemetry: Telemetry | None) -> list[Step]:
         """The steps to compile: with the *apply* stage, one that only accumulates, and one that ends with an update."""
