@@ -416,7 +416,7 @@ def test_metrics_that_can_not_be_combined_get_one_error(found_long):
 
 
 def test_models_of_other_shapes_are_refused():
-    with pytest.raises(RuntimeError, match="their models differ"):
+    with pytest.raises(RuntimeError, match="models differ"):
         own_process.on_workers(consistency_worker.another_width, None, seconds=120)
 
 

@@ -33,15 +33,9 @@ class Reason(NamedTuple):
 
 REASONS = (
     Reason(
-        "a compute_loss of one's own",
-        "defines its own compute_loss",
-        ("limits/distribution.md", "a custom `compute_loss`, `add_loss`, or a loss that returns one number"),
-        {"two replicas": ("test_evaluate_with_custom_compute_loss",)},
-    ),
-    Reason(
-        "a loss that returns one number",
-        "returns one number for the whole batch",
-        ("limits/distribution.md", "a loss that returns one number"),
+        "layers that can't be tried on ragged rows, and a loss that returns one number",
+        "Nothing can be divided",
+        ("limits/accumulation.md", "one of your own that can't be tried"),
         {
             "two replicas": (
                 "test_trainer_with_raggeds_functional",

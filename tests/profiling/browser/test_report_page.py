@@ -104,7 +104,7 @@ def test_it_opens_without_a_network_and_without_errors(browser, pages, page):
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("page", "expected"), [("report", 18), ("comparison", 15)])
+@pytest.mark.parametrize(("page", "expected"), [("report", 17), ("comparison", 15)])
 def test_every_chart_is_drawn(browser, pages, page, expected, width):
     look_at(browser, pages[page], WIDTHS[width])
     charts = browser.execute_script(CHARTS)
