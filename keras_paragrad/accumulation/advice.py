@@ -116,7 +116,9 @@ def _recompile_code(model: keras.Model) -> str:
     scales = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
     # A LossScaleOptimizer belongs outside the wrapper; compile() adds it again if the dtype policy requires it.
     name = "model.optimizer.inner_optimizer" if scales else "model.optimizer"
-    wrapped = f"keras_paragrad.AccumulatingOptimizer({name}, steps=4)"
+    # What its own step divides by has to be stated, and nearly all divide by the number of examples.
+    stated = ", weighting='examples'" if overrides_train_step(model) else ""
+    wrapped = f"keras_paragrad.AccumulatingOptimizer({name}, steps=4{stated})"
     return "\n".join(
         [
             *_turn_off_own(unwrap_loss_scale(model.optimizer), name),

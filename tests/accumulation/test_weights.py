@@ -222,7 +222,7 @@ def test_stated_mask():
 
 
 def test_a_train_step_of_its_own():
-    compare(dense_model("mse", OwnStep), *regression())
+    compare(dense_model("mse", OwnStep), *regression(), weighting="examples")
 
 
 def test_a_train_step_of_its_own_runs_uniform():
