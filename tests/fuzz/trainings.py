@@ -290,7 +290,12 @@ class OurTraining(Training):
 
     def optimizer(self) -> Any:
         inner = optimizer_of(self.case)
-        return kp.AccumulatingOptimizer(inner, self.case["steps"]) if self.case["steps"] > 1 else inner
+        if self.case["steps"] == 1:
+            return inner
+        # What steps of their own divide by has to be stated.
+        stated = {"weighted mean": "sample_weight", "sum": "sum"}.get(self.case["loss"], "examples")
+        weighting = "auto" if self.case["step"] in ("Keras's", "compute_loss") else stated
+        return kp.AccumulatingOptimizer(inner, self.case["steps"], weighting=weighting)
 
 
 def _distributed(devices: str) -> Any:

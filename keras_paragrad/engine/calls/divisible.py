@@ -150,11 +150,11 @@ class _Trial(StepTrial):
             order = [total // 2, *range(1, total - 1), total // 2]
             with random_numbers_of_part(0, total, total):
                 changed = made([tf.gather(row, order) for row in made.rows], whole, state)
-            pairs = ([output[1:-1] for output in each.rows] for each in (expected, changed))
-            self._compare(layer, "outputs", *pairs, tolerance=OUTPUT)
+            one_way, other_way = ([output[1:-1] for output in each.rows] for each in (expected, changed))
+            self._compare(layer, "outputs", one_way, other_way, tolerance=OUTPUT)
         kept = [index for index, variable in enumerate(made.assigned) if not is_seed(variable)]
-        states = ([each[index] for index in kept] for each in (expected.state, other.state, state))
-        self._compare(layer, "states", *states)
+        after, parted, before = ([each[index] for index in kept] for each in (expected.state, other.state, state))
+        self._compare(layer, "states", after, parted, before)
         return made.finish(expected)
 
     @staticmethod
@@ -172,10 +172,12 @@ class _Trial(StepTrial):
             for output in result.rows:
                 if output.dtype.is_floating:
                     flat = tf.reshape(tf.cast(output, "float32"), [end - begin, -1])
-                    of_rows = tf.cos(tf.range(float(begin), float(end)))[:, None]
-                    target += tf.reduce_sum(flat * of_rows * tf.cos(tf.range(tf.cast(tf.shape(flat)[1], "float32"))))
-        gradients = tape.gradient(target, inputs, unconnected_gradients="zero")
-        return result, Result(*(list(map(tf.convert_to_tensor, some)) for some in gradients), [])
+                    factors = tf.cos(tf.range(float(begin), float(end)))[:, None]
+                    target += tf.reduce_sum(flat * factors * tf.cos(tf.range(tf.cast(tf.shape(flat)[1], "float32"))))
+        zero: Any = "zero"
+        gradients: Any = tape.gradient(target, inputs, unconnected_gradients=zero)
+        of_rows, of_whole = (list(map(tf.convert_to_tensor, some)) for some in gradients)
+        return result, Result(of_rows, of_whole, [])
 
     def _compare(
         self,

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -204,7 +204,7 @@ def called_graphs(operation: tf.Operation) -> list[tf.Graph]:
         except ValueError:
             continue
         for function in functions if isinstance(functions, list) else [functions]:
-            called = operation.graph._get_function(function.name) if hasattr(function, "name") else None
+            called: Any = operation.graph._get_function(function.name) if hasattr(function, "name") else None
             # Those that TensorFlow's own losses define, such as CTC's, show no graph.
             if hasattr(called, "graph"):
                 graphs.append(called.graph)
