@@ -14,7 +14,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 SHORT = {
     '{"devices": "mesh of columns", "steps": 2, "step": "guide"}': "by design",
     '{"devices": "replicas", "transform": "scaled", "rows": 31, "model": "two inputs", "decay": 0.02}': "same",
-    '{"slices": 3, "model": "counting"}': "refused",
+    '{"slices": 3, "model": "counting"}': "same",
     '{"steps": 3, "rows": 25, "weights": "some zero", "loss": "weighted mean", "optimizer": "Adam"}': "same",
     '{"slices": 5, "fits": "compiled again", "loss": "pairs", "clip": "clipnorm", "model": "shared"}': "same",
     '{"recompute": "segments", "watch": "telemetry", "model": "batch norm", "data": "PyDataset"}': "same",

@@ -52,7 +52,12 @@ def is_compiled_by_layer(layer: keras.layers.Layer) -> bool:
 
 def can_compile_by_layer(model: keras.Model) -> bool:
     """Whether XLA may compile a model's layers one by one."""
-    return not any(getattr(layer, _WHOLE, False) for layer in all_layers(model))
+    return not any(map(needs_whole_pass, all_layers(model)))
+
+
+def needs_whole_pass(layer: keras.layers.Layer) -> bool:
+    """Whether a layer's backward pass has to be of the whole batch that its loss is of."""
+    return getattr(layer, _WHOLE, False)
 
 
 class _AddedLosses:

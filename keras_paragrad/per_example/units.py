@@ -131,7 +131,7 @@ def check_separable_model(model: Any) -> None:
 def check_separable_loss(term: LossTerm, variables: Sequence[keras.Variable]) -> None:
     """Refuses a loss that is not a sum over the examples of a batch, or reads one of the variables."""
     loss = term.loss
-    if not has_value_per_example(loss):
+    if not has_value_per_example(loss) and not term.reduces_itself:
         _check_reads(term, variables)
     if loss in _SEPARABLE_LOSSES:
         return

@@ -16,7 +16,8 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_on_replica, replica_count
-from keras_paragrad.compat.model import overrides_train_step
+from keras_paragrad.compat.compiled_call import needs_whole_pass
+from keras_paragrad.compat.model import all_layers, overrides_train_step
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, Specs
@@ -192,6 +193,12 @@ class Divisions:
 
     def _check_calls(self, stages: Stages) -> None:
         """Refuses calls of layers in parts together with what looks at parts of the loss."""
+        names = [layer.name for layer in all_layers(self.model) if needs_whole_pass(layer)]
+        if names:
+            raise IndivisibleError(
+                f"{names[0]!r} takes the gradients of single examples by what the loss divides by, so its calls aren't "
+                "divided."
+            )
         if stages.split:
             stages.split.check_calls()
         if stages.observe and replica_count() > 1:
