@@ -32,7 +32,7 @@ def variational(optimizer="sgd"):
 @pytest.mark.slow(20)
 def test_a_train_step_of_its_own_is_cut():
     """It draws its noise, so that slices draw other numbers than the batch."""
-    model, accumulating = variational(), variational(AccumulatingOptimizer("sgd", 2))
+    model, accumulating = variational(), variational(AccumulatingOptimizer("sgd", 2, weighting="examples"))
     with microbatch(model, 3):
         history = model.fit(X, verbose=0).history
     assert np.isfinite(history["total"]).all()

@@ -159,4 +159,4 @@ def test_a_scalar_that_is_a_sum_can_be_said_to_be():
 )
 def test_a_sum_beside_a_mean_in_parts_is_refused(weighting, says):
     with pytest.raises(ValueError, match=says):
-        trained(values, weighting, size=4, compiled="sum_over_batch_size")
+        trained(values, weighting, steps=2, compiled="sum_over_batch_size")
