@@ -168,6 +168,10 @@ class Slices(NamedTuple):
     prove: bool = True
     planned: bool = False
 
+    def as_planned(self) -> "Slices":
+        """The same, chosen by a plan."""
+        return self._replace(planned=True)
+
     @property
     def preparation(self) -> PreparationCall:
         """The call that fills the stage, for the process of a trial to repeat."""

@@ -196,7 +196,7 @@ def _apply(model: keras.Model, run: PlannedRun, candidate: Candidate) -> Callabl
         if candidate.choice.slices > 1:
             microbatch(model, candidate.rows, weighting=run.options.weighting, prove=run.options.prove)
             builder: Any = StepBuilder.of(model)
-            builder.fill(split=builder.stages.split._replace(planned=True))
+            builder.fill(split=builder.stages.split.as_planned())
             applied.callback(_undo_slices, builder, builder.stages.split)
         if run.plan.shard.value == "auto":
             reshard(model, run.strategies.models, candidate.choice.shard, run.options.min_shard_bytes)
