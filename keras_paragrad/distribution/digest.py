@@ -93,7 +93,8 @@ def _digest_of_values(values: Values, source: str, named: bool = True) -> Digest
         if kind is not None:
             head = f"{value.dtype.name} {value.shape} ".encode()
             digest = hashlib.sha256(head + np.ascontiguousarray(value).tobytes()).digest()
-            hashes.setdefault(kind, {}).setdefault(head, []).append((_place_of(path, kind, named), digest))
+            place = _place_of(path, kind) if named else _by_number(path)
+            hashes.setdefault(kind, {}).setdefault(head, []).append((place, digest))
     ordered, unordered = {}, {}
     for kind, by_shape in hashes.items():
         alike = [[digest for _, digest in sorted(group, key=lambda each: each[0])] for group in by_shape.values()]
@@ -104,19 +105,20 @@ def _digest_of_values(values: Values, source: str, named: bool = True) -> Digest
     return Digest(*sums, source, named, (unordered.get(_WEIGHTS), unordered.get(_OPTIMIZER)))
 
 
-def _place_of(path: str, kind: str | None = None, named: bool = False) -> Any:
-    """What variables of one shape are ordered by: the name of the layer, then of those around it; in it as they come.
+def _by_number(path: str) -> list[list[Any]]:
+    """Sorts the names in a path by the numbers in them: `dense_9` before `dense_10`."""
+    return [[int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)] for name in path.split("/")]
 
-    Automatic names count up: a layer that was made later has a higher number, in every process. An optimizer's come in
-    order.
+
+def _place_of(path: str, kind: str) -> Any:
+    """What variables of one shape are ordered by: the names of their layers, innermost first.
+
+    Automatic names count up: a layer that was made later has a higher number, in every process. Variables of one layer,
+    and of an optimizer, stay in the order that they come in.
     """
-    *layers, own = [
-        [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)] for name in path.split("/")
-    ]
-    if not named:
-        return [*layers, own]
+    *layers, name = _by_number(path)
     # Variables of no layer are the last.
-    return (not layers, (layers[::-1] if kind == _WEIGHTS else []) if layers else [own])
+    return (not layers, (layers[::-1] if kind == _WEIGHTS else []) if layers else [name])
 
 
 def _kind_of(name: str, kind: str | None = None) -> str | None:
@@ -176,7 +178,7 @@ def _values_of_h5(file: Any) -> Iterator[tuple[str | None, str, np.ndarray]]:
         weights.visit(names.append)
         # Keras saves the variables of a layer under their numbers, and beside them the layer's name.
         layers = {name: str(weights[name].attrs["name"]) for name in names if "name" in weights[name].attrs}
-        for name in sorted(names, key=_place_of):
+        for name in sorted(names, key=_by_number):
             # An optimizer around another one has saved its variables.
             outer = f"{name.rpartition('/inner_optimizer/vars/')[0]}/vars"
             if isinstance(dataset := weights[name], h5py.Dataset) and outer not in names:

@@ -1406,8 +1406,8 @@ _PROOF = [
     _fault(
         "a step of a model on a mesh is analyzed as on one device",
         "engine/division/division.py",
-        "with stages.mesh.as_on_mesh() if stages.mesh else nullcontext():",
-        "with nullcontext():",
+        "with stages.mesh.as_on_mesh() if stages.mesh else contextlib.nullcontext():",
+        "with contextlib.nullcontext():",
         "test_fuzz.py::test_ends_where_one_device_ends",
     ),
     _fault(
@@ -1535,7 +1535,7 @@ _CALLS = [
     _fault(
         "states of layers in parts are not compared with those of the whole",
         "engine/calls/divisible.py",
-        "kept = [index for index, variable in enumerate(made.assigned) if not is_seed(variable)]",
+        "kept = [index for index, variable in enumerate(layer_call.assigned) if not is_seed(variable)]",
         "kept = []",
         "calls/test_divisible.py::test_finds_layers_that_mix_rows_a_little[Slow]",
     ),

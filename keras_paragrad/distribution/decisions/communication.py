@@ -28,7 +28,7 @@ def decide_communication(
     if kind.on_tpu or replicas == 1:
         reason = "a TPU brings its own" if kind.on_tpu else "there is one replica: nothing to all-reduce"
         return no_communication(hardware, options, kind, devices, reason)
-    # The ring is for several workers, of which one may be left.
+    # A ring needs several workers, and an elastic world may have one left.
     requested = "auto" if hardware.trains_alone and options.communication == "ring" else options.communication
     _check_requested(requested, hardware, kind, devices)
     if requested != "auto":

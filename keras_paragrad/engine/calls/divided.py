@@ -80,8 +80,8 @@ def divided(
             # A part is computed again only once its gradient is needed.
             with tf.control_dependencies(list(given.values())):
                 total = divided(backward, [*every[:count], *of_rows], [*every[count:], *of_sums], parts, [], states)
-            found = dict(zip(needed, backward.gradients(total), strict=True))
-            return [found.get(index) for index in indices]
+            gradients = dict(zip(needed, backward.gradients(total), strict=True))
+            return [gradients.get(index) for index in indices]
 
         return outputs, gradient
 
@@ -123,19 +123,19 @@ class _Backward:
         outputs, cotangents = [*result.rows, *result.sums], [*rows[self.count :], *whole[len(weights) :]]
         with differentiating(sources):
             gradients = tape.gradient([outputs[index] for index in self.targets], sources, cotangents)
-        self._kinds, found = [], Result([], [], [])
+        self._kinds, collected = [], Result([], [], [])
         for index, source, gradient in zip(self.needed, sources, gradients, strict=True):
             # `None` for a weight without a gradient, which an optimizer doesn't update.
             lookups = split_lookups(gradient, rows) if index >= self.count else None
             if lookups is None or gradient is None:
                 self._kinds.append(None if gradient is None else index < self.count)
                 if gradient is not None:
-                    (found.rows if index < self.count else found.sums).append(tf.convert_to_tensor(gradient))
+                    (collected.rows if index < self.count else collected.sums).append(tf.convert_to_tensor(gradient))
                 continue
             self._kinds.append(([by_row for by_row, _ in lookups], source.shape))
             for by_row, lookup in lookups:
-                (found.rows if by_row else found.sums).extend([lookup.values, lookup.indices])
-        return found
+                (collected.rows if by_row else collected.sums).extend([lookup.values, lookup.indices])
+        return collected
 
     def gradients(self, total: Result) -> Iterator[Any]:
         """The gradient of each needed input, from the results of all parts."""
@@ -155,7 +155,7 @@ class _Backward:
 
 
 class RowSlices(NamedTuple):
-    """RowSlices of at most `size` rows, one after the other.
+    """Slices of at most `size` rows, computed one after the other.
 
     Attributes:
         size: The most rows of a slice.
@@ -219,12 +219,12 @@ class RowSlices(NamedTuple):
         compute: Callable[..., tuple[Result, list[Any]]], like: Result, slices: Any, state: list[Any], before: Any
     ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
         """The rows, states before, sums and state after of full slices, whose results have the specs of `like`."""
-        # Sums of unknown shapes begin with those of the first slice, which makes the graph larger.
+        # The loop needs sums to begin with. If their shapes are unknown, the first slice is computed before the loop.
         peeled = not all(value.shape.is_fully_defined() for value in like.sums)
-        begun = [] if before is not None else state
+        recorded = [] if before is not None else state
         arrays = [
             tf.TensorArray(value.dtype, slices, element_shape=value.shape, infer_shape=False)
-            for value in [*like.rows, *begun]
+            for value in [*like.rows, *recorded]
         ]
         sums: list[Any] = [] if peeled else [tf.zeros(value.shape, value.dtype) for value in like.sums]
         index = 0

@@ -1,7 +1,8 @@
 """Finds which calls of layers in a step compute each row by itself, on a few real rows, cut unevenly.
 
 for each outermost call of a layer whose class isn't known to compute row by row:
-    compare its rows and states, in two parts, with those of the whole; where they differ, enter the layer
+    compute the call whole, and in two parts
+    if outputs, gradients or states differ: enter the layer, and compare the calls within it
 """
 
 import functools
@@ -126,48 +127,48 @@ class _Trial(StepTrial):
         return self._errors
 
     def _call(self, call: Callable[..., Structure], layer: keras.layers.Layer, arguments: Any, keywords: Any) -> Any:
-        """Calls a layer whole, and compares its results with those of two parts."""
+        """Calls a layer whole and in two parts, and compares the results."""
         if id(layer) in self.entered:
             return NotImplemented
-        made = LayerCall(call, layer, arguments, keywords)
-        total = made.static
+        layer_call = LayerCall(call, layer, arguments, keywords)
+        total = layer_call.static
         if total is None or total < 2 or _is_known(layer):
             with not_intercepting():
                 return call(*arguments, **keywords)
-        if made.find_obstacle(runs_twice=True):
+        if layer_call.find_obstacle(runs_twice=True):
             return NotImplemented
         first = min(max(1, 3 * total // 8), total - 1)
-        whole, state = made.whole, made.state
-        expected, gradients = self._part(made, 0, total, whole, state)
-        one, of_one = self._part(made, 0, first, whole, state)
-        other, of_other = self._part(made, first, total, whole, one.state)
+        whole, state = layer_call.whole, layer_call.state
+        expected, gradients = self._part(layer_call, 0, total, whole, state)
+        one, of_one = self._part(layer_call, 0, first, whole, state)
+        other, of_other = self._part(layer_call, first, total, whole, one.state)
         self._compare(layer, "outputs", expected.rows, _concatenate(one.rows, other.rows))
         # A layer's own gradient may depend on other rows where its outputs don't.
         self._compare(layer, "gradients", gradients.rows, _concatenate(of_one.rows, of_other.rows))
         sums = [a + b for a, b in zip(of_one.sums, of_other.sums, strict=True)]
         self._compare(layer, "gradients", gradients.sums, sums)
-        if total > 2 and all(isinstance(row, tf.Tensor) for row in made.rows):
+        if total > 2 and all(isinstance(row, tf.Tensor) for row in layer_call.rows):
             order = [total // 2, *range(1, total - 1), total // 2]
             with random_numbers_of_part(0, total, total):
-                changed = made([tf.gather(row, order) for row in made.rows], whole, state)
+                changed = layer_call([tf.gather(row, order) for row in layer_call.rows], whole, state)
             one_way, other_way = ([output[1:-1] for output in each.rows] for each in (expected, changed))
             self._compare(layer, "outputs", one_way, other_way, tolerance=OUTPUT)
-        kept = [index for index, variable in enumerate(made.assigned) if not is_seed(variable)]
+        kept = [index for index, variable in enumerate(layer_call.assigned) if not is_seed(variable)]
         after, parted, before = ([each[index] for index in kept] for each in (expected.state, other.state, state))
         self._compare(layer, "states", after, parted, before)
-        return made.finish(expected)
+        return layer_call.finish(expected)
 
     @staticmethod
-    def _part(made: LayerCall, begin: int, end: int, whole: list[Any], state: list[Any]) -> tuple[Result, Result]:
+    def _part(layer_call: LayerCall, begin: int, end: int, whole: list[Any], state: list[Any]) -> tuple[Result, Result]:
         """The result of some rows, and the gradient of a weighted sum of their outputs."""
-        rows = rows_at(made.rows, begin, end - begin)
+        rows = rows_at(layer_call.rows, begin, end - begin)
         inputs = [
             [each for each in some if isinstance(each, tf.Tensor) and has_gradient(each)] for some in (rows, whole)
         ]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(inputs)
-            with random_numbers_of_part(begin, end - begin, made.static or 0):
-                result = made(rows, whole, state)
+            with random_numbers_of_part(begin, end - begin, layer_call.static or 0):
+                result = layer_call(rows, whole, state)
             target = tf.zeros([])
             for output in result.rows:
                 if output.dtype.is_floating:

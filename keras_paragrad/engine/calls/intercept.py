@@ -92,7 +92,7 @@ _PATCH = ProcessPatch[_Interception](
         Replacement(keras.layers.Layer, "__call__", _call),
         Replacement(tf.GradientTape, "gradient", _gradient),
         Replacement(random_seed, "get_seed", _get_seed),
-        # All draws but those of a binomial skip the numbers that they take.
+        # Every method that draws calls `skip`, except `binomial`.
         Replacement(tf.random.Generator, "skip", _draw),
         Replacement(tf.random.Generator, "binomial", _draw),
     )

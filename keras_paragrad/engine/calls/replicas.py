@@ -31,7 +31,7 @@ _LONG = (tf.int64, tf.uint64)
 
 
 class GatheredRows:
-    """The rows of a batch of `total` rows, of which this replica has `count`, from row `first` on."""
+    """The rows of a batch of `total` rows; this replica has `count` rows, from row `first` on."""
 
     def __init__(self, first: Any, count: Any, total: Any):
         self.first, self.count, self.total = first, count, total
@@ -40,7 +40,7 @@ class GatheredRows:
 
     @classmethod
     def of_replicas(cls, count: Any) -> "GatheredRows":
-        """The rows of all replicas, in their order, of which this one has `count`."""
+        """The rows of all replicas, in the order of the replicas; this replica has `count` rows."""
         here = tf.one_hot(replica_index(), replica_count(), dtype=tf.float32)
         (counts,) = sum_over_replicas([here * tf.cast(count, "float32")])
         counts = tf.cast(counts, "int32")
@@ -185,7 +185,7 @@ class Share(GatheredRows):
         return results
 
     def _total(self, gradients: list[Any], rows: Sequence[Any]) -> list[Any]:
-        """The sums of gradients over the replicas; of lookups that depend on rows, those of all replicas."""
+        """The sums of gradients over the replicas; lookups that depend on rows are concatenated instead."""
         lookups = [split_lookups(gradient, rows) or [(None, gradient)] for gradient in gradients]
         pieces = [piece for group in lookups for piece in group]
         values = [self._live(piece if by_row or by_row is None else piece.values) for by_row, piece in pieces]
@@ -204,7 +204,7 @@ class Share(GatheredRows):
         return totals
 
     def _sums(self, tensors: list[Any]) -> list[Any]:
-        """Sums over the replicas; of lookups those of all replicas, one after the other."""
+        """Sums over the replicas; `IndexedSlices` are concatenated instead."""
         looked_up = [isinstance(tensor, tf.IndexedSlices) for tensor in tensors]
         sums: list[Any] = []
 
@@ -243,7 +243,7 @@ class Share(GatheredRows):
         ]
 
     def _live(self, gradient: Any) -> Any:
-        """A gradient, or zeros on a replica without rows: those of the row in their place may be NaN."""
+        """A gradient, or zeros on a replica without rows: the gradient of the dropped row may be NaN."""
         if self.nonempty is True:
             return gradient
         if isinstance(gradient, tf.IndexedSlices):

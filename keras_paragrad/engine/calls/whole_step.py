@@ -99,38 +99,38 @@ class CallDivider:
         if id(layer) in self.entered:
             self._obstacles[layer.name] = self.entered[id(layer)]
             return NotImplemented
-        made = LayerCall(call, layer, arguments, keywords)
-        if not made.has_rows:
+        layer_call = LayerCall(call, layer, arguments, keywords)
+        if not layer_call.has_rows:
             return NotImplemented
         several = replica_count() > 1
-        if not several and self.slices and made.static is not None and made.static <= self.slices.size:
+        if not several and self.slices and layer_call.static is not None and layer_call.static <= self.slices.size:
             self._divided += 1
             with not_intercepting():
                 return call(*arguments, **keywords)
-        obstacle = made.find_obstacle(runs_twice=self.slices is not None)
+        obstacle = layer_call.find_obstacle(runs_twice=self.slices is not None)
         if obstacle:
             self._obstacles[layer.name] = obstacle
             return NotImplemented
         self._divided += 1
-        return made.finish(
-            self._on_share(made) if several else self._in_slices(made, made.rows, made.whole, made.state)
-        )
+        if several:
+            return layer_call.finish(self._on_share(layer_call))
+        return layer_call.finish(self._in_slices(layer_call, layer_call.rows, layer_call.whole, layer_call.state))
 
-    def _in_slices(self, made: LayerCall, rows: list[Any], whole: list[Any], state: list[Any]) -> Result:
-        return divided(made, rows, whole, self.slices, state) if self.slices else made(rows, whole, state)
+    def _in_slices(self, layer_call: LayerCall, rows: list[Any], whole: list[Any], state: list[Any]) -> Result:
+        return divided(layer_call, rows, whole, self.slices, state) if self.slices else layer_call(rows, whole, state)
 
-    def _on_share(self, made: LayerCall) -> Result:
+    def _on_share(self, layer_call: LayerCall) -> Result:
         """The result of a call of which this replica computes its share of the rows."""
-        share = Share(made.rows)
-        rows = share.own(made.rows)
-        whole, state = share.copy(made.whole, rows), made.state
+        share = Share(layer_call.rows)
+        rows = share.own(layer_call.rows)
+        whole, state = share.copy(layer_call.whole, rows), layer_call.state
         with counting_examples(share.nonempty):
             if self.by_xla and not self.slices:
                 inputs: Any = (rows, whole, state)
-                result: Result = in_function(functools.partial(_call_with, made))(inputs)
+                result: Result = in_function(functools.partial(_call_with, layer_call))(inputs)
             else:
-                result = self._in_slices(made, rows, whole, state)
-        self._summed |= made.read
+                result = self._in_slices(layer_call, rows, whole, state)
+        self._summed |= layer_call.read
         return result._replace(rows=share.whole(result.rows))
 
     def _apply_here(
@@ -170,5 +170,5 @@ class CallDivider:
         )
 
 
-def _call_with(made: LayerCall, inputs: Any) -> Result:
-    return made(*inputs)
+def _call_with(layer_call: LayerCall, inputs: Any) -> Result:
+    return layer_call(*inputs)
