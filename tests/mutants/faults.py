@@ -1404,13 +1404,6 @@ _PROOF = [
         "accumulation/test_uncut.py",
     ),
     _fault(
-        "a step of a model on a mesh is analyzed as on one device",
-        "engine/division/division.py",
-        "with stages.mesh.as_on_mesh() if stages.mesh else contextlib.nullcontext():",
-        "with contextlib.nullcontext():",
-        "test_fuzz.py::test_ends_where_one_device_ends",
-    ),
-    _fault(
         "statistics of all replicas count an empty one's filler",
         "engine/replicas/batch_statistics.py",
         "inputs = inputs[: tf.where(rows.nonempty, tf.shape(inputs)[0], 0)]",

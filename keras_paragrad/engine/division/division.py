@@ -88,7 +88,7 @@ class Divisions:
             return
 
         self._specs, self._found_for = specs, (stages, weakref.ref(iterator))
-        self._trace(stages, lambda data: self.of(stages, data))
+        self._trace(lambda data: self.of(stages, data))
 
     def describe(self, stages: Stages) -> str | None:
         """Describes the division and weighting of the last batches, and how they were found; `None` before any batch.
@@ -98,15 +98,14 @@ class Divisions:
         if self._specs is None:
             return None
         with untouched(self.model, never_run()):
-            return self._trace(stages, lambda data: self._describe(stages, data))
+            return self._trace(lambda data: self._describe(stages, data))
 
-    def _trace(self, stages: Stages, function: Callable[[Batch], Result]) -> Result:
+    def _trace(self, function: Callable[[Batch], Result]) -> Result:
         """The result of a function of a batch of the last specs, in a graph that never runs."""
         results: list[Result] = []
 
         def call(data: Batch) -> None:
-            with stages.mesh.as_on_mesh() if stages.mesh else contextlib.nullcontext():
-                results.append(function(data))
+            results.append(function(data))
 
         with as_on_replica(self.model.distribute_strategy), without_replicas():
             tf.function(call, autograph=False).get_concrete_function(self._specs)

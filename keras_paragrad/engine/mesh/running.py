@@ -1,7 +1,7 @@
 """Runs a model's steps on a mesh: moves its variables there, and each batch."""
 
 import contextlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -174,12 +174,6 @@ class ModelOnMesh:
             self.check(data, self)
 
         return self._wrap(step, prepare)
-
-    @contextlib.contextmanager
-    def as_on_mesh(self) -> Generator[None]:
-        """Context in which a step on the mesh is traced."""
-        with on_mesh(self.mesh), self.tracing():
-            yield
 
     def _wrap(self, step: Callable[[Batch], Structure], prepare: Callable[[Batch], None]) -> Callable[[Batch], Any]:
         """Moves batches to the mesh for a step, and its logs back; before the first, calls `prepare` with the batch."""

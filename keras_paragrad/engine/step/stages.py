@@ -211,10 +211,6 @@ class MeshRunner(Protocol):
         """Makes a compiled step run on the mesh, with batches from the host."""
         ...
 
-    def as_on_mesh(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which to trace computations of a step on the mesh."""
-        ...
-
 
 class Stages(NamedTuple):
     """The fillers of a step's stages, in the order in which the step runs them.
