@@ -42,7 +42,8 @@ def call_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
     if not _COMPILE.enabled:
         return function(*arguments)
     with compile_by_layer(False):
-        return tf.function(function, jit_compile=True, autograph=False)(*arguments)
+        # TensorFlow copies the attributes of a callable object, and some are its own.
+        return tf.function(lambda *given: function(*given), jit_compile=True, autograph=False)(*arguments)
 
 
 def is_compiled_by_layer(layer: keras.layers.Layer) -> bool:

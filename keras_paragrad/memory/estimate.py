@@ -16,7 +16,7 @@ from keras_paragrad.arguments import check_flag, check_instance, check_integer
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.layers import children
 from keras_paragrad.compat.types import Specs
-from keras_paragrad.engine.step.recompute import recompute_layer
+from keras_paragrad.engine.calls.recomputed import recompute_layer
 from keras_paragrad.engine.step.segments import recompute_parts
 from keras_paragrad.engine.step.tracing import traced_step
 from keras_paragrad.memory.available import STEP_SHARE

@@ -10,8 +10,8 @@ from keras_paragrad.arguments import check_each, check_instance, check_integer, 
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import Slot
+from keras_paragrad.engine.calls.recomputed import recompute_layer
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.engine.step.recompute import recompute_layer
 from keras_paragrad.engine.step.segments import recompute_parts
 from keras_paragrad.memory.recomputed_segments import check_nesting, cut_every, cut_for_least_memory
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import keras
 
 from keras_paragrad.compat.model import all_layers, words_of
-from keras_paragrad.engine.step.recompute import is_recomputed
+from keras_paragrad.engine.calls.recomputed import is_recomputed
 from keras_paragrad.engine.step.segments import (
     FunctionalModel,
     Part,

@@ -15,6 +15,7 @@ _SEGMENTS = {f"SparseSegment{reduction}GradV2" for reduction in ("Sum", "Mean", 
 _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 # Operations by which row numbers may be repeated for each example of a batch of static size.
 _REPEATING = {"BroadcastTo", "Fill", "Tile"}
+_READING = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 _OTHERS = {"ConcatV2", "Const", "GatherV2", "Pack", "ReadVariableOp"}
 
 
@@ -84,6 +85,14 @@ class Lookup(NamedTuple):
         if any(tf.is_symbolic_tensor(tensor) and tensor.op.type in _REPEATING for tensor in repeated):
             return False
         return None if repeating else True
+
+
+def is_of_variables(tensor: tf.Tensor) -> bool:
+    """Whether a tensor may be computed from variables: not if the graph shows that it isn't."""
+    if not tf.is_symbolic_tensor(tensor):
+        return True
+    tensors = [place.tensor for place in _sources(_Place(tensor))]
+    return any(tf.is_symbolic_tensor(each) and each.op.type in _READING for each in tensors)
 
 
 def lookups_of(rows: tf.Tensor) -> list[Lookup]:

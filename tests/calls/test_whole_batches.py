@@ -1,5 +1,7 @@
 """Steps that need the whole batch take the step of one device, in slices and on replicas."""
 
+import itertools
+
 import numpy as np
 import pytest
 from sample_models.whole_batches import STEPS, fitted, made
@@ -42,10 +44,13 @@ def test_on_replicas(name, size):
     compare(found, fitted(made(STEPS[name], jit_compile=False)))
 
 
+MODES = {"xla": {"jit_compile": True}, "eager": {"run_eagerly": True}, "several": {"steps_per_execution": 2}}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("mode", [{"jit_compile": True}, {"run_eagerly": True}, {"steps_per_execution": 2}])
-@pytest.mark.parametrize("name", STEPS)
+# XLA doesn't compile sums of ragged rows.
+@pytest.mark.parametrize(("name", "mode"), sorted({*itertools.product(STEPS, MODES)} - {("Ragged", "xla")}))
 def test_in_other_modes(name, mode):
-    model = made(STEPS[name], **mode)
+    model = made(STEPS[name], **MODES[mode])
     microbatch(model, 4)
-    compare(fitted(model), fitted(made(STEPS[name], **mode)))
+    compare(fitted(model), fitted(made(STEPS[name], **MODES[mode])))

@@ -756,7 +756,7 @@ _PROFILING = [
     ),
     _fault(
         "a second run counts as the layer's forward pass",
-        "engine/step/recompute.py",
+        "engine/calls/recomputed.py",
         '"/".join(["second_run", ',
         '"/".join(["first_run", ',
         "profiling/test_operation_times.py::test_layers_that_run_again_are_told_apart",
@@ -773,9 +773,9 @@ _PROFILING = [
 _SHARDING = [
     _fault(
         "a layer that runs again draws other random numbers",
-        "engine/step/recompute.py",
-        "weights, later(self.captured.before), list(cotangents)",
-        "weights, later([value + 1 for value in self.captured.before]), list(cotangents)",
+        "engine/calls/recomputed.py",
+        "[*weights, *others], later(before)",
+        "[*weights, *others], later([value + 1 for value in before])",
         "sharding/test_recompute.py::test_with_slices_and_accumulation",
     ),
     _fault(
@@ -787,23 +787,23 @@ _SHARDING = [
     ),
     _fault(
         "a recomputed layer's statistics are not updated",
-        "engine/step/recompute.py",
-        "for variable, value in run.updates:",
-        "for variable, value in ():",
+        "engine/calls/repeatable_call.py",
+        "            if changed:",
+        "            if False:",
         "sharding/test_recompute.py::test_trains_as_without",
     ),
     _fault(
         "losses that recomputed layers add are lost",
-        "engine/step/recompute.py",
-        "for loss in run.losses:",
+        "engine/calls/recomputed.py",
+        "for loss in result.sums:",
         "for loss in ():",
         "sharding/test_recompute.py::test_trains_as_without",
     ),
     _fault(
         "weights without a gradient get one of zeros from a recomputed layer",
-        "engine/step/recompute.py",
-        "tape.gradient(targets, sources, cotangents)",
-        'tape.gradient(targets, sources, cotangents, unconnected_gradients="zero")',
+        "engine/calls/divided.py",
+        "sources, cotangents)",
+        'sources, cotangents, unconnected_gradients="zero")',
         "sharding/test_recompute.py::test_trains_as_without",
     ),
     _fault(
@@ -871,7 +871,7 @@ _SHARDING = [
     ),
     _fault(
         "masks that attention takes off its inputs are missing when it runs again",
-        "engine/step/recompute.py",
+        "engine/calls/recomputed.py",
         "pack_dense_parts(self.leaves, parts, self.masks)",
         "pack_dense_parts(self.leaves, parts)",
         "sharding/test_recompute.py::test_trains_as_without",
@@ -1534,9 +1534,9 @@ _CALLS = [
     ),
     _fault(
         "the mask of a divided call is lost",
-        "engine/calls/layer_call.py",
-        "None if mask is None else result.rows[mask])",
-        "None)",
+        "engine/calls/repeatable_call.py",
+        "masks = [None if mask is None else next(remaining) for mask in self._output_masks]",
+        "masks = [None for mask in self._output_masks]",
         "calls/test_whole_losses.py::test_in_slices[masks]",
     ),
     _fault(

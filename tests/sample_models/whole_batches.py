@@ -211,6 +211,25 @@ class HasCounter(Mixed):
         super().__init__(Counts)
 
 
+class Summed(layers.Layer):
+    """Sums the rows of ragged groups."""
+
+    def call(self, groups):
+        return tf.reduce_sum(groups, axis=1)
+
+
+class Ragged(Encoder):
+    """A layer gets ragged numbers that another has computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.summed = Summed()
+
+    def loss_of(self, x, y):
+        groups = tf.RaggedTensor.from_tensor(self.head(x)[:, :, None], lengths=ops.cast(y + 1, "int64"))
+        return ops.mean(ops.square(self.summed(groups) - 1))
+
+
 class Decoder(keras.Model):
     """A small language model: tokens and positions in one table, or the output tied to it."""
 
@@ -275,7 +294,7 @@ STEPS = {
     kind.__name__: kind
     for kind in (
         *(Clipped, Projected, GradNorm, Sam, BarlowTwins, Triplets, MeanTeacher, CenterLoss, Mixed, AddsLosses),
-        *(MixesGradients, HasCounter, Decoder, TiedDecoder, Reconsidering),
+        *(MixesGradients, HasCounter, Ragged, Decoder, TiedDecoder, Reconsidering),
     )
 }
 

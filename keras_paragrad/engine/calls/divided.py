@@ -18,7 +18,7 @@ rows; others, such as positions, are the same in all parts, and their values are
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import tensorflow as tf
 
@@ -40,8 +40,18 @@ class Result(NamedTuple):
 Function = Callable[[list[Any], list[Any], list[Any]], Result]
 
 
+class RowParts(Protocol):
+    """How rows are divided."""
+
+    def run(
+        self, function: Function, rows: list[Any], whole: list[Any], state: list[Any], before: Any
+    ) -> tuple[Result, Any]:
+        """The result for all rows, and the states before the parts, from `before` if given instead of carried on."""
+        ...
+
+
 def divided(
-    function: Function, rows: list[Any], whole: list[Any], parts: "RowSlices", state: list[Any], before: Any = None
+    function: Function, rows: list[Any], whole: list[Any], parts: "RowParts", state: list[Any], before: Any = None
 ) -> Result:
     """Computes a function in parts of its rows.
 
@@ -49,7 +59,7 @@ def divided(
         function: The function.
         rows: Tensors with an entry on the first axis for each row.
         whole: Tensors that all parts read, such as weights.
-        parts: The slices.
+        parts: How the rows are divided.
         state: The state before the first part; each part continues with what the part before has left.
         before: Instead, the states before each part, as `parts` has returned them.
     """
@@ -81,7 +91,12 @@ def divided(
             with tf.control_dependencies(list(given.values())):
                 total = divided(backward, [*every[:count], *of_rows], [*every[count:], *of_sums], parts, [], states)
             gradients = dict(zip(needed, backward.gradients(total), strict=True))
-            return [gradients.get(index) for index in indices]
+            # A gathered weight may have another dtype than its shards.
+            found = [gradients.get(index) for index in indices]
+            return [
+                value if value is None else tf.cast(value, tensor.dtype)
+                for value, tensor in zip(found, tensors, strict=True)
+            ]
 
         return outputs, gradient
 
@@ -192,7 +207,8 @@ class RowSlices(NamedTuple):
         length: int | None = self.size
         if static is None and not self.in_xla:
             looped, rest, length = -(-count // self.size), 0, None
-        traced = tf.function(function, autograph=False, jit_compile=self.by_xla or None)
+        # TensorFlow copies the attributes of a callable object, and some are its own.
+        traced = tf.function(lambda *given: function(*given), autograph=False, jit_compile=self.by_xla or None)
 
         def compute(index: Any, carried: list[Any], rows: Any = length) -> tuple[Result, list[Any]]:
             rows = tf.minimum(self.size, count - index * self.size) if rows is None else rows

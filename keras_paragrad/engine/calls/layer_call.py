@@ -8,16 +8,16 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import CallState, ReadScope, full_precision, mask_of, with_mask
-from keras_paragrad.compat.private import get_stateless_scope
+from keras_paragrad.compat.layers import ReadScope, dense_parts, has_gradient, with_mask
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.calls.divided import Result, spec_of_part
 from keras_paragrad.engine.calls.intercept import not_intercepting
+from keras_paragrad.engine.calls.repeatable_call import RepeatableCall, stored_value
 from keras_paragrad.engine.replicas.replica_batch import rows_at
 from keras_paragrad.engine.step.operations import find_unrepeatable
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
+from keras_paragrad.storage.lookups import is_of_variables
 from keras_paragrad.storage.row_gradients import is_overwritten
-from keras_paragrad.storage.storage import storage_of
 
 # The rows of the part for which a call is traced to find its variables, where the number isn't static.
 _ROWS = 3
@@ -25,7 +25,7 @@ _ROWS = 3
 _TRACES = 3
 
 
-class LayerCall:
+class LayerCall(RepeatableCall):
     """A call of a layer, as `function(rows, whole, state)`.
 
     Rows are the tensors with as many rows as the first one, and their masks. Whole are other tensors, and the values of
@@ -33,99 +33,61 @@ class LayerCall:
     """
 
     def __init__(self, call: Callable[..., Structure], layer: keras.layers.Layer, arguments: Any, keywords: Any):
-        self.call, self.layer, self.structure = call, layer, (arguments, keywords)
-        leaves = [_as_tensor(leaf) for leaf in keras.tree.flatten(self.structure)]
-        self._leaves, self._masks = leaves, [mask_of(leaf) for leaf in leaves]
-        sizes = [leaf.shape[0] for leaf in leaves if _is_tensor(leaf) and leaf.shape.rank]
+        reason = "its calls in parts of a batch must all read the same."
+        super().__init__(call, layer.name, arguments, keywords, once=True, reason=reason)
+        self.layer, self.leaves = layer, [_as_tensor(leaf) for leaf in self.leaves]
+        sizes = [leaf.shape[0] for leaf in self.leaves if _is_tensor(leaf) and leaf.shape.rank]
         self.has_rows = bool(sizes)
         self.static = sizes[0] if sizes else None
-        given: list[Any] = [*leaves, *self._masks]
+        given = self._given
         by_row = [_is_tensor(leaf) and bool(leaf.shape.rank) and leaf.shape[0] == self.static for leaf in given]
         self._rowed = [index for index, rowed in enumerate(by_row) if rowed]
         self._others = [index for index, leaf in enumerate(given) if _is_tensor(leaf) and not by_row[index]]
         self.rows: list[Any] = [given[index] for index in self._rowed]
         self._read = list({id(variable): variable for variable in layer.variables}.values())
-        self.assigned: list[keras.Variable] = []
-        self._call_state = CallState()
-        # Found by the last run: the nested outputs, with the index of each tensor, and by it the index of its mask.
-        self._outputs: Any = None
-        self._output_masks: dict[int, int] = {}
-        self._changed: list[bool] = []
+
+    @property
+    def _given(self) -> list[Any]:
+        return [*self.leaves, *self.masks]
 
     @property
     def whole(self) -> list[Any]:
         """The tensors that all parts read."""
-        given = [*self._leaves, *self._masks]
-        return [*(given[index] for index in self._others), *map(_value_of, self._read)]
+        given = self._given
+        return [
+            *(given[index] for index in self._others),
+            *(load(stored) for stored, load in map(stored_value, self._read)),
+        ]
 
     @property
     def read(self) -> set[int]:
         """The ids of the variables that the call reads."""
         return {id(variable) for variable in self._read}
 
-    @property
-    def state(self) -> list[tf.Tensor]:
-        """The values of the variables that the call assigns."""
-        return list(map(_value_of, self.assigned))
-
     def __call__(self, rows: list[Any], whole: list[Any], state: list[Any]) -> Result:
-        result, _ = self._run(rows, whole, state)
-        return result
+        return self._run(rows, whole, state)[0]
 
     def _run(self, rows: list[Any], whole: list[Any], state: list[Any]) -> tuple[Result, ReadScope]:
-        given = [*self._leaves, *self._masks]
+        given = self._given
         for index, tensor in zip([*self._rowed, *self._others], [*rows, *whole[: len(self._others)]], strict=True):
             given[index] = tensor
-        leaves, masks = given[: len(self._leaves)], given[len(self._leaves) :]
+        leaves, masks = given[: len(self.leaves)], given[len(self.leaves) :]
         # A mask is an attribute of a tensor, and must not change the given one.
         leaves = [
             leaf if mask is None else with_mask(tf.identity(leaf), mask)
             for leaf, mask in zip(leaves, masks, strict=True)
         ]
-        arguments, keywords = keras.tree.pack_sequence_as(self.structure, leaves)
-        values = [*zip(self._read, whole[len(self._others) :], strict=True), *zip(self.assigned, state, strict=True)]
-        reason = "its calls in parts of a batch must all read the same."
-        with (
-            not_intercepting(),
-            self._call_state.entered(),
-            ReadScope(self.layer.name, values, reason, once=True) as scope,
-        ):
-            outputs = self.call(*arguments, **keywords)
-        after = [scope.get_current_value(variable) for variable in self.assigned]
-        self._changed = [one is not other for one, other in zip(after, state, strict=True)]
-        return Result(self._flatten(outputs), [], after), scope
-
-    def _flatten(self, outputs: Structure) -> list[tf.Tensor]:
-        """The tensors of outputs, and then their masks."""
-        leaves = keras.tree.flatten(outputs)
-        tensors = [leaf for leaf in leaves if _is_tensor(leaf)]
-        masks = {index: mask for index, leaf in enumerate(tensors) if (mask := mask_of(leaf)) is not None}
-        numbers = iter(range(len(tensors)))
-        self._outputs = keras.tree.pack_sequence_as(
-            outputs, [_Output(next(numbers)) if _is_tensor(leaf) else leaf for leaf in leaves]
-        )
-        self._output_masks = {index: len(tensors) + number for number, index in enumerate(masks)}
-        return [*tensors, *masks.values()]
-
-    def finish(self, result: Result) -> Structure:
-        """Assigns the state of a result, and returns the nested outputs."""
-        for variable, value, changed in zip(self.assigned, result.state, self._changed, strict=True):
-            if changed:
-                variable.assign(value)
-
-        def output(leaf: Any) -> Any:
-            if not isinstance(leaf, _Output):
-                return leaf
-            mask = self._output_masks.get(leaf.index)
-            return with_mask(result.rows[leaf.index], None if mask is None else result.rows[mask])
-
-        return keras.tree.map_structure(output, self._outputs)
+        with not_intercepting():
+            return self.run(leaves, list(zip(self._read, whole[len(self._others) :], strict=True)), state)
 
     def find_obstacle(self, *, runs_twice: bool) -> str | None:
         """Why the call can't be made in parts, or `None`; also finds which variables it reads and assigns.
 
         `runs_twice` says whether parts are computed again in the backward pass.
         """
+        parts = [part for leaf in self.leaves if _is_composite(leaf) for part in dense_parts(leaf)]
+        if any(has_gradient(part) and is_of_variables(part) for part in parts):
+            return "it gets ragged or sparse numbers that may have a gradient"
         try:
             return self._trace(runs_twice)
         except Exception as error:
@@ -168,7 +130,7 @@ class LayerCall:
 def _obstacle(
     result: Result, scope: ReadScope, assigned: list[keras.Variable], read: list[keras.Variable], count: int
 ) -> str | None:
-    if scope.losses:
+    if result.sums:
         return "it adds a loss, which may be of all rows"
     if any(variable.aggregation == "sum" for variable in assigned):
         return "it updates a metric"
@@ -198,29 +160,16 @@ def _of_operations(graph: Any, runs_twice: bool) -> str | None:
     return found and f"its operation {found.operation.name!r} ({found.operation.type}) {found.problem}"
 
 
-class _Output:
-    """Marks the place of a tensor in nested outputs."""
-
-    def __init__(self, index: int):
-        self.index = index
-
-
 def _is_tensor(leaf: object) -> bool:
     return tf.is_tensor(leaf) and not isinstance(leaf, (keras.Variable, tf.Variable))
 
 
+def _is_composite(leaf: object) -> bool:
+    return _is_tensor(leaf) and not isinstance(leaf, tf.Tensor)
+
+
 def _as_tensor(leaf: Any) -> Any:
     return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.ndim else leaf
-
-
-def _value_of(variable: keras.Variable) -> tf.Tensor:
-    scope = get_stateless_scope()
-    value = None if scope is None else scope.get_current_value(variable)
-    if value is not None:
-        return tf.convert_to_tensor(value)
-    with full_precision():
-        stored, load = storage_of(variable).recompute()
-        return load(stored)
 
 
 def _split(variables: list[keras.Variable], chosen: set[int]) -> tuple[list[keras.Variable], list[keras.Variable]]:

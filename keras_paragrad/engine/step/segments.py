@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.private import Functional
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.engine.step.recompute import Recomputed, is_recomputed
+from keras_paragrad.engine.calls.recomputed import Recomputed, is_recomputed
 
 _RUN = "_run_through_graph"
 FunctionalModel: TypeAlias = Functional

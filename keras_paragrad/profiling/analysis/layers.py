@@ -8,7 +8,7 @@ from keras_paragrad.profiling.analysis.operations import LayerNames, Operation, 
 from keras_paragrad.profiling.analysis.trace import COLLECTIVE
 from keras_paragrad.profiling.summary import COLLECTIVES, LOSS, OPTIMIZER, VARIANT, KindTime, LayerTime
 
-# Scopes in operations' names: TensorFlow's for gradients, `engine/step/recompute.py`'s, and Keras's for losses and
+# Scopes in operations' names: TensorFlow's for gradients, `engine/calls/recomputed.py`'s, and Keras's for losses and
 # optimizers.
 _BACKWARD = ("gradient_tape", "gradients")
 _RECOMPUTED = re.compile(r"second_run(_\d+)?")
