@@ -237,7 +237,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         gradients, weight, norms = per_replica(mean)
         # A window without finite gradients makes no update, not even one with a zero gradient.
         run_if(
-            first_replica_value(weight) > 0 if self._drops_nonfinite else True,
+            first_replica_value(weight) != 0 if self._drops_nonfinite else True,
             lambda: apply_everywhere(per_replica, self.inner_optimizer, gradients, variables, norms),
         )
         per_replica(window.clear)

@@ -248,7 +248,7 @@ _STEP = [
     _fault(
         "replicas count the same, whatever their shards hold",
         "engine/step/gradient.py",
-        "return tf.where(total > 0, value / total, equal_share(weight))",
+        "return tf.where(total == 0, equal_share(weight), value / total)",
         "return tf.constant(equal_share(weight))",
         "distribution/test_fit.py::test_a_replica_without_rows_adds_nothing",
     ),
@@ -1289,6 +1289,20 @@ _PRIVACY = [
 
 _FIRST_BATCH = "accumulation/test_first_batch.py"
 _PROOF = [
+    _fault(
+        "batches without a weight lose the gradient of regularizers",
+        "engine/losses/divisors.py",
+        "tf.where(self.value == 0, _LEAST, self.value)",
+        "self.value",
+        "accumulation/test_divisors.py",
+    ),
+    _fault(
+        "replicas of negative weights count equally",
+        "engine/step/gradient.py",
+        "tf.where(total == 0, equal_share(weight), value / total)",
+        "tf.where(total > 0, value / total, equal_share(weight))",
+        "accumulation/test_divisors.py",
+    ),
     _fault(
         "no difference on the first batch is a finding",
         "engine/probes/tolerances.py",

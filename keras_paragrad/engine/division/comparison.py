@@ -86,21 +86,25 @@ class PartComparison(abc.ABC):
         """For each optimizer call, the gradient of the whole, and the weighted sum of the parts' gradients."""
         wholes = self.run(rows, 0)
         totals = [[np.zeros_like(gradient) for gradient in whole.gradient] for whole in wholes]
+        divisors = np.zeros(len(wholes))
         for start, stop in cut.bounds:
             parts = self.run(take_rows(rows, start, stop), start)
-            for whole, total, part in zip(wholes, totals, parts, strict=True):
-                share = part.divisor / whole.divisor if whole.divisor else 1.0
-                self.add(total, part.gradient, share, start, stop)
-        return [(whole.gradient, total) for whole, total in zip(wholes, totals, strict=True)]
+            for total, part in zip(totals, parts, strict=True):
+                self.add(total, part.gradient, part.divisor or 1.0, start, stop)
+            divisors += [part.divisor for part in parts]
+        return [
+            (whole.gradient, [sums / (divisor or 1.0) for sums in total])
+            for whole, total, divisor in zip(wholes, totals, divisors, strict=True)
+        ]
 
     def prepare(self, rows: Batch, cut: RowCut) -> Batch | None:
         """The data for `run`, from the whole's rows; `None` if it can't be made."""
         return rows
 
-    def add(self, total: list[np.ndarray], gradient: list[np.ndarray], share: float, start: int, stop: int) -> None:
-        """Adds the gradient of the part with the rows `start` to `stop`, times its weight `share`, to the total."""
+    def add(self, total: list[np.ndarray], gradient: list[np.ndarray], weight: float, start: int, stop: int) -> None:
+        """Adds the gradient of the part with the rows `start` to `stop`, times its weight, to the total."""
         for sums, part in zip(total, gradient, strict=True):
-            sums += share * part
+            sums += weight * part
 
     def _changed(self, rows: Batch) -> Iterable[list[list[np.ndarray]]]:
         """The whole's gradients for each optimizer call, after changes that affect only rounding and random numbers."""

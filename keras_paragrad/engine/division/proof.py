@@ -162,7 +162,7 @@ class _DividedPass(PartComparison):
         if self.normalize is None:
             return total, tf.constant(float(row_count(arguments["x"])))
         weight = self.normalize.normalizer(self.model, arguments, terms, tried=False)
-        return total, tf.zeros([]) if weight.summed else tf.cast(weight.value, "float32")
+        return total, tf.zeros([]) if weight.summed else tf.cast(weight.never_zero.value, "float32")
 
 
 class _DividedLoss(_DividedPass):
@@ -183,10 +183,10 @@ class _DividedLoss(_DividedPass):
         gradients: Any = tape.gradient(loss, real, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return [tf.cast(tf.convert_to_tensor(gradient), "float32") for gradient in gradients], divisor
 
-    def add(self, total: list[np.ndarray], gradient: list[np.ndarray], share: float, start: int, stop: int) -> None:
+    def add(self, total: list[np.ndarray], gradient: list[np.ndarray], weight: float, start: int, stop: int) -> None:
         """Writes the weighted gradient of a part's outputs into the part's rows."""
         for sums, part in zip(total, gradient, strict=True):
-            sums[start:stop] = share * part
+            sums[start:stop] = weight * part
 
     def run(self, rows: Any, first: int, *, changed: bool = False) -> list[WeightedGradient]:
         if changed:

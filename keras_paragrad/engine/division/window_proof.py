@@ -54,5 +54,6 @@ class _DividedWindow(PartComparison):
         if changed:
             rows = (perturb(rows[0]), *rows[1:]) if isinstance(rows, tuple) else perturb(rows)
         gradients, _ = self.function(rows, None, first)
-        divisor = float(self.weighting.value(arguments_of(rows)))
+        weight = self.weighting.normalizer(arguments_of(rows))
+        divisor = 0.0 if weight.summed else float(weight.never_zero.value)
         return [WeightedGradient([np.asarray(each, "float64") for each in gradients], divisor)]

@@ -10,6 +10,8 @@ from keras_paragrad.engine.losses.terms import LossTerm
 DivisorKey = tuple[Any, ...]
 SUM = ("sum",)
 SIZE = ("size",)
+# A weight that rounding removes beside any other.
+_LEAST = 1e-25
 
 
 class Normalizer(NamedTuple):
@@ -27,6 +29,11 @@ class Normalizer(NamedTuple):
     summed: bool = False
     stated: str | None = None
     of_one_device: bool = False
+
+    @property
+    def never_zero(self) -> "Normalizer":
+        """The normalizer, and a tiny one where it is 0: if all parts' are, what isn't divided by them still counts."""
+        return self._replace(value=tf.where(self.value == 0, _LEAST, self.value))
 
 
 class UnknownDivisorError(ValueError):

@@ -109,7 +109,7 @@ def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Struc
             loss, arguments, terms = compute_loss(model, data, untracked=context.sums)
         scaled_loss, shown = scale(model, loss, arguments, terms) if scale else (loss, None)
         with tape.stop_recording():
-            weight = normalize(model, arguments, terms) if normalize else None
+            weight = normalize(model, arguments, terms).never_zero if normalize else None
             sums = None
             if context.sums:
                 rows = rows_of(arguments["x"])
@@ -219,7 +219,7 @@ class ReplicaWeight:
         """The weight's share of the sum over the replicas; an equal share if all weights are 0."""
         value = self.replica_batch.weight(tf.cast(weight.value, "float32"))
         (total,) = sum_over_replicas([value])
-        return tf.where(total > 0, value / total, equal_share(weight))
+        return tf.where(total == 0, equal_share(weight), value / total)
 
 
 def gradient_of(context: StepContext, data: Batch, **fields: Any) -> Gradient:
