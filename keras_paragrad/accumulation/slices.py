@@ -198,7 +198,8 @@ class Slices(NamedTuple):
         rows = static_row_count(data)
         return None if rows is None else rows > self.size
 
-    def check_calls(self) -> None:
+    @property
+    def undivided_calls(self) -> None:
         """Calls of layers can be divided."""
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:

@@ -63,8 +63,13 @@ def install_gather(layer: keras.layers.Layer) -> None:
     attributes, gathers = vars(layer), _GATHERS.of(layer)
     if gathers and _CALL not in attributes:
         attributes[_CALL] = functools.partial(_call, layer)
-    elif not gathers and isinstance(attributes.get(_CALL), functools.partial) and attributes[_CALL].func is _call:
+    elif not gathers and is_gather(attributes.get(_CALL)):
         del attributes[_CALL]
+
+
+def is_gather(value: object) -> bool:
+    """Whether an attribute of a layer is the gather that is installed on its `call`."""
+    return isinstance(value, functools.partial) and value.func is _call
 
 
 def call_with_gather(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> Structure:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -85,9 +86,15 @@ def check(way, loss, targets, weights=None):
 
 
 @pytest.mark.slow(6)
-@pytest.mark.few(6)
-@pytest.mark.parametrize("weights", WEIGHTS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "weights"),
+    [
+        *itertools.product(("windows", "replicas"), WEIGHTS),
+        ("slices", "no weight"),
+        ("fixed parts", "no weight"),
+        ("pipeline", "a batch without a weight"),
+    ],
+)
 def test_what_is_not_divided_remains_where_nothing_has_a_weight(way, weights):
     loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
     check(WAYS[way](), loss, X[:, :1], WEIGHTS[weights])

@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 from keras import ops
 
-from keras_paragrad.engine.calls.divisible import find_mixing_layers
+from keras_paragrad import DistributedFit
+from keras_paragrad.engine.calls.divisible import find_mixing_layers, untried_layers
 
 
 class RowWise(keras.layers.Layer):
@@ -58,3 +59,40 @@ def test_finds_layers_that_mix_rows_a_little(kind):
     model.layer.build((None, 3))
     rows = tf.constant(np.random.default_rng(0).normal(size=(7, 3)), "float32")
     assert (id(model.layer) in find_mixing_layers(model, model.train_step, rows)) == (kind is not RowWise)
+
+
+class Scaling(RowWise):
+    def build(self, shape):
+        self.scale = self.add_weight(shape=shape[-1:], initializer="ones", name="scale")
+
+    def call(self, x):
+        return self.scale * x
+
+
+def test_a_step_that_moves_weights_and_differentiates_there_can_be_tried():
+    """As sharpness-aware minimization does: what is assigned has to be a source of a tape."""
+
+    class Moving(keras.Model):
+        def train_step(self, data):
+            for _ in range(2):
+                with tf.GradientTape() as tape:
+                    loss = tf.reduce_mean(tf.square(self.layer(data)))
+                (gradient,) = tape.gradient(loss, self.layer.trainable_weights)
+                self.layer.scale.assign_add(gradient)
+            return {"loss": loss}
+
+    model = Moving()
+    model.layer = Scaling()
+    model.layer.build((None, 3))
+    assert find_mixing_layers(model, model.train_step, tf.ones((7, 3))) == {}
+    assert np.array_equal(model.layer.scale, np.ones(3))
+
+
+@pytest.mark.own_process
+def test_layers_of_keras_are_known_in_shards(mirrored):
+    dist = DistributedFit(mirrored, shard="parameters", min_shard_bytes=1)
+    with dist.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+    dist.prepare(model)
+    assert untried_layers(model) == {}

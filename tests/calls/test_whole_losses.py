@@ -73,6 +73,37 @@ class Penalty(layers.Layer):
         return inputs
 
 
+class Gate(layers.Layer):
+    """Adds a loss that compares rows, times a coefficient that is 0 in the first epoch."""
+
+    def build(self, shape):
+        self.coefficient = self.add_weight(shape=(), initializer="zeros", trainable=False, name="coefficient")
+
+    def call(self, inputs):
+        self.add_loss(self.coefficient * ops.sum(ops.square(ops.mean(inputs, axis=0))))
+        return inputs
+
+
+class Open(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        for layer in self.model.layers:
+            if isinstance(layer, Gate):
+                layer.coefficient.assign(1.0)
+
+
+class Moving(keras.losses.Loss):
+    """Has a state of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.center = keras.Variable(np.zeros(4, "float32"), trainable=False)
+
+    def call(self, y, z):
+        values = ops.sum(ops.square(z - self.center), axis=-1)
+        self.center.assign(0.5 * self.center + 0.5 * ops.mean(ops.stop_gradient(z), axis=0))
+        return values
+
+
 class Centered(layers.Layer):
     def call(self, inputs):
         return inputs - ops.mean(inputs, axis=0, keepdims=True)
@@ -95,6 +126,10 @@ def masked_words(**arguments):
     model = keras.Sequential([keras.Input((4,), dtype="int32"), words, layers.Dense(3)])
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1)), of_words, **arguments)
     return model
+
+
+def of_classes():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def of_words(y, z):
@@ -120,6 +155,8 @@ CASES = {
     **{name: (lambda loss=loss, **how: encoder(loss=loss(), **how), X, Y) for name, loss in LOSSES.items()},
     "compute_loss": (two_towers, TOWERS, Y),
     "added values": (lambda **how: encoder(Penalty(), **how), X, Y),
+    "a loss with a state": (lambda **how: encoder(loss=Moving(), **how), X, Y),
+    "a gate that opens": (lambda **how: encoder(Gate(), loss=of_classes(), **how), X, Y),
     "a layer that mixes": (lambda **how: encoder(Centered(), **how), X, Y),
     "views as rows": (lambda **how: encoder(Views(), loss=of_views, **how), X, Y),
     "masks": (masked_words, TOKENS, np.repeat(Y[:, None], 4, 1)),
@@ -135,7 +172,7 @@ def check(name, batch_size=12, rows=25, size=None, dist=None, **mode):
         return keras.tree.map_structure(lambda leaf: leaf[:count], data)
 
     validated = () if name == "two heads" else (take(x, 7), take(y, 7))
-    fit = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0}
+    fit = {"batch_size": batch_size, "epochs": 2, "shuffle": False, "verbose": 0, "callbacks": [Open()]}
     if validated:
         fit |= {"validation_data": validated, "validation_batch_size": 4}
     data = take(x, rows), take(y, rows)
@@ -251,6 +288,13 @@ def test_layers_that_were_not_tried_get_whole_batches(partners, first, prove):
     for each in (whole, model):
         each.fit(data, shuffle=False, verbose=0)
     assert largest_difference(model, whole) < TOLERANCE
+
+
+def test_windows_refuse_a_loss_with_a_state():
+    model = keras.Sequential([keras.Input((6,)), layers.Dense(4)])
+    model.compile(AccumulatingOptimizer("sgd", 2), Moving())
+    with pytest.raises(ValueError, match="'moving' assigns variables, which each of .* would change in turn"):
+        model.fit(X[:24], Y[:24], batch_size=12, verbose=0, callbacks=[ExactAccumulation()])
 
 
 @pytest.mark.parametrize("weighting", ["auto", "uniform"])

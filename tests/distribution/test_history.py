@@ -120,7 +120,7 @@ def test_in_windows_under_a_bare_strategy(mirrored, name):
 
 @pytest.mark.own_process
 def test_evaluating_losses_that_layers_add():
-    """What they are divided by is found by a trial: Keras divides those of activity regularizers by the rows."""
+    """They are computed on whole batches: Keras divides those of activity regularizers by the rows."""
     case, results = CASES["sum"], []
     for dist in (DistributedFit("none"), DistributedFit(devices=TWO_REPLICAS, jit=False)):
         keras.utils.set_random_seed(0)

@@ -1290,6 +1290,27 @@ _PRIVACY = [
 _FIRST_BATCH = "accumulation/test_first_batch.py"
 _PROOF = [
     _fault(
+        "the state of a loss is not seen",
+        "engine/probes/losses.py",
+        "return bool(scope.state_mapping or assigned_resources(graph))",
+        "return False",
+        "calls/test_whole_losses.py::test_windows_refuse_a_loss_with_a_state",
+    ),
+    _fault(
+        "what slices of other losses than Keras's weigh is inferred",
+        "engine/division/division.py",
+        "find_refusal_of_loss(self.model, normalize, split, data, read=not refusal)",
+        "find_refusal_of_loss(self.model, normalize, split, data)",
+        "calls/test_whole_losses.py::test_in_slices",
+    ),
+    _fault(
+        "what can't be proved is taken to be the same",
+        "engine/division/first_batch.py",
+        "None if self._divisions.find_refusal_of_calls(self.stages) else _UNPROVED",
+        "None",
+        "accumulation/test_independence.py::test_a_step_whose_parts_cannot_be_compared_runs_whole",
+    ),
+    _fault(
         "batches without a weight lose the gradient of regularizers",
         "engine/losses/divisors.py",
         "tf.where(self.value == 0, _LEAST, self.value)",
@@ -1301,7 +1322,7 @@ _PROOF = [
         "engine/step/gradient.py",
         "tf.where(total == 0, equal_share(weight), value / total)",
         "tf.where(total > 0, value / total, equal_share(weight))",
-        "accumulation/test_divisors.py",
+        "accumulation/test_divisors.py::test_what_is_not_divided_remains_where_nothing_has_a_weight",
     ),
     _fault(
         "no difference on the first batch is a finding",

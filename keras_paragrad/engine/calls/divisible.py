@@ -88,6 +88,22 @@ def _try_calls(model: keras.Model, step: Callable[[Batch], Any], rows: Batch) ->
     return entered
 
 
+class _TrialScope(WeightScope):
+    """Weights are variables of the trial's own, by id; what a step assigns to them, it differentiates there later."""
+
+    def __init__(self, values: list[tuple[keras.Variable, Any]], weights: dict[int, tf.Variable]):
+        super().__init__(values, collect_losses=True)
+        self._weights = weights
+        self.state_mapping.update(weights)
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        variable, value = update
+        if id(variable) in self._weights:
+            self._weights[id(variable)].assign(value)
+        else:
+            super().add_update(update)
+
+
 class StepTrial(PureFunction):
     """A step, or what is computed of it, as a function of rows and of all variables but weights; without updates."""
 
@@ -98,9 +114,7 @@ class StepTrial(PureFunction):
         super().__init__(model, compute, total=rows, values=[pair for pair in values if not pair[0].trainable])
 
     def scope(self, state: State) -> keras.StatelessScope:
-        scope = WeightScope(list(zip(self.variables, state, strict=True)), collect_losses=True)
-        scope.state_mapping.update(self._weights)
-        return scope
+        return _TrialScope(list(zip(self.variables, state, strict=True)), self._weights)
 
     def check(self, traced: Any) -> None:
         """Checks nothing: a step may read variables of its own, and no assignment is carried out."""

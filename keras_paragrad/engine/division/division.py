@@ -143,8 +143,8 @@ class Divisions:
         if cut:
             _check_slices(self.model, stages)
         calls = cut or replica_count() > 1
-        if calls:
-            self._check_calls(stages)
+        if calls and (refusal := self.find_refusal_of_calls(stages)):
+            raise IndivisibleError(refusal)
         if calls or stages.apply:
             build_layers_by_step(self.model, data)
         return Division(cut=cut, calls=calls, undivided=undivided)
@@ -164,12 +164,12 @@ class Divisions:
             # A model without compiled losses may not be built yet.
             build_by_calling(self.model, keras.utils.unpack_x_y_sample_weight(data)[0])
         if normalize and not stages.combine and normalize.divider.divides_calls and normalize.weighting == "auto":
-            reason = self.by_calls or find_refusal_of_loss(self.model, normalize, split, data)
+            refusal = self.find_refusal_of_calls(stages)
+            # Where calls can't be divided, what a part weighs is found by a trial.
+            reason = self.by_calls or find_refusal_of_loss(self.model, normalize, split, data, read=not refusal)
             if reason:
-                try:
-                    self._check_calls(stages)
-                except IndivisibleError as refusal:
-                    raise IndivisibleError(f"{refusal} {reason}") from None
+                if refusal:
+                    raise IndivisibleError(f"{refusal} {reason}")
                 if find_accumulator(self.model.optimizer) and not (stages.apply and stages.apply.deferred_refusal):
                     raise IndivisibleError(
                         "The loss compares examples, so the micro-batches of a window can't be combined into the whole "
@@ -190,22 +190,23 @@ class Divisions:
             raise _too_large(split, undivided)
         return Division(cut=cuts is not False and not undivided, undivided=undivided)
 
-    def _check_calls(self, stages: Stages) -> None:
-        """Refuses calls of layers in parts together with what looks at parts of the loss."""
+    def find_refusal_of_calls(self, stages: Stages) -> str | None:
+        """Why calls of layers can't be divided, together with what looks at parts of the loss, or `None`."""
         names = [layer.name for layer in all_layers(self.model) if needs_whole_pass(layer)]
         if names:
-            raise IndivisibleError(
+            return (
                 f"{names[0]!r} takes the gradients of single examples by what the loss divides by, so its calls aren't "
                 "divided."
             )
-        if stages.split:
-            stages.split.check_calls()
-        if stages.observe and replica_count() > 1:
-            raise IndivisibleError(
+        if stages.split and stages.split.undivided_calls:
+            return stages.split.undivided_calls
+        if stages.observe and self.model.distribute_strategy.num_replicas_in_sync > 1:
+            return (
                 f"{type(stages.observe).__name__} compares the gradients of replicas, and the step of "
                 f"{type(self.model).__name__} runs on the whole batch on each of them, so none has a gradient of its "
                 "own. Train without that callback."
             )
+        return None
 
 
 def _too_large(split: Split, refusal: str) -> IndivisibleError:

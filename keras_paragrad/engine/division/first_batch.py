@@ -37,6 +37,7 @@ from keras_paragrad.engine.step.stages import Stages, Take
 _FEW_ROWS = 16
 # Refuses or warns; called after the step is traced, since errors of the trace are more informative.
 Conclusion = Callable[[], None]
+_UNPROVED = "The weighted gradients of parts of the first batch couldn't be compared with the gradient of the whole"
 _ELSEWHERE = (
     "On another worker's rows of the first batch, the weighted gradients of the parts don't sum to the gradient of the "
     "whole"
@@ -184,14 +185,15 @@ class FirstBatchProof:
         model = self.model
         if _build_known_to_divide(model, data):
             return None
+        if normalize.weighting == "auto" and normalize.divider.divides_calls and not self.stages.combine:
+            unproved = None if self._divisions.find_refusal_of_calls(self.stages) else _UNPROVED
+            found = find_difference(model, data, size, parts, normalize, otherwise=unproved)
+            if _any_worker(model, found is not None):
+                self._divisions.by_calls = f"{found or _ELSEWHERE}."
+            return None
         difference = find_difference(model, data, size, parts, normalize)
         if normalize.weighting != "auto":
             return difference and _warn_of_stated(model, data, difference, normalize)
-        by_calls = normalize.divider.divides_calls and not self.stages.combine
-        if by_calls:
-            if _any_worker(model, difference is not None):
-                self._divisions.by_calls = f"{difference or _ELSEWHERE}."
-            return None
         if difference and (layer := find_layer_that_mixes(model, data, size)):
             mixes = f"The output of {layer!r} for one example depends on the others. {difference}."
             return functools.partial(_refuse, f"{mixes} {normalize.refusals.anyway}")

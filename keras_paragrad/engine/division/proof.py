@@ -3,7 +3,7 @@
 In all functions, `size` is the number of rows of a part, and `parts` the number of parts of an update.
 """
 
-from typing import Any
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -35,6 +35,7 @@ from keras_paragrad.engine.probes.trial import Inconclusive, relative_error, row
 # The most bytes that the tensors of a whole batch may take together, beside a step. A larger batch is proved on its
 # outputs, if they take no more than this limit or than the tensors of one part's forward pass.
 MOST_BYTES = 2**24
+Unproved = TypeVar("Unproved")
 
 
 def is_known_to_divide(model: keras.Model) -> bool:
@@ -57,12 +58,14 @@ def find_difference(
     normalize: LossNormalization | None,
     *,
     loss_alone: bool = False,
-) -> Difference | None:
+    otherwise: Unproved = None,
+) -> Difference | Unproved | None:
     """Computes rows of the first batch whole and in parts; `None` if they differ only by rounding or randomness.
 
     Args:
         normalize: Computes the weight of a part; all weigh the same, if `None`.
         loss_alone: Whether to differentiate only the loss, with respect to the outputs.
+        otherwise: What to return if they can't be compared.
     """
 
     def find(cut: RowCut) -> Difference | None:
@@ -83,7 +86,7 @@ def find_difference(
             return None
 
     cut = RowCut.of_parts(row_count(data), size, parts)
-    return run_trial(find, cut, otherwise=None, question="whether parts of the first batch give its gradient")
+    return run_trial(find, cut, otherwise=otherwise, question="whether parts of the first batch give its gradient")
 
 
 def find_layer_that_mixes(model: keras.Model, data: Batch, size: int) -> str | None:

@@ -74,12 +74,20 @@ class LossNormalization:
         self.refusals.check_by_example(terms, weighting.name)
         return weighting.normalizer(arguments)
 
+    def check_read(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> None:
+        """Raises if Keras's losses don't say what a part weighs, and nothing is stated."""
+        if self.weighting == "auto" and (reason := _why_unknown(model, terms)):
+            raise IndivisibleError(f"{reason} {self.refusals.to_state_it}")
+        self(model, arguments, terms)
+
     def in_evaluation(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
         """The weight of a part of a batch in evaluation, or `None` if each output's loss has its own."""
         self._check_rows(model, arguments, terms, training=False)
         stated = self._stated(model, arguments, terms)
         reason = _why_unknown(model, terms) if stated is None else None
-        return stated if reason is None else self._find(model, arguments, reason).normalizer(arguments)
+        if reason:
+            raise IndivisibleError(reason)
+        return stated
 
     def _check_rows(
         self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm], *, training: bool

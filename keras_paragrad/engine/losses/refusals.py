@@ -26,6 +26,15 @@ class Refusals(NamedTuple):
         """Advice for training anyway, if there is a way."""
         return f"To train anyway, {self.divider.to_train_anyway}." if self.divider.to_train_anyway else ""
 
+    @property
+    def to_state_it(self) -> str:
+        """Advice by which parts of the loss are computed, which is faster."""
+        return (
+            f"If it is a mean over the examples, write {self.divider.configured_by}(..., weighting='examples'): it is "
+            "computed in parts then, which is faster. weighting also takes 'sample_weight', 'mask', 'sum' or a "
+            "function."
+        )
+
     def of_train_step(self, model: keras.Model) -> str:
         """The error for a custom `train_step`, which the divider doesn't divide."""
         return (

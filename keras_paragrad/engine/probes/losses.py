@@ -62,6 +62,24 @@ def loss_mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
     return run_trial(find, _DRAWS, otherwise=False, question=f"whether the loss {term.loss.name!r} compares examples")
 
 
+def loss_has_state(term: LossTerm) -> bool:
+    """Whether a loss assigns variables; `False` if it can't be traced alone."""
+    if has_value_per_example(term.loss):
+        return False
+    given = keras.tree.map_structure(
+        lambda leaf: leaf if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype), (term.y_true, term.y_pred)
+    )
+    # A scope takes what is assigned to Keras's variables, and gives it back here.
+    scope = keras.StatelessScope()
+    traced = tf.function(lambda y_true, y_pred: LossTerm(term.loss, y_true, y_pred, None).values, autograph=False)
+    try:
+        with scope:
+            graph = traced.get_concrete_function(*given).graph
+    except Exception:
+        return False
+    return bool(scope.state_mapping or assigned_resources(graph))
+
+
 def _mixes(
     term: LossTerm, compute: Callable[..., tf.Tensor], one_value_each: bool, labels: bool, low: float, high: float
 ) -> bool:

@@ -27,6 +27,7 @@ from keras_paragrad.engine.probes.trial import (
     synthetic_rows,
     take_rows,
 )
+from keras_paragrad.storage.gathering import is_gather
 
 # Rows before and after the compared ones change, to find sums along the batch in either direction, and pairs.
 _ROWS, _CHANGED, _COMPARED = 4, [0, 3], slice(1, 3)
@@ -285,7 +286,7 @@ def _keeps_rows(equation: str) -> bool:
 
 def _is_custom_callable(value: object) -> bool:
     """Whether a value is a callable that isn't Keras's, such as a custom activation."""
-    return (callable(value) or hasattr(value, "call")) and not _is_keras(value)
+    return (callable(value) or hasattr(value, "call")) and not (_is_keras(value) or is_gather(value))
 
 
 def _is_keras(function: object) -> bool:

@@ -81,7 +81,7 @@ def _loss_of_whole_batches(
     model: keras.Model, data: Batch, normalize: LossNormalization, proof: EvaluationProof
 ) -> bool:
     """Whether the losses of the replicas' batches don't make up the whole batch's."""
-    if normalize.weighting != "auto" or not normalize.divider.divides_calls:
+    if normalize.weighting != "auto":
         return False
     return proof.whole_losses or find_refusal_of_loss(model, normalize, None, data, training=False) is not None
 

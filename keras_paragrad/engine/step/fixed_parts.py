@@ -85,9 +85,10 @@ class FixedParts(NamedTuple):
         """Every batch is cut."""
         return True
 
-    def check_calls(self) -> None:
+    @property
+    def undivided_calls(self) -> str:
         """Refuses calls of layers in parts: their sums aren't added in a fixed order."""
-        raise IndivisibleError(
+        return (
             f"deterministic={self.parts} requires Keras's own train_step, and a loss that is a sum or mean over the "
             "rows, whose parts are added in a fixed order. Override compute_loss instead of train_step, state the "
             "weighting of the loss, or leave deterministic out."

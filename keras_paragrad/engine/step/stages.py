@@ -125,8 +125,9 @@ class Split(Protocol):
         """Whether a batch is larger than a slice; `None` if its static shape doesn't say."""
         ...
 
-    def check_calls(self) -> None:
-        """Refuses to have calls of layers divided in place of the loss."""
+    @property
+    def undivided_calls(self) -> str | None:
+        """Why calls of layers aren't divided in place of the loss, or `None`."""
         ...
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
