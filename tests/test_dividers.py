@@ -15,7 +15,6 @@ from keras_paragrad.engine.replicas.replica_batch import rows_at
 from keras_paragrad.engine.step.batch_part import compute_part
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
-from keras_paragrad.engine.step.indivisible import DeferredRefusal
 
 ROWS, FIRST, SIZE = 12, 5, 4
 X, Y = (np.random.default_rng(seed).normal(size=(ROWS, SIZE)).astype("float32") for seed in (0, 1))
@@ -42,16 +41,12 @@ class InTwo(NamedTuple):
     def part_rows(self, rows):
         return -(-rows // 2)
 
-    @property
-    def deferred_refusal(self):
-        return DeferredRefusal(self.normalize, "is trained in one part. Two")
-
     def cuts(self, data):
         return True
 
-    def check_calls(self):
-        if self.size == ROWS:
-            raise ValueError("Two parts must have five rows.")
+    @property
+    def undivided_calls(self):
+        return "Two parts must have five rows." if self.size == ROWS else None
 
     def __call__(self, context, data):
         build_losses(context.model, rows_at(data, 0, 1), metrics=True)

@@ -32,11 +32,11 @@ BELOW = {
 # How many lines each folder may have, and the modules beside them. What adds to one takes from another: their sum is
 # `TOTAL`, which is only lowered. A folder that has 25 fewer than its number gets a lower one.
 LINES = {
-    "accumulation": 1411,
+    "accumulation": 1387,
     "cli": 1088,
     "compat": 3432,
-    "distribution": 13746,
-    "engine": 13628,
+    "distribution": 13734,
+    "engine": 13545,
     "inputs": 1885,
     "memory": 3053,
     "per_example": 5257,
@@ -45,7 +45,7 @@ LINES = {
     "storage": 2800,
     "top": 1258,
 }
-TOTAL, SLACK = 57746, 25
+TOTAL, SLACK = 57627, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

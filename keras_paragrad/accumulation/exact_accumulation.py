@@ -19,7 +19,6 @@ from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS, Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 from keras_paragrad.engine.step.builder import StepBuilder
-from keras_paragrad.engine.step.indivisible import DeferredRefusal
 
 DIVIDER = Divider(
     configured_by="AccumulatingOptimizer",
@@ -154,26 +153,18 @@ class ExactAccumulation(keras.callbacks.Callback):
             self._schedule.begin_epoch(before.batches_left)
             self._schedule.updates = before.updates
         self._schedule.prove = self.prove
-        self._schedule.deferred_refusal = deferred_refusal = self._deferred_refusal(optimizer, normalize)
-        if deferred_refusal:
-            # What weighting micro-batches would refuse is only logged: whole windows need no weights.
-            deferred_refusal.check(self.model)
+        opened = optimizer.built and int(optimizer.window.position.numpy()) > 0
+        replicas = self.model.distribute_strategy.num_replicas_in_sync
+        # Whole windows need no weights.
+        always_whole = normalize is not None and optimizer.schedule.is_always_one and not opened and replicas == 1
+        self._schedule.always_whole = always_whole
+        if always_whole:
             normalize = None
         else:
             if normalize:
                 normalize.check(self.model)
             warn_of_batch_statistics(self.model)
         return {"combine": normalize, "apply": self._schedule}
-
-    def _deferred_refusal(
-        self, optimizer: AccumulatingOptimizer, normalize: LossNormalization | None
-    ) -> DeferredRefusal | None:
-        """The error that larger windows would raise, to be logged, if every batch is a whole window; else `None`."""
-        opened = optimizer.built and int(optimizer.window.position.numpy()) > 0
-        replicas = self.model.distribute_strategy.num_replicas_in_sync
-        if normalize is None or not optimizer.schedule.is_always_one or opened or replicas > 1:
-            return None
-        return DeferredRefusal(normalize, "is trained on whole batches. Two or more to an update")
 
     def _count_steps(self) -> None:
         """Tells the callbacks of updates how many an epoch has."""

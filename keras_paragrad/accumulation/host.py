@@ -7,8 +7,6 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
 
-from keras_paragrad.engine.step.indivisible import DeferredRefusal
-
 if TYPE_CHECKING:
     from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 
@@ -28,7 +26,7 @@ class HostSchedule:
         batches_left: How many batches are left in the epoch, or `None` if unknown.
         updates: How many windows of the epoch have ended with an update.
         prove: Whether the first batch is to prove that micro-batches give what the whole batch gives.
-        deferred_refusal: If every batch is a whole window, logs what a larger window would refuse.
+        always_whole: Whether every batch is a whole window, and needs no weight.
     """
 
     def __init__(self, optimizer: "AccumulatingOptimizer"):
@@ -36,7 +34,7 @@ class HostSchedule:
         self.batches_left: int | None = None
         self.updates = self._skipped = 0
         self.prove = True
-        self.deferred_refusal: DeferredRefusal | None = None
+        self.always_whole = False
         # The window's position and the number of updates, by the host's count.
         self._position = 0
         self._update = 0

@@ -25,7 +25,6 @@ from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.fixed_parts import FixedParts, enable_determinism
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
-from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.memory.available import memory_of_device
 from keras_paragrad.memory.batch_size import (
     ROWS,
@@ -178,13 +177,6 @@ class Slices(NamedTuple):
         return PreparationCall(__name__, "microbatch", {"size": self.size, "weighting": self.normalize.weighting})
 
     @property
-    def deferred_refusal(self) -> DeferredRefusal:
-        """Logs, for batches of a single slice, the error that several slices would raise."""
-        return DeferredRefusal(
-            self.normalize, f"is trained on whole batches. One of more than size={self.size} examples"
-        )
-
-    @property
     def undivided(self) -> str:
         """The first sentence of the error for a batch that can't be cut."""
         return f"A batch has more than size={self.size} examples, and can't be split into slices."
@@ -246,11 +238,6 @@ class UnchosenSlices(NamedTuple):
     normalize: LossNormalization
     prove: bool
     size: str = "auto"
-
-    @property
-    def deferred_refusal(self) -> None:
-        """Nothing, as no size is chosen yet."""
-        return None
 
     def choose(self, model: keras.Model, adapter: Adapter | None) -> Slices:
         """Searches for the largest slices of equal size that fit, by the estimate and then by trials.

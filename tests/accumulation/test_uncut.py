@@ -194,9 +194,7 @@ def test_windows_of_one_batch_are_trained_whole(name, mode, caplog):
     for shown, values in expected.items():
         np.testing.assert_allclose(history[shown], values, rtol=1e-6, err_msg=shown)
     assert largest_difference(ours, plain) < 1e-6
-    (said,) = said_in(caplog)
-    assert "is trained on whole batches. Two or more to an update would be refused" in said
-    assert WORDS.get(name, name) in said
+    assert not said_in(caplog)
     ours.compile(AccumulatingOptimizer(keras.optimizers.SGD(0.1), 2), **arguments)
     with pytest.raises(ValueError, match=WORDS.get(name, name)):
         ours.fit(batches(4, 3), callbacks=[ExactAccumulation()], **options)

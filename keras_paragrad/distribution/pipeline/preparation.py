@@ -37,7 +37,6 @@ from keras_paragrad.engine.step.batch_part import BatchPart, compute_part
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
-from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.segments import Part, RunPart, functional_of, run_in_stages
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.plain_text import Printable
@@ -235,11 +234,6 @@ class MicroBatches(NamedTuple):
     def size(self) -> int:
         """A single example is never cut."""
         return 1
-
-    @property
-    def deferred_refusal(self) -> DeferredRefusal:
-        """The check that logs what micro-batches would refuse, for batches that aren't cut."""
-        return DeferredRefusal(self.normalize, "is trained on whole batches. Cutting them into micro-batches")
 
     @property
     def undivided(self) -> str:

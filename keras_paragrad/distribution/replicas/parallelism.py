@@ -40,7 +40,6 @@ from keras_paragrad.engine.replicas.prepared import (
 )
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.fixed_parts import FixedParts
-from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.storage.creation import may_be_in_shards
 from keras_paragrad.storage.updating import check_optimizer_of_shards
@@ -119,12 +118,7 @@ class ReplicaPreparation(Preparation):
                 model, f"each of {replicas} replicas gets", 'train on one device: DistributedFit("none")'
             )
         normalize = self._normalization(weighting) if exact else None
-        deferred_refusal = None
-        # On one replica, a model that several would refuse is only warned about.
-        if normalize and replicas == 1:
-            deferred_refusal = DeferredRefusal(normalize, "is trained on one replica. Two")
-            deferred_refusal.check(model)
-        elif normalize:
+        if normalize and replicas > 1:
             normalize.check(model)
             if not deterministic:
                 self._warn_of_batch_statistics()
@@ -140,7 +134,7 @@ class ReplicaPreparation(Preparation):
             ordered = self._divide_in_order(deterministic, weighting, prove, jit is True, replicas)
         if ordered is None:
             self._divide_as_before()
-        take = Take(None if deferred_refusal else normalize, by_xla, deferred_refusal, prove, ordered)
+        take = Take(normalize if replicas > 1 else None, by_xla, prove, ordered)
         install_on_replicas(model, take, compared_fit.sharded if compared_fit else distribute)
         if compared_fit:
             evaluate = functools.partial(_with_barrier, type(model).evaluate, model)

@@ -127,10 +127,8 @@ class Divisions:
         find = self._divide_custom_step if overrides_train_step(self.model) else self._divide_keras_step
         division = find(stages, data)
         self.calls = division.calls
-        if division.undivided and stages.split:
-            if stages.split.cuts(data) is None:
-                self.undivided = division.undivided
-            stages.split.deferred_refusal.say(self.model, division.undivided)
+        if division.undivided and stages.split and stages.split.cuts(data) is None:
+            self.undivided = division.undivided
         return division
 
     def _divide_custom_step(self, stages: Stages, data: Batch) -> Division:
@@ -170,7 +168,7 @@ class Divisions:
             if reason:
                 if refusal:
                     raise IndivisibleError(f"{refusal} {reason}")
-                if find_accumulator(self.model.optimizer) and not (stages.apply and stages.apply.deferred_refusal):
+                if find_accumulator(self.model.optimizer) and not (stages.apply and stages.apply.always_whole):
                     raise IndivisibleError(
                         "The loss compares examples, so the micro-batches of a window can't be combined into the whole "
                         f"batch. {INSTEAD_OF_WINDOWS}"

@@ -21,7 +21,6 @@ from keras_paragrad.engine.losses.sums import LossSums
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, cut_rows_of
 from keras_paragrad.engine.step.batch_part import BatchPart
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, forward_backward
-from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.step.part_function import PartFunction, on_first_replica
 from keras_paragrad.engine.step.stages import ComputeLosses
 
@@ -66,11 +65,6 @@ class FixedParts(NamedTuple):
     def size(self) -> int:
         """The most rows that a part may have."""
         return self.most_rows
-
-    @property
-    def deferred_refusal(self) -> DeferredRefusal | None:
-        """`None`: every batch is divided, so nothing is refused later."""
-        return None
 
     @property
     def undivided(self) -> str:

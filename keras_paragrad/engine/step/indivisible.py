@@ -1,84 +1,25 @@
-"""Batches that fit in one slice: trained whole where larger ones would be refused.
-
-A refusal is the message of the `IndivisibleError` for batches that can't be divided into parts: why, and what to do.
-"""
+"""Batches whose rows aren't examples, or that fit in one slice and are trained whole where larger ones are refused."""
 
 import contextlib
-import dataclasses
 import functools
-import logging
 import re
-import warnings
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.private import FuncGraph
-from keras_paragrad.compat.state import LOGGED, Slot, record_first
-from keras_paragrad.compat.types import Batch, LossArguments, Step, StepLogs
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.compat.types import Batch, Step, StepLogs
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of, static_row_count
 from keras_paragrad.engine.tracing.untouched import trace_rows
 
-_log = logging.getLogger("keras_paragrad")
-# By `DeferredRefusal.where`, the model's `compile` configuration when `look` last checked it.
-_LOOKED = Slot[Mapping[str, Any]]("deferred_refusals", {})
 # Matches shape-mismatch errors from TensorFlow and Keras, never our own.
 _OF_SHAPES = re.compile(
     r"Dimensions? (\d+ in both shapes )?must|[Ii]ncompatible|Shapes? \S+ must|[Cc]annot reshape|equal rank"
 )
 # TensorFlow quotes an assertion's message, but cuts long ones.
 _TOO_LARGE = "keras_paragrad: a batch is larger than a slice"
-
-
-@dataclasses.dataclass(frozen=True)
-class DeferredRefusal:
-    """Warns, once for each model, of what a `LossNormalization` would refuse if batches were divided.
-
-    Equal instances share compiled steps.
-
-    Attributes:
-        normalize: The normalization that a divided batch would need.
-        where: The warning's words between the model's name and "would be refused".
-    """
-
-    normalize: LossNormalization
-    where: str
-
-    def check(self, model: keras.Model) -> None:
-        """Warns about problems detectable before the first batch."""
-        if refusal := self.normalize.find_refusal(model):
-            self.say(model, refusal)
-
-    def look(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> None:
-        """Warns about problems that only a batch shows; checks the first batch after each `compile`."""
-        looked = _LOOKED.of(model)
-        if self.normalize.divider.divides_calls and self.normalize.weighting == "auto":
-            # Calls of layers are divided where the loss isn't.
-            return
-        if self.where in LOGGED.of(model) or looked.get(self.where) is model._compile_config:
-            return
-        _LOOKED.attach(model, {**looked, self.where: model._compile_config})
-        # A separate graph, which never runs.
-        with FuncGraph("deferred_refusal").as_default(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                self.normalize.check(model)
-                self.normalize(model, arguments, terms)
-            except IndivisibleError as refusal:
-                self.say(model, str(refusal))
-            except Exception:
-                # A loss that only runs eagerly, for one: a warning must not end the training.
-                return
-
-    def say(self, model: keras.Model, refusal: str) -> None:
-        """Logs the refusal, unless it was logged for this model before."""
-        if record_first(model, self.where):
-            _log.warning("%s %s would be refused: %s", type(model).__name__, self.where, refusal)
 
 
 @contextlib.contextmanager

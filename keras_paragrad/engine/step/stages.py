@@ -17,7 +17,6 @@ from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.sums import LossSums
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.gradient import Gradient, Present, StepContext, is_slower_in_xla_loop
-from keras_paragrad.engine.step.indivisible import DeferredRefusal
 from keras_paragrad.engine.telemetry.watch import Observe, Telemetry
 
 # Maps a batch to the predictions and the losses.
@@ -80,14 +79,12 @@ class Take(NamedTuple):
     Attributes:
         normalize: The loss normalization of a replica batch, or `None` if all count equally.
         by_xla: Whether XLA compiles each replica's forward and backward pass.
-        deferred_refusal: On one replica, warns about models that several replicas would refuse.
         prove: Whether the first batch must prove that parts give the same results as the whole.
         ordered: Evaluates in a fixed order too, if not `None`.
     """
 
     normalize: LossNormalization | None = None
     by_xla: bool = False
-    deferred_refusal: DeferredRefusal | None = None
     prove: bool = True
     ordered: "OrderedSplit | None" = None
 
@@ -105,11 +102,6 @@ class Split(Protocol):
     @property
     def size(self) -> int:
         """The size of a slice, in examples."""
-        ...
-
-    @property
-    def deferred_refusal(self) -> DeferredRefusal:
-        """Warns, for batches of one slice, about models that several slices would refuse."""
         ...
 
     @property
@@ -171,8 +163,8 @@ class Apply(Protocol):
         ...
 
     @property
-    def deferred_refusal(self) -> DeferredRefusal | None:
-        """Warns about models that larger windows would refuse, if every batch is a whole window."""
+    def always_whole(self) -> bool:
+        """Whether every batch is a whole window, and needs no weight."""
         ...
 
     @property
@@ -285,9 +277,3 @@ class Stages(NamedTuple):
     def prove(self) -> bool:
         """Whether the first batch must prove that parts give the same results as the whole."""
         return self.mesh is None and all(stage.prove for stage in (self.take, self.split, self.apply) if stage)
-
-    @property
-    def deferred_refusal(self) -> DeferredRefusal | None:
-        """Warns about a model that slices, several replicas or larger windows would refuse, while there are none."""
-        stages = (self.split, self.take, self.apply)
-        return next((stage.deferred_refusal for stage in stages if stage and stage.deferred_refusal), None)

@@ -68,7 +68,6 @@ class TrainStep(NamedTuple):
         if divider.refusal and self.stages.split and replica_count() == 1 and self.stages.split.cuts(data) is None:
             # Batches that fit in one slice are trained on.
             divisions.undivided = divider.refusal
-            self.stages.split.deferred_refusal.say(self.model, divider.refusal)
         elif divider.refusal:
             raise IndivisibleError(divider.refusal)
         return logs
@@ -82,7 +81,7 @@ class TrainStep(NamedTuple):
         """Runs the custom `train_step` on a micro-batch of a window."""
         assert self.stages.apply
         # If every batch is a whole window, nothing has to be weighed.
-        normalize = None if self.stages.apply.deferred_refusal else self.stages.combine
+        normalize = None if self.stages.apply.always_whole else self.stages.combine
         window, step = WindowStep(self.model, normalize, self.update, self.end), train_step_of(self.model)
         with self._accumulating():
             if replica_count() > 1:
@@ -227,14 +226,13 @@ class TrainStep(NamedTuple):
         normalize = self.stages.normalization(of_slices=split is not None)
         # Keras's trackers expect whole batches.
         partial = bool(split or self.stages.apply or self.stages.present or (self.stages.take and replica_count() > 1))
-        refusal = None if normalize else self.stages.deferred_refusal
         inexact = normalize is None and self.stages.take and replica_count() > 1
         return context._replace(
             normalize=normalize,
             scale_by_replicas=scale_by_replicas if inexact else None,
             # On a mesh the number of rows is static, and Keras's trackers would count by it.
             sums=partial or self.stages.mesh is not None,
-            look=warn_of_uniform if self._is_uniform else refusal and refusal.look,
+            look=warn_of_uniform if self._is_uniform else None,
             present=self.stages.present,
             by_xla=self._by_xla and not self._by_layer,
         )
