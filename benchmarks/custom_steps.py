@@ -93,7 +93,7 @@ PASSES = {
     "both, whole batch": (("discriminator", "generator"), False),
     "discriminator alone": (("discriminator",), True),
     "generator alone": (("generator",), True),
-    "both, in two phases": (("discriminator", "generator"), True),
+    "both, in slices": (("discriminator", "generator"), True),
 }
 ALONE = ("discriminator alone", "generator alone")
 

@@ -396,7 +396,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "memory of contrastive": functools.partial(as_saved, "contrastive", "Peak memory"),
         "contrastive": functools.partial(processor_times, "contrastive", "SimCLR"),
         "own steps": functools.partial(processor_times, "custom_steps", "MLP"),
-        "phases": functools.partial(processor_times, "custom_steps", "GAN"),
+        "two networks": functools.partial(processor_times, "custom_steps", "GAN"),
     },
 }
 

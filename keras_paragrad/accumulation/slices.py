@@ -60,8 +60,9 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         size: The maximum number of examples in a slice, per replica. The last slice of a batch holds the rest. `"auto"`
             chooses at the first `fit`, on one device: the largest slices of equal size that fit, by the estimate, and
             by training on them in separate processes; see `find_batch_size`. What it tries is printed.
-        weighting: What the loss of a slice is divided by: `"auto"` finds it, `"examples"`, `"sample_weight"`, `"mask"`,
-            `"sum"` or a function of `(x, y, y_pred, sample_weight)` states it. See `AccumulatingOptimizer`.
+        weighting: What the loss of a slice is divided by. `"auto"` reads it off Keras's losses, and computes others on
+            whole batches; `"examples"`, `"sample_weight"`, `"mask"`, `"sum"` or a function of `(x, y, y_pred,
+            sample_weight)` states it, which is faster. See `AccumulatingOptimizer`.
         prove: Whether the first batch proves, before the first update, that its slices give the gradient of the whole.
             What Keras itself defines, and is known to divide, isn't computed again.
         deterministic: The number of parts, 8 for `True`, that every batch is computed in, of at most `size` rows each.
@@ -74,10 +75,9 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
 
     Raises:
         ValueError: `size` is neither an integer of at least 1 nor `"auto"`, or the model runs in a pipeline. `fit`
-            raises it for a batch of more than `size` examples if the weight of a slice is unknown, as the loss uses
-            a divisor other than those tested, and can't be computed on whole batches; and with `"auto"` as
-            `find_batch_size` does. The message says what to write. Smaller batches are trained on whole, and this is
-            logged once.
+            raises it for a batch of more than `size` examples of which nothing can be divided, neither the loss nor
+            calls of layers; and with `"auto"` as `find_batch_size` does. The message says what to write. Smaller
+            batches are trained on whole.
 
     Example:
 

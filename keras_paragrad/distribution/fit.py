@@ -83,8 +83,9 @@ class DistributedFit(InNotebooks):
         warmup_steps: Number of updates over which the learning rate grows to its scaled value.
         exact: Whether the result must be the same as on one device. If not, updates take the mean of the
             replicas' gradients (the sum, if the loss is a sum), and no model is refused for being inexact.
-        weighting: What the loss of a replica's part of a batch is divided by: `"auto"` finds it, `"examples"`,
-            `"sample_weight"`, `"mask"`, `"sum"` or a function of `(x, y, y_pred, sample_weight)` states it.
+        weighting: What the loss of a replica's part of a batch is divided by. `"auto"` reads it off Keras's losses, and
+            computes others on whole batches; `"examples"`, `"sample_weight"`, `"mask"`, `"sum"` or a function of `(x,
+            y, y_pred, sample_weight)` states it, which is faster.
         prove: Whether the first batch proves, before the first update, that the parts of replicas, or the micro-batches
             of a pipeline, give the gradient of the whole; and the first evaluated batch its loss and metrics. What
             Keras itself defines, and is known to divide, isn't computed again.
