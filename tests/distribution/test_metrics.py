@@ -33,6 +33,39 @@ def test_every_metric_is_that_of_one_device(every):
     assert_same(found, expected)
 
 
+class OfLoss(keras.metrics.Metric):
+    """Calls a loss, as a perplexity does."""
+
+    def __init__(self):
+        super().__init__(name="of_loss")
+        self.loss = keras.losses.MeanSquaredError()
+        self.total, self.count = (self.add_variable((), "zeros", name=name) for name in ("total", "count"))
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        rows = keras.ops.cast(keras.ops.shape(y_true)[0], "float32")
+        self.total.assign_add(rows * self.loss(y_true, y_pred))
+        self.count.assign_add(rows)
+
+    def result(self):
+        return self.total / self.count
+
+
+@pytest.mark.own_process
+@pytest.mark.filterwarnings("ignore:The results of the metrics object")
+def test_losses_in_metrics_are_those_of_one_device(mirrored):
+    shown = []
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    for dist in (DistributedFit("none"), DistributedFit(mirrored)):
+        keras.utils.set_random_seed(0)
+        with dist.scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=[keras.losses.MeanSquaredError(name="object"), OfLoss()])
+        options = {"batch_size": 8, "verbose": 0, "validation_data": (x, x[:, :1])}
+        shown.append(dist.fit(model, x, x[:, :1], **options).history)
+    for name, values in shown[0].items():
+        np.testing.assert_allclose(shown[1][name], values, rtol=1e-6, err_msg=name)
+
+
 @pytest.mark.own_process
 def test_batches_that_come_whole_are_counted_once(mirrored):
     x, y = data()

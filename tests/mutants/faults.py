@@ -1290,6 +1290,13 @@ _PRIVACY = [
 _FIRST_BATCH = "accumulation/test_first_batch.py"
 _PROOF = [
     _fault(
+        "losses in metrics are divided by the number of replicas",
+        "engine/losses/logs.py",
+        "    with as_one_replica():\n        computed",
+        "    if True:\n        computed",
+        "distribution/test_metrics.py::test_losses_in_metrics_are_those_of_one_device",
+    ),
+    _fault(
         "the state of a loss is not seen",
         "engine/probes/losses.py",
         "return bool(scope.state_mapping or assigned_resources(graph))",

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
+from keras_paragrad.compat.collectives import as_one_replica
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import LossArguments, StepLogs
 from keras_paragrad.engine.losses.sums import TrackedLosses
@@ -27,7 +28,9 @@ def update_metrics(model: keras.Model, batch: LossArguments) -> None:
 
     Refuses a custom `compute_metrics` that returns names that `get_metrics_result` doesn't.
     """
-    computed = model.compute_metrics(**batch)
+    # Keras divides a loss that is a metric, or that a metric calls, by the number of replicas.
+    with as_one_replica():
+        computed = model.compute_metrics(**batch)
     if not _overrides_compute_metrics(model):
         return
     logged = model.get_metrics_result()
