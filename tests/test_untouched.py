@@ -143,6 +143,7 @@ def sliced():
     return made
 
 
+@pytest.mark.filterwarnings("ignore:The loss .counting. assigns variables")
 @pytest.mark.filterwarnings("ignore:The state of counting", "ignore:The metrics inputs_seen")
 @pytest.mark.parametrize("train", [accumulated, sliced])
 def test_each_part_of_a_batch_is_counted_once(train):

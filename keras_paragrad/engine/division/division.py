@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_on_replica, replica_count
 from keras_paragrad.compat.compiled_call import needs_whole_pass
-from keras_paragrad.compat.model import all_layers, overrides_train_step
+from keras_paragrad.compat.model import all_layers, check_no_row_states, overrides_train_step
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, Specs
@@ -173,6 +173,8 @@ class Divisions:
                         "The loss compares examples, so the micro-batches of a window can't be combined into the whole "
                         f"batch. {INSTEAD_OF_WINDOWS}"
                     )
+                if split and cuts:
+                    check_no_row_states(self.model, "slices are", "give batches that are one slice")
                 log_once(
                     self.model,
                     f"The loss of {self.model.name!r} is computed on whole batches, and only calls of layers are "
