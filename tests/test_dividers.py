@@ -45,7 +45,7 @@ class InTwo(NamedTuple):
         return True
 
     @property
-    def undivided_calls(self):
+    def refusal_of_calls(self):
         return "Two parts must have five rows." if self.size == ROWS else None
 
     def __call__(self, context, data):

@@ -16,7 +16,7 @@ from keras_paragrad.engine.losses.loss_normalization import find_weightings
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.losses.weightings import weighting_of
 from keras_paragrad.engine.probes.independence import check_metrics, mixing_reasons
-from keras_paragrad.engine.probes.losses import loss_mixes_rows
+from keras_paragrad.engine.probes.losses import find_mixing
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.probes.states import layers_storing_examples
 from keras_paragrad.engine.probes.weighting_trial import try_weightings
@@ -49,7 +49,7 @@ def refusal(model):
         arguments = {"x": x, "y": y, "y_pred": y, "sample_weight": None}
         mixing_reasons(model, arguments, terms, DIVIDER)
         find_weightings(model, arguments, by_examples)
-        assert not loss_mixes_rows(terms[0])
+        assert not find_mixing(terms[0])
         return loss
 
     step(X, Y)

@@ -75,9 +75,9 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
 
     Raises:
         ValueError: `size` is neither an integer of at least 1 nor `"auto"`, or the model runs in a pipeline. `fit`
-            raises it for a batch of more than `size` examples of which nothing can be divided, neither the loss nor
-            calls of layers; and with `"auto"` as `find_batch_size` does. The message says what to write. Smaller
-            batches are trained on whole.
+            raises it if a batch has more than `size` examples, and neither its loss nor a call of a layer can be
+            divided; and with `"auto"` as `find_batch_size` does. The message says what to write. Smaller batches are
+            trained on whole.
 
     Example:
 
@@ -191,7 +191,7 @@ class Slices(NamedTuple):
         return None if rows is None else rows > self.size
 
     @property
-    def undivided_calls(self) -> None:
+    def refusal_of_calls(self) -> None:
         """Calls of layers can be divided."""
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import children
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.losses import loss_mixes_rows
+from keras_paragrad.engine.probes.losses import COMPARES, find_mixing
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_value_per_example
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.per_example.calls import LossReads
@@ -149,7 +149,7 @@ def check_separable_loss(term: LossTerm, variables: Sequence[keras.Variable]) ->
             f"The loss {loss.name!r} returns one number for the whole batch, so an example has no loss of its own. "
             "Return one value per example; for Dice and Tversky, pass axis= without the batch axis 0."
         )
-    if loss_mixes_rows(term, one_value_each=True):
+    if find_mixing(term, one_value_each=True) == COMPARES:
         raise ValueError(
             f"The value of the loss {loss.name!r} for one example depends on the others in the batch, so an example "
             "has no gradient of its own. Use a loss that is a sum over the examples."

@@ -133,6 +133,25 @@ def test_windows_in_which_all_micro_batches_count_the_same(mirrored):
 
 @pytest.mark.long
 @own_process
+def test_windows_of_a_loss_of_one_number_count_the_same_where_it_is_stated(mirrored):
+    """Calls of layers can't be divided there, as a window's micro-batches don't come together."""
+    x = np.random.default_rng(0).normal(size=(16, 6)).astype("float32")
+    trained = []
+    for dist, wrap, rows in (
+        (DistributedFit("none"), lambda optimizer: optimizer, 8),
+        (DistributedFit(mirrored), lambda optimizer: AccumulatingOptimizer(optimizer, 2, weighting="uniform"), 4),
+    ):
+        keras.utils.set_random_seed(0)
+        with dist.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(1)])
+            model.compile(wrap(keras.optimizers.SGD(0.1)), lambda y, z: keras.ops.mean(keras.ops.square(y - z)))
+        callbacks = [ExactAccumulation()] if rows == 4 else []
+        dist.fit(model, x, x[:, :1], batch_size=rows, shuffle=False, verbose=0, callbacks=callbacks)
+        trained.append(model)
+    assert largest_difference(*trained) < TOLERANCE
+
+
+@own_process
 def test_custom_training_loop(mirrored):
     data = DataCase((4,) * 6)
     with mirrored.scope():

@@ -1299,8 +1299,8 @@ _PROOF = [
     _fault(
         "the state of a loss is not seen",
         "engine/probes/losses.py",
-        "return bool(scope.state_mapping or assigned_resources(graph))",
-        "return False",
+        "if scope.state_mapping or assigned_resources(graph):",
+        "if False:",
         "calls/test_whole_losses.py::test_windows_refuse_a_loss_with_a_state",
     ),
     _fault(
@@ -1570,8 +1570,8 @@ _CALLS = [
     _fault(
         "states of layers in parts are not compared with those of the whole",
         "engine/calls/divisible.py",
-        "kept = [index for index, variable in enumerate(layer_call.assigned) if not is_seed(variable)]",
-        "kept = []",
+        "unseeded = [index for index, variable in enumerate(layer_call.assigned) if not is_seed(variable)]",
+        "unseeded = []",
         "calls/test_divisible.py::test_finds_layers_that_mix_rows_a_little[Slow]",
     ),
     _fault(

@@ -51,7 +51,7 @@ class RowParts(Protocol):
 
 
 def divided(
-    function: Function, rows: list[Any], whole: list[Any], parts: "RowParts", state: list[Any], before: Any = None
+    function: Function, rows: list[Any], whole: list[Any], parts: RowParts, state: list[Any], before: Any = None
 ) -> Result:
     """Computes a function in parts of its rows.
 
@@ -92,10 +92,9 @@ def divided(
                 total = divided(backward, [*every[:count], *of_rows], [*every[count:], *of_sums], parts, [], states)
             gradients = dict(zip(needed, backward.gradients(total), strict=True))
             # A gathered weight may have another dtype than its shards.
-            found = [gradients.get(index) for index in indices]
             return [
-                value if value is None else tf.cast(value, tensor.dtype)
-                for value, tensor in zip(found, tensors, strict=True)
+                None if gradients.get(index) is None else tf.cast(gradients[index], tensor.dtype)
+                for index, tensor in zip(indices, tensors, strict=True)
             ]
 
         return outputs, gradient

@@ -89,7 +89,7 @@ def _try_calls(model: keras.Model, step: Callable[[Batch], Any], rows: Batch) ->
 
 
 class _TrialScope(WeightScope):
-    """Weights are variables of the trial's own, by id; what a step assigns to them, it differentiates there later."""
+    """A scope in which weights are the trial's own variables, by id: a step may assign to them, and differentiate."""
 
     def __init__(self, values: list[tuple[keras.Variable, Any]], weights: dict[int, tf.Variable]):
         super().__init__(values, collect_losses=True)
@@ -110,8 +110,14 @@ class StepTrial(PureFunction):
     def __init__(self, model: keras.Model, compute: Callable[[Batch], Any], rows: int):
         values = [(variable, value_of(variable)) for variable in all_variables(model)]
         # Variables, not tensors: the tape of the step watches reads of variables.
-        self._weights = {id(variable): tf.Variable(value) for variable, value in values if variable.trainable}
+        self._initial = {id(variable): value for variable, value in values if variable.trainable}
+        self._weights = {key: tf.Variable(value) for key, value in self._initial.items()}
         super().__init__(model, compute, total=rows, values=[pair for pair in values if not pair[0].trainable])
+
+    def __call__(self, *arguments: Any) -> Any:
+        for key, value in self._initial.items():
+            self._weights[key].assign(value)
+        return super().__call__(*arguments)
 
     def scope(self, state: State) -> keras.StatelessScope:
         return _TrialScope(list(zip(self.variables, state, strict=True)), self._weights)
@@ -167,8 +173,8 @@ class _Trial(StepTrial):
                 changed = layer_call([tf.gather(row, order) for row in layer_call.rows], whole, state)
             one_way, other_way = ([output[1:-1] for output in each.rows] for each in (expected, changed))
             self._compare(layer, "outputs", one_way, other_way, tolerance=OUTPUT)
-        kept = [index for index, variable in enumerate(layer_call.assigned) if not is_seed(variable)]
-        after, parted, before = ([each[index] for index in kept] for each in (expected.state, other.state, state))
+        unseeded = [index for index, variable in enumerate(layer_call.assigned) if not is_seed(variable)]
+        after, parted, before = ([each[index] for index in unseeded] for each in (expected.state, other.state, state))
         self._compare(layer, "states", after, parted, before)
         return layer_call.finish(expected)
 

@@ -43,7 +43,7 @@ class Recomputed:
 
     @property
     def variables(self) -> list[keras.Variable]:
-        """The variables of the layers, of which some may be several times in the list."""
+        """The variables of the layers; a shared variable is in the list several times."""
         return [variable for layer in self.layers for variable in layer.variables]
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
@@ -85,8 +85,8 @@ class _RecomputedCall(RepeatableCall):
         unique = list({id(variable): variable for variable in variables}.values())
         self._weights = [variable for variable in unique if variable.trainable]
         self.assigned = [variable for variable in unique if not variable.trainable]
-        kept = [stored_value(variable) for variable in self._weights]
-        self.stored, self._loads = [tensor for tensor, _ in kept], [load for _, load in kept]
+        pairs = [stored_value(variable) for variable in self._weights]
+        self.stored, self._loads = [tensor for tensor, _ in pairs], [load for _, load in pairs]
         # Variables that the last run has read, and that aren't among `variables`.
         self.missing: list[keras.Variable] = []
         self._scope: str | None = None
@@ -122,9 +122,10 @@ class _Twice(NamedTuple):
     """All rows in a single part, whose gradient waits for the cotangents.
 
     Attributes:
-        tensors: The number of tensors among the rows; cotangents follow them.
-        loads: For each weight, what makes its value of the tensor that is kept for it, in each of the two runs, so
-            shards aren't gathered all at once before the step. Gradients are those of the values.
+        tensors: The number of tensors among the rows; cotangents follow the tensors.
+        loads: For each weight, a function from the tensor that is stored for the weight to its value. Each run calls
+            the function, so shards are gathered there, and not all at once before the step. A stored tensor's gradient
+            is the gradient of its value.
     """
 
     tensors: int

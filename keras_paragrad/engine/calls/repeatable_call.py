@@ -56,7 +56,7 @@ class RepeatableCall:
     def run(
         self, leaves: list[Any], values: list[tuple[keras.Variable, tf.Tensor]], state: list[tf.Tensor]
     ) -> tuple[Result, ReadScope]:
-        """Runs the function on these leaves, of which variables have these values.
+        """Runs the function on `leaves` as its arguments; variables have the given values, and the state.
 
         Returns:
             The tensors and then the masks of the outputs, the losses that layers add, and the state; and the scope.

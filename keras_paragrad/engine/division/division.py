@@ -126,6 +126,8 @@ class Divisions:
         """Finds the division of a batch, or of a replica's part; raises `IndivisibleError` if it can't be divided."""
         find = self._divide_custom_step if overrides_train_step(self.model) else self._divide_keras_step
         division = find(stages, data)
+        if division.cut:
+            check_no_row_states(self.model, "slices are", "give batches that are one slice")
         self.calls = division.calls
         if division.undivided and stages.split and stages.split.cuts(data) is None:
             self.undivided = division.undivided
@@ -168,13 +170,6 @@ class Divisions:
             if reason:
                 if refusal:
                     raise IndivisibleError(f"{refusal} {reason}")
-                if find_accumulator(self.model.optimizer) and not (stages.apply and stages.apply.always_whole):
-                    raise IndivisibleError(
-                        "The loss compares examples, so the micro-batches of a window can't be combined into the whole "
-                        f"batch. {INSTEAD_OF_WINDOWS}"
-                    )
-                if split and cuts:
-                    check_no_row_states(self.model, "slices are", "give batches that are one slice")
                 log_once(
                     self.model,
                     f"The loss of {self.model.name!r} is computed on whole batches, and only calls of layers are "
@@ -198,14 +193,17 @@ class Divisions:
                 f"{names[0]!r} takes the gradients of single examples by what the loss divides by, so its calls aren't "
                 "divided."
             )
-        if stages.split and stages.split.undivided_calls:
-            return stages.split.undivided_calls
+        if stages.split and stages.split.refusal_of_calls:
+            return stages.split.refusal_of_calls
         if stages.observe and self.model.distribute_strategy.num_replicas_in_sync > 1:
             return (
                 f"{type(stages.observe).__name__} compares the gradients of replicas, and the step of "
                 f"{type(self.model).__name__} runs on the whole batch on each of them, so none has a gradient of its "
                 "own. Train without that callback."
             )
+        in_windows = find_accumulator(self.model.optimizer) and not (stages.apply and stages.apply.always_whole)
+        if in_windows and not overrides_train_step(self.model):
+            return f"The micro-batches of a window can't be combined into the whole batch. {INSTEAD_OF_WINDOWS}"
         return None
 
 

@@ -187,9 +187,9 @@ class FirstBatchProof:
             return None
         if normalize.weighting == "auto" and normalize.divider.divides_calls and not self.stages.combine:
             unproved = None if self._divisions.find_refusal_of_calls(self.stages) else _UNPROVED
-            found = find_difference(model, data, size, parts, normalize, otherwise=unproved)
-            if _any_worker(model, found is not None):
-                self._divisions.by_calls = f"{found or _ELSEWHERE}."
+            difference = find_difference(model, data, size, parts, normalize, otherwise=unproved)
+            if _any_worker(model, difference is not None):
+                self._divisions.by_calls = f"{difference or _ELSEWHERE}."
             return None
         difference = find_difference(model, data, size, parts, normalize)
         if normalize.weighting != "auto":

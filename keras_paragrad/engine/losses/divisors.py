@@ -32,7 +32,7 @@ class Normalizer(NamedTuple):
 
     @property
     def never_zero(self) -> "Normalizer":
-        """The normalizer, and a tiny one where it is 0: if all parts' are, what isn't divided by them still counts."""
+        """The normalizer, with a tiny value in place of 0: regularizers count even if each part of an update has 0."""
         return self._replace(value=tf.where(self.value == 0, _LEAST, self.value))
 
 

@@ -14,7 +14,7 @@ from keras_paragrad.compat.state import Slot, warn_once
 from keras_paragrad.compat.types import LossArguments, Structure
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.losses import loss_has_state, loss_mixes_rows
+from keras_paragrad.engine.probes.losses import find_mixing
 from keras_paragrad.engine.probes.row_independence import find_mixing_layer
 from keras_paragrad.engine.probes.states import (
     BatchSplit,
@@ -180,25 +180,16 @@ def _mixing_problems(
 
     # A loss that reduces itself has no value for each example to compare.
     comparable = [term for term in terms if not term.reduces_itself]
-    for term in comparable:
-        if loss_has_state(term):
-            yield (
-                f"The loss {term.loss.name!r} assigns variables, which each of {divider.parts} would change in turn, "
-                "so they can't be combined into the whole."
-            )
     # Training and evaluation share this answer.
     mixing = once_per_compile(
         ("mixing losses",),
         model,
         arguments,
-        lambda: [term.loss.name for term in comparable if loss_mixes_rows(term)],
+        lambda: [(term.loss.name, what) for term in comparable if (what := find_mixing(term))],
     )
-    for name in dict.fromkeys(mixing):
+    for name, what in dict.fromkeys(mixing):
         instead = f" {divider.for_comparing_losses}" if divider.for_comparing_losses else ""
-        yield (
-            f"The loss {name!r} compares examples: its value for one depends on the others in the batch, or on how "
-            f"many there are, so {divider.parts} can't be combined into the whole.{instead}"
-        )
+        yield f"The loss {name!r} {what}, so {divider.parts} can't be combined into the whole.{instead}"
 
 
 def _metric_problems(model: keras.Model, arguments: LossArguments, *, summed: bool) -> _Problems:

@@ -28,56 +28,50 @@ _FIRST = 3
 _DRAWS = ((True, 0.1, 0.9), (True, -3.0, 3.0), (False, -3.0, 3.0))
 # Changed rows lie before, between and after the compared ones, to find losses of neighbouring pairs.
 _CHANGED = [0, 3]
+# What a loss does, as clauses of an error.
+COMPARES = "compares examples: its value for one depends on the others in the batch, or on how many there are"
+ASSIGNS = "assigns variables, which each part of a batch would change in turn"
 
 
-def loss_mixes_rows(term: LossTerm, *, one_value_each: bool = False) -> bool:
-    """Whether a loss's value for an example changes with the other examples in its batch, or with their number.
+class _AssignsError(Exception):
+    """The loss assigns variables."""
 
-    Tries the loss on synthetic rows with the shapes of the term's targets and predictions. Also `False` if it can't be
+
+def find_mixing(term: LossTerm, *, one_value_each: bool = False) -> str | None:
+    """Why parts of a batch don't give a loss's values for its examples: `COMPARES`, `ASSIGNS`, or `None`.
+
+    Tries the loss on synthetic rows with the shapes of the term's targets and predictions. Also `None` if it can't be
     called on these, or returns a scalar. If `one_value_each`, a loss that flattens examples and their elements into one
     axis counts as mixing.
     """
     traced = tf.function(lambda y_true, y_pred: LossTerm(term.loss, y_true, y_pred, None).values, autograph=False)
 
     def compute(y_true: Structure, y_pred: Structure) -> tf.Tensor:
-        if assigned_resources(traced.get_concrete_function(y_true, y_pred).graph):
-            raise Inconclusive("the loss has a state that is unknown to Keras")
+        # A scope takes what is assigned to Keras's variables.
+        with keras.StatelessScope() as scope:
+            graph = traced.get_concrete_function(y_true, y_pred).graph
+        if scope.state_mapping or assigned_resources(graph):
+            raise _AssignsError
         return traced(y_true, y_pred)
 
-    def find(draws: tuple[tuple[bool, float, float], ...]) -> bool:
+    def find(draws: tuple[tuple[bool, float, float], ...]) -> str | None:
         if has_value_per_example(term.loss):
-            return False
+            return None
         answers, failures = [], []
         for draw in draws:
             try:
                 answers.append(_mixes(term, compute, one_value_each, *draw))
+            except _AssignsError:
+                return ASSIGNS
             except Exception as error:
                 # A loss for embeddings may reject labels, and a loss for probabilities may reject logits.
                 failures.append(error)
         if not answers:
             raise failures[0]
-        return any(answers)
+        return COMPARES if any(answers) else None
 
     # One choice: all draws.
-    return run_trial(find, _DRAWS, otherwise=False, question=f"whether the loss {term.loss.name!r} compares examples")
-
-
-def loss_has_state(term: LossTerm) -> bool:
-    """Whether a loss assigns variables; `False` if it can't be traced alone."""
-    if has_value_per_example(term.loss):
-        return False
-    given = keras.tree.map_structure(
-        lambda leaf: leaf if leaf is None else tf.TensorSpec(leaf.shape, leaf.dtype), (term.y_true, term.y_pred)
-    )
-    # A scope takes what is assigned to Keras's variables, and gives it back here.
-    scope = keras.StatelessScope()
-    traced = tf.function(lambda y_true, y_pred: LossTerm(term.loss, y_true, y_pred, None).values, autograph=False)
-    try:
-        with scope:
-            graph = traced.get_concrete_function(*given).graph
-    except Exception:
-        return False
-    return bool(scope.state_mapping or assigned_resources(graph))
+    return run_trial(find, _DRAWS, otherwise=None, question=f"whether the loss {term.loss.name!r} compares examples")
 
 
 def _mixes(

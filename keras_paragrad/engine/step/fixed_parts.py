@@ -80,8 +80,8 @@ class FixedParts(NamedTuple):
         return True
 
     @property
-    def undivided_calls(self) -> str:
-        """Refuses calls of layers in parts: their sums aren't added in a fixed order."""
+    def refusal_of_calls(self) -> str:
+        """Why calls of layers aren't divided: the sums of their parts aren't added in a fixed order."""
         return (
             f"deterministic={self.parts} requires Keras's own train_step, and a loss that is a sum or mean over the "
             "rows, whose parts are added in a fixed order. Override compute_loss instead of train_step, state the "

@@ -118,7 +118,7 @@ class Split(Protocol):
         ...
 
     @property
-    def undivided_calls(self) -> str | None:
+    def refusal_of_calls(self) -> str | None:
         """Why calls of layers aren't divided in place of the loss, or `None`."""
         ...
 

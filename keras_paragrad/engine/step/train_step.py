@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compile_by_layer
-from keras_paragrad.compat.model import all_layers, check_no_row_states, train_step_of
+from keras_paragrad.compat.model import all_layers, train_step_of
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
 from keras_paragrad.engine.calls.divided import RowSlices
@@ -202,7 +202,6 @@ class TrainStep(NamedTuple):
             # A batch of one slice needs a weight only if it is accumulated with others.
             weighed = split if self._accumulator and not self.division.undivided else None
             return gradient_of(self._context_of(context, weighed), data)
-        check_no_row_states(self.model, "slices are", "give batches that are one slice")
         try:
             gradient = split(self._context_of(context._replace(weigh_replica=None), split), data)
         except IndivisibleError as refusal:
