@@ -95,7 +95,7 @@ class _RecomputedCall(RepeatableCall):
         """The result of the first run, with the gradient of the second."""
         state = self.state
         with _recording_operations() as operations:
-            result = divided(self, self.tensors, self.stored, _Twice(len(self.tensors), self._loads), state)
+            result = divided(self, self.tensors, self.stored, _OnePart(len(self.tensors), self._loads), state)
         if not self.missing:
             check_repeatable(self.name, operations)
         # Profiles recognize recomputed layers by this scope.
@@ -118,7 +118,7 @@ class _RecomputedCall(RepeatableCall):
         return result
 
 
-class _Twice(NamedTuple):
+class _OnePart(NamedTuple):
     """All rows in a single part, whose gradient waits for the cotangents.
 
     Attributes:

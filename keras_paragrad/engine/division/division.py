@@ -186,7 +186,7 @@ class Divisions:
         return Division(cut=cuts is not False and not undivided, undivided=undivided)
 
     def find_refusal_of_calls(self, stages: Stages) -> str | None:
-        """Why calls of layers can't be divided, together with what looks at parts of the loss, or `None`."""
+        """Why calls of layers can't be divided in a step of the model, or `None`."""
         names = [layer.name for layer in all_layers(self.model) if needs_whole_pass(layer)]
         if names:
             return (

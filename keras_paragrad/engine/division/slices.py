@@ -47,7 +47,9 @@ def find_refusal_of_loss(
     parts = replica_count()
 
     def trace(data: Batch) -> None:
-        measure = normalize.in_evaluation if not training else normalize.check_read if read else normalize
+        measure = normalize.in_evaluation
+        if training:
+            measure = normalize.check_read if read else normalize
         measure(model, *trace_loss(model, data, training=training))
 
     def find() -> str | None:
