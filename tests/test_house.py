@@ -22,7 +22,7 @@ BELOW = {
     "engine": {"compat", "storage"},
     "accumulation": {"memory"},
     "per_example": set(),
-    "inputs": set(),
+    "inputs": {"per_example"},
     "privacy": {"accumulation", "per_example"},
     "memory": {"per_example"},
     "distribution": {"accumulation", "memory"},
@@ -32,20 +32,20 @@ BELOW = {
 # How many lines each folder may have, and the modules beside them. What adds to one takes from another: their sum is
 # `TOTAL`, which is only lowered. A folder that has 25 fewer than its number gets a lower one.
 LINES = {
-    "accumulation": 1387,
+    "accumulation": 1388,
     "cli": 1088,
     "compat": 3432,
-    "distribution": 13735,
-    "engine": 13540,
+    "distribution": 13734,
+    "engine": 12473,
     "inputs": 1885,
     "memory": 3053,
-    "per_example": 5257,
-    "privacy": 3171,
+    "per_example": 5583,
+    "privacy": 3226,
     "profiling": 7017,
     "storage": 2800,
     "top": 1258,
 }
-TOTAL, SLACK = 57623, 25
+TOTAL, SLACK = 56937, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -144,3 +144,16 @@ def test_the_engine_asks_no_component_for_its_name():
             strings = {each.value for each in nodes if isinstance(each, ast.Constant) and isinstance(each.value, str)}
             named = {getattr(each, field, None) for each in nodes for field in ("arg", "attr", "id")}
             assert not strings & components and "asked_by" not in named, name
+
+
+def test_rows_are_made_up_only_before_there_are_any():
+    """What trains is proved on real rows; made-up ones build layers, and refuse layers and losses before data."""
+    made_up = "keras_paragrad.engine.proof.made_up_rows"
+    users = {name.split(".", 1)[1] for name in SOURCES if made_up in imported(name)}
+    before_data = {
+        "per_example.mixing_layers",
+        "per_example.mixing_losses",
+        "per_example.proof",
+        "privacy.stored_examples",
+    }
+    assert users == before_data | {"engine.step.building"}

@@ -25,8 +25,7 @@ DIVIDER = Divider(
     parts="micro-batches",
     for_equal_parts="write AccumulatingOptimizer(..., weighting='uniform')",
     to_train_anyway="write AccumulatingOptimizer(..., weighting='uniform')",
-    for_comparing_losses=INSTEAD_OF_WINDOWS,
-    for_compiled_losses="microbatch(model, size) also takes losses that compare examples.",
+    for_any_loss=INSTEAD_OF_WINDOWS,
     divides_steps=True,
 )
 
@@ -41,17 +40,17 @@ class ExactAccumulation(keras.callbacks.Callback):
     model's own training step is restored when `fit` ends.
 
     Args:
-        prove: Whether the first batch proves, before the first update, that its parts give the gradient of the whole.
-            Built-in losses and layers known to be divisible aren't checked.
+        prove: Whether the first update's rows prove, before it and before each epoch, that parts of a batch give the
+            gradient of the whole. What Keras itself defines, and is known to divide, isn't computed again.
         callbacks: Callbacks whose batches are updates: averages of weights, clips, rate finders. `on_train_batch_begin`
             and `on_train_batch_end` are called once an update, with its index and its logs, and `params["steps"]` is
             the number of updates in an epoch. `fit` shows those in its own `callbacks` every micro-batch.
 
     Raises:
         ValueError: One of `callbacks` isn't a Keras callback, or belongs to `fit`. When `fit` begins: the model was not
-            compiled with an `AccumulatingOptimizer`. In the first step: the weight of its micro-batches is unknown, as
-            its loss compares examples or uses a divisor other than those tested. The message says what to write. With
-            `steps=1` on one replica such a model is trained anyway, and this is logged once.
+            compiled with an `AccumulatingOptimizer`. In the first step: the weight of its micro-batches is unknown,
+            or they don't add up to the whole, as its loss or a layer compares examples. The message says what to write.
+            With `steps=1` on one replica such a model is trained anyway.
 
     Example:
 

@@ -53,13 +53,13 @@ class AccumulatingOptimizer(WrappingOptimizer):
         inner_optimizer: A Keras optimizer: its name, its config or an instance.
         steps: How many micro-batches an update takes: an integer; pairs `(first_update, steps)`; or a callable that
             takes the number of updates made, a scalar int64 tensor, and returns an integer.
-        weighting: The weight of a micro-batch. `"auto"` is its loss normalizer (the number of examples or elements,
-            the sum of the sample weights or of the mask), which for a custom loss is inferred from gradients on
-            synthetic rows. `"examples"`, `"sample_weight"` and `"mask"` name it, `"sum"` says that the loss has none,
-            and a function maps `(x, y, y_pred, sample_weight)` of a micro-batch to it; a stated weighting that doesn't
-            match the loss raises. `"uniform"` weights all equally: it needs micro-batches of one size, a mean, and
-            nothing that happens once per update. All but `"uniform"` need `ExactAccumulation()`, and are uniform
-            without it.
+        weighting: The weight of a micro-batch. `"auto"` reads it off Keras's losses: the number of examples or
+            elements, the sum of the sample weights or of the mask. A custom `compute_loss`, a loss of one number and
+            losses that layers add need it stated: `"examples"`, `"sample_weight"` and `"mask"` name it, `"sum"` says
+            that the loss has none, and a function maps `(x, y, y_pred, sample_weight)` of a micro-batch to it. If
+            another name fits the first update's rows and the stated one doesn't, it raises. `"uniform"` weights all
+            equally: it needs micro-batches of one size, a mean, and nothing that happens once per update. All but
+            `"uniform"` need `ExactAccumulation()`, and are uniform without it.
         tail: What to do with a partial window at the end of an epoch: `"flush"` updates with it, `"carry"` continues
             it in the next epoch, `"drop"` discards it. Without `ExactAccumulation()`, windows continue across epochs
             and this applies at the end of `fit`.

@@ -63,11 +63,13 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         weighting: What the loss of a slice is divided by. `"auto"` reads it off Keras's losses, and computes others on
             whole batches; `"examples"`, `"sample_weight"`, `"mask"`, `"sum"` or a function of `(x, y, y_pred,
             sample_weight)` states it, which is faster. See `AccumulatingOptimizer`.
-        prove: Whether the first batch proves, before the first update, that its slices give the gradient of the whole.
-            What Keras itself defines, and is known to divide, isn't computed again.
+        prove: Whether the first batch proves, before its update and before each epoch, that slices give the gradient of
+            the whole; if they don't, the loss is computed on whole batches. What Keras itself defines, and is known to
+            divide, isn't computed again.
         deterministic: The number of parts, 8 for `True`, that every batch is computed in, of at most `size` rows each.
             Their gradients, losses and metrics are added in a fixed order, so that weights are the same to the last bit
-            as with `DistributedFit(deterministic=...)` on any number of devices.
+            as with `DistributedFit(deterministic=...)` on any number of devices. A loss that isn't Keras's then needs a
+            `weighting`, unless it returns one value per example.
 
     Returns:
         A handle: `undo()`, or leaving a `with` block, restores the model's own training step. Its attribute `size` is

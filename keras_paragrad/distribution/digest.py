@@ -15,7 +15,7 @@ from keras_paragrad.distribution.checkpoint.content import Content, VariableInSh
 from keras_paragrad.distribution.checkpoint.file_format import is_intact, position_of
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError
 from keras_paragrad.distribution.checkpoint.shards import join_shards, shards_in
-from keras_paragrad.engine.probes.pure_function import SEED_STATE
+from keras_paragrad.engine.proof.pure_function import SEED_STATE
 from keras_paragrad.storage.model_variables import training_variables
 
 _WEIGHTS, _OPTIMIZER, _DATA = "weights", "optimizer", "data order"

@@ -82,13 +82,13 @@ class DistributedFit(InNotebooks):
             `"sqrt"`.
         warmup_steps: Number of updates over which the learning rate grows to its scaled value.
         exact: Whether the result must be the same as on one device. If not, updates take the mean of the
-            replicas' gradients (the sum, if the loss is a sum), and no model is refused for being inexact.
+            replicas' gradients (the sum, if Keras's losses are sums), and no model is refused for being inexact.
         weighting: What the loss of a replica's part of a batch is divided by. `"auto"` reads it off Keras's losses, and
             computes others on whole batches; `"examples"`, `"sample_weight"`, `"mask"`, `"sum"` or a function of `(x,
-            y, y_pred, sample_weight)` states it, which is faster.
-        prove: Whether the first batch proves, before the first update, that the parts of replicas, or the micro-batches
-            of a pipeline, give the gradient of the whole; and the first evaluated batch its loss and metrics. What
-            Keras itself defines, and is known to divide, isn't computed again.
+            y, y_pred, sample_weight)` states it, which is faster. Pipelines and `deterministic` need it for others.
+        prove: Whether the first batch proves, before its update and before each epoch, that the parts of replicas, or
+            the micro-batches of a pipeline, give the gradient of the whole; and the first evaluated batch its loss.
+            What Keras itself defines, and is known to divide, isn't computed again.
         deterministic: The number of parts, 8 for `True`, that every batch is computed in, wherever they are computed.
             Their gradients, losses and metrics are added in a fixed order, so that weights are the same to the last bit
             on any number of devices and workers of one kind.

@@ -10,10 +10,11 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import children
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.losses import COMPARES, find_mixing
-from keras_paragrad.engine.probes.row_independence import find_mixing_layer, has_value_per_example
+from keras_paragrad.engine.proof.known_classes import has_value_per_example
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.per_example.calls import LossReads
+from keras_paragrad.per_example.mixing_layers import find_mixing_layer
+from keras_paragrad.per_example.mixing_losses import COMPARES, find_mixing
 from keras_paragrad.per_example.rule import Rule, rule_for
 from keras_paragrad.per_example.rules.generic import Generic
 from keras_paragrad.per_example.rules.normalization import batch_statistics_refusal

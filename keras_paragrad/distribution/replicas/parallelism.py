@@ -53,7 +53,6 @@ DIVIDER = Divider(
     divides_calls=True,
     whole_batches='DistributedFit("none") trains on one device.',
     for_any_loss="DistributedFit('none') trains any loss.",
-    in_sequence=False,
     divides_steps=True,
 )
 

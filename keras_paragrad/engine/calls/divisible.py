@@ -5,7 +5,6 @@ for each outermost call of a layer whose class isn't known to compute row by row
     if outputs, gradients or states differ: enter the layer, and compare the calls within it
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -20,10 +19,10 @@ from keras_paragrad.compat.workers import gather, worker_strategy
 from keras_paragrad.engine.calls.divided import Result
 from keras_paragrad.engine.calls.intercept import intercepting, not_intercepting
 from keras_paragrad.engine.calls.layer_call import LayerCall
-from keras_paragrad.engine.probes.pure_function import PureFunction, State, is_seed, value_of
-from keras_paragrad.engine.probes.row_independence import computes_rows_independently
-from keras_paragrad.engine.probes.tolerances import OUTPUT, OUTPUT_OF_PART, STATE_ROUNDING, Tolerance
-from keras_paragrad.engine.probes.trial import row_count, run_trial, take_rows
+from keras_paragrad.engine.proof.known_classes import computes_rows_independently
+from keras_paragrad.engine.proof.pure_function import PureFunction, State, is_seed, value_of
+from keras_paragrad.engine.proof.tolerances import OUTPUT, OUTPUT_OF_PART, STATE_ROUNDING, Tolerance
+from keras_paragrad.engine.proof.trial import row_count, run_trial, take_rows
 from keras_paragrad.engine.replicas.replica_batch import rows_at
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.tracing.random_rows import random_numbers_of_part
@@ -32,33 +31,69 @@ from keras_paragrad.engine.tracing.random_rows import random_numbers_of_part
 _ROWS, _LAYERS = 8, 50
 
 
-def find_mixing_layers(model: keras.Model, step: Callable[[Batch], Any], data: Batch | None) -> dict[int, str]:
-    """The layers whose calls can't be divided, by id, and why; tries those that aren't known on rows of a batch.
+class CallTrials:
+    """Tries which calls of layers in a step can be divided.
 
     Args:
         model: The model.
         step: Its `train_step` or `test_step`.
         data: Rows of this process; `None` if they can't be tried.
     """
-    untried = untried_layers(model)
-    if not untried:
-        return {}
-    found: dict[int, str] = {}
-    tried = data is not None and row_count(data) > 1
-    if tried:
-        found = run_trial(
-            functools.partial(_try_calls, model, step),
-            take_rows(data, 0, min(row_count(data), _ROWS)),
-            otherwise=untried,
-            question="which calls of layers can be divided",
-        )
-    # Workers have other rows, and trace the same step.
-    flags = gather(worker_strategy(model), [int(tried), *(int(layer in found) for layer in untried)])
-    any_tried, *mixing = np.any(flags, 0)
-    if not any_tried:
-        return untried
-    elsewhere = "its rows depend on each other, on rows of another worker"
-    return {layer: found.get(layer, elsewhere) for layer, flag in zip(untried, mixing, strict=True) if flag}
+
+    def __init__(self, model: keras.Model, step: Callable[[Batch], Any], data: Batch | None):
+        self.model, self.step, self._rows = model, step, None
+        if data is not None and row_count(data) > 1:
+            self._rows = take_rows(data, 0, min(row_count(data), _ROWS))
+        self._entered: dict[int, str] = {}
+        self._trial: _Trial | None = None
+
+    def find(self) -> dict[int, str]:
+        """The layers whose calls can't be divided now, or couldn't before, by id, and why; tries those not known."""
+        untried = untried_layers(self.model)
+        if not untried:
+            return {}
+        found: dict[int, str] = {}
+        if self._rows is not None:
+            question = "which calls of layers can be divided"
+            found = run_trial(lambda _: self._try_calls(), 0, otherwise=untried, question=question)
+        # Workers have other rows, and trace the same step.
+        tried = self._rows is not None
+        flags = gather(worker_strategy(self.model), [int(tried), *(int(layer in found) for layer in untried)])
+        any_tried, *mixing = np.any(flags, 0)
+        if not any_tried:
+            return untried
+        elsewhere = "its rows depend on each other, on rows of another worker"
+        return {layer: found.get(layer, elsewhere) for layer, flag in zip(untried, mixing, strict=True) if flag}
+
+    def try_alone(self) -> dict[int, str]:
+        """As `find`, on this worker's rows alone, for an error; without an answer if they can't be tried."""
+        return run_trial(lambda _: self._try_calls(), 0, otherwise={}, question=None) if self._rows is not None else {}
+
+    def _try_calls(self) -> dict[int, str]:
+        for _ in range(_LAYERS):
+            # Traced once for what is entered.
+            trial = self._trial = self._trial or _Trial(self.model, self.step, row_count(self._rows), self._entered)
+            trial.renew()
+            errors, _ = trial(self._rows)
+            found = {
+                id(layer): f"its {what} for some rows depend on other rows"
+                for (layer, what, tolerance), error in zip(trial.compared, errors, strict=True)
+                if not float(error) <= tolerance.of(trial.half_precision)
+            }
+            if not found:
+                break
+            self._entered, self._trial = {**self._entered, **found}, None
+        return self._entered
+
+
+def innermost(model: keras.Model, entered: Mapping[int, str]) -> list[str]:
+    """The names of the layers whose calls can't be divided, and in which no other layer's can't."""
+    layers = [layer for layer in (model, *all_layers(model)) if id(layer) in entered]
+    return [
+        layer.name
+        for layer in layers
+        if not any(id(inner) in entered for inner in all_layers(layer) if inner is not layer)
+    ]
 
 
 def untried_layers(model: keras.Model) -> dict[int, str]:
@@ -70,22 +105,6 @@ def untried_layers(model: keras.Model) -> dict[int, str]:
 def _is_known(layer: keras.layers.Layer) -> bool:
     """Whether a layer's calls are known to divide, or no call is expected, as of a model without a `call`."""
     return computes_rows_independently(layer) or type(layer).call in (keras.Model.call, keras.layers.Layer.call)
-
-
-def _try_calls(model: keras.Model, step: Callable[[Batch], Any], rows: Batch) -> dict[int, str]:
-    entered: dict[int, str] = {}
-    for _ in range(_LAYERS):
-        trial = _Trial(model, step, row_count(rows), entered)
-        errors, _ = trial(rows)
-        found = {
-            id(layer): f"its {what} for some rows depend on other rows"
-            for (layer, what, tolerance), error in zip(trial.compared, errors, strict=True)
-            if not float(error) <= tolerance.of(trial.half_precision)
-        }
-        if not found:
-            break
-        entered |= found
-    return entered
 
 
 class _TrialScope(WeightScope):
@@ -108,11 +127,15 @@ class StepTrial(PureFunction):
     """A step, or what is computed of it, as a function of rows and of all variables but weights; without updates."""
 
     def __init__(self, model: keras.Model, compute: Callable[[Batch], Any], rows: int):
-        values = [(variable, value_of(variable)) for variable in all_variables(model)]
+        variables = all_variables(model)
         # Variables, not tensors: the tape of the step watches reads of variables.
-        self._initial = {id(variable): value for variable, value in values if variable.trainable}
-        self._weights = {key: tf.Variable(value) for key, value in self._initial.items()}
-        super().__init__(model, compute, total=rows, values=[pair for pair in values if not pair[0].trainable])
+        self._weights = {id(each): tf.Variable(value_of(each)) for each in variables if each.trainable}
+        self._trained = [each for each in variables if each.trainable]
+        super().__init__(model, compute, total=rows, variables=[each for each in variables if not each.trainable])
+
+    def renew(self) -> None:
+        self._initial = {id(each): value_of(each) for each in self._trained}
+        super().renew()
 
     def __call__(self, *arguments: Any) -> Any:
         for key, value in self._initial.items():

@@ -22,7 +22,7 @@ from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.losses.weightings import weighting_of
-from keras_paragrad.engine.probes.pure_function import is_seed
+from keras_paragrad.engine.proof.pure_function import is_seed
 from keras_paragrad.engine.step.apply import Contribution, apply_same
 
 _INSTEAD = (

@@ -1,10 +1,10 @@
-"""`Divider`: describes, for trials and errors, a component that divides batches into parts."""
+"""`Divider`: describes, for errors, a component that divides batches into parts."""
 
 import dataclasses
 
 INSTEAD_OF_WINDOWS = (
-    "Give fit() the whole batch, compile with the inner optimizer, and write keras_paragrad.microbatch(model, "
-    "size=...), which computes the loss on the outputs of all slices."
+    "For any loss, give fit() the whole batch, compile with the inner optimizer, and write "
+    "keras_paragrad.microbatch(model, size=...), which computes the loss on the outputs of all slices."
 )
 
 
@@ -19,26 +19,19 @@ class Divider:
         parts: What the parts of a batch are called.
         for_equal_parts: A clause: what to write if all parts have the same size and weights.
         to_train_anyway: A clause: what to write for a model that mixes examples; `None` if nothing would help.
-        in_sequence: Whether a part sees the states that earlier parts leave.
         divides_calls: Whether calls of layers can be divided in place of the loss.
         divides_steps: Whether a custom `train_step` is divided.
-        takes_weighting: Whether a `weighting` can be stated. If not, layers whose states differ from the states after
-            the whole batch are warned of, and not refused.
+        takes_weighting: Whether a `weighting` can be stated.
         whole_batches: A sentence: what trains on whole batches instead.
         for_any_loss: A sentence: what takes any loss.
-        for_compiled_losses: A sentence: what takes any loss if no layer adds one, if not the same.
-        for_comparing_losses: A sentence: what to write for a loss that compares examples.
     """
 
     configured_by: str
     parts: str
     for_equal_parts: str
     to_train_anyway: str | None
-    in_sequence: bool = True
     divides_calls: bool = False
     divides_steps: bool = False
     takes_weighting: bool = True
     whole_batches: str = "keras_paragrad.memory.recompute(model) saves memory with whole batches."
     for_any_loss: str = "recompute() saves memory for any loss."
-    for_compiled_losses: str | None = None
-    for_comparing_losses: str | None = None

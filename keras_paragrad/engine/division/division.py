@@ -4,7 +4,7 @@
 `apply` accumulates micro-batches, weighted by `combine`.
 
 A batch is divided in one of two ways. Parts of the loss, where what a part weighs is known: Keras's `train_step`, and a
-loss whose divisor is read, found or stated. Parts of the calls of layers, in a step that runs whole, everywhere else.
+loss whose divisor is read or stated. Parts of the calls of layers, in a step that runs whole, everywhere else.
 """
 
 import contextlib
@@ -15,19 +15,25 @@ from typing import Any, NamedTuple, TypeVar
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import as_on_replica, replica_count
+from keras_paragrad.compat.collectives import as_on_replica, as_one_replica, replica_count
 from keras_paragrad.compat.compiled_call import needs_whole_pass
-from keras_paragrad.compat.model import all_layers, check_no_row_states, overrides_train_step
+from keras_paragrad.compat.layers import attributes
+from keras_paragrad.compat.model import all_layers, all_variables, check_no_row_states, overrides_train_step
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import log_once
-from keras_paragrad.compat.types import Batch, Specs
+from keras_paragrad.compat.types import Batch, LossArguments, Specs
 from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS
-from keras_paragrad.engine.division.slices import find_refusal_of_loss, trace_loss
-from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.probes.trial import without_replicas
-from keras_paragrad.engine.step.building import build_by_calling, build_layers_by_step
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
+from keras_paragrad.engine.losses.terms import MEANS, LossTerm, compute_loss
+from keras_paragrad.engine.proof.known_classes import is_keras_own
+from keras_paragrad.engine.proof.trial import without_replicas
+from keras_paragrad.engine.replicas.replica_batch import static_row_count
+from keras_paragrad.engine.step.building import build_by_calling, build_layers_by_step, build_losses
+from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.stages import Split, Stages
-from keras_paragrad.engine.tracing.untouched import never_run, untouched
+from keras_paragrad.engine.tracing.untouched import never_run, trace_rows, untouched
+from keras_paragrad.storage.gathering import zeros_in_place_of_shards
 
 Result = TypeVar("Result")
 
@@ -64,6 +70,7 @@ class Divisions:
         self.entered: Mapping[int, str] | None = None
         self.by_calls: str | None = None
         self.called: dict[int, keras.optimizers.Optimizer] = {}
+        self._loss = DividedLoss(model)
         # The specs of the last batches on a replica, and the stages and the iterator for which they were found.
         self._specs: Specs = None
         self._found_for: tuple[Stages | None, weakref.ref[Any] | None] = None, None
@@ -164,11 +171,9 @@ class Divisions:
             # A model without compiled losses may not be built yet.
             build_by_calling(self.model, keras.utils.unpack_x_y_sample_weight(data)[0])
         if normalize and not stages.combine and normalize.divider.divides_calls and normalize.weighting == "auto":
-            refusal = self.find_refusal_of_calls(stages)
-            # Where calls can't be divided, what a part weighs is found by a trial.
-            reason = self.by_calls or find_refusal_of_loss(self.model, normalize, split, data, read=not refusal)
+            reason = self.by_calls or self._loss.find_refusal(normalize, split, data)
             if reason:
-                if refusal:
+                if refusal := self.find_refusal_of_calls(stages):
                     raise IndivisibleError(f"{refusal} {reason}")
                 log_once(
                     self.model,
@@ -180,7 +185,7 @@ class Divisions:
         undivided = None
         # Slices need weights; a batch of one slice needs one only if it is accumulated with others.
         if split and cuts is not True and (cuts is None or find_accumulator(self.model.optimizer)):
-            undivided = find_refusal_of_loss(self.model, split.normalize, split, data)
+            undivided = self._loss.find_refusal(split.normalize, split, data)
         if split and undivided and cuts:
             raise _too_large(split, undivided)
         return Division(cut=cuts is not False and not undivided, undivided=undivided)
@@ -224,3 +229,60 @@ def _check_slices(model: keras.Model, stages: Stages) -> None:
             f"{name} defines its own train_step, which microbatch can't divide on a mesh. Move what it does into "
             "compute_loss, or train on replicas: DistributedFit('mirrored')."
         )
+
+
+def trace_loss(model: keras.Model, data: Batch, *, training: bool = True) -> tuple[LossArguments, list[LossTerm]]:
+    """Traces the loss of a batch into a graph that never runs; returns its arguments and terms."""
+    # No other replica runs this trace, so weights can't be gathered, nor statistics be synchronized.
+    with zeros_in_place_of_shards(all_variables(model)), as_one_replica(), contextlib.ExitStack() as stack:
+        for layer in layers_of_batch_statistics(model):
+            stack.enter_context(attributes(layer, synchronized=False))
+        _, arguments, terms = compute_loss(model, data, training=training)
+    return arguments, terms
+
+
+class DividedLoss:
+    """Finds whether the losses of a model's parts of a batch can be combined, once for each signature of batches."""
+
+    def __init__(self, model: keras.Model):
+        self.model = model
+        self._refusals: dict[Any, str | None] = {}
+
+    def find_refusal(
+        self, normalize: LossNormalization, split: Split | None, data: Batch, *, training: bool = True
+    ) -> str | None:
+        """The reason why losses of parts of a batch can't be combined, or `None`."""
+        leaves = keras.tree.flatten(data)
+        signature = [(leaf.dtype, *leaf.shape[1:]) if tf.is_tensor(leaf) else None for leaf in leaves]
+        key = (normalize, split and split.size, replica_count(), *signature)
+        if key not in self._refusals:
+            self._refusals[key] = _find_refusal(self.model, normalize, split, data, training=training)
+        return self._refusals[key]
+
+
+def _find_refusal(
+    model: keras.Model, normalize: LossNormalization, split: Split | None, data: Batch, *, training: bool = True
+) -> str | None:
+    """Finds it from a trace of the loss that never runs."""
+
+    def trace(data: Batch) -> None:
+        measure = normalize if training else normalize.in_evaluation
+        measure(model, *trace_loss(model, data, training=training))
+
+    build_losses(model, data)
+    # Keras's own loss that is a mean over rows needs no trace.
+    # A `compute_loss` of the model's own may leave the compiled loss unbuilt.
+    losses = (model._compile_loss and model._compile_loss._flat_losses) or ()
+    adds = any(getattr(layer, "activity_regularizer", None) for layer in all_layers(model))
+    if len(losses) == 1 and losses[0].loss.reduction in MEANS and not adds and is_keras_own(model):
+        return None
+    try:
+        with explaining_rows(model, data, parts=replica_count(), trace=trace):
+            # As many rows as a slice has. Of a pipeline, `size` is 1: its micro-batches have any number of rows.
+            trace_rows(model, trace, data, split.size if split and split.size > 1 else static_row_count(data))
+    except IndivisibleError as refusal:
+        return str(refusal)
+    except Exception:
+        # The trace of the step, which follows, fails too and says more.
+        return None
+    return None

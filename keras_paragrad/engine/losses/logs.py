@@ -16,10 +16,11 @@ _SHOWN = Slot[tuple[str, ...] | None]("shown_metrics", None)
 
 def has_metrics(model: keras.Model) -> bool:
     """Whether the logs of a compiled model have more than its losses."""
-    return model._compile_metrics is not None or _overrides_compute_metrics(model)
+    return model._compile_metrics is not None or overrides_compute_metrics(model)
 
 
-def _overrides_compute_metrics(model: keras.Model) -> bool:
+def overrides_compute_metrics(model: keras.Model) -> bool:
+    """Whether a model has a `compute_metrics` of its own."""
     return type(model).compute_metrics is not keras.Model.compute_metrics or "compute_metrics" in vars(model)
 
 
@@ -31,7 +32,7 @@ def update_metrics(model: keras.Model, batch: LossArguments) -> None:
     # Keras divides a loss that is a metric, or that a metric calls, by the number of replicas.
     with as_one_replica():
         computed = model.compute_metrics(**batch)
-    if not _overrides_compute_metrics(model):
+    if not overrides_compute_metrics(model):
         return
     logged = model.get_metrics_result()
     if not set(computed) <= set(logged):

@@ -5,11 +5,10 @@ from typing import NamedTuple
 
 import keras
 
-from keras_paragrad.compat.model import added_losses, all_layers
+from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.weighting_trial import FIRST, ROWS, WeightingTrial
 
 
 class IndivisibleError(ValueError):
@@ -28,11 +27,13 @@ class Refusals(NamedTuple):
 
     @property
     def to_state_it(self) -> str:
-        """Advice by which parts of the loss are computed, which is faster."""
+        """Advice for a loss whose divisor Keras doesn't state."""
+        if not self.divider.takes_weighting:
+            return self.divider.for_any_loss
         return (
-            f"If it is a mean over the examples, write {self.divider.configured_by}(..., weighting='examples'): it is "
-            "computed in parts then, which is faster. weighting also takes 'sample_weight', 'mask', 'sum' or a "
-            "function."
+            f"If it is a mean over the examples, write {self.divider.configured_by}(..., weighting='examples'). "
+            "weighting also takes 'sample_weight', 'mask', 'sum' or a function of (x, y, y_pred, sample_weight) that "
+            f"returns what the loss of a part is divided by. {self.divider.for_any_loss}"
         )
 
     def of_train_step(self, model: keras.Model) -> str:
@@ -51,58 +52,6 @@ class Refusals(NamedTuple):
                 f"is divided by the number of examples. Write {self.divider.configured_by}(..., "
                 "weighting='examples'), or leave it out."
             )
-
-    def advice(self, model: keras.Model, trial: WeightingTrial | None) -> str:
-        """Advice where a trial doesn't find the loss's divisor."""
-        if trial is None or trial.ambiguous or trial.random:
-            name = self.divider.configured_by
-            return (
-                f"If you know the normalizer, state it: {name}(..., weighting=...) takes 'examples', 'sample_weight', "
-                "'mask', 'sum' or a function of (x, y, y_pred, sample_weight) that returns it for a part of a batch."
-            )
-        added = added_losses(model)
-        multiplies = ", or multiplies means over them, as the load balancing of experts does" if added else ""
-        compiled = None if added else self.divider.for_compiled_losses
-        return (
-            "It divides by something else, such as a count of tokens, or divides its terms by different things, or "
-            f"compares examples{multiplies}. {self._to_state} {compiled or self.divider.for_any_loss}"
-        )
-
-    def of_difference(self, difference: str) -> str:
-        """The error for a loss whose parts, on rows of the first batch, don't give the batch's gradient."""
-        compiled = self.divider.for_compiled_losses
-        return (
-            f"{difference}: its loss divides by a number that depends on the rows' values, such as a count of labels "
-            f"that aren't missing, or compares examples. {self._to_state} {compiled or self.divider.for_any_loss}"
-        )
-
-    @property
-    def _to_state(self) -> str:
-        return (
-            f"In the first case state what it divides by: {self.divider.configured_by}(..., weighting=lambda x, y, "
-            "y_pred, sample_weight: keras.ops.sum(y != 0)), for instance."
-        )
-
-
-def problem_of(trial: WeightingTrial | None) -> str | None:
-    """Why a trial doesn't find a loss's divisor, or `None` if it does; `trial` is `None` if it failed."""
-    if trial is None:
-        return "It could not be tried on made-up rows; the log says why."
-    if trial.random:
-        return "It draws random numbers that are not the same for the rows of a part, so a trial shows nothing."
-    if not trial.fitting:
-        return seen(trial)
-    if trial.ambiguous:
-        return "On made-up rows the mask of the output hides nothing, so whether it divides by the mask is unknown."
-    return None
-
-
-def seen(trial: WeightingTrial) -> str:
-    """Describes the evidence of a trial."""
-    return (
-        f"On {ROWS} made-up rows, and on {FIRST} and {ROWS - FIRST} of them, the weighted gradients of the parts don't "
-        f"add up to the gradient of the whole: {trial}."
-    )
 
 
 def layers_of_batch_statistics(model: keras.Model) -> list[keras.layers.BatchNormalization]:

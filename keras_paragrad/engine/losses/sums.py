@@ -98,7 +98,7 @@ def loss_sums(
         loss: The result of `compute_loss`.
         terms: The calls of its compiled losses.
         rows: Number of examples in the part.
-        weight: The divisor of the part's loss. If it is `None`, or neither the user nor a trial stated it, the loss is
+        weight: The divisor of the part's loss. If it is `None`, or the user didn't state it, the loss is
             weighted by the rows.
         divided: Whether Keras divided the losses by the number of replicas.
     """

@@ -20,7 +20,7 @@ from keras_paragrad.compat.layers import (
     pack_dense_parts,
 )
 from keras_paragrad.compat.private import record_operation_backprop_only, stop_recording
-from keras_paragrad.engine.probes.trial import is_trial
+from keras_paragrad.engine.proof.trial import is_trial
 from keras_paragrad.engine.step.segments import OperationFn, Part, Tensors
 
 # Profiles attribute operations, and XLA's programs, to stages by these names.

@@ -15,15 +15,14 @@ from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
 from keras_paragrad.engine.calls.whole_step import CallDivider
-from keras_paragrad.engine.division.first_batch import EvaluationProof
-from keras_paragrad.engine.division.slices import find_refusal_of_loss
+from keras_paragrad.engine.division.division import DividedLoss
 from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result, update_metrics
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import arguments_of, compute_loss
-from keras_paragrad.engine.probes.independence import check_metrics
+from keras_paragrad.engine.proof.first_batch import EvaluationProof
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
+from keras_paragrad.engine.replicas.whole_metrics import update_metrics_of
 from keras_paragrad.engine.step.building import build_layers_from_inputs
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.engine.step.gradient import call_in_function
@@ -35,7 +34,7 @@ from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_
 def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
     """Builds `model.test_function`."""
     # Of the first batch: whether the replicas' losses and metrics give the whole batch's.
-    proof = EvaluationProof(model, take)
+    proof, loss = EvaluationProof(model, take), DividedLoss(model)
 
     def step(data: Batch) -> StepLogs:
         if overrides_test_step(model):
@@ -43,7 +42,9 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
         replica_batch = ReplicaBatch.of(data)
         filled = replica_batch.filled(data)
         normalize = take.ordered.normalize if take.ordered else take.normalize
-        by_calls = normalize and replica_count() > 1 and _loss_of_whole_batches(model, filled, normalize, proof)
+        by_calls = False
+        if normalize and normalize.weighting == "auto" and (replica_count() > 1 or take.ordered):
+            by_calls = proof.whole_losses or bool(loss.find_refusal(normalize, None, filled, training=False))
         if by_calls and take.ordered:
             raise IndivisibleError(
                 "The loss compares examples of different parts of a batch. Evaluate without deterministic: call "
@@ -61,9 +62,7 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
         y_pred, sums = evaluate(model, filled)
         sums = sums.zero_unless(replica_batch.nonempty)
         batch = arguments_of(filled, y_pred)
-        replica_batch.run(lambda: update_metrics(model, batch))
-        if take.normalize is not None:
-            check_metrics(model, batch)
+        update_metrics_of(model, batch, replica_batch)
         return _results(model, TrackedLosses(model, sums))
 
     running = take.ordered.running if take.ordered else contextlib.nullcontext
@@ -75,15 +74,6 @@ def _test_whole(model: keras.Model, data: Batch, entered: Mapping[int, str] | No
     if replica_count() == 1:
         return model.test_step(data)
     return CallDivider(model, None, entered).run(model.test_step, data)
-
-
-def _loss_of_whole_batches(
-    model: keras.Model, data: Batch, normalize: LossNormalization, proof: EvaluationProof
-) -> bool:
-    """Whether the losses of the replicas' batches don't make up the whole batch's."""
-    if normalize.weighting != "auto":
-        return False
-    return proof.whole_losses or find_refusal_of_loss(model, normalize, None, data, training=False) is not None
 
 
 def _results(model: keras.Model, losses: TrackedLosses) -> StepLogs:

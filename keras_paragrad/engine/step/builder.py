@@ -22,8 +22,8 @@ from keras_paragrad.compat.model import Trainable, fit_frame, overrides_train_st
 from keras_paragrad.compat.optimizer import build_optimizer, innermost_optimizer
 from keras_paragrad.compat.types import Batch, Specs, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.division.division import Divisions
-from keras_paragrad.engine.division.first_batch import FirstBatchProof
 from keras_paragrad.engine.losses.sums import LossWindow
+from keras_paragrad.engine.proof.first_batch import FirstBatchProof
 from keras_paragrad.engine.replicas.batch_statistics import counting_examples
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.building import (
@@ -142,6 +142,12 @@ class StepBuilder:
         self._built.clear()
         self._divisions = Divisions(self.model)
         self.model.train_function = None
+
+    def _retrace_as_divided(self) -> TrainFunction:
+        """Makes the train function anew, within a `fit`: its proof has changed how batches are divided."""
+        self._built.clear()
+        self.build()
+        return self.model.train_function
 
     def begin_fit(self, fillers: Fillers) -> None:
         """Fills stages until `end_fit`; calls `fillers` again if a callback calls `compile` during this `fit`."""
@@ -270,6 +276,7 @@ class StepBuilder:
             guard=guard,
             prepare=functools.partial(self._prepare, stages, divisions),
             proof=FirstBatchProof(self.model, stages, divisions),
+            retrace=self._retrace_as_divided,
             running=stages.running,
             watched=watched,
             by_xla=not stages.by_xla_alone(self.model, replicas),

@@ -27,7 +27,8 @@ from keras_paragrad.compat.private import FuncGraph, SymbolicScope, compute_outp
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Specs
-from keras_paragrad.engine.probes.trial import SIZES, run_trial, synthetic_rows
+from keras_paragrad.engine.proof.made_up_rows import SIZES, synthetic_rows
+from keras_paragrad.engine.proof.trial import run_trial
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.tracing.announcing import announcing
 from keras_paragrad.engine.tracing.untouched import untouched

@@ -20,7 +20,7 @@ from keras_paragrad.compat.model import begins_epoch
 from keras_paragrad.compat.private import NO_INLINE, reduce_per_replica
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
 from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
-from keras_paragrad.engine.division.first_batch import Conclusion, Proof
+from keras_paragrad.engine.proof.first_batch import Conclusion, Proof
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.operations import draws_from_graph
@@ -117,8 +117,8 @@ class CompiledStep:
             trace()
         elif self._in_functions:
             self._function.get_concrete_function(batch)
-        with announcing_part("proving states and metrics on the first batch"):
-            if conclude:
+        if conclude:
+            with announcing_part("proving states and metrics on the first batch"):
                 conclude()
         return self(batch)
 
@@ -172,6 +172,7 @@ def compile_steps(
     guard: IndivisibleBatchGuard | None = None,
     prepare: Callable[[Any, Specs], None] | None = None,
     proof: Proof | None = None,
+    retrace: Callable[[], TrainFunction] | None = None,
     running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     watched: WatchedSteps | None = None,
     by_xla: bool = True,
@@ -188,6 +189,7 @@ def compile_steps(
         seen: The batches to skip.
         prepare: Called before each call that traces a step, with the iterator and the specs of a replica's batches.
         proof: Gets the first batch, or the batches of the first update, before their steps.
+        retrace: Makes the function anew, if the proof finds before an epoch that batches are divided otherwise.
         running: Makes the context in which steps are traced and run.
         watched: Replaces the steps in calls that telemetry watches.
     """
@@ -218,6 +220,11 @@ def compile_steps(
         return logs
 
     def run_call(iterator: BatchIterator) -> StepLogs:
+        if proof and retrace and proof.begins and not proof.pending and begins_epoch(inspect.currentframe(), model):
+            with announcing_part("proving how batches are divided"):
+                changed = proof.again()
+            if changed:
+                return retrace()(iterator)
         batches = model.steps_per_execution
         skipped = seen.skip(iterator, batches) if seen else 0
         if schedule and skipped:

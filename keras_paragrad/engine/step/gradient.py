@@ -23,8 +23,8 @@ from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums
 from keras_paragrad.engine.losses.terms import LossTerm, arguments_of, compute_loss
-from keras_paragrad.engine.probes.independence import check_metrics
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
+from keras_paragrad.engine.replicas.whole_metrics import update_metrics_of
 from keras_paragrad.storage.gathering import watch_gathered
 from keras_paragrad.storage.regathering import regather_in_backward
 from keras_paragrad.storage.row_gradients import scale_gradients
@@ -37,8 +37,8 @@ _WEIGHTS = Slot[Mapping[int, Scalar]]("replica_weights", {})
 Normalize = Callable[[keras.Model, LossArguments, list[LossTerm]], Normalizer]
 # Takes the arguments of a `Normalize`.
 Look = Callable[[keras.Model, LossArguments, list[LossTerm]], None]
-# Takes a model, the loss, the arguments of a `Normalize`; returns the scaled loss, and the normalizer for the logs.
-ScaleByReplicas = Callable[[keras.Model, tf.Tensor, LossArguments, list[LossTerm]], tuple[tf.Tensor, Normalizer | None]]
+# Takes a model, the loss, the arguments of a `Normalize`; returns the scaled loss.
+ScaleByReplicas = Callable[[keras.Model, tf.Tensor, LossArguments, list[LossTerm]], tf.Tensor]
 # Maps the weight of a replica's gradient to the factor of its loss in the backward pass.
 WeighReplica = Callable[[Normalizer], Scalar]
 # Maps a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
@@ -60,6 +60,7 @@ class StepContext(NamedTuple):
         present: Masks the rows that are examples; all are, if `None`.
         by_xla: Whether XLA compiles the pass alone.
         in_loop: Whether the pass is traced in a loop.
+        whole: Whether the batch is all that the replica has of the step's batch.
     """
 
     model: keras.Model
@@ -72,6 +73,7 @@ class StepContext(NamedTuple):
     present: Present | None = None
     by_xla: bool = False
     in_loop: bool = False
+    whole: bool = False
 
 
 class Gradient(NamedTuple):
@@ -107,13 +109,13 @@ def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Struc
         # Around the forward pass too: layers may compute and add losses.
         with as_one_replica() if undivided else contextlib.nullcontext():
             loss, arguments, terms = compute_loss(model, data, untracked=context.sums)
-        scaled_loss, shown = scale(model, loss, arguments, terms) if scale else (loss, None)
+        scaled_loss = scale(model, loss, arguments, terms) if scale else loss
         with tape.stop_recording():
             weight = normalize(model, arguments, terms).never_zero if normalize else None
             sums = None
             if context.sums:
                 rows = rows_of(arguments["x"])
-                sums = loss_sums(model, loss, terms, rows, weight or shown, divided=not undivided)
+                sums = loss_sums(model, loss, terms, rows, weight, divided=not undivided)
             if context.look:
                 # Last: terms cache their values, and this call computes them in another graph.
                 context.look(model, arguments, terms)
@@ -244,12 +246,14 @@ def gradient_of(context: StepContext, data: Batch, **fields: Any) -> Gradient:
     elif not context.sums and replica_batch.nonempty is None:
         show = functools.partial(track_batch, model, gradient.loss, batch)
     else:
-        replica_batch.run(lambda: update_metrics(model, batch))
-    if context.normalize is not None:
-        check_metrics(model, batch)
+        (update_metrics_of if context.whole else _update_metrics_of_part)(model, batch, replica_batch)
     weight = gradient.weight and gradient.weight._replace(value=replica_batch.weight(gradient.weight.value))
     gradients = replica_batch.gradients(gradient.gradients)
     return gradient._replace(gradients=gradients, weight=weight, sums=sums, show=show)
+
+
+def _update_metrics_of_part(model: keras.Model, batch: LossArguments, replica_batch: ReplicaBatch) -> None:
+    replica_batch.run(lambda: update_metrics(model, batch))
 
 
 def is_slower_in_loop(model: keras.Model) -> bool:

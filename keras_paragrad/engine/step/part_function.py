@@ -16,8 +16,7 @@ from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
 from keras_paragrad.engine.losses.terms import arguments_of
-from keras_paragrad.engine.probes.independence import check_metrics
-from keras_paragrad.engine.probes.pure_function import is_seed
+from keras_paragrad.engine.proof.pure_function import is_seed
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_at
 from keras_paragrad.engine.step.batch_part import BatchPart, scales_loss
 from keras_paragrad.engine.step.data_order import DataOrder, checksum_of_part
@@ -110,7 +109,6 @@ class PartFunction:
             if has_metrics(self.model):
                 update_metrics(self.model, batch)
             added = [tf.convert_to_tensor(scope.get_current_value(variable)) for variable in self.metrics]
-        check_metrics(self.model, batch, summed=True, anyway=f"Or leave deterministic={self.parts} out.")
         self._check_states(scope)
         changes = [
             _change(state, starts.get(id(state), state.value), scope.get_current_value(state), number)

@@ -201,7 +201,7 @@ class TrainStep(NamedTuple):
         if split is None or not self.division.cut:
             # A batch of one slice needs a weight only if it is accumulated with others.
             weighed = split if self._accumulator and not self.division.undivided else None
-            return gradient_of(self._context_of(context, weighed), data)
+            return gradient_of(self._context_of(context, weighed)._replace(whole=True), data)
         try:
             gradient = split(self._context_of(context._replace(weigh_replica=None), split), data)
         except IndivisibleError as refusal:

@@ -66,7 +66,7 @@ def untouched(
     Returns:
         The value that `assignments` yields.
     """
-    # Keep the results of probes that ran meanwhile.
+    # Keep what was logged meanwhile.
     restorers = [
         *_restorers([model], (*but, *(slot.of(model) for slot in KEPT))),
         *_restorers([state_of_thread()], but),

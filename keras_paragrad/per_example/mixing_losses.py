@@ -9,17 +9,12 @@ import tensorflow as tf
 
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.probes.row_independence import has_value_per_example
-from keras_paragrad.engine.probes.tolerances import LOSS
-from keras_paragrad.engine.probes.trial import (
-    Inconclusive,
-    change_rows,
-    check_finite,
-    run_trial,
-    synthetic_rows,
-    take_rows,
-)
+from keras_paragrad.engine.proof.known_classes import has_value_per_example
+from keras_paragrad.engine.proof.made_up_rows import synthetic_rows
+from keras_paragrad.engine.proof.tolerances import LOSS
+from keras_paragrad.engine.proof.trial import Inconclusive, run_trial, take_rows
 from keras_paragrad.engine.step.operations import assigned_resources
+from keras_paragrad.per_example.mixing_layers import change_rows, check_finite
 
 _ROWS = 8
 # The size of the first of two parts of different sizes.

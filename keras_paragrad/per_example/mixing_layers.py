@@ -2,8 +2,7 @@
 
 import contextlib
 import functools
-import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -13,21 +12,12 @@ import tensorflow as tf
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.layers import attributes, call_model
 from keras_paragrad.compat.model import all_layers
-from keras_paragrad.compat.types import Batch, Structure
-from keras_paragrad.engine.losses.terms import bound_arguments
-from keras_paragrad.engine.probes.pure_function import PureFunction, uses_half_precision, watch_weights
-from keras_paragrad.engine.probes.tolerances import OUTPUT, OUTPUT_OF_PART
-from keras_paragrad.engine.probes.trial import (
-    SIZES,
-    change_rows,
-    check_finite,
-    gradients_match,
-    row_count,
-    run_trial,
-    synthetic_rows,
-    take_rows,
-)
-from keras_paragrad.storage.gathering import is_gather
+from keras_paragrad.compat.types import Array, Batch, Structure
+from keras_paragrad.engine.proof.known_classes import computes_rows_independently
+from keras_paragrad.engine.proof.made_up_rows import SIZES, synthetic_rows
+from keras_paragrad.engine.proof.pure_function import PureFunction, uses_half_precision, watch_weights
+from keras_paragrad.engine.proof.tolerances import OUTPUT, OUTPUT_OF_PART
+from keras_paragrad.engine.proof.trial import Inconclusive, gradients_match, row_count, run_trial, take_rows
 
 # Rows before and after the compared ones change, to find sums along the batch in either direction, and pairs.
 _ROWS, _CHANGED, _COMPARED = 4, [0, 3], slice(1, 3)
@@ -113,15 +103,6 @@ def _find_mixing(model: keras.layers.Layer, first: Batch, second: Batch, may_tra
     return None
 
 
-def find_changed_outputs(model: keras.layers.Layer, pair: RowPair, *, training: bool) -> str | None:
-    """The first layer whose outputs for equal rows differ between two batches; `None` if the outputs are random."""
-    compute = PureFunction(model, lambda rows: _tensors(call_model(model, *rows, training=training)))
-    (before, state), (after, _) = compute(pair.first), compute(pair.second)
-    if compute.has_drawn(state) or all(map(pair.outputs_match, before, after)):
-        return None
-    return _first_mixing(model, pair, training)
-
-
 def _has_custom_gradients(graph: tf.Graph) -> bool:
     """Whether a model has custom gradients, which comparing the outputs doesn't cover."""
     definition = graph.as_graph_def()
@@ -205,89 +186,32 @@ def _tensors(outputs: Structure) -> list[tf.Tensor]:
     return [output for output in keras.tree.flatten(outputs) if tf.is_tensor(output)]
 
 
-_LAYERS = (
-    *("activations.", "attention.", "convolutional.", "pooling.", "regularization.", "reshaping.", "rnn."),
-    *(f"core.{name}" for name in ("dense", "einsum_dense", "embedding", "identity", "input_layer", "masking")),
-    *(f"merging.{name}" for name in ("add", "average", "concatenate", "maximum", "minimum", "multiply", "subtract")),
-    *(f"normalization.{name}" for name in ("batch", "group", "layer", "rms")),
-    *(f"preprocessing.{name}" for name in ("normalization", "rescaling")),
-)
-_ROW_WISE_MODULES = ("keras.src.applications.", *(f"keras.src.layers.{name}" for name in _LAYERS))
-_ELEMENTWISE = {(keras.ops.add.__module__, name) for name in ("Add", "Divide", "Multiply", "Subtract")}
-_MODELS = ("keras.src.models.functional", "keras.src.models.sequential")
-# Losses that compare examples, or reduce over them.
-_MIXING_LOSSES = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
+def change_rows(batch: Batch, other: Batch, changed: list[int]) -> tuple[Any, Any]:
+    """Makes two batches that differ only in the rows `changed`, where integers are 0 in one batch, 1 in the other."""
+
+    def put(tensor: tf.Tensor, value: Array) -> tf.Tensor:
+        chosen = np.isin(np.arange(len(tensor)), changed).reshape([-1, *[1] * (tensor.shape.rank - 1)])
+        return tf.where(chosen, tf.cast(value, tensor.dtype), tensor)
+
+    def before(tensor: tf.Tensor | None) -> tf.Tensor | None:
+        return tensor if tensor is None or tensor.dtype.is_floating else put(tensor, 0)
+
+    def after(tensor: tf.Tensor | None, value: tf.Tensor) -> tf.Tensor | None:
+        return None if tensor is None else put(tensor, value if tensor.dtype.is_floating else 1)
+
+    return keras.tree.map_structure(before, batch), keras.tree.map_structure(after, batch, other)
 
 
-def computes_rows_independently(model: keras.layers.Layer) -> bool:
-    """Whether a model is Sequential or Functional, and all its layers are Keras's and known to compute row by row."""
-    layers = [model, *all_layers(model)]
-    operations = [operation for layer in layers for operation in getattr(layer, "operations", ())]
-    nodes = [node for operation in operations for node in operation._inbound_nodes]
-    # In a vector of one number per example, the last axis is the axis of examples.
-    return all(map(_is_row_wise, layers + operations)) and all(
-        len(output.shape) > 1 for node in nodes for output in node.output_tensors
-    )
+def check_finite(results: Sequence[Array], what: str) -> None:
+    """Refuses to compare numbers if none is finite: any two would match.
 
+    Args:
+        results: The tensors to compare; integers are left out.
+        what: What they are, in the plural, for the message.
 
-def has_value_per_example(loss_or_metric: keras.losses.Loss | keras.metrics.Metric) -> bool:
-    """Whether a loss or metric is Keras's own and computes a value for each example."""
-    function = getattr(loss_or_metric, "fn", None) or getattr(loss_or_metric, "_fn", None)
-    axis = bound_arguments(loss_or_metric).get("axis", getattr(loss_or_metric, "axis", -1))
-    return (
-        _is_keras(type(loss_or_metric))
-        and (function is None or (isinstance(function, types.FunctionType) and _is_keras(function)))
-        and function not in _MIXING_LOSSES
-        and axis == -1
-    )
-
-
-def has_losses_per_example(model: keras.Model) -> bool:
-    """Whether all compiled losses (they must be built) are Keras's own and compare no examples."""
-    losses = model._compile_loss._flat_losses if model._compile_loss else ()
-    return all(output_loss.loss is None or has_value_per_example(output_loss.loss) for output_loss in losses)
-
-
-def is_kerass_own_metric(metric: object) -> bool:
-    """Whether a metric, as passed to `compile`, is Keras's own and computes a value for each example."""
-    if isinstance(metric, str):
-        return keras.saving.get_registered_object(metric) is None
-    return has_value_per_example(metric) if isinstance(metric, keras.metrics.Metric) else _is_keras(metric)
-
-
-def _is_row_wise(operation: keras.Operation) -> bool:
-    """Whether an operation is Keras's and computes each row from the same row of its inputs."""
-    module = type(operation).__module__
-    if module in _MODELS:
-        return True
-    if (module, type(operation).__name__) in _ELEMENTWISE:
-        # Broadcasting aligns the last axes, so all ranks must be equal.
-        nodes = operation._inbound_nodes
-        return all(
-            len({len(tensor.shape) for tensor in (*node.input_tensors, *node.output_tensors)}) == 1 for node in nodes
-        )
-    if not module.startswith(_ROW_WISE_MODULES):
-        return False
-    axes = (getattr(operation, name, None) for name in ("axis", "attention_axes"))
-    equation = getattr(operation, "equation", None)
-    return (
-        all(axis is None or all(index == -1 or index > 0 for index in keras.tree.flatten(axis)) for axis in axes)
-        and (equation is None or _keeps_rows(equation))
-        and not getattr(operation, "stateful", False)
-        and not any(map(_is_custom_callable, vars(operation).values()))
-    )
-
-
-def _keeps_rows(equation: str) -> bool:
-    """Whether an einsum of inputs and a kernel keeps the first axis of the inputs, which the kernel doesn't have."""
-    inputs, kernel, output = equation.replace("->", ",").split(",")
-    return inputs[0] == output[0] and inputs[0] not in kernel.replace(".", "")
-
-
-def _is_custom_callable(value: object) -> bool:
-    """Whether a value is a callable that isn't Keras's, such as a custom activation."""
-    return (callable(value) or hasattr(value, "call")) and not (_is_keras(value) or is_gather(value))
-
-
-def _is_keras(function: object) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("keras.src.")
+    Raises:
+        Inconclusive: There are numbers, and none is finite.
+    """
+    floats = [tf.cast(tensor, "float64") for tensor in map(tf.convert_to_tensor, results) if tensor.dtype.is_floating]
+    if floats and not any(np.isfinite(values).any() for values in floats):
+        raise Inconclusive(f"{what} are not finite on synthetic rows")

@@ -14,16 +14,15 @@ class Tolerance(NamedTuple):
         return self.half if half_precision else self.single
 
 
-# First batch: relative to the gradient's norm; faults are off by 1e-4 and more. A difference must also exceed this
-# multiple of the noise from another order of the rows, another seed, or other last digits.
+# Relative to a gradient's norm; faults are off by 1e-4 and more. A difference must also exceed this multiple of the
+# noise from another order of the rows, another seed, or other last digits.
 GRADIENT, TIMES_NOISE = Tolerance(1e-4, 3e-2), 10
 # Relative to a metric's result on the first batch.
 METRIC = Tolerance(1e-3, 3e-2)
-# Gradient entries on synthetic rows: relative to the weight's largest entry, and to the largest entry of all.
+# Entries of gradients: relative to the weight's largest entry, and to the largest entry of all.
 OF_WEIGHT, OF_ALL = 1e-3, Tolerance(1e-5, 3e-2)
-# Gradient norms on synthetic rows: in float32, and where GPUs multiply in TF32. A separate tolerance for losses that
-# layers add: the gradient of a nearly balanced load is a difference of large numbers.
-ROUNDING, ROUNDING_OF_TF32, ROUNDING_OF_ADDED = 3e-5, 1e-3, 1e-3
+# Relative to the losses that layers add.
+ADDED = 1e-3
 # Relative to the largest output. Products of different batch sizes are rounded differently.
 OUTPUT, OUTPUT_OF_PART = Tolerance(1e-5, 0.05), Tolerance(1e-3, 0.05)
 # Relative to the largest loss of an element.

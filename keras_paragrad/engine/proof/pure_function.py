@@ -15,7 +15,7 @@ from keras_paragrad.compat.model import all_layers, all_variables
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.losses.terms import loss_weights_of
-from keras_paragrad.engine.probes.trial import MOST_ELEMENTS, Inconclusive, row_count
+from keras_paragrad.engine.proof.trial import MOST_ELEMENTS, Inconclusive, row_count
 from keras_paragrad.engine.replicas.replica_batch import static_row_count
 from keras_paragrad.engine.step.operations import assigned_resources
 from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
@@ -33,14 +33,6 @@ State = list[tf.Tensor]
 SEED_STATE = "seed_generator_state"
 
 
-class UnknownState(Inconclusive):
-    """A model reads variables or tables that Keras doesn't know; `resources` are the ones that it assigns."""
-
-    def __init__(self, resources: list[tf.Tensor]):
-        super().__init__("the model has a state that is unknown to Keras")
-        self.resources = resources
-
-
 class PureFunction:
     """A model's computation as a pure function: maps data and a state to the results and the new state.
 
@@ -51,15 +43,15 @@ class PureFunction:
         model: A built layer or model.
         compute: Maps data to nested tensors. Traced, as in `fit`.
         any_rows: Whether to trace it once for any number of rows, unless it needs to know the number.
-        as_trained: Whether batch normalization uses the statistics of its batch, and weights stay as they are.
         total: The rows of the whole batch, if parts of it are to draw the random numbers that it draws for their rows.
-        values: The variables that make up the state, with their values; by default, all of the model, which is built.
+        variables: The variables that make up the state; by default, all of the model, which is built.
 
     Attributes:
         variables: The variables that make up the state.
-        start: Their values.
+        start: Their values, as `renew` has read them.
         half_precision: Whether the model computes in half precision.
         draws: Whether the computation draws random numbers by row; `None` before it is traced.
+        assigned: The paths of variables that it assigns, and that aren't the state's; but of metrics.
     """
 
     def __init__(
@@ -68,21 +60,25 @@ class PureFunction:
         compute: Callable[[Any], Any],
         *,
         any_rows: bool = False,
-        as_trained: bool = False,
         total: int | None = None,
-        values: Sequence[tuple[keras.Variable, tf.Tensor]] | None = None,
+        variables: Sequence[keras.Variable] | None = None,
     ):
-        if values is None and not model.built:
+        if variables is None and not model.built:
             raise Inconclusive("the model is not built")
-        self.model, self.compute, self._any_rows, self.as_trained = model, compute, any_rows, as_trained
+        self.model, self.compute, self._any_rows = model, compute, any_rows
         self.total, self.half_precision = total, uses_half_precision(model)
-        if values is None:
-            values = [(variable, value_of(variable, replace_tiny=not as_trained)) for variable in all_variables(model)]
-        self.variables, self.start = [variable for variable, _ in values], [value for _, value in values]
+        self.variables = list(all_variables(model) if variables is None else variables)
         self.draws: bool | None = None
-        self.loss_weights = _values_of_loss_weights(model, replace_tiny=not as_trained)
+        self.assigned: list[str] = []
+        self._checked: Any = None
+        self.renew()
         # In a separate graph, so that the model's `tf.function`s are traced for the trial only.
         self._function = tf.function(self._compute, autograph=False)
+
+    def renew(self) -> None:
+        """Reads the variables' values, and the weights of losses, which training has changed."""
+        self.start = [value_of(variable) for variable in self.variables]
+        self._loss_weights = _values_of_loss_weights(self.model)
 
     def __call__(self, data: Batch, state: State | None = None, first: int = 0) -> tuple[Any, State]:
         """Returns the results for `data` and the new state. By default, `state` is `start`.
@@ -90,7 +86,7 @@ class PureFunction:
         `first` is the index in the whole batch of the first row of `data`; random numbers by row depend on it.
 
         Raises:
-            UnknownState: The model uses a table, or a variable unknown to Keras, and might change it.
+            Inconclusive: The model assigns to a variable that is unknown to Keras.
         """
         state = self.start if state is None else state
         if self._any_rows:
@@ -98,17 +94,22 @@ class PureFunction:
             self._any_rows = False
         # Without random numbers, one trace serves all parts.
         first = 0 if self.draws is False else first
-        self.check(self._function.get_concrete_function(data, state, first))
-        return self._function(data, state, first)
+        traced = self._function.get_concrete_function(data, state, first, self._loss_weights)
+        if traced is not self._checked:
+            self.check(traced)
+            self._checked = traced
+        return self._function(data, state, first, self._loss_weights)
 
     def check(self, traced: Any) -> None:
-        """Refuses a traced function that reads anything outside of the state."""
-        if any(tensor.dtype == tf.resource for tensor in traced.captured_inputs):
-            raise UnknownState(assigned_resources(traced.graph))
+        """Refuses a traced function that would change anything outside of the state."""
+        if assigned_resources(traced.graph):
+            raise Inconclusive("the model assigns to a variable that Keras doesn't know")
 
     def _trace_for_any_rows(self, data: Batch, state: State) -> None:
         """Traces the function for data like this with an unknown number of rows, if that works."""
         rows = row_count(data)
+        if not all(isinstance(leaf, (tf.Tensor, type(None))) for leaf in keras.tree.flatten(data)):
+            return
 
         def spec(tensor: tf.Tensor | None) -> tf.TensorSpec | None:
             if tensor is None:
@@ -117,7 +118,7 @@ class PureFunction:
             return tf.TensorSpec([None, *shape[1:]] if shape[:1] == [rows] else shape, tensor.dtype)
 
         try:
-            self._function.get_concrete_function(keras.tree.map_structure(spec, data), state, 0)
+            self._function.get_concrete_function(keras.tree.map_structure(spec, data), state, 0, self._loss_weights)
         except Exception:
             # Then the function is traced for each number of rows.
             _log.debug("A trial was not traced for any number of rows.", exc_info=True)
@@ -125,7 +126,7 @@ class PureFunction:
 
     def graph(self, data: Batch) -> tf.Graph:
         """The graph traced for data of these specs."""
-        return self._function.get_concrete_function(data, self.start, 0).graph
+        return self._function.get_concrete_function(data, self.start, 0, self._loss_weights).graph
 
     def reseed(self, state: State | None = None, by: int = 1) -> State:
         """A copy of a state with different seeds. Results that change with them are random."""
@@ -141,22 +142,22 @@ class PureFunction:
         """A scope in which variables have the values of a state."""
         return _KnownVariablesScope(list(zip(self.variables, state, strict=True)), collect_losses=True)
 
-    def _compute(self, data: Batch, state: State, first: int) -> tuple[Any, State]:
+    def _compute(self, data: Batch, state: State, first: int, loss_weights: list[tf.Tensor]) -> tuple[Any, State]:
         """Runs the computation with given values of the variables; returns its results and their new values."""
         random_numbers = contextlib.nullcontext()
         if self.total is not None:
             random_numbers = random_numbers_by_row(first, static_row_count(data), self.total)
         with untouched(self.model, self.scope(state)) as scope, random_numbers as drawn:
-            if not self.as_trained:
-                normalize_by_moving_statistics(self.model)
-            if self.loss_weights:
-                # Values in place of variables: `check` refuses variables that the state doesn't hold.
+            normalize_by_moving_statistics(self.model)
+            if loss_weights:
+                # Values in place of variables, which may be mirrored.
                 compiled = self.model._compile_loss
-                pairs = zip(compiled._flat_losses, self.loss_weights, strict=True)
+                pairs = zip(compiled._flat_losses, loss_weights, strict=True)
                 compiled._flat_losses = [loss._replace(loss_weights=weight) for loss, weight in pairs]
             results = self.compute(data)
             after = [scope.get_current_value(variable) for variable in self.variables]
             self.draws = drawn is not None and drawn.draws > 0
+            self.assigned = getattr(scope, "assigned", [])
             # Variables among the results have their values only in this scope.
             return keras.tree.map_structure(
                 lambda value: value.value if isinstance(value, keras.Variable) else value, (results, after)
@@ -169,13 +170,34 @@ def is_seed(variable: keras.Variable) -> bool:
 
 
 class _KnownVariablesScope(keras.StatelessScope):
-    """A scope that refuses to read variables for which it has no value: a metric's would start a collective."""
+    """A scope that has the values of a model's variables, and reads others, as of a loss, on one replica.
 
-    def get_current_value(self, variable: keras.Variable) -> tf.Tensor:
+    It refuses to read a metric: that would start a collective.
+    """
+
+    def __init__(self, *arguments: Any, **keywords: Any):
+        super().__init__(*arguments, **keywords)
+        self._known, self._reads = set(self.state_mapping), False
+        # The paths of other variables that are assigned, as of a loss.
+        self.assigned: list[str] = []
+
+    def add_update(self, update: tuple[keras.Variable, Any]) -> None:
+        if id(update[0]) not in self._known and update[0].aggregation != "sum":
+            self.assigned.append(update[0].path)
+        super().add_update(update)
+
+    def get_current_value(self, variable: keras.Variable) -> Any:
         value = super().get_current_value(variable)
-        if value is None:
+        if value is not None or self._reads:
+            return value
+        if variable.aggregation == "sum":
             raise Inconclusive(f"{variable.path} is not among the model's variables")
-        return value
+        # `value` asks this scope again.
+        self._reads = True
+        try:
+            return tf.convert_to_tensor(local_replica_values(variable.value)[0])
+        finally:
+            self._reads = False
 
 
 def uses_half_precision(model: keras.layers.Layer) -> bool:
@@ -225,8 +247,8 @@ def value_of(variable: keras.Variable, *, replace_tiny: bool = True) -> tf.Tenso
     return _draw_weight(variable, value.dtype) if tiny else value
 
 
-def _values_of_loss_weights(model: keras.layers.Layer, *, replace_tiny: bool) -> list[float]:
-    """The weights of the compiled losses if some are variables, else `[]`; if `replace_tiny`, 1 for weights near 0."""
+def _values_of_loss_weights(model: keras.layers.Layer) -> list[tf.Tensor]:
+    """The weights of the compiled losses if some are variables, else `[]`; 1 in place of weights near 0."""
     if not getattr(model, "_compile_loss", None) or not model._compile_loss._flat_losses:
         return []
     weights: list[Any] = list(loss_weights_of(model))
@@ -235,7 +257,7 @@ def _values_of_loss_weights(model: keras.layers.Layer, *, replace_tiny: bool) ->
     raw = [weight.value if isinstance(weight, keras.Variable) else weight for weight in weights]
     local = [local_replica_values(value)[0] for value in raw]
     values = [float(tf.convert_to_tensor(value)) for value in local]
-    return [1.0 if replace_tiny and abs(value) < _TINY else value for value in values]
+    return [tf.constant(1.0 if abs(value) < _TINY else value) for value in values]
 
 
 def _draw_weight(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
@@ -243,17 +265,6 @@ def _draw_weight(variable: keras.Variable, dtype: tf.DType) -> tf.Tensor:
     draw = np.random.default_rng(zlib.crc32(variable.path.encode()))
     values = draw.uniform(0.05, 0.15, tuple(variable.shape))
     return tf.cast(values if values.ndim < 2 else values * draw.choice([-1.0, 1.0], values.shape), dtype)
-
-
-def draw_kernel(variable: keras.Variable, value: tf.Tensor) -> tf.Tensor:
-    """Replaces a trainable kernel or table by random values of the usual scale; returns other values unchanged."""
-    shape = np.shape(value)
-    if not variable.trainable or len(shape) < 2 or not value.dtype.is_floating:
-        return value
-    # An embedding table has no fan-in.
-    scale = (3 / min(int(np.prod(shape[:-1])), 1024)) ** 0.5
-    draw = np.random.default_rng(zlib.crc32(variable.path.encode()))
-    return tf.cast(draw.uniform(-scale, scale, shape), value.dtype)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,214 @@
+"""Proves, of a loss alone, that its weighted parts are the whole: on the outputs of the first update's rows.
+
+The outputs y = f(x) are computed in parts, as in training. For uneven parts (x_i, y_i), whose loss L divides by d_i:
+
+    sum_i d_i L(x_i, y_i) / sum_i d_i = L(x, y), and so for the gradient with respect to y        (a sum: d_i = 1)
+
+Errors of L are relative to |L + size|, where the size, sum |dL/dy y|, adds up as L does. An error that other last
+digits of y make too is rounding.
+"""
+
+import functools
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from keras_paragrad.compat.layers import call_model, mask_of, with_mask
+from keras_paragrad.compat.model import percent
+from keras_paragrad.compat.types import Batch, Structure
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
+from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.losses.terms import compute_loss
+from keras_paragrad.engine.losses.weightings import WEIGHTINGS, weighting_of
+from keras_paragrad.engine.proof.pure_function import PureFunction, State, is_seed
+from keras_paragrad.engine.proof.rows import even_parts, uneven_parts
+from keras_paragrad.engine.proof.trial import Inconclusive, first_line, row_count, take_rows, unexplained_error
+
+# The most bytes that the outputs may take, unless a part's activations take more.
+MOST_BYTES = 2**24
+_LAST_DIGITS = 1e-6
+# The gradient of a loss with respect to the outputs and its value, as arrays, and the divisors that it may have.
+Computed = tuple[list[np.ndarray], list[np.ndarray], list[float]]
+
+
+class WrongWeightingError(IndivisibleError):
+    """A stated weighting isn't what the loss is divided by, and another one is."""
+
+
+class LossProof:
+    """Compares a model's loss on parts of a batch with the loss of the whole.
+
+    Args:
+        model: A built model.
+        data: The rows of the first update.
+        size: The rows of a part, whose outputs are computed together.
+        normalize: Computes the weight of a part.
+        training: Whether the model is called for training.
+    """
+
+    def __init__(
+        self, model: keras.Model, data: Batch, size: int, normalize: LossNormalization, *, training: bool = True
+    ):
+        self.model, self.normalize, self._training = model, normalize, training
+        self._rows, self._size = data, size
+        self._outputs = PureFunction(model, self._forward, any_rows=True)
+        stated = weighting_of(normalize.weighting)
+        self._stated = stated.argument if stated else ""
+        # What the loss may be divided by in place of what is stated.
+        self._others = [each for each in WEIGHTINGS.values() if stated and each.name != stated.name]
+        self._loss: PureFunction | None = None
+
+    def ask(self) -> str | None:
+        """Why the loss of parts isn't the whole's, with the weights of now, or `None`."""
+        rows, outputs = self.with_outputs()
+        count = row_count(rows)
+        if count < 2:
+            return None
+        if self._loss is None:
+            self._loss = PureFunction(self.model, self._compute, any_rows=True, total=count)
+        self._loss.renew()
+        data = rows, outputs
+        whole, after = self._run(data, 0)
+        if self._loss.assigned or self._changes(after):
+            return f"The loss of {self.model.name!r} assigns variables, which each part of a batch would change in turn"
+        try:
+            parts = [self._run(take_rows(data, *bounds), bounds[0])[0] for bounds in uneven_parts(count)]
+        except Exception as error:
+            if self.normalize.weighting == "auto":
+                fewer = uneven_parts(count)[0][1]
+                return f"The loss of {self.model.name!r} fails on {fewer} of {count} rows: {first_line(error)}"
+            parts = [self._run(take_rows(data, *bounds), bounds[0])[0] for bounds in even_parts(count, self._size)]
+        difference = self._compare(whole, _add(parts, 0), data)
+        if not difference:
+            return None
+        name = self.model.name
+        message = f"On {count} rows of the first batch, the {difference[0]} of {name!r} in parts is {difference[1]} off"
+        fitting = [
+            weighting.argument
+            for index, weighting in enumerate(self._others, 1)
+            if not self._compare(whole, _add(parts, index), data)
+        ]
+        if fitting:
+            raise WrongWeightingError(
+                f"weighting={self._stated} is not what the loss of {name!r} is divided by. {message}; "
+                f"weighting={fitting[0]} fits. Write that, or leave it out."
+            )
+        return f"{message} that of the whole"
+
+    def _compare(self, whole: Computed, total: Computed, data: Any) -> tuple[str, str] | None:
+        """What of the parts' sum differs from the whole, and by how much, or `None`."""
+        assert self._loss is not None
+        half = self._loss.half_precision
+        changed = functools.partial(self._changed, data)
+        if error := unexplained_error(whole[0], total[0], lambda: [changed()[0]], half_precision=half):
+            return "gradient of the loss", percent(error)
+        if error := unexplained_error(whole[1], total[1], lambda: [changed()[1]], half_precision=half):
+            return "loss", percent(error)
+        return None
+
+    def _forward(self, data: Any) -> tuple[Structure, list[tf.Tensor | None]]:
+        x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+        y_pred = call_model(self.model, x, training=self._training)
+        leaves = keras.tree.flatten(y_pred)
+        if any(leaf.shape.rank == 0 for leaf in leaves):
+            raise Inconclusive("the outputs have no row for each example")
+        return y_pred, [mask_of(leaf) for leaf in leaves]
+
+    def with_outputs(self) -> tuple[Batch, Any]:
+        """The rows and their outputs, computed part by part; of fewer rows, where the outputs are large."""
+        self._outputs.renew()
+        bounds = even_parts(row_count(self._rows), self._size)
+        outputs, taken = [], 0
+        for start, stop in bounds:
+            outputs.append(self._outputs(take_rows(self._rows, start, stop))[0])
+            taken, size = stop, sum(map(_bytes, outputs))
+            if size > MOST_BYTES and size > bytes_of(self._outputs.graph(take_rows(self._rows, *bounds[0]))):
+                break
+        rows = take_rows(self._rows, 0, taken)
+        return rows, keras.tree.map_structure(
+            lambda *parts: None if parts[0] is None else tf.concat(parts, 0), *outputs
+        )
+
+    def _compute(self, data: Any) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor], tf.Tensor]:
+        """Traces the loss, its size, its gradient with respect to the outputs, and its divisors: 0 for a sum."""
+        rows, outputs = data
+        real = [output for output in keras.tree.flatten(outputs[0]) if output.dtype.is_floating]
+        with tf.GradientTape() as tape:
+            tape.watch(real)
+            loss, arguments, terms = compute_loss(
+                self.model, rows, y_pred=mark_outputs(outputs), training=self._training
+            )
+            # Keras differentiates the sum of an unreduced loss.
+            total = tf.cast(tf.reduce_sum(loss), "float32")
+        gradients: Any = tape.gradient(total, real, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        weights = [
+            self.normalize(self.model, arguments, terms),
+            *(each.normalizer(arguments) for each in self._others),
+        ]
+        divisors = [tf.zeros([]) if each.summed else tf.cast(each.never_zero.value, "float32") for each in weights]
+        dense = [tf.cast(tf.convert_to_tensor(gradient), "float32") for gradient in gradients]
+        size = tf.add_n(
+            [tf.reduce_sum(tf.abs(one * tf.cast(other, "float32"))) for one, other in zip(dense, real, strict=True)]
+        )
+        return total, size, dense, tf.stack(divisors)
+
+    def _run(self, data: Any, first: int, state: State | None = None) -> tuple[Computed, State]:
+        assert self._loss is not None
+        (value, size, gradients, divisors), after = self._loss(data, state, first)
+        arrays = [np.asarray(gradient, "float64") for gradient in gradients]
+        return (arrays, [np.asarray(value, "float64") + float(size)], [float(each) for each in divisors]), after
+
+    def _changes(self, after: State) -> bool:
+        """Whether the loss has changed variables of the model, but metrics and seeds."""
+        assert self._loss is not None
+        triples = zip(self._loss.variables, self._loss.start, after, strict=True)
+        return any(
+            not (is_seed(each) or each.aggregation == "sum") and not np.array_equal(before, value, equal_nan=True)
+            for each, before, value in triples
+            if each.dtype != "string"
+        )
+
+    def _changed(self, data: Any) -> Computed:
+        """The whole after changes that affect only rounding and random numbers."""
+        assert self._loss is not None
+        rows, (y_pred, masks) = data
+        return self._run((rows, (perturb(y_pred), masks)), 0, perturb(self._loss.reseed()))[0]
+
+
+def _add(parts: list[Computed], index: int) -> Computed:
+    """The weighted mean, or sum, of the parts' losses, and the gradient of it; with the divisors of this index."""
+    divisors = [each[2][index] for each in parts]
+    weights, total = [divisor or 1.0 for divisor in divisors], sum(divisors) or 1.0
+    value = sum(weight * part[1][0] for weight, part in zip(weights, parts, strict=True)) / total
+    pieces = [[weight * each for each in part[0]] for weight, part in zip(weights, parts, strict=True)]
+    return [np.concatenate(each) / total for each in zip(*pieces, strict=True)], [np.asarray(value)], [total]
+
+
+def mark_outputs(outputs: tuple[Structure, list[tf.Tensor | None]]) -> Structure:
+    """Outputs with their masks, as a model returns them."""
+    y_pred, masks = outputs
+    marked = [with_mask(*arguments) for arguments in zip(keras.tree.flatten(y_pred), masks, strict=True)]
+    return keras.tree.pack_sequence_as(y_pred, marked)
+
+
+def perturb(nested: Any) -> Any:
+    """Perturbs the real numbers of nested tensors in the last digits of float32."""
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, tf.Tensor) or not value.dtype.is_floating:
+            return value
+        return value * tf.cast(1 + _LAST_DIGITS, value.dtype)
+
+    return keras.tree.map_structure(change, nested)
+
+
+def bytes_of(graph: tf.Graph) -> int:
+    """The bytes of all tensors of a graph."""
+    return sum(_bytes(list(operation.outputs)) for operation in graph.get_operations())
+
+
+def _bytes(nested: Structure) -> int:
+    tensors = [tensor for tensor in keras.tree.flatten(nested) if tensor is not None and tensor.dtype != tf.resource]
+    return sum((tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors)
