@@ -126,20 +126,20 @@ def test_it_takes_the_step_of_the_whole_batch(kind, divider):
 REFUSED = {
     "a layer that mixes examples": (
         {"layer": Centered(name="centered")},
-        "The output of 'centered' for one example depends on the others in the batch, so the two parts of a batch "
-        "can't be combined into the whole. To train anyway, write InTwo(..., strict=False).",
+        "Its rows are mixed in 'centered'. InOne() trains on whole batches. To train anyway, write InTwo(..., "
+        "strict=False).",
     ),
     "a loss that compares examples": (
         {"loss": compares},
-        "so the two parts of a batch can't be combined into the whole. To train anyway, write InTwo(..., "
-        "strict=False).",
+        "off that of the whole. InOne() takes any loss. To train anyway, write InTwo(..., strict=False).",
     ),
     "a state": ({"layer": Counting(name="counting")}, "InOne() trains on whole batches. To train anyway, write InTwo"),
     "a train_step": ({"kind": OfItsOwn}, "all parts have the same size and weights, write InTwo(first=6); otherwise"),
     "an unknown divisor": (
         {"kind": ByLabels},
-        "state what it divides by: InTwo(..., weighting=lambda x, y, y_pred, sample_weight: keras.ops.sum(y != 0)), "
-        "for instance. InOne() takes any loss.",
+        "If it is a mean over the examples, write InTwo(..., weighting='examples'). weighting also takes "
+        "'sample_weight', 'mask', 'sum' or a function of (x, y, y_pred, sample_weight) that returns what the loss of a "
+        "part is divided by. InOne() takes any loss.",
     ),
 }
 
@@ -154,21 +154,11 @@ def test_it_is_refused_in_its_own_words(case):
         assert other not in str(refusal.value)
 
 
-def test_what_it_says_for_losses_of_some_kinds():
-    instead = dataclasses.replace(IN_TWO, for_comparing_losses="InOne() compares.", for_compiled_losses="Not these.")
-    with pytest.raises(ValueError, match=r"into the whole\. InOne\(\) compares\. To train anyway"):
-        train(built(loss=compares), instead)
-    with pytest.raises(ValueError, match=r"for instance\. Not these\.$"):
-        train(built(ByLabels), instead)
-
-
-def test_without_a_weighting_states_are_warned_of_and_nothing_is_tried():
+def test_where_no_weighting_can_be_stated_none_is_asked_for():
     states_none = dataclasses.replace(IN_TWO, takes_weighting=False, to_train_anyway=None)
-    with pytest.warns(UserWarning, match="is updated with each of the two parts of a batch"):
-        train(built(layer=Counting()), states_none)
     with pytest.raises(ValueError, match=r"normalizer of its loss is unknown\. InOne\(\) takes any loss\.$"):
         train(built(ByLabels), states_none)
-    with pytest.raises(ValueError, match=r"can't be combined into the whole\.$"):
+    with pytest.raises(ValueError, match=r"InOne\(\) trains on whole batches\.$"):
         train(built(layer=Centered()), states_none)
 
 

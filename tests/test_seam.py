@@ -208,7 +208,7 @@ def test_an_attribute_that_code_no_longer_assigns_is_found(monkeypatch):
         (CompileLoss, "build", "_flat_losses", "losses"),
         (keras.Variable, "__init__", "_value", "metric_states"),
         (keras.Optimizer, "build", "_trainable_variables_indices", "optimizer"),
-        (keras.metrics.MeanMetricWrapper, "__init__", "_fn", "probes.row_independence"),
+        (keras.metrics.MeanMetricWrapper, "__init__", "_fn", "proof.known_classes"),
         (ArrayDataAdapter, "__init__", "_inputs", "data"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -1,66 +1,86 @@
 """No check, probe, trial or estimate leaves a trace in a model that counts whatever is done with it."""
 
+import random
+import warnings
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers, ops
 from sample_models import counting
 from sample_models.counting import CALLED, CountingLoss, counting_model
+from sample_models.mixing import Running
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, find_batch_size, microbatch, recompute
 from keras_paragrad.accumulation.slices import DIVIDER
 from keras_paragrad.compat.model import train_step_of
 from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
-from keras_paragrad.engine.calls.divisible import find_mixing_layers
-from keras_paragrad.engine.losses.loss_normalization import find_weightings
+from keras_paragrad.engine.calls.divisible import CallTrials
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.terms import recorded_terms
-from keras_paragrad.engine.losses.weightings import weighting_of
-from keras_paragrad.engine.probes.independence import check_metrics, mixing_reasons
-from keras_paragrad.engine.probes.losses import find_mixing
-from keras_paragrad.engine.probes.row_independence import find_mixing_layer
-from keras_paragrad.engine.probes.states import layers_storing_examples
-from keras_paragrad.engine.probes.weighting_trial import try_weightings
+from keras_paragrad.engine.proof import pure_function, trial
+from keras_paragrad.engine.proof.loss_proof import LossProof
+from keras_paragrad.engine.proof.metric_proof import MetricProof
+from keras_paragrad.engine.proof.model_proof import ModelProof, PartsOfBatch
 from keras_paragrad.engine.telemetry.train_functions import gradient_graph
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.inputs.chunks import Execution, bytes_of_gradient
 from keras_paragrad.inputs.selection import Selection
 from keras_paragrad.memory import estimate_memory
 from keras_paragrad.memory.trial import Trials
+from keras_paragrad.per_example.mixing_layers import find_mixing_layer
+from keras_paragrad.per_example.mixing_losses import find_mixing
 from keras_paragrad.per_example.probing import units_for
+from keras_paragrad.privacy.stored_examples import layers_storing_examples
 
 ROWS, SIZE = 8, 4
 X, Y = (np.random.default_rng(seed).normal(size=(ROWS, SIZE)).astype("float32") for seed in (0, 1))
 SPEC = tf.TensorSpec((None, SIZE))
 
 
-def weightings(model):
-    """A function of `weighting` is tried as well."""
-    arguments = {"x": SPEC, "y": SPEC, "y_pred": None, "sample_weight": None}
-    assert [each.name for each in try_weightings(model, arguments, by_examples).fitting] == ["<lambda>", "examples"]
-
-
-def refusal(model):
+def mixing_loss(model):
     """In the step that a component asks in, which has called the loss before."""
 
     @tf.function(autograph=False)
     def step(x, y):
         with untouched(model, keras.StatelessScope()), recorded_terms(model) as terms:
             loss = model.compute_loss(x, y, model(x, training=True))
-        arguments = {"x": x, "y": y, "y_pred": y, "sample_weight": None}
-        mixing_reasons(model, arguments, terms, DIVIDER)
-        find_weightings(model, arguments, by_examples)
         assert not find_mixing(terms[0])
         return loss
 
     step(X, Y)
 
 
-by_examples = weighting_of(lambda x, y, y_pred, sample_weight: tf.shape(y)[0])
+def by_examples(x, y, y_pred, sample_weight):
+    return tf.shape(y)[0]
+
+
+DATA = tf.constant(X), tf.constant(Y)
+
+
+def model_proof(model):
+    """Parts leave another mean of inputs, which the layer follows."""
+    proof = ModelProof(model, DATA, PartsOfBatch(SIZE, True, True))
+    assert "leave another state of counting" in proof.ask()
+    assert proof.find_metric_differences() == []
+
+
+def loss_proof(model):
+    """A function of `weighting` is called as well."""
+    proof = LossProof(model, DATA, SIZE, LossNormalization(by_examples, DIVIDER))
+    assert proof.ask() is None
+    return proof
+
+
+def metric_proof(model):
+    for summed in (True, False):
+        assert MetricProof(loss_proof(model), SIZE, summed).ask() is None
 
 
 def divisible_calls(model):
     """Of a layer that adds a loss, nothing is compared."""
-    assert not find_mixing_layers(model, train_step_of(model), (tf.constant(X), tf.constant(Y)))
+    assert not CallTrials(model, train_step_of(model), DATA).find()
 
 
 def bytes_per_row(model):
@@ -80,12 +100,10 @@ def found_batch_size(model):
 # What each of them calls.
 PROBES = {
     "mixing_layer": (lambda model: find_mixing_layer(model, SPEC), {"layer"}),
-    "mixing_reasons": (refusal, {"layer", "model", "loss"}),
-    "try_weightings": (weightings, {"layer", "model", "loss"}),
-    "check_metrics": (
-        lambda model: check_metrics(model, {"y": SPEC, "y_pred": SPEC, "sample_weight": None}),
-        {"metric"},
-    ),
+    "mixing_loss": (mixing_loss, {"layer", "model", "loss"}),
+    "model_proof": (model_proof, {"layer"}),
+    "loss_proof": (loss_proof, {"layer", "model", "loss"}),
+    "metric_proof": (metric_proof, {"layer", "metric"}),
     "layers_that_keep_examples": (lambda model: layers_storing_examples(model, SPEC), {"layer"}),
     "units_for": (lambda model: units_for(model, (tf.constant(X),), {}), {"layer"}),
     "estimate_memory": (lambda model: estimate_memory(model, ROWS), {"layer", "loss", "model"}),
@@ -106,7 +124,6 @@ def model():
     return made
 
 
-@pytest.mark.filterwarnings("ignore:The state of counting", "ignore:The metrics ")
 @pytest.mark.parametrize("probe", PROBES)
 def test_leaves_no_trace(model, probe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -123,6 +140,63 @@ def test_leaves_no_trace(model, probe, tmp_path, monkeypatch):
         assert found[what] == was, what
     assert counting.next_ones() == expected
     assert not list(tmp_path.iterdir())
+
+
+class Leaves(layers.Layer):
+    """Leaves a trace of each call, in every way that a layer has."""
+
+    def build(self, input_shape):
+        self.state, self.calls, self.last = self.add_weight(shape=(), initializer="zeros", trainable=False), [], None
+
+    def call(self, inputs):
+        self.calls.append(inputs.shape)
+        self.last = inputs
+        self.state.assign_add(ops.sum(inputs))
+        self.add_loss(ops.mean(inputs) * np.random.uniform() * random.random())
+        return inputs + 0.01 * keras.random.normal(ops.shape(inputs)) + 0.01 * tf.random.normal(tf.shape(inputs))
+
+
+class Counts(keras.Model):
+    """Its metric is of what a layer has seen last."""
+
+    def __init__(self):
+        super().__init__()
+        self.leaves, self.kernel, self.rows = Leaves(), layers.Dense(2), keras.metrics.Sum("rows")
+        self.within = keras.Sequential([layers.Dropout(0.5), layers.BatchNormalization(), layers.Dense(2)])
+
+    def call(self, inputs, training=False):
+        return self.within(self.leaves(self.kernel(inputs)), training=training)
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.rows.update_state(ops.shape(self.leaves.last)[0])
+        return super().compute_metrics(x, y, y_pred, sample_weight)
+
+
+@pytest.mark.slow(10)
+def test_a_proof_leaves_nothing_behind(monkeypatch):
+    tried = []
+
+    def shown():
+        keras.utils.set_random_seed(0)
+        model = Counts()
+        model.compile("adam", "mse", metrics=[Running(0.9)], jit_compile=False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sliced = microbatch(model, 3, weighting="examples")
+            history = model.fit(X[:6], Y[:6, :2], batch_size=6, epochs=2, shuffle=False, verbose=0).history
+            sliced.undo()
+        drawn = [random.random(), np.random.uniform(), float(tf.random.uniform([])), float(keras.random.uniform(()))]
+        variables = model.variables + model.metrics_variables + model.optimizer.variables
+        calls = [tuple(shape) for shape in model.leaves.calls]
+        return [ops.convert_to_numpy(each) for each in variables], drawn, calls, len(model.leaves._losses), history
+
+    compute = pure_function.PureFunction.__call__
+    monkeypatch.setattr(pure_function.PureFunction, "__call__", lambda *given: tried.append(given) or compute(*given))
+    found = shown()
+    assert len(tried) > 5
+    monkeypatch.setattr(trial, "ThreadPoolExecutor", None)
+    np.testing.assert_equal(found, shown())
+    assert found[-1]["rows"] == [6, 6]
 
 
 def accumulated():
@@ -143,8 +217,7 @@ def sliced():
     return made
 
 
-@pytest.mark.filterwarnings("ignore:The loss .counting. assigns variables")
-@pytest.mark.filterwarnings("ignore:The state of counting", "ignore:The metrics inputs_seen")
+@pytest.mark.filterwarnings("ignore:Parts of a batch leave another state of counting")
 @pytest.mark.parametrize("train", [accumulated, sliced])
 def test_each_part_of_a_batch_is_counted_once(train):
     made = train()

@@ -99,16 +99,6 @@ def test_they_count_with_their_value_at_each_step(way, loss, variable):
         np.testing.assert_allclose(shown[name], values, rtol=1e-5, err_msg=name)
 
 
-def test_of_a_sum_where_parts_count_alike():
-    def total(y, p):
-        return ops.sum(ops.square(y - p))
-
-    model, shown = on_replicas(of_tensorflow, total, exact=False)
-    alone, expected = trained(*model_of(of_tensorflow, total))
-    assert largest_difference(model, alone) < 1e-5
-    np.testing.assert_allclose(shown["loss"], expected["loss"], rtol=1e-5)
-
-
 def test_evaluation_on_replicas_takes_them_too():
     dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"])
     with dist.scope():

@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import ops
 
 from keras_paragrad import DistributedFit
-from keras_paragrad.engine.calls.divisible import find_mixing_layers, untried_layers
+from keras_paragrad.engine.calls.divisible import CallTrials, untried_layers
 
 
 class RowWise(keras.layers.Layer):
@@ -58,7 +58,7 @@ def test_finds_layers_that_mix_rows_a_little(kind):
     model.layer = kind()
     model.layer.build((None, 3))
     rows = tf.constant(np.random.default_rng(0).normal(size=(7, 3)), "float32")
-    assert (id(model.layer) in find_mixing_layers(model, model.train_step, rows)) == (kind is not RowWise)
+    assert (id(model.layer) in CallTrials(model, model.train_step, rows).find()) == (kind is not RowWise)
 
 
 class Scaling(RowWise):
@@ -84,7 +84,7 @@ def test_a_step_that_moves_weights_and_differentiates_there_can_be_tried():
     model = Moving()
     model.layer = Scaling()
     model.layer.build((None, 3))
-    assert find_mixing_layers(model, model.train_step, tf.ones((7, 3))) == {}
+    assert CallTrials(model, model.train_step, tf.ones((7, 3))).find() == {}
     assert np.array_equal(model.layer.scale, np.ones(3))
 
 

@@ -345,8 +345,8 @@ def test_weights_are_compared_within_rounding():
     assert first_difference(np.stack([of(lambda value: value * np.nan)] * 2)) is None
 
 
-# In `make test`, test_own_fit.py has a model with a `fit` of its own on replicas, test_independence.py metrics that
-# can't be combined there, and "prepared and other epochs" and test_workers.py prepared models and arrays.
+# In `make test`, test_own_fit.py has a model with a `fit` of its own on replicas, test_proofs.py metrics of one's own
+# there, and "prepared and other epochs" and test_workers.py prepared models and arrays.
 LONG = (
     *("a model with a fit of its own", "a running maximum", "prepared with arrays"),
     # Of an epoch on another path, of weights as of the rate, and of a stop elsewhere, one is short.

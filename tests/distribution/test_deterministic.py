@@ -126,7 +126,7 @@ def test_batches_that_are_given_one_by_one():
     """By `train_on_batch`, of 21 rows, which two replicas and eight parts don't divide; outputs are regularized."""
     digests = []
     for replicas in (1, 2):
-        dist, (x, y) = world(replicas), make_data("dense")
+        dist, (x, y) = world(replicas, weighting="examples"), make_data("dense")
         with dist.scope():
             keras.utils.set_random_seed(1)
             outputs = layers.Dense(5, activity_regularizer="l2")
@@ -362,7 +362,7 @@ REFUSED = {
     "a state": (lambda: keras.Sequential([Averaging(), layers.Dense(1)]), "once per batch"),
     "a weight assigned": (lambda: keras.Sequential([layers.SpectralNormalization(layers.Dense(1))]), "is trained"),
     "own step": (lambda: OwnStep(), "Override compute_loss"),
-    "a variable of TensorFlow": (lambda: keras.Sequential([Counting(), layers.Dense(1)]), "state of counting"),
+    "a variable of TensorFlow": (lambda: keras.Sequential([Counting(), layers.Dense(1)]), "that Keras does not know"),
     "numbers of TensorFlow": (lambda: keras.Sequential([Drawing(), layers.Dense(1)]), "SeedGenerator"),
     "numbers of no seed": (lambda: keras.Sequential([DrawingWithoutSeed(), layers.Dense(1)]), "SeedGenerator"),
 }

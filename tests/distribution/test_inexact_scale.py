@@ -26,11 +26,6 @@ class OwnMean(keras.Sequential):
         return mean(y, y_pred)
 
 
-class OwnSum(keras.Sequential):
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return total(y, y_pred)
-
-
 class OwnAndKeras(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return super().compute_loss(x, y, y_pred, sample_weight, training) + mean(y, y_pred)
@@ -57,10 +52,8 @@ def steps_with(loss):
 SUM = keras.losses.MeanSquaredError(reduction="sum")
 CASES = {
     "own mean": (OwnMean, None, {}),
-    "own sum": (OwnSum, None, {}),
     "own and Keras's": (OwnAndKeras, "mse", {}),
     "loss with __call__": (keras.Sequential, SelfReducing(), {}),
-    "a number that is a sum": (keras.Sequential, total, {}),
     "Keras's mean": (keras.Sequential, "mse", {"kernel_regularizer": "l2"}),
     "Keras's sum": (keras.Sequential, SUM, {"kernel_regularizer": "l2"}),
     "own step": (steps_with(mean), None, {}),
@@ -80,6 +73,7 @@ def trained(case, dist):
 
 @pytest.mark.slow(20)
 @pytest.mark.own_process
+@pytest.mark.filterwarnings("ignore:With exact=False the loss of:UserWarning")
 @pytest.mark.parametrize(
     "cases", [["own mean", "own step", "Keras's sum"], pytest.param(list(CASES), marks=pytest.mark.long)]
 )
@@ -89,3 +83,8 @@ def test_it_is_the_step_of_one_device(cases):
         (found, logs), (expected, shown) = trained(case, replicas), trained(case, DistributedFit("none"))
         assert largest_difference(found, expected) < 1e-6, case
         assert logs["loss"] == pytest.approx(shown["loss"], rel=2e-6), case
+
+
+def test_a_loss_that_may_be_a_sum_is_warned_of():
+    with pytest.warns(UserWarning, match="exact=False the loss of .* is divided by the number of replicas"):
+        trained("own mean", DistributedFit("mirrored", ["CPU:0", "CPU:1"], jit=False, exact=False))

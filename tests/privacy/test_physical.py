@@ -1,7 +1,5 @@
 """The physical batches of an update: how large they are, and which of them are computed."""
 
-import warnings
-
 import keras
 import numpy as np
 import pytest
@@ -91,10 +89,7 @@ def private_and_reference(kind, examples=60, **settings):
     reference.set_weights(dense.get_weights())
     private = make_private(model, clip_norm=0.3, noise_multiplier=1e-3, delta=1e-3, seed=2, **settings)
     private.compile(keras.optimizers.SGD(0.5), cross_entropy(), jit_compile=kind == "jit")
-    with pytest.warns(UserWarning, match="The state of counting is updated with each of the physical batches"):
-        # As in pyproject.toml, whose filters don't hold in here.
-        warnings.filterwarnings("ignore", "__array__ implementation doesn't accept a copy keyword", DeprecationWarning)
-        private.fit(x, y, verbose=0)
+    private.fit(x, y, verbose=0)
     assert private.privacy.rows()[1] == settings["physical_batch_size"]
     return private, reference, counting, dense, (x, y)
 

@@ -16,8 +16,9 @@ Y = np.where(MISSING, MARKER, X.sum(1))[:, None].astype("float32")
 
 
 def of_labels(y: Any, p: Any) -> Any:
+    """A value per example, which the number of labels that aren't missing divides."""
     present = ops.cast(ops.not_equal(y, MARKER), "float32")
-    return ops.sum(present * ops.square(y - p)) / ops.maximum(ops.sum(present), 1.0)
+    return ops.mean(present * ops.square(y - p), -1) / ops.maximum(ops.mean(present), 0.01)
 
 
 def model_of_one_layer() -> keras.Model:

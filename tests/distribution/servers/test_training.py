@@ -10,7 +10,7 @@ from oracles.histories import BATCHES, CASES, MicroBatches, assert_same, shown_b
 from runner.covering import examples
 
 from keras_paragrad.distribution import servers
-from keras_paragrad.engine.probes.row_independence import find_mixing_layer
+from keras_paragrad.per_example.mixing_layers import find_mixing_layer
 
 own_process = pytest.mark.own_process(seconds=280)
 

@@ -100,7 +100,7 @@ EXCEPTIONS: dict[str, dict[str, Outcome]] = {
     # Layers.
     "batch_normalization": NORMALIZED,
     "recommender": refused("depends on the others in the batch", ("accumulation",)),
-    "molecules": refused("different numbers of rows", ("slices", *SPREAD)),
+    "molecules": refused("different numbers of rows", SPREAD),
     "running_maximum": refused(STATE, ("accumulation",)),
     "spectral_normalization": {
         **refused(STATE, ("accumulation",)),
