@@ -195,9 +195,8 @@ def test_a_state_that_the_next_part_reads_is_not_the_batch_s():
     check(in_slices, functools.partial(model_of, make))
 
 
-# A sum of another aggregation than "sum" is each replica's own.
-@pytest.mark.few(1)
-@pytest.mark.parametrize("name", [name for name in STATES if name != "sum"])
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", STATES)
 def test_states_of_layers_on_replicas(name):
     check(on_replicas, functools.partial(model_of, STATES[name][0]))
 

@@ -348,7 +348,7 @@ def test_weights_are_compared_within_rounding():
 # In `make test`, test_own_fit.py has a model with a `fit` of its own on replicas, test_proofs.py metrics of one's own
 # there, and "prepared and other epochs" and test_workers.py prepared models and arrays.
 LONG = (
-    *("a model with a fit of its own", "a running maximum", "prepared with arrays"),
+    *("a model with a fit of its own", "prepared with arrays"),
     # Of an epoch on another path, of weights as of the rate, and of a stop elsewhere, one is short.
     *("other epochs", "weights that one changes behind the back", "a stop of one worker after an epoch"),
 )
@@ -407,12 +407,6 @@ def check_refused(found, name, says):
     first, second = (worker[name] for worker in found)
     assert first == second
     assert re.search(f"refused: .*{says}", str(first)), first
-
-
-@pytest.mark.long
-def test_metrics_that_can_not_be_combined_get_one_error(found_long):
-    says = "The results of the metrics largest differ when a batch is split"
-    check_refused(found_long, "a running maximum", says)
 
 
 def test_models_of_other_shapes_are_refused():

@@ -20,6 +20,7 @@ from keras_paragrad.engine.calls.divided import Result
 from keras_paragrad.engine.calls.intercept import intercepting, not_intercepting
 from keras_paragrad.engine.calls.layer_call import LayerCall
 from keras_paragrad.engine.proof.known_classes import computes_rows_independently
+from keras_paragrad.engine.proof.model_proof import aggregate
 from keras_paragrad.engine.proof.pure_function import PureFunction, State, is_seed, value_of
 from keras_paragrad.engine.proof.tolerances import OUTPUT, OUTPUT_OF_PART, STATE_ROUNDING, Tolerance
 from keras_paragrad.engine.proof.trial import row_count, run_trial, take_rows
@@ -199,6 +200,13 @@ class _Trial(StepTrial):
         unseeded = [index for index, variable in enumerate(layer_call.assigned) if not is_seed(variable)]
         after, parted, before = ([each[index] for index in unseeded] for each in (expected.state, other.state, state))
         self._compare(layer, "states", after, parted, before)
+        if unseeded and self.model.distribute_strategy.num_replicas_in_sync > 1:
+            alone, _ = self._part(layer_call, first, total, whole, state)
+            for pair in ((one, alone), (alone, one)):
+                ends = [
+                    aggregate(layer_call.assigned[index], *(each.state[index] for each in pair)) for index in unseeded
+                ]
+                self._compare(layer, "states", after, ends, before)
         return layer_call.finish(expected)
 
     @staticmethod

@@ -339,11 +339,12 @@ class FirstBatchProof:
             warn_once(self.model, answer.unproved)
         if not answer.difference or not question:
             return
-        if question.warns:
-            warn_once(self.model, f"{answer.difference}.")
-            return
-        if question.warns is None and normalize.weighting != "auto" and not answer.refused:
-            warn_once(self.model, _as_stated(answer.difference, normalize))
+        stated = normalize.weighting != "auto" and not answer.refused
+        if question.warns or (question.warns is None and stated):
+            message = f"{answer.difference}." if question.warns else _as_stated(answer.difference, normalize)
+            warn_once(self.model, message)
+            # Said once: its numbers change.
+            self._questions = [each for each in self._questions if each is not question]
             return
         # Other data are proved anew.
         self._window, self._questions = [], []

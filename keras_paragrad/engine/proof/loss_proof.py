@@ -23,7 +23,7 @@ from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, weighting_of
 from keras_paragrad.engine.proof.pure_function import PureFunction, State, is_seed
-from keras_paragrad.engine.proof.rows import even_parts, uneven_parts
+from keras_paragrad.engine.proof.rows import even_parts, gather_rows, uneven_parts
 from keras_paragrad.engine.proof.trial import Inconclusive, first_line, row_count, take_rows, unexplained_error
 
 # The most bytes that the outputs may take, unless a part's activations take more.
@@ -104,7 +104,7 @@ class LossProof:
         changed = functools.partial(self._changed, data)
         if error := unexplained_error(whole[0], total[0], lambda: [changed()[0]], half_precision=half):
             return "gradient of the loss", percent(error)
-        if error := unexplained_error(whole[1], total[1], lambda: [changed()[1]], half_precision=half):
+        if error := unexplained_error(whole[1], total[1], lambda: self._other_values(data), half_precision=half):
             return "loss", percent(error)
         return None
 
@@ -169,6 +169,13 @@ class LossProof:
             for each, before, value in triples
             if each.dtype != "string"
         )
+
+    def _other_values(self, data: Any) -> list[list[np.ndarray]]:
+        """The value after such changes, and in another order of the rows, which only rounds."""
+        values = [self._changed(data)[1]]
+        if self._loss and not self._loss.draws:
+            values.append(self._run(gather_rows(data, range(row_count(data))[::-1]), 0)[0][1])
+        return values
 
     def _changed(self, data: Any) -> Computed:
         """The whole after changes that affect only rounding and random numbers."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import keras
 import numpy as np
 
 from keras_paragrad.engine.losses.terms import arguments_of
@@ -61,8 +62,9 @@ class MetricProof:
 
 
 def _close(one: Any, other: Any, tolerance: float) -> bool:
-    return np.allclose(one, other, rtol=tolerance, atol=TINY, equal_nan=True)
+    pairs = zip(keras.tree.flatten(one), keras.tree.flatten(other), strict=True)
+    return all(np.allclose(*pair, rtol=tolerance, atol=TINY, equal_nan=True) for pair in pairs)
 
 
 def _largest(result: Any) -> float:
-    return float(np.max(np.asarray(result)))
+    return max(float(np.max(np.asarray(leaf))) for leaf in keras.tree.flatten(result))

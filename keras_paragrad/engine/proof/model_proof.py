@@ -152,7 +152,7 @@ class ModelProof:
         """Compares the states after both parts: one after the other, and aggregated over replicas."""
         function, ends = self._function, list[State]()
         start, variables = function.start, function.variables
-        if self._parts.in_sequence and self._has_changed(one):
+        if self._parts.in_sequence and (self._has_changed(one) or self._has_changed(other)):
             # In either order: the last part alone may have what the whole leaves, such as the largest row.
             for state, bounds in zip((one, other), reversed(uneven_parts(self._count)), strict=True):
                 end, error = self._after(state, bounds, expected)

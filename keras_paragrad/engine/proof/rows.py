@@ -17,8 +17,11 @@ MOST_BATCHES = 8
 
 
 def uneven_parts(count: int) -> list[tuple[int, int]]:
-    """Cuts `count` rows, at least 2, into two parts of different sizes: the first row of each, and the row after it."""
-    first = min(max(1, 3 * count // 8), count - 1)
+    """Cuts `count` rows, at least 2, into two parts: the first row of each, and the row after it.
+
+    Their sizes differ, if there are more than two rows, and the first is odd: pairs have no place in it.
+    """
+    first = min(3 * count // 8 | 1, count - 1)
     return [(0, first), (first, count)]
 
 

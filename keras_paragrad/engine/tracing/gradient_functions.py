@@ -48,14 +48,18 @@ def keep_with_graphs(graphs: Iterable[tf.Graph]) -> None:
         return
     entries = gradient_registry._registry
     for name in [name for name in list(entries) if name.startswith(_PREFIX)]:
-        function = entries[name]["type"]
+        entry = entries.get(name)
+        if entry is None:
+            # Its function has been freed meanwhile.
+            continue
+        function = entry["type"]
         enclosing = list(_enclosing_graphs(_graph_of(function)))
         if wanted.intersection(map(id, enclosing)):
             for graph in enclosing:
                 if not hasattr(graph, _FUNCTIONS):
                     setattr(graph, _FUNCTIONS, [])
                 getattr(graph, _FUNCTIONS).append(function)
-            entries[name] = {**entries[name], "type": _by_reference(weakref.ref(function))}
+            entries[name] = {**entry, "type": _by_reference(weakref.ref(function))}
             weakref.finalize(function, entries.pop, name, None).atexit = False
 
 
