@@ -1,1 +1,1 @@
-"""How a batch is divided, and the proof that its parts give the same gradients, states and metrics as the whole."""
+"""How a batch is divided: parts of the loss, or parts of the calls of layers."""

@@ -1,1 +1,1 @@
-"""How a batch is divided, and the proof that its parts give the same gradients, states and metrics as the whole."""
+"""The proof on real rows that parts of a batch give the outputs, gradients, losses, states and metrics of the whole."""
