@@ -131,7 +131,7 @@ REFUSED = {
     ),
     "a loss that compares examples": (
         {"loss": compares},
-        "off that of the whole. InOne() takes any loss. To train anyway, write InTwo(..., strict=False).",
+        "of the whole batch. InOne() takes any loss. To train anyway, write InTwo(..., strict=False).",
     ),
     "a state": ({"layer": Counting(name="counting")}, "InOne() trains on whole batches. To train anyway, write InTwo"),
     "a train_step": ({"kind": OfItsOwn}, "all parts have the same size and weights, write InTwo(first=6); otherwise"),

@@ -35,7 +35,8 @@ from sample_models.mixing import MARKER, Opens, Running, Updating, by_row, marke
 from trainings import proved_on_workers
 
 from keras_paragrad import DistributedFit, ExactAccumulation, microbatch
-from keras_paragrad.engine.proof import first_batch, loss_proof, pure_function
+from keras_paragrad.engine.proof import loss_proof, pure_function, questions
+from keras_paragrad.engine.proof.rows import uneven_parts
 
 # `pytest.warns` shows again what it has caught.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -192,7 +193,35 @@ def test_states_of_layers(name, caplog):
 def test_a_state_that_the_next_part_reads_is_not_the_batch_s():
     """Each part leaves what the whole leaves."""
     make = functools.partial(Updating, lambda s, x: s * 0 + 3, mixing.scaled, constant(1.0), name="reads")
-    check(in_slices, functools.partial(model_of, make))
+    make = functools.partial(model_of, make)
+    check(in_slices, make)
+    assert "The outputs of" in refusal_in_windows(make)
+
+
+def test_no_part_has_half_of_the_rows_or_pairs():
+    for count in range(2, 300):
+        (begin, first), (rest, end) = uneven_parts(count)
+        assert (begin, rest, end) == (0, first, count)
+        assert first % 2 == 1
+        assert 0 < first < end - first or count == 2
+
+
+class DrawsFromGenerator(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.generator = tf.random.Generator.from_seed(1)
+
+    def call(self, x):
+        return x + 0.1 * self.generator.normal(tf.shape(x))
+
+
+def test_a_random_generator_is_left_where_it_was():
+    states = []
+    for prove in (True, False):
+        with pytest.warns(UserWarning, match="draws from a tf.random.Generator") if prove else contextlib.nullcontext():
+            model = in_windows(functools.partial(model_of, DrawsFromGenerator), prove=prove)
+        states.append(model.layers[2].generator.state.numpy())
+    np.testing.assert_equal(*states)
 
 
 @pytest.mark.few(2)
@@ -269,7 +298,7 @@ def test_without_a_proof_it_is_trained(train):
 def test_what_is_known_is_not_computed(monkeypatch):
     made = []
     for name in ("ModelProof", "LossProof", "MetricProof"):
-        monkeypatch.setattr(first_batch, name, lambda *given, name=name, **more: made.append(name))
+        monkeypatch.setattr(questions, name, lambda *given, name=name, **more: made.append(name))
     make = functools.partial(model_of, layers.LayerNormalization, lambda: layers.Dropout(0.1), metrics=["mae"])
     for train in (in_slices, in_windows, on_replicas):
         train(make)
@@ -300,13 +329,14 @@ CLEAN = {
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", CLEAN)
 def test_nothing_is_found_where_there_is_nothing(name, monkeypatch):
-    answers, ask = [], first_batch._ask
-    monkeypatch.setattr(first_batch, "_ask", lambda questions: answers.append(ask(questions)) or answers[-1])
+    answers, ask = [], questions.ask
+    monkeypatch.setattr(questions, "ask", lambda asked: answers.append(ask(asked)) or answers[-1])
     for known in ("is_keras_own", "computes_rows_independently", "has_losses_per_example"):
-        monkeypatch.setattr(first_batch, known, lambda model: False)
+        monkeypatch.setattr(questions, known, lambda model: False)
     how = {**CLEAN[name]}
     in_windows(functools.partial(model_of, *how.pop("more", ()), **how), y=(Y > 0).astype("float32"))
-    assert answers == [first_batch._Answer()]
+    # Of layers at the first micro-batch, and of the loss at the window's end.
+    assert answers == [questions.Answer()] * 2
 
 
 METRICS = {
@@ -353,7 +383,7 @@ def test_metrics_of_rows_are_divided(caplog):
 
 
 def test_metrics_that_layers_update_are_warned_of():
-    with pytest.warns(UserWarning, match="The metrics of_batches, which call.. updates"):
+    with pytest.warns(UserWarning, match="The metrics of_batches, which call.. or compute_loss.. updates"):
         in_windows(functools.partial(model_of, mixing.Tracks))
 
 

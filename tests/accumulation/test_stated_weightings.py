@@ -17,7 +17,7 @@ from oracles.in_parts import (
     refusal_in_windows,
 )
 
-from keras_paragrad import AccumulatingOptimizer, recompute
+from keras_paragrad import AccumulatingOptimizer, microbatch, recompute
 
 ROWS, TIMES = 44, 6
 generator = np.random.default_rng(1)
@@ -193,6 +193,23 @@ def test_what_is_wrong_is_refused_in_slices():
 def test_what_is_wrong_is_warned_of_if_none_fits(loss, train):
     with pytest.warns(UserWarning, match=r"the (gradient of the )?loss .* in parts is .* off .*'examples' as stated"):
         train(functools.partial(own_loss, loss), "examples", x=NUMBERS, y=TARGETS)
+
+
+class Tracking(OwnLoss):
+    def __init__(self):
+        super().__init__(mean)
+        self.largest = keras.metrics.Mean("largest")
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        self.largest.update_state(ops.max(y_pred))
+        return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+
+def test_metrics_that_a_loss_updates_are_warned_of():
+    model = Tracking()
+    model.compile("sgd", jit_compile=False)
+    with pytest.warns(UserWarning, match="The metrics largest, which"), microbatch(model, 4, weighting="examples"):
+        model.fit(NUMBERS, TARGETS, batch_size=ROWS, verbose=0)
 
 
 def test_a_function_returns_one_number():

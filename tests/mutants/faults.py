@@ -1312,9 +1312,9 @@ _PROOF = [
     ),
     _fault(
         "what can't be proved is taken to be the same",
-        "engine/proof/first_batch.py",
-        "found = bool(answer.difference or answer.unproved)\n        if not gather",
-        "found = bool(answer.difference)\n        if not gather",
+        "engine/proof/questions.py",
+        "return self.difference or self.unproved",
+        "return self.difference",
         f"{_PROOFS}::test_a_proof_that_fails_proves_nothing",
     ),
     _fault(
@@ -1354,8 +1354,8 @@ _PROOF = [
     ),
     _fault(
         "the first batch evaluated proves nothing",
-        "engine/proof/first_batch.py",
-        "self.whole_losses = found",
+        "engine/proof/evaluation_proof.py",
+        "self.whole_losses = auto and differs",
         "self.whole_losses = False",
         f"{_PROOFS}::test_the_loss_of_the_first_batch_evaluated_on_replicas_is_proved",
     ),
@@ -1369,8 +1369,8 @@ _PROOF = [
     _fault(
         "a worker goes by its own rows alone",
         "engine/proof/first_batch.py",
-        "if not gather(worker_strategy(self.model), [int(found)]).any():",
-        "if not found:",
+        "if not gather(worker_strategy(self.model), [int(bool(answer.found))]).any():",
+        "if not answer.found:",
         f"{_PROOFS}::test_what_one_worker_finds_on_its_rows_all_compute",
     ),
     _fault(
@@ -1410,15 +1410,15 @@ _PROOF = [
     ),
     _fault(
         "the proof is not asked again in later epochs",
-        "engine/step/execution.py",
-        "changed = proof.again()",
-        "changed = False",
+        "engine/step/builder.py",
+        "if not proof.again():",
+        "if True:",
         f"{_PROOFS}::test_it_is_asked_again_each_epoch",
     ),
     _fault(
         "outputs that change with rows beside them are taken for each row's own",
         "engine/proof/model_proof.py",
-        "if error > OUTPUT_OF_PART.of(half) or beside > OUTPUT.of(half):",
+        "if error > OUTPUT_OF_PART.of(half) or replaced > OUTPUT.of(half):",
         "if False:",
         f"{_PROOFS}::test_layers_that_mix_rows_are_refused_in_windows",
     ),

@@ -22,14 +22,15 @@ from keras_paragrad.engine.calls.layer_call import LayerCall
 from keras_paragrad.engine.proof.known_classes import computes_rows_independently
 from keras_paragrad.engine.proof.model_proof import aggregate
 from keras_paragrad.engine.proof.pure_function import PureFunction, State, is_seed, value_of
+from keras_paragrad.engine.proof.rows import uneven_parts
 from keras_paragrad.engine.proof.tolerances import OUTPUT, OUTPUT_OF_PART, STATE_ROUNDING, Tolerance
-from keras_paragrad.engine.proof.trial import row_count, run_trial, take_rows
+from keras_paragrad.engine.proof.trial import few_rows, row_count, run_trial
 from keras_paragrad.engine.replicas.replica_batch import rows_at
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.tracing.random_rows import random_numbers_of_part
 
-# The most rows of a trial, and the most layers that are entered, each in a trial of its own.
-_ROWS, _LAYERS = 8, 50
+# The most layers that are entered, each in a trial of its own.
+_LAYERS = 50
 
 
 class CallTrials:
@@ -44,7 +45,7 @@ class CallTrials:
     def __init__(self, model: keras.Model, step: Callable[[Batch], Any], data: Batch | None):
         self.model, self.step, self._rows = model, step, None
         if data is not None and row_count(data) > 1:
-            self._rows = take_rows(data, 0, min(row_count(data), _ROWS))
+            self._rows = few_rows(data)
         self._entered: dict[int, str] = {}
         self._trial: _Trial | None = None
 
@@ -181,11 +182,11 @@ class _Trial(StepTrial):
                 return call(*arguments, **keywords)
         if layer_call.find_obstacle(runs_twice=True):
             return NotImplemented
-        first = min(max(1, 3 * total // 8), total - 1)
+        bounds, rest = uneven_parts(total)
         whole, state = layer_call.whole, layer_call.state
         expected, gradients = self._part(layer_call, 0, total, whole, state)
-        one, of_one = self._part(layer_call, 0, first, whole, state)
-        other, of_other = self._part(layer_call, first, total, whole, one.state)
+        one, of_one = self._part(layer_call, *bounds, whole, state)
+        other, of_other = self._part(layer_call, *rest, whole, one.state)
         self._compare(layer, "outputs", expected.rows, _concatenate(one.rows, other.rows))
         # A layer's own gradient may depend on other rows where its outputs don't.
         self._compare(layer, "gradients", gradients.rows, _concatenate(of_one.rows, of_other.rows))
@@ -201,7 +202,7 @@ class _Trial(StepTrial):
         after, parted, before = ([each[index] for index in unseeded] for each in (expected.state, other.state, state))
         self._compare(layer, "states", after, parted, before)
         if unseeded and self.model.distribute_strategy.num_replicas_in_sync > 1:
-            alone, _ = self._part(layer_call, first, total, whole, state)
+            alone, _ = self._part(layer_call, *rest, whole, state)
             for pair in ((one, alone), (alone, one)):
                 ends = [
                     aggregate(layer_call.assigned[index], *(each.state[index] for each in pair)) for index in unseeded

@@ -22,6 +22,7 @@ from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, weighting_of
+from keras_paragrad.engine.proof.model_proof import different_metrics
 from keras_paragrad.engine.proof.pure_function import PureFunction, State, is_seed
 from keras_paragrad.engine.proof.rows import even_parts, gather_rows, uneven_parts
 from keras_paragrad.engine.proof.trial import Inconclusive, first_line, row_count, take_rows, unexplained_error
@@ -84,7 +85,8 @@ class LossProof:
         if not difference:
             return None
         name = self.model.name
-        message = f"On {count} rows of the first batch, the {difference[0]} of {name!r} in parts is {difference[1]} off"
+        what, error = difference
+        message = f"On {count} rows of the first batch, the {what} of {name!r} in parts is {error} off"
         fitting = [
             weighting.argument
             for index, weighting in enumerate(self._others, 1)
@@ -95,7 +97,17 @@ class LossProof:
                 f"weighting={self._stated} is not what the loss of {name!r} is divided by. {message}; "
                 f"weighting={fitting[0]} fits. Write that, or leave it out."
             )
-        return f"{message} that of the whole"
+        return f"{message} the {what} of the whole batch"
+
+    def find_metric_differences(self) -> list[str]:
+        """The names of the metrics that `compute_loss` updates, and whose results differ after two parts."""
+        count = row_count(data := self.with_outputs())
+        if count < 2 or self._loss is None:
+            return []
+        bounds, rest = uneven_parts(count)
+        after = self._run(take_rows(data, *bounds), bounds[0])[1]
+        parts = self._run(take_rows(data, *rest), rest[0], after)[1]
+        return different_metrics(self.model, self._run(data, 0)[1], parts)
 
     def _compare(self, whole: Computed, total: Computed, data: Any) -> tuple[str, str] | None:
         """What of the parts' sum differs from the whole, and by how much, or `None`."""
@@ -149,9 +161,9 @@ class LossProof:
         ]
         divisors = [tf.zeros([]) if each.summed else tf.cast(each.never_zero.value, "float32") for each in weights]
         dense = [tf.cast(tf.convert_to_tensor(gradient), "float32") for gradient in gradients]
-        size = tf.add_n(
-            [tf.reduce_sum(tf.abs(one * tf.cast(other, "float32"))) for one, other in zip(dense, real, strict=True)]
-        )
+        size = tf.zeros([])
+        for gradient, output in zip(dense, real, strict=True):
+            size += tf.reduce_sum(tf.abs(gradient * tf.cast(output, "float32")))
         return total, size, dense, tf.stack(divisors)
 
     def _run(self, data: Any, first: int, state: State | None = None) -> tuple[Computed, State]:

@@ -53,6 +53,10 @@ class MetricProof:
         ]
         return f"{'; '.join(differences)}. {USE_SUMS}" if differences else None
 
+    def find_metric_differences(self) -> list[str]:
+        """None: `ask` has compared the compiled metrics."""
+        return []
+
     def _results(self, batch: Any) -> dict[str, Any]:
         """The metrics' results after an update with a batch and its outputs; without one, if `None`."""
         if batch is not None:

@@ -30,10 +30,7 @@ from keras_paragrad.engine.proof.tolerances import (
     STATE_ROUNDING,
     TINY,
 )
-from keras_paragrad.engine.proof.trial import Inconclusive, gradients_match, row_count, take_rows
-
-# The most rows that are computed: their activations take little memory.
-_ROWS = 8
+from keras_paragrad.engine.proof.trial import Inconclusive, few_rows, gradients_match, row_count, take_rows
 
 
 class PartsOfBatch(NamedTuple):
@@ -72,7 +69,7 @@ class ModelProof:
 
     def __init__(self, model: keras.Model, data: Batch, parts: PartsOfBatch, *, training: bool = True):
         self.model, self._parts, self._training = model, parts, training
-        self._rows = take_rows(data, 0, min(row_count(data), max(2, min(parts.size, _ROWS))))
+        self._rows = few_rows(data, max(2, parts.size))
         self._count = row_count(self._rows)
         self._factors = tf.cos(tf.range(float(self._count)))
         self._function = PureFunction(model, self._compute, any_rows=True, total=self._count)
@@ -127,12 +124,12 @@ class ModelProof:
         bounds, rest = uneven_parts(self._count)
         (one, after_one), (other, after_other) = self._run(*bounds), self._run(*rest)
         error = max(map(_error, expected.outputs, map(_join, one.outputs, other.outputs)), default=0.0)
-        beside = max(map(_error_of_inner, expected.outputs, self._beside_others()), default=0.0)
-        if error > OUTPUT_OF_PART.of(half) or beside > OUTPUT.of(half):
+        replaced = max(map(_error_of_inner, expected.outputs, self._outputs_among_others()), default=0.0)
+        if error > OUTPUT_OF_PART.of(half) or replaced > OUTPUT.of(half):
             again, _ = self._run(0, self._count)
             if any(_error(*pair) > OUTPUT.single for pair in zip(expected.outputs, again.outputs, strict=True)):
                 raise Inconclusive("the outputs are random")
-            return self._says("outputs", max(error, beside))
+            return self._says("outputs", max(error, replaced))
         sums = [a + b for a, b in zip(one.gradients, other.gradients, strict=True)]
         finite = all(bool(tf.reduce_all(tf.math.is_finite(gradient))) for gradient in expected.gradients)
         if finite and not gradients_match(expected.gradients, sums, half_precision=half):
@@ -143,7 +140,7 @@ class ModelProof:
                 return f"The losses that layers of {self.model.name!r} add are {percent(error)} off in parts of a batch"
         return self._compare_states(expected, after, after_one, after_other)
 
-    def _beside_others(self) -> list[tf.Tensor]:
+    def _outputs_among_others(self) -> list[tf.Tensor]:
         """The outputs of the same rows at the same places, but for the first and last, which are replaced."""
         order = [self._count // 2, *range(1, self._count - 1), self._count // 2]
         return self._function((gather_rows(self._rows, order), self._factors))[0].outputs
@@ -191,20 +188,26 @@ class ModelProof:
 
     def find_metric_differences(self) -> list[str]:
         """The names of the metrics that the model updates in its call, and whose results differ after two parts."""
-        metrics = all_metrics(self.model)
-        if not metrics or self._count < 2:
+        if self._count < 2:
             return []
-        results = PureFunction(self.model, lambda _: [keras.tree.flatten(metric.result()) for metric in metrics])
         bounds, rest = uneven_parts(self._count)
-        states = self._run(0, self._count)[1], self._run(*rest, self._run(*bounds)[1])[1]
-        whole, parts = (results(None, state)[0] for state in states)
-        return [metric.name for metric, *pair in zip(metrics, whole, parts, strict=True) if not all(map(_close, *pair))]
+        return different_metrics(self.model, self._run(0, self._count)[1], self._run(*rest, self._run(*bounds)[1])[1])
 
     def _says(self, what: str, error: float) -> str:
         return (
             f"The {what} of {self.model.name!r} for some rows of a batch depend on its other rows: in parts they are "
             f"{percent(error)} off"
         )
+
+
+def different_metrics(model: keras.Model, one: State, other: State) -> list[str]:
+    """The names of metrics of layers, or of the model's own, whose results differ in two states of all variables."""
+    metrics = all_metrics(model)
+    if not metrics:
+        return []
+    results = PureFunction(model, lambda _: [keras.tree.flatten(metric.result()) for metric in metrics])
+    pairs = zip(results(None, one)[0], results(None, other)[0], strict=True)
+    return [metric.name for metric, pair in zip(metrics, pairs, strict=True) if not all(map(_close, *pair))]
 
 
 def _join(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:

@@ -17,7 +17,7 @@ from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.losses.terms import loss_weights_of
 from keras_paragrad.engine.proof.trial import MOST_ELEMENTS, Inconclusive, row_count
 from keras_paragrad.engine.replicas.replica_batch import static_row_count
-from keras_paragrad.engine.step.operations import assigned_resources
+from keras_paragrad.engine.step.operations import assigned_resources, random_generators
 from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.storage.sharded import sharded_value
@@ -70,7 +70,9 @@ class PureFunction:
         self.variables = list(all_variables(model) if variables is None else variables)
         self.draws: bool | None = None
         self.assigned: list[str] = []
+        # The function that was checked last, and the `tf.random.Generator`s from which it draws.
         self._checked: Any = None
+        self._generators: list[tf.Tensor] = []
         self.renew()
         # In a separate graph, so that the model's `tf.function`s are traced for the trial only.
         self._function = tf.function(self._compute, autograph=False)
@@ -86,7 +88,7 @@ class PureFunction:
         `first` is the index in the whole batch of the first row of `data`; random numbers by row depend on it.
 
         Raises:
-            Inconclusive: The model assigns to a variable that is unknown to Keras.
+            Inconclusive: The model changes a state that is unknown to Keras.
         """
         state = self.start if state is None else state
         if self._any_rows:
@@ -96,14 +98,22 @@ class PureFunction:
         first = 0 if self.draws is False else first
         traced = self._function.get_concrete_function(data, state, first, self._loss_weights)
         if traced is not self._checked:
+            self._generators = random_generators(traced.graph)
             self.check(traced)
             self._checked = traced
-        return self._function(data, state, first, self._loss_weights)
+        before = [tf.raw_ops.ReadVariableOp(resource=each, dtype=tf.int64) for each in self._generators]
+        try:
+            return self._function(data, state, first, self._loss_weights)
+        finally:
+            for generator, value in zip(self._generators, before, strict=True):
+                tf.raw_ops.AssignVariableOp(resource=generator, value=value)
 
     def check(self, traced: Any) -> None:
-        """Refuses a traced function that would change anything outside of the state."""
+        """Refuses a traced function that uses a state that isn't in `variables`."""
         if assigned_resources(traced.graph):
             raise Inconclusive("the model assigns to a variable that Keras doesn't know")
+        if self._generators:
+            raise Inconclusive("the model draws from a tf.random.Generator, whose numbers are no row's own")
 
     def _trace_for_any_rows(self, data: Batch, state: State) -> None:
         """Traces the function for data like this with an unknown number of rows, if that works."""
@@ -128,10 +138,10 @@ class PureFunction:
         """The graph traced for data of these specs."""
         return self._function.get_concrete_function(data, self.start, 0, self._loss_weights).graph
 
-    def reseed(self, state: State | None = None, by: int = 1) -> State:
-        """A copy of a state with different seeds. Results that change with them are random."""
-        pairs = zip(self.variables, self.start if state is None else state, strict=True)
-        return [value + by if is_seed(variable) else value for variable, value in pairs]
+    def reseed(self) -> State:
+        """The start with different seeds. Results that change with them are random."""
+        pairs = zip(self.variables, self.start, strict=True)
+        return [value + 1 if is_seed(variable) else value for variable, value in pairs]
 
     def has_drawn(self, state: State) -> bool:
         """Whether the call that returned this state drew random numbers with Keras's seeds."""
@@ -216,8 +226,8 @@ def _call_for_inference(call: Callable[..., Structure], *arguments: Any, **keywo
     return call(*arguments, **{**keywords, "training": False})
 
 
-def value_of(variable: keras.Variable, *, replace_tiny: bool = True) -> tf.Tensor:
-    """A variable's value on the first local replica; if `replace_tiny`, weights near zero are replaced randomly.
+def value_of(variable: keras.Variable) -> tf.Tensor:
+    """A variable's value on the first local replica; weights near zero are replaced randomly.
 
     A sharded variable's value is whole, and random where workers would have to gather it.
     """
@@ -237,11 +247,7 @@ def value_of(variable: keras.Variable, *, replace_tiny: bool = True) -> tf.Tenso
         if np.prod(variable.shape) > MOST_ELEMENTS:
             raise Inconclusive(f"{variable.path} is in shards, and large")
         return _draw_weight(variable, value.dtype)
-    if (
-        not (replace_tiny and variable.trainable)
-        or value.shape.num_elements() > _SMALL_VARIABLE
-        or not value.dtype.is_floating
-    ):
+    if not variable.trainable or value.shape.num_elements() > _SMALL_VARIABLE or not value.dtype.is_floating:
         return value
     tiny = tf.reduce_max(tf.abs(value)) < _TINY if value.shape.num_elements() else False
     return _draw_weight(variable, value.dtype) if tiny else value

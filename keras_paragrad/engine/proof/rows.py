@@ -21,7 +21,7 @@ def uneven_parts(count: int) -> list[tuple[int, int]]:
 
     Their sizes differ, if there are more than two rows, and the first is odd: pairs have no place in it.
     """
-    first = min(3 * count // 8 | 1, count - 1)
+    first = max(3 * count // 8 - 1, 0) | 1
     return [(0, first), (first, count)]
 
 

@@ -19,6 +19,9 @@ from keras_paragrad.engine.proof.tolerances import GRADIENT, OF_ALL, OF_WEIGHT, 
 # The most elements of a made-up tensor, or of a weight whose gradient is compared.
 MOST_ELEMENTS = 2**25
 
+# The most rows on which layers are tried: their activations take little memory.
+FEW_ROWS = 8
+
 _log = logging.getLogger("keras_paragrad")
 _thread = threading.local()
 
@@ -63,8 +66,11 @@ def run_trial(run: Callable[..., Result], *choices: Any, otherwise: Result, ques
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's message: TensorFlow's errors are pages long."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    """The line of an error's message that says what is wrong: TensorFlow's errors are pages long."""
+    lines = [line.strip() for line in str(error).strip().splitlines()]
+    # After the places where an operation was defined, and before its name.
+    named = next((index for index, line in enumerate(lines) if line.startswith("[[{{node")), None)
+    return lines[named - 1] if named else next(iter(lines), type(error).__name__)
 
 
 def take_rows(nested: Structure, start: int, stop: int) -> Any:
@@ -76,6 +82,11 @@ def take_rows(nested: Structure, start: int, stop: int) -> Any:
         return None if leaf is None else leaf[start:stop]
 
     return keras.tree.map_structure(take, nested)
+
+
+def few_rows(batch: Structure, most: int = FEW_ROWS) -> Any:
+    """The first rows of a batch: no more than `most`, and than `FEW_ROWS`."""
+    return take_rows(batch, 0, min(row_count(batch), most, FEW_ROWS))
 
 
 def row_count(batch: Structure) -> int:

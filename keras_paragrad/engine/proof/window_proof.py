@@ -45,6 +45,10 @@ class WindowProof:
             f"{percent(error)} off the gradient of the whole"
         )
 
+    def find_metric_differences(self) -> list[str]:
+        """None: the step updates the metrics of a micro-batch."""
+        return []
+
     def _changed(self) -> Iterator[list[np.ndarray]]:
         """The whole's gradient after changes that affect only rounding and random numbers."""
         rows = self._rows

@@ -20,7 +20,7 @@ from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result,
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import arguments_of, compute_loss
-from keras_paragrad.engine.proof.first_batch import EvaluationProof
+from keras_paragrad.engine.proof.evaluation_proof import EvaluationProof
 from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.replicas.whole_metrics import update_metrics_of
 from keras_paragrad.engine.step.building import build_layers_from_inputs

@@ -18,7 +18,7 @@ import tensorflow as tf
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.data import EpochIterator
-from keras_paragrad.compat.model import Trainable, fit_frame, overrides_train_step, traced_as
+from keras_paragrad.compat.model import Trainable, begins_epoch, fit_frame, overrides_train_step, traced_as
 from keras_paragrad.compat.optimizer import build_optimizer, innermost_optimizer
 from keras_paragrad.compat.types import Batch, Specs, Step, StepLogs, TrainFunction
 from keras_paragrad.engine.division.division import Divisions
@@ -50,6 +50,7 @@ from keras_paragrad.engine.telemetry.watch import (
     watched_optimizers,
     watching_updates,
 )
+from keras_paragrad.engine.tracing.announcing import announcing_part
 from keras_paragrad.storage.model_variables import STEP_BUILDER
 from keras_paragrad.storage.regathering import forget_gathers
 from keras_paragrad.storage.storage import any_divided
@@ -143,8 +144,13 @@ class StepBuilder:
         self._divisions = Divisions(self.model)
         self.model.train_function = None
 
-    def _retrace_as_divided(self) -> TrainFunction:
-        """Makes the train function anew, within a `fit`: its proof has changed how batches are divided."""
+    def _renew(self, proof: FirstBatchProof, frame: FrameType | None) -> TrainFunction | None:
+        """Makes the train function anew, if its proof changes before an epoch how batches are divided."""
+        if not proof.asks_again or not begins_epoch(frame, self.model):
+            return None
+        with announcing_part("proving how batches are divided"):
+            if not proof.again():
+                return None
         self._built.clear()
         self.build()
         return self.model.train_function
@@ -267,6 +273,7 @@ class StepBuilder:
         if telemetry:
             watched = WatchedSteps(self._steps(telemetry), telemetry, updates_each_batch(self.model.optimizer))
         replicas = self.model.distribute_strategy.num_replicas_in_sync
+        proof = FirstBatchProof(self.model, stages, divisions)
         return compile_steps(
             self.model,
             self._steps(None),
@@ -275,8 +282,8 @@ class StepBuilder:
             seen=self._seen,
             guard=guard,
             prepare=functools.partial(self._prepare, stages, divisions),
-            proof=FirstBatchProof(self.model, stages, divisions),
-            retrace=self._retrace_as_divided,
+            proof=proof,
+            renew=functools.partial(self._renew, proof),
             running=stages.running,
             watched=watched,
             by_xla=not stages.by_xla_alone(self.model, replicas),

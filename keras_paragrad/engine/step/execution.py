@@ -8,7 +8,8 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
 
 import keras
 import numpy as np
@@ -20,7 +21,6 @@ from keras_paragrad.compat.model import begins_epoch
 from keras_paragrad.compat.private import NO_INLINE, reduce_per_replica
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
 from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
-from keras_paragrad.engine.proof.first_batch import Conclusion, Proof
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.operations import draws_from_graph
@@ -31,10 +31,25 @@ from keras_paragrad.engine.telemetry.watch import Telemetry
 from keras_paragrad.engine.tracing.announcing import announcing, announcing_part
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
+# Refuses or warns; called after the step is traced, since errors of the trace are more informative.
+Conclusion = Callable[[], None]
 # Makes a compiled step run on a mesh of devices, with batches from the host.
 OnMesh = Callable[[Step], Step]
 # Gets a batch before its step is traced; may return a function to call after the trace, before the step runs.
 Check = Callable[[Batch], Conclusion | None]
+
+
+class Proof(Protocol):
+    """Proves on the first batches that their parts give what they give."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether batches are still to come."""
+        ...
+
+    def __call__(self, batch: Batch, update: bool) -> Conclusion | None:
+        """Takes a batch, which ends an update if `update` says so, before its step is traced."""
+        ...
 
 
 class CompiledStep:
@@ -172,7 +187,7 @@ def compile_steps(
     guard: IndivisibleBatchGuard | None = None,
     prepare: Callable[[Any, Specs], None] | None = None,
     proof: Proof | None = None,
-    retrace: Callable[[], TrainFunction] | None = None,
+    renew: Callable[[FrameType | None], TrainFunction | None] | None = None,
     running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     watched: WatchedSteps | None = None,
     by_xla: bool = True,
@@ -189,7 +204,7 @@ def compile_steps(
         seen: The batches to skip.
         prepare: Called before each call that traces a step, with the iterator and the specs of a replica's batches.
         proof: Gets the first batch, or the batches of the first update, before their steps.
-        retrace: Makes the function anew, if the proof finds before an epoch that batches are divided otherwise.
+        renew: Called with the frame of each call; makes the function anew, if batches are to be divided otherwise.
         running: Makes the context in which steps are traced and run.
         watched: Replaces the steps in calls that telemetry watches.
     """
@@ -220,11 +235,8 @@ def compile_steps(
         return logs
 
     def run_call(iterator: BatchIterator) -> StepLogs:
-        if proof and retrace and proof.begins and not proof.pending and begins_epoch(inspect.currentframe(), model):
-            with announcing_part("proving how batches are divided"):
-                changed = proof.again()
-            if changed:
-                return retrace()(iterator)
+        if renew and (function := renew(inspect.currentframe())):
+            return function(iterator)
         batches = model.steps_per_execution
         skipped = seen.skip(iterator, batches) if seen else 0
         if schedule and skipped:

@@ -221,6 +221,8 @@ _ASSIGNING = (
     *("Assign", "LookupTableInsert", "LookupTableRemove", "ResourceApply", "ResourceCountUpTo", "ResourceScatter"),
     *("ResourceSparseApply", "ResourceStridedSliceAssign"),
 )
+# Of a `tf.random.Generator`, whose state is their first input.
+_DRAWING = ("Rng", "StatefulUniform", "StatefulStandardNormal", "StatefulTruncatedNormal", "StatefulRandomBinomial")
 
 
 class HiddenState(NamedTuple):
@@ -289,20 +291,29 @@ def _stateful(operations: Iterable[tf.Operation]) -> Iterator[tf.Operation]:
 
 def assigned_resources(graph: tf.Graph) -> list[tf.Tensor]:
     """The outer resources, such as variables, that a function's graph assigns to, apart from random generators."""
-    resources = _assigned(graph, {inner.name: outer for outer, inner in graph.captures})
+    return _resources_of(graph, _ASSIGNING)
+
+
+def random_generators(graph: tf.Graph) -> list[tf.Tensor]:
+    """The outer resources of each `tf.random.Generator` from which a function's graph draws."""
+    return _resources_of(graph, _DRAWING)
+
+
+def _resources_of(graph: tf.Graph, types: tuple[str, ...]) -> list[tf.Tensor]:
+    resources = _used(graph, {inner.name: outer for outer, inner in graph.captures}, types)
     return list({id(resource): resource for resource in resources}.values())
 
 
-def _assigned(graph: tf.Graph, outside: dict[str, tf.Tensor]) -> Iterator[tf.Tensor]:
-    """Yields the outer resources that a graph assigns to; `outside` maps names of its tensors to outer tensors."""
+def _used(graph: tf.Graph, outside: dict[str, tf.Tensor], types: tuple[str, ...]) -> Iterator[tf.Tensor]:
+    """Yields the outer resources of a graph's operations of these types; `outside` maps its tensors' names to them."""
     for operation in graph.get_operations():
         if not operation.op_def.is_stateful:
             continue
-        if operation.type.startswith(_ASSIGNING):
+        if operation.type.startswith(types):
             yield from (outside[tensor.name] for tensor in operation.inputs[:1] if tensor.name in outside)
         # The first input of a condition selects the branch.
         arguments = operation.inputs[1:] if operation.type in ("Case", "If") else operation.inputs
         for body in called_graphs(operation):
             pairs = zip(body.inputs, arguments, strict=False)
             inner = {within.name: outside[passed.name] for within, passed in pairs if passed.name in outside}
-            yield from _assigned(body, inner)
+            yield from _used(body, inner, types)
