@@ -22,7 +22,7 @@ BELOW = {
     "engine": {"compat", "storage"},
     "accumulation": {"memory"},
     "per_example": set(),
-    "inputs": {"per_example"},
+    "inputs": {"memory", "per_example"},
     "privacy": {"accumulation", "per_example"},
     "memory": {"per_example"},
     "distribution": {"accumulation", "memory"},
@@ -32,20 +32,20 @@ BELOW = {
 # How many lines each folder may have, and the modules beside them. What adds to one takes from another: their sum is
 # `TOTAL`, which is only lowered. A folder that has 25 fewer than its number gets a lower one.
 LINES = {
-    "accumulation": 1388,
+    "accumulation": 1370,
     "cli": 1088,
-    "compat": 3432,
+    "compat": 3431,
     "distribution": 13734,
-    "engine": 12604,
-    "inputs": 1885,
-    "memory": 3053,
+    "engine": 11905,
+    "inputs": 1886,
+    "memory": 3563,
     "per_example": 5583,
-    "privacy": 3226,
+    "privacy": 3224,
     "profiling": 7017,
-    "storage": 2800,
+    "storage": 2926,
     "top": 1258,
 }
-TOTAL, SLACK = 57068, 25
+TOTAL, SLACK = 56985, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

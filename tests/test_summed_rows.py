@@ -1,7 +1,7 @@
-"""Rows of embeddings that a batch looks up twice: a step that differs from Keras's own is said, and no other."""
+"""Rows that a batch looks up twice: steps are Keras's own, or a warning says that they differ."""
 
 import functools
-import logging
+import warnings
 
 import keras
 import numpy as np
@@ -16,12 +16,28 @@ DEVICES = ["CPU:0", "CPU:1"]
 SAYS = "the gradients of all lookups of a row are summed"
 
 
-def build(optimizer, make=lambda layers: keras.Sequential(layers)):
+class WordsAndPlaces(keras.layers.Layer):
+    """Looks up the words of each example, and once for all examples their places, in the same table and another."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = keras.layers.Embedding(5, 3), keras.layers.Embedding(4, 3)
+
+    def build(self, shape):
+        self.words.build()
+        self.places.build()
+
+    def call(self, words):
+        places = keras.ops.arange(4)
+        return self.words(words) + self.words(places) + self.places(places)
+
+
+def build(optimizer, make=lambda layers: keras.Sequential(layers), table=None, **options):
     keras.utils.set_random_seed(0)
-    embedding = keras.layers.Embedding(5, 3, name="words")
-    layers = [keras.Input((4,), dtype="int64"), embedding, keras.layers.Flatten(), keras.layers.Dense(1)]
+    embedding = table() if table else keras.layers.Embedding(5, 3, name="words")
+    layers = [keras.Input((4,), dtype="int64"), embedding, keras.layers.Flatten(), keras.layers.Dense(1, "tanh")]
     model = make(layers)
-    model.compile(optimizer, "mse", jit_compile=False)
+    model.compile(optimizer, "mse", **{"jit_compile": False, **options})
     return model
 
 
@@ -78,30 +94,59 @@ OPTIMIZERS = {
 }
 
 
-def check(way, name, caplog):
-    with caplog.at_level(logging.INFO, "keras_paragrad"):
+# Their sums can't keep lookups apart.
+SUMMED = {"accumulation", "transform_gradients"}
+
+
+def check(way, name, summed):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         model = way(OPTIMIZERS[name])
     pairs = zip(model.get_weights(), expected(name), strict=True)
     differs = max(np.abs(one - other).max() for one, other in pairs) > 1e-5
-    said = [record for record in caplog.records if SAYS in record.getMessage()]
-    assert len(said) == differs
-    assert name != "sgd" or not differs
+    said = [each for each in caught if SAYS in str(each.message)]
+    assert len(said) == differs == (summed and name == "adam")
 
 
 @pytest.mark.covering
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_step_that_differs_is_said_once(way, name, caplog):
-    check(WAYS[way], name, caplog)
+def test_steps_are_kerass_or_a_warning_says_once_that_they_differ(way, name):
+    check(WAYS[way], name, way in SUMMED)
 
 
 @pytest.mark.own_process
 @pytest.mark.parametrize("shard", [None, "parameters"])
-def test_a_step_that_differs_is_said_once_on_replicas(shard, mirrored, caplog):
-    check(functools.partial(distributed, DistributedFit(mirrored, shard=shard, min_shard_bytes=1)), "adam", caplog)
+def test_steps_on_replicas_are_kerass(shard, mirrored):
+    dist = DistributedFit(mirrored, shard=shard, min_shard_bytes=1)
+    check(functools.partial(distributed, dist), "adam", False)
+    with dist.scope():
+        model = build(keras.optimizers.Adam(0.01), table=WordsAndPlaces)
+    train(functools.partial(dist.fit, model))
+    for one, other in zip(model.get_weights(), with_places(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
 
 
-def test_clips_are_said(caplog):
-    with caplog.at_level(logging.INFO, "keras_paragrad"):
+def with_places(change=lambda model: None, **options):
+    model = build(keras.optimizers.Adam(0.01), table=WordsAndPlaces, **options)
+    change(model)
+    train(model.fit)
+    return model.get_weights()
+
+
+@pytest.mark.parametrize("size", [4, 3])
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_slices_look_places_up_once(size, jit):
+    found = with_places(lambda model: kp.microbatch(model, size), jit_compile=jit)
+    for one, other in zip(found, with_places(jit_compile=jit), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_eager_slices_say_that_places_may_be_looked_up_once():
+    with pytest.warns(UserWarning, match="Whether .* is looked up once for all examples"):
+        with_places(lambda model: kp.microbatch(model, 4), run_eagerly=True)
+
+
+def test_clips_are_said():
+    with pytest.warns(UserWarning, match=SAYS):
         accumulated(lambda: keras.optimizers.SGD(0.1, clipvalue=0.01))
-    assert any(SAYS in record.getMessage() for record in caplog.records)

@@ -22,7 +22,7 @@ from keras_paragrad.accumulation.window import GradientWindow, Steps, StepsSched
 from keras_paragrad.arguments import check_choice, check_choice_or_function, check_flag, check_text
 from keras_paragrad.compat.collectives import OnReplicas, cross_replica, first_replica_value, replica_count, run_if
 from keras_paragrad.compat.model import fit_frame
-from keras_paragrad.compat.optimizer import WrappingOptimizer, build_optimizer, say_rows_are_summed
+from keras_paragrad.compat.optimizer import WrappingOptimizer, build_optimizer, warn_of_summed_rows
 from keras_paragrad.compat.types import Config, Gradients
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
 from keras_paragrad.engine.step.apply import apply_everywhere
@@ -171,7 +171,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
             raise ValueError("No gradients provided for any variable: the loss depends on none of them.")
         indices, gradients = [self.index_of(v) for _, v in pairs], [g for g, _ in pairs]
         self._with_gradient.update({index: self.trainable_variables[index].trainable for index in indices})
-        say_rows_are_summed(self, gradients, [v for _, v in pairs])
+        warn_of_summed_rows(self, gradients, [v for _, v in pairs])
         if tf.inside_function():
             # A step is traced anew. The settings may have changed since the functions of `_compiled` were traced.
             self.__dict__.pop("_compiled_functions", None)

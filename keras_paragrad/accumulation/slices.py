@@ -9,18 +9,19 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
-import tensorflow as tf
 
 from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS, check_parts
 from keras_paragrad.arguments import check_choice_or_function, check_flag, check_instance, check_integer
+from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.data import Adapter, sample_rows
 from keras_paragrad.compat.types import Batch
+from keras_paragrad.engine.calls.divided import RowSlices
 from keras_paragrad.engine.division.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
-from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_at, rows_of, static_row_count
-from keras_paragrad.engine.step.batch_part import BatchPart, compute_part, sum_in_loop
+from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_at, static_row_count
+from keras_paragrad.engine.step.batch_part import sum_slices
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.fixed_parts import FixedParts, enable_determinism
@@ -198,28 +199,9 @@ class Slices(NamedTuple):
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a batch, accumulated over slices of `size` rows; the last one may be smaller."""
-        tensors = [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
         self.build(context, data)
-
-        def add_remainder() -> list[tf.Tensor]:
-            # Computed in the branch: XLA can't treat a captured value as a compile-time constant.
-            rows = rows_of(tensors)
-            first = rows // self.size * self.size
-            return (total + compute_part(context, rows_at(data, first, rows - first), rows)).sums
-
-        rows = cut_rows_of(data)
-        full_slices = rows // self.size
-        remainder = rows - full_slices * self.size
-
-        def compute(index: tf.Tensor) -> BatchPart:
-            return compute_part(context, rows_at(data, index * self.size, self.size), rows, in_loop=True)
-
-        total = sum_in_loop(context.model, full_slices, compute)
-        if isinstance(rows, tf.Tensor):
-            total = total.with_sums(tf.cond(remainder > 0, add_remainder, lambda: total.sums))
-        elif remainder:
-            total = total.with_sums(add_remainder())
-        return total.finish()
+        in_xla = bool(context.model.jit_compile) and replica_count() == 1 and not context.by_xla
+        return sum_slices(context, data, RowSlices(self.size, in_xla=in_xla), cut_rows_of(data)).finish()
 
     def build(self, context: StepContext, data: Batch) -> None:
         """Builds the model's weights and losses, outside of the loop over slices."""

@@ -36,8 +36,6 @@ def owner_of(name: str, kind: type) -> Any:
 # The modules that TensorFlow's own functions, and gradients of operations, call operations in.
 array_ops = home_of(tf.space_to_batch)
 gen_array_ops = home_of(tf.raw_ops.StridedSlice)
-gen_manip_ops = home_of(tf.raw_ops.Roll)
-gen_nn_ops = home_of(tf.raw_ops.AvgPoolGrad)
 gen_random_ops = home_of(tf.raw_ops.RandomUniform)
 random_seed = home_of(tf.random.set_seed)
 gen_stateless_random_ops_v2 = home_of(tf.raw_ops.StatelessRandomNormalV2)

@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.collectives import strategy_name
 from keras_paragrad.compat.private import DotNotTrackScope
-from keras_paragrad.compat.state import log_once
+from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import Config
 
 # Keras's sum of gradients over the replicas, a method of optimizers.
@@ -113,21 +113,22 @@ def is_linear(optimizer: keras.optimizers.Optimizer) -> bool:
     return only_sgd and not clips_gradients(optimizer)
 
 
-def say_rows_are_summed(
+def warn_of_summed_rows(
     optimizer: keras.optimizers.Optimizer, gradients: Iterable[Any], variables: Iterable[keras.Variable]
 ) -> None:
-    """Says once that row gradients, as of embeddings, are summed, where Keras squares or clips each lookup separately.
+    """Warns once that row gradients, as of embeddings, are summed, where Keras squares or clips each lookup by itself.
 
     Call it for gradients that are made dense. With SGD that doesn't clip, there is no difference.
     """
     names = [v.path for g, v in zip(gradients, variables, strict=True) if isinstance(g, tf.IndexedSlices)]
     if names and not is_linear(optimizer):
         updating = updating_optimizers(optimizer)[0]
-        log_once(
+        warn_once(
             updating,
-            f"{', '.join(names)}: the gradients of all lookups of a row are summed before {updating.name} squares "
-            "or clips them. Keras on one device squares and clips each lookup of a row separately, so where a batch "
-            "looks a row up more than once, it takes another step. With dense gradients the steps are the same.",
+            f"{', '.join(names)}: the gradients of all lookups of a row are summed before {updating.name} squares or "
+            "clips them. Keras on one device squares and clips those of each lookup by itself, so where a batch looks "
+            "a row up more than once, weights differ from its. Slices (microbatch), replicas and shards take Keras's "
+            "step; with SGD and no clips, the steps are the same.",
         )
 
 

@@ -14,12 +14,13 @@ import tensorflow as tf
 from keras_paragrad.compat.model import all_layers, compile_if_supported
 from keras_paragrad.compat.operations import SAME_BUFFER
 from keras_paragrad.compat.types import Specs
-from keras_paragrad.engine.step.operations import Resized, assigned_resources, called_graphs
+from keras_paragrad.engine.tracing.effects import assigned_resources, called_graphs
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.inputs.function import Differentiate, Output, RowFunction
 from keras_paragrad.inputs.rows import Chunk
 from keras_paragrad.inputs.selection import Selection
+from keras_paragrad.memory.blocks import Resized
 from keras_paragrad.per_example.mixing_layers import find_mixing_layer
 
 # From the bytes of a row's forward pass, the bytes of its differentiated inputs and the number of its output entries,

@@ -16,11 +16,11 @@ from keras_paragrad.arguments import check_instance, check_integer
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs, Structure
-from keras_paragrad.engine.step.tracing import traced_step
 from keras_paragrad.memory.available import STEP_SHARE, memory_of_device
 from keras_paragrad.memory.breakdown import breakdowns_of
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.memory.size_search import largest, nice_sizes
+from keras_paragrad.memory.traced_step import traced_step
 from keras_paragrad.memory.trial import CannotTryError, Trials, first_rows, warn_untried
 from keras_paragrad.plain_text import Printable, counted
 

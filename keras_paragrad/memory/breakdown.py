@@ -11,8 +11,8 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import children
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.variables import optimizer_variables, variable_bytes
-from keras_paragrad.engine.step.tracing import TracedStep
 from keras_paragrad.memory.liveness import Peaks, step_peaks
+from keras_paragrad.memory.traced_step import TracedStep
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 
 SHARDS = (None, "optimizer", "parameters")

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_paragrad.engine.step.operations import Block
-from keras_paragrad.engine.step.tracing import TracedStep
+from keras_paragrad.memory.blocks import Block
 from keras_paragrad.memory.liveness import ALIASES, known_value
+from keras_paragrad.memory.traced_step import TracedStep
 
 # Iterations of a loop that are followed to find how often it runs.
 _MOST_ITERATIONS = 10_000

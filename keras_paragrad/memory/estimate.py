@@ -18,11 +18,11 @@ from keras_paragrad.compat.layers import children
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.engine.calls.recomputed import recompute_layer
 from keras_paragrad.engine.step.segments import recompute_parts
-from keras_paragrad.engine.step.tracing import traced_step
 from keras_paragrad.memory.available import STEP_SHARE
 from keras_paragrad.memory.breakdown import MemoryBreakdown, breakdowns_of
 from keras_paragrad.memory.recomputation import check_layer
 from keras_paragrad.memory.recomputed_segments import cut_for_least_memory
+from keras_paragrad.memory.traced_step import traced_step
 from keras_paragrad.plain_text import Printable, counted
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 

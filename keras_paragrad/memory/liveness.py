@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from keras_paragrad.compat.operations import SAME_BUFFER
-from keras_paragrad.engine.step.operations import Block, TracedOperation
+from keras_paragrad.memory.blocks import Block, TracedOperation
 
 # Operations whose output is the buffer of their first input.
 ALIASES = SAME_BUFFER | {"Bitcast", "TensorListGetItem", "TensorListResize"}

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from keras_paragrad.compat.operations import SAME_BUFFER, source_of
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.engine.step.operations import check_repeatable
 from keras_paragrad.engine.step.segments import FunctionalModel, Part, RunPart, Tensors, functional_of, run_in_parts
+from keras_paragrad.engine.tracing.effects import check_repeatable
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.flops import flops_of_operation
 

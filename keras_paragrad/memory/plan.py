@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.compat.variables import variable_bytes
-from keras_paragrad.engine.step.tracing import traced_steps
 from keras_paragrad.flops import flops_of_operation
 from keras_paragrad.memory.breakdown import MemoryBreakdown, breakdowns_of
 from keras_paragrad.memory.cost import Cost, Speed, cost_of, measure_speed
@@ -19,6 +18,7 @@ from keras_paragrad.memory.estimate import Recomputation, recomputation_of
 from keras_paragrad.memory.plan_search import PlanSearch, Try
 from keras_paragrad.memory.plan_table import Candidate, Choice, MemoryPlan
 from keras_paragrad.memory.recomputation import RECOMPUTATIONS
+from keras_paragrad.memory.traced_step import traced_steps
 from keras_paragrad.memory.trial import Measured
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 

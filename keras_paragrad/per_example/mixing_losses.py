@@ -13,7 +13,7 @@ from keras_paragrad.engine.proof.known_classes import has_value_per_example
 from keras_paragrad.engine.proof.made_up_rows import synthetic_rows
 from keras_paragrad.engine.proof.tolerances import LOSS
 from keras_paragrad.engine.proof.trial import Inconclusive, run_trial, take_rows
-from keras_paragrad.engine.step.operations import assigned_resources
+from keras_paragrad.engine.tracing.effects import assigned_resources
 from keras_paragrad.per_example.mixing_layers import change_rows, check_finite
 
 _ROWS = 8

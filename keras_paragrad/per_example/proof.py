@@ -14,7 +14,7 @@ from keras_paragrad.engine.proof.known_classes import computes_rows_independentl
 from keras_paragrad.engine.proof.made_up_rows import SIZES, synthetic_rows
 from keras_paragrad.engine.proof.pure_function import uses_half_precision, value_of
 from keras_paragrad.engine.proof.trial import Inconclusive, run_trial
-from keras_paragrad.engine.step.operations import assigned_resources
+from keras_paragrad.engine.tracing.effects import assigned_resources
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.per_example.calls import WeightReads
 from keras_paragrad.per_example.capture import Capture, has_axes

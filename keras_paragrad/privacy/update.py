@@ -16,9 +16,9 @@ import tensorflow as tf
 from keras_paragrad.accumulation.slices import Slices
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.types import Batch
+from keras_paragrad.engine.calls.divided import RowSlices
 from keras_paragrad.engine.losses.logs import has_metrics
-from keras_paragrad.engine.replicas.replica_batch import rows_at
-from keras_paragrad.engine.step.batch_part import BatchPart, compute_part, sum_in_loop
+from keras_paragrad.engine.step.batch_part import BatchPart, sum_slices
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_xla_loop
 from keras_paragrad.privacy.sampling import present_rows
@@ -83,13 +83,11 @@ class PhysicalBatches(Slices):
         rows = batches * size
         self.build(context, data)
 
-        def accumulate(data: Batch, **how: Any) -> BatchPart:
-            def compute(index: tf.Tensor) -> BatchPart:
-                # The batch is padded, so no slice ends beyond it.
-                part = rows_at(data, index * size, size, in_bounds=True)
-                return compute_part(context, part, rows, alike=True, in_loop=True, **how)
+        # The batch is padded, so no slice ends beyond it.
+        slices = RowSlices(size, full=batches)
 
-            return sum_in_loop(model, batches, compute)
+        def accumulate(data: Batch, **how: Any) -> BatchPart:
+            return sum_slices(context, data, slices, rows, alike=True, **how)
 
         with model.per_example.averaging(rows * replica_count()):
             # Metrics are updated with the drawn rows alone, whose number is dynamic: XLA can't compile that.

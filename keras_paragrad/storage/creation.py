@@ -114,7 +114,8 @@ def _create(
         value: Any = initial() if callable(initial) else initial
         whole: Any = tf.convert_to_tensor(value, kwargs.get("dtype"))
     same_shape = slot_of is not None and tuple(whole.shape) == slot_of.shape
-    large = whole.dtype.is_floating and whole.shape.num_elements() * whole.dtype.size >= min_bytes
+    # Optimizers compute with scalars, which a shard isn't.
+    large = whole.shape.rank and whole.dtype.is_floating and tf.size(whole) * whole.dtype.size >= min_bytes
     if not (same_shape or (trained and large)):
         return create(initial_value=whole, **kwargs)
     placement = replica_placement(strategy)

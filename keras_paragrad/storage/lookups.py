@@ -1,5 +1,6 @@
 """The lookups behind a `tf.IndexedSlices`, and where their row numbers come from, read off the graph."""
 
+import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,6 +18,14 @@ _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 _REPEATING = {"BroadcastTo", "Fill", "Tile"}
 _READING = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
 _OTHERS = {"ConcatV2", "Const", "GatherV2", "Pack", "ReadVariableOp"}
+# By graph, whether row numbers depend on rows of a batch, by the names of the tensors: what loops over parts hide.
+_RECORDED: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyDictionary()
+
+
+def record_lookup(numbers: tf.Tensor, by_row: bool) -> None:
+    """Records whether row numbers that were computed in parts of a batch depend on its rows."""
+    if tf.is_symbolic_tensor(numbers):
+        _RECORDED.setdefault(numbers.graph, {})[numbers.name] = by_row
 
 
 class _Place(NamedTuple):
@@ -68,14 +77,25 @@ class Lookup(NamedTuple):
         """All tensors that the row numbers are computed from."""
         return _sources(self.place)
 
-    def is_for_all_examples(self) -> bool | None:
-        """Whether the row numbers are the same for any examples, and any number of them; `None` if that isn't known."""
+    @property
+    def recorded(self) -> bool | None:
+        """Whether the row numbers depend on rows, if that was recorded."""
+        return _recorded(self.place.tensor)
+
+    def is_for_all_examples(self, rows: int | None = None) -> bool | None:
+        """Whether the row numbers are the same for any examples, and any number of them; `None` if that isn't known.
+
+        `rows` is the static number of examples of a part of a batch.
+        """
+        if self.recorded is not None:
+            return not self.recorded
         sources = list(_sources(self.place))
         if any(_is_data(place) for place in sources):
             return False
         numbers, calls = self.place
         arguments = (calls[-1].graph if calls else numbers.graph).inputs
-        sizes = {tensor.shape[0] for tensor in arguments if _is_data(_Place(tensor)) and tensor.shape.rank} - {None}
+        sizes = {tensor.shape[0] for tensor in arguments if _is_data(_Place(tensor)) and tensor.shape.rank}
+        sizes = {*sizes, rows} - {None}
         shape = (numbers.op.inputs[0] if numbers.op.type == "Reshape" else numbers).shape
         if not sizes or not shape.rank or shape[0] not in {None, *sizes}:
             return True
@@ -106,9 +126,15 @@ def lookups_of(rows: tf.Tensor) -> list[Lookup]:
     ]
 
 
+def _recorded(numbers: tf.Tensor) -> bool | None:
+    return _RECORDED.get(numbers.graph, {}).get(numbers.name)
+
+
 def _concatenated(place: _Place) -> Iterator[_Place]:
     operation, source = place.tensor.op, place.source()
-    if operation.type == "Identity":
+    if _recorded(place.tensor) is not None:
+        yield place
+    elif operation.type == "Identity":
         yield from _concatenated(place._replace(tensor=operation.inputs[0]))
     elif operation.type == "ConcatV2":
         for part in operation.inputs[:-1]:

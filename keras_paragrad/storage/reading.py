@@ -46,6 +46,9 @@ class AssignmentRecorder:
     def assign_sub(self, value: tf.Tensor, **_: Any) -> None:
         self.assign(tf.convert_to_tensor(self._variable) - value)
 
+    # Lookups have been made dense.
+    scatter_add, scatter_sub = assign_add, assign_sub
+
 
 @contextlib.contextmanager
 def assigning_whole() -> Generator[None]:

@@ -1,7 +1,7 @@
 """Gradients that may be `tf.IndexedSlices`: scaled, added, and summed over the replicas."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -10,7 +10,7 @@ from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.optimizer import is_linear
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import GradientTensor, Scalar
-from keras_paragrad.storage.lookups import Lookup, lookups_of
+from keras_paragrad.storage.lookups import Lookup, lookups_of, record_lookup
 
 # What becomes of the sum over replicas of a lookup's gradients, which has those of all of them one after the other.
 Merge = Callable[[Any], Any]
@@ -25,7 +25,7 @@ def sum_gradients(gradients: Sequence[GradientTensor]) -> list[GradientTensor]:
     """
     lookups = [_split_lookups(gradient) for gradient in gradients]
     sums = iter(sum_over_replicas([lookup for group in lookups for lookup, _ in group]))
-    return [_concatenate([merge(next(sums)) for _, merge in group]) for group in lookups]
+    return [join_lookups([merge(next(sums)) for _, merge in group]) for group in lookups]
 
 
 def scale_gradient(gradient: GradientTensor | None, factor: Scalar) -> Any:
@@ -51,17 +51,78 @@ def scale_gradients(
     return [gradient if is_overwritten(variable) else scale_gradient(gradient, factor) for gradient, variable in pairs]
 
 
-def add_gradients(one: Any, other: Any) -> Any:
-    """The sum of two gradients, each dense or `tf.IndexedSlices` or `None`."""
-    if one is None or other is None:
-        return other if one is None else one
-    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
-        # Rows are not summed: Keras's optimizers square and clip the gradient of each lookup.
-        rows = tf.concat([one.values, other.values], 0)
-        return tf.IndexedSlices(rows, tf.concat([one.indices, other.indices], 0), other.dense_shape)
-    if isinstance(other, tf.IndexedSlices):
-        return tf.tensor_scatter_nd_add(one, other.indices[:, tf.newaxis], other.values)
-    return tf.convert_to_tensor(one) + other
+class Lookups(NamedTuple):
+    """The gradient of a table in a part of a batch. Keras's optimizers square and clip that of each lookup by itself.
+
+    Attributes:
+        own: Lookups of rows that examples name; those of all parts are concatenated.
+        shared: Lookups of the same rows for all examples, such as positions; the values of all parts are added.
+        table: The variable.
+    """
+
+    own: tf.IndexedSlices | None
+    shared: tf.IndexedSlices | None
+    table: keras.Variable
+
+    @classmethod
+    def of(cls, gradient: Any, table: keras.Variable, optimizer: Any, rows: int | None, before: Any = None) -> Any:
+        """Splits the gradient of a table in a part; others, and those of unique rows, are dense.
+
+        Args:
+            gradient, table, optimizer: The gradient, its variable, and the optimizer that gets it.
+            rows: The part's static number of examples.
+            before: The same of another part, or `None`.
+        """
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        lookups = lookups_of(gradient.indices)
+        if any(lookup.has_unique_rows() for lookup in lookups):
+            return tf.convert_to_tensor(gradient)
+        kinds = [lookup.is_for_all_examples(rows) for lookup in lookups]
+        # Eager mode shows no sources. Parts that have looked up the same rows may be those of positions.
+        own: Any = before.own if isinstance(before, Lookups) and tf.executing_eagerly() else None
+        if own is not None and gradient.indices.shape == own.indices.shape:
+            kinds += [None] * bool(tf.reduce_all(gradient.indices == own.indices))
+        if None in kinds or (any(kinds) and not can_split(lookups)):
+            _warn_undecided(optimizer, [table])
+        if not any(kinds) or not can_split(lookups):
+            return cls(gradient, None, table)
+        pieces = list(zip(map(bool, kinds), gradients_of_lookups(gradient, lookups), strict=True))
+        own, shared = ([piece for kind, piece in pieces if kind is of] for of in (False, True))
+        return cls(join_lookups(own) if own else None, join_lookups(shared), table)
+
+    def __add__(self, other: Any) -> Any:
+        """Adds another part's."""
+        own, shared, table = self
+        if own is not None:
+            own = join_lookups([own, other.own])
+        if shared is not None:
+            # A loop begins with zeros, without row numbers.
+            shared = tf.IndexedSlices(shared.values + other.shared.values, other.shared.indices, shared.dense_shape)
+        return Lookups(own, shared, table)
+
+    @property
+    def rows(self) -> list[tf.Tensor]:
+        """What is concatenated over the parts."""
+        return [] if self.own is None else [self.own.values, self.own.indices]
+
+    @property
+    def sums(self) -> list[tf.Tensor]:
+        """What is added; row numbers are the same in all parts."""
+        return [] if self.shared is None else [self.shared.values, self.shared.indices]
+
+    def with_tensors(self, rows: Iterator[tf.Tensor], sums: Iterator[tf.Tensor]) -> "Lookups":
+        """The same with the next tensors in place of `rows` and `sums`."""
+        shape = tf.constant(list(self.table.shape))
+        own = self.own and tf.IndexedSlices(next(rows), next(rows), shape)
+        return Lookups(own, self.shared and tf.IndexedSlices(next(sums), next(sums), shape), self.table)
+
+    def joined(self) -> tf.IndexedSlices:
+        """The gradient of a batch, if these are of all its parts."""
+        groups = [group for group in (self.own, self.shared) if group is not None]
+        for group in groups:
+            record_lookup(group.indices, group is self.own)
+        return join_lookups(groups)
 
 
 def sum_dtype(variable: keras.Variable) -> str:
@@ -69,31 +130,33 @@ def sum_dtype(variable: keras.Variable) -> str:
     return "float64" if variable.dtype == "float64" else "float32"
 
 
-def accumulate_gradient(
-    variable: keras.Variable, total: GradientTensor | None, gradient: Any, factor: Scalar | None = None
-) -> Any:
+def accumulate_gradient(variable: keras.Variable, total: Any, gradient: Any, factor: Scalar | None = None) -> Any:
     """Returns `total + factor * gradient`; for float8 scales, the larger of the two."""
+    if isinstance(total, Lookups):
+        return total + gradient
     gradient = tf.cast(gradient, sum_dtype(variable))
     if is_overwritten(variable):
-        return gradient if total is None else tf.maximum(total, gradient)  # pyright: ignore
-    return add_gradients(total, gradient if factor is None else scale_gradient(gradient, factor))
+        return gradient if total is None else tf.maximum(total, gradient)
+    gradient = gradient if factor is None else scale_gradient(gradient, factor)
+    return gradient if total is None else total + gradient
 
 
 def warn_of_lookups(
     optimizer: keras.optimizers.Optimizer, own: Sequence[Any], sums: Sequence[Any], variables: Sequence[keras.Variable]
 ) -> None:
     """Warns once of lookups that may have been one for all examples, and whose gradients weren't added."""
-    if is_linear(optimizer):
-        return
     triples = zip(own, sums, variables, strict=True)
-    names = [variable.path for gradient, total, variable in triples if _is_undecided(gradient, total)]
-    if names:
+    _warn_undecided(optimizer, [variable for gradient, total, variable in triples if _is_undecided(gradient, total)])
+
+
+def _warn_undecided(optimizer: keras.optimizers.Optimizer | None, tables: Sequence[keras.Variable]) -> None:
+    if tables and optimizer is not None and not is_linear(optimizer):
         warn_once(
             optimizer,
-            f"Whether {', '.join(names)} is looked up once for all examples, as by positions, or for each of them is "
-            f"unknown. It is taken to be for each; if it isn't, {optimizer.name} takes another step than one device's. "
-            "Look positions up by table(keras.ops.arange(n)), without an axis of examples, in a table of their own, "
-            "and leave run_eagerly=True out.",
+            f"Whether {', '.join(table.path for table in tables)} is looked up once for all examples, as by positions, "
+            f"or for each of them is unknown. It is taken to be for each; if it isn't, {optimizer.name} takes another "
+            "step than one device's. Look positions up by table(keras.ops.arange(n)), without an axis of examples, in "
+            "a table of their own, and leave run_eagerly=True out.",
         )
 
 
@@ -104,23 +167,29 @@ def _is_undecided(own: Any, total: Any) -> bool:
         return bool(_is_repeated(total.indices, replica_count()))
     lookups = lookups_of(own.indices)
     found = [lookup.is_for_all_examples() for lookup in lookups]
-    return None in found or (True in found and not _can_split(lookups))
+    return None in found or (True in found and not can_split(lookups))
 
 
 def _split_lookups(gradient: GradientTensor) -> list[tuple[GradientTensor, Merge]]:
     """Splits a gradient by lookups of the variable, with what becomes of their sums."""
     lookups = lookups_of(gradient.indices) if isinstance(gradient, tf.IndexedSlices) else []
     merges = [_merge_of(lookup) for lookup in lookups]
-    if set(merges) <= {_keep} or not _can_split(lookups):
+    if set(merges) <= {_keep} or not can_split(lookups):
         return [(gradient, _keep)]
+    return list(zip(gradients_of_lookups(gradient, lookups), merges, strict=True))
+
+
+def gradients_of_lookups(gradient: Any, lookups: Sequence[Lookup]) -> list[tf.IndexedSlices]:
+    """The gradient of each lookup."""
     if len(lookups) == 1:
-        return [(gradient, merges[0])]
+        return [gradient]
     sizes = [lookup.size for lookup in lookups]
-    parts = zip(tf.split(gradient.values, sizes), tf.split(gradient.indices, sizes), merges, strict=True)
-    return [(tf.IndexedSlices(values, rows, gradient.dense_shape), merge) for values, rows, merge in parts]
+    pairs = zip(tf.split(gradient.values, sizes), tf.split(gradient.indices, sizes), strict=True)
+    return [tf.IndexedSlices(*pair, gradient.dense_shape) for pair in pairs]
 
 
-def _can_split(lookups: Sequence[Lookup]) -> bool:
+def can_split(lookups: Sequence[Lookup]) -> bool:
+    """Whether a gradient can be split into those of its lookups: the size of one may be unknown."""
     return [isinstance(lookup.size, int) and lookup.size < 0 for lookup in lookups].count(True) < 2
 
 
@@ -159,7 +228,8 @@ def _is_repeated(rows: tf.Tensor, times: int) -> tf.Tensor:
     return tf.logical_and(tf.size(rows) % times == 0, tf.reduce_all(rows[size:] == rows[: tf.size(rows) - size]))
 
 
-def _concatenate(lookups: list[Any]) -> Any:
+def join_lookups(lookups: Sequence[Any]) -> Any:
+    """The lookups of one table as one gradient."""
     if len(lookups) == 1:
         return lookups[0]
     values, rows = (tf.concat([getattr(lookup, name) for lookup in lookups], 0) for name in ("values", "indices"))

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import replica_index
+from keras_paragrad.compat.collectives import replica_count, replica_index
 from keras_paragrad.compat.private import (
     DistributedVariable,
     get_autocast_scope,
@@ -20,6 +20,7 @@ from keras_paragrad.compat.types import DType, GradientTensor, Scalar, TensorVar
 from keras_paragrad.compat.workers import ReplicaPlacement, barrier, replica_placement
 from keras_paragrad.storage.reading import READING, AssignmentRecorder, assigning_whole
 from keras_paragrad.storage.regathering import record_gather
+from keras_paragrad.storage.row_gradients import sum_gradients
 from keras_paragrad.storage.sharding import Partition, all_gather, reduce_scatter
 from keras_paragrad.storage.storage import Parts, Whole, host_value
 from keras_paragrad.storage.updating import is_elementwise
@@ -262,18 +263,43 @@ class Sharded(Whole):
         return tf.identity(self.local.read_value()), self.variable.whole
 
     @staticmethod
-    def reduce(gradients: Sequence[GradientTensor], storages: Sequence[Any]) -> list[tf.Tensor]:
-        return reduce_scatter(gradients, [storage.variable.partition for storage in storages])
+    def reduce(gradients: Sequence[GradientTensor], storages: Sequence[Any]) -> list[Any]:
+        """This replica's shards of sums; of lookups, those of all replicas, for optimizers square each by itself."""
+        sums: list[Any] = list(gradients)
+        looked_up = [index for index, gradient in enumerate(gradients) if isinstance(gradient, tf.IndexedSlices)]
+        dense = [index for index in range(len(sums)) if index not in looked_up]
+        partitions = [storages[index].variable.partition for index in dense]
+        totals = [
+            *reduce_scatter([sums[index] for index in dense], partitions),
+            *sum_gradients([sums[index] for index in looked_up]),
+        ]
+        for index, total in zip([*dense, *looked_up], totals, strict=True):
+            sums[index] = total
+        return sums
 
-    def gather(self, gradient: GradientTensor) -> tf.Tensor:
+    def gather(self, gradient: GradientTensor) -> Any:
+        if isinstance(gradient, tf.IndexedSlices):
+            return gradient
         # The identity takes on control dependencies.
         return self.variable.partition.whole(all_gather(tf.identity(gradient)))
 
-    def scatter(self, gradient: tf.Tensor) -> tf.Tensor:
-        return self.variable.partition.shard(gradient, replica_index())
+    def scatter(self, gradient: GradientTensor) -> Any:
+        partition, index = self.variable.partition, replica_index()
+        if isinstance(gradient, tf.IndexedSlices):
+            return partition.shard_of_lookups(gradient, index)
+        return partition.shard(gradient, index)
+
+    def square(self, gradient: GradientTensor) -> tf.Tensor:
+        # Every replica has all lookups, and the replicas' squares are summed.
+        replicas = replica_count() if isinstance(gradient, tf.IndexedSlices) else 1
+        return super().square(gradient) / replicas
 
     def accumulate(self, gradient: GradientTensor, scale: Scalar | None, first: tf.Tensor | bool) -> None:
-        # The gradient was scaled when it was reduced. It is copied, as a slice of the sum would keep the sum in memory.
+        # The gradient was scaled when it was reduced.
+        if isinstance(gradient, tf.IndexedSlices):
+            super().accumulate(self.scatter(gradient), None, first)
+            return
+        # It is copied, as a slice of the sum would keep the sum in memory.
         super().accumulate(tf.raw_ops.DeepCopy(x=gradient), None, first)
 
     def takes_steps_of(self, optimizer: keras.optimizers.Optimizer) -> bool:

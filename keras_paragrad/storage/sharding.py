@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, replica_index, replicas_are_local, sum_over_replicas
 from keras_paragrad.compat.private import PerReplica
-from keras_paragrad.compat.types import Array, GradientTensor, Structure
+from keras_paragrad.compat.types import Array, Structure
 
 # Bytes from which a variable is sharded: below, a gather costs more than the shards save.
 MIN_SHARD_BYTES = 2**14
@@ -66,6 +66,15 @@ class Partition(NamedTuple):
         """A copy of one shard, to assign: a slice would keep the whole tensor in memory."""
         return tf.raw_ops.DeepCopy(x=self.shard(whole, index))
 
+    def shard_of_lookups(self, gradient: tf.IndexedSlices, index: int) -> tf.IndexedSlices:
+        """What one shard, which is flat, gets of the gradients of lookups: each still by itself."""
+        width = math.prod(self.shape[1:])
+        first = tf.cast(gradient.indices, "int64")[:, tf.newaxis] * width - index * self.size
+        elements = first + tf.range(width, dtype="int64")
+        inside = tf.logical_and(elements >= 0, elements < self.size)
+        values = tf.boolean_mask(tf.reshape(gradient.values, [-1, width]), inside)
+        return tf.IndexedSlices(values, tf.boolean_mask(elements, inside), tf.constant([self.size]))
+
     def whole(self, padded: tf.Tensor | np.ndarray) -> tf.Tensor:
         """The tensor of the variable's shape whose shards are concatenated in `padded`."""
         flat = padded[: self.elements] if self.size * self.shards > self.elements else padded
@@ -92,20 +101,15 @@ def largest_over_replicas(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     return [tf.cast(tf.reshape(part, tensor.shape), tensor.dtype) for part, tensor in zip(parts, tensors, strict=True)]
 
 
-def reduce_scatter(gradients: Sequence[GradientTensor], partitions: Sequence[Partition]) -> list[tf.Tensor]:
-    """This replica's shards of the sums of all replicas' gradients; called on every replica.
-
-    Args:
-        gradients: Gradients of whole variables, dense or `tf.IndexedSlices`.
-        partitions: The partition of each variable.
-    """
+def reduce_scatter(gradients: Sequence[tf.Tensor], partitions: Sequence[Partition]) -> list[tf.Tensor]:
+    """This replica's shards of the sums of all replicas' dense gradients; called on every replica."""
     if replicas_are_local():
         # One by one: a gradient is freed as soon as it is scattered.
         return [_scatter(*pair) for pair in zip(gradients, partitions, strict=True)]
     index = replica_index()
     # TensorFlow's reduce-scatter hangs between CPUs, so this all-reduces and takes the shard.
-    sums = sum_over_replicas([tf.identity(gradient) if tf.is_tensor(gradient) else gradient for gradient in gradients])
-    return [_sum_shards([total], index, partition) for total, partition in zip(sums, partitions, strict=True)]
+    sums = sum_over_replicas(list(map(tf.identity, gradients)))
+    return [partition.shard(total, index) for total, partition in zip(sums, partitions, strict=True)]
 
 
 def look_up_rows(table: tf.Tensor, indices: tf.Tensor, partition: Partition) -> tf.Tensor:
@@ -137,10 +141,8 @@ def look_up_rows(table: tf.Tensor, indices: tf.Tensor, partition: Partition) -> 
     return all_rows[begin : begin + tf.size(indices)]
 
 
-def _scatter(gradient: GradientTensor, partition: Partition) -> tf.Tensor:
+def _scatter(gradient: tf.Tensor, partition: Partition) -> tf.Tensor:
     """This replica's shard of the sum of all local replicas' gradients."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return _exchange(lambda gradients, index: _sum_shards(gradients, index, partition), gradient)
     # Divide on the device that holds the sum, so each other device is sent only its shard.
     return _exchange(
         lambda replicas, index: tf.add_n([shards[index] for shards in replicas]), partition.all_shards(gradient)
@@ -160,21 +162,6 @@ def _rows_in(shard: tf.Tensor, index: int, indices: tf.Tensor, rows: int, width:
     inside = tf.logical_and(local >= 0, local < rows)
     values = tf.gather(tf.reshape(shard, [rows, width]), tf.where(inside, local, tf.zeros_like(local)))
     return tf.where(inside[:, tf.newaxis], values, tf.zeros_like(values))
-
-
-def _sum_shards(gradients: Sequence[tf.Tensor], index: int, partition: Partition) -> tf.Tensor:
-    """The shard with this index of a sum of gradients, dense or `tf.IndexedSlices`."""
-    if not all(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
-        return tf.add_n([partition.shard(tf.convert_to_tensor(gradient), index) for gradient in gradients])
-    values = tf.concat([gradient.values for gradient in gradients], 0)
-    indices = tf.concat([gradient.indices for gradient in gradients], 0)
-    if partition.rows is None:
-        whole = tf.math.unsorted_segment_sum(values, indices, partition.shape[0])
-        return partition.shard(whole, index)
-    local = indices - index * partition.rows
-    # A negative segment is left out of the sum.
-    local = tf.where(tf.logical_and(local >= 0, local < partition.rows), local, -tf.ones_like(local))
-    return tf.reshape(tf.math.unsorted_segment_sum(values, local, partition.rows), [-1])
 
 
 def _exchange(compute: Callable[[Sequence[Any], int], tf.Tensor], value: Structure) -> tf.Tensor:

@@ -81,13 +81,13 @@ class Storage(Protocol):
         """The whole gradient from a reduced one."""
         return gradient
 
-    def scatter(self, gradient: tf.Tensor) -> tf.Tensor:
-        """This replica's part of a whole gradient, to update with."""
+    def scatter(self, gradient: GradientTensor) -> Any:
+        """This replica's part of a whole gradient, or of one that has all lookups, to update with."""
         return gradient
 
-    def square(self, gradient: tf.Tensor) -> tf.Tensor:
-        """The squared norm of this replica's part of a reduced gradient."""
-        return tf.reduce_sum(tf.square(gradient))
+    def square(self, gradient: GradientTensor) -> tf.Tensor:
+        """The squared norm of this replica's part of a reduced gradient; as in Keras, of each lookup by itself."""
+        return tf.reduce_sum(tf.square(gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient))
 
     def accumulate(self, gradient: GradientTensor, scale: Scalar | None, first: tf.Tensor | bool) -> None:
         """Adds a gradient to an accumulator.

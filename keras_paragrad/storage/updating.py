@@ -12,6 +12,7 @@ from keras_paragrad.compat.collectives import replica_index, sum_over_replicas
 from keras_paragrad.compat.optimizer import accumulation_steps, held_optimizers, updating_optimizers
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar, TensorVariable
+from keras_paragrad.storage.row_gradients import scale_gradient
 from keras_paragrad.storage.storage import storage_of
 
 # Optimizers whose steps compute each element independently; all others get whole variables, one at a time.
@@ -34,7 +35,7 @@ _METHODS = (
     *("apply", "apply_gradients", "_backend_apply_gradients", "_backend_update_step"),
     *("_clip_gradients", "_clip_by_norm", "_update_model_variables_moving_average"),
 )
-# Of optimizers that update shards: in an update, the keys of variables, and by replica the squared norms of their
+# Of optimizers that update shards: in an update, the variables, and by replica the squared norms of their
 # gradients in the same order; `()` between updates.
 _NORMS = Slot[tuple[Any, ...] | None]("norms", None)
 
@@ -114,14 +115,15 @@ def replace_norms(
 
     Called on every replica, within `updating`.
     """
-    keys, norms = _NORMS.of(next(iter(updating_optimizers(optimizer)))) or ((), {})
+    owners, norms = _NORMS.of(next(iter(updating_optimizers(optimizer)))) or ((), {})
     if not norms.get(replica_index()):
         return
     changed = {
         optimizer._var_key(variable): tf.reduce_sum(tf.square(_unscale(gradient, None)))
         for gradient, variable in zip(gradients, variables, strict=True)
     }
-    norms[replica_index()] = [changed.get(key, old) for key, old in zip(keys, norms[replica_index()], strict=True)]
+    pairs = zip(owners, norms[replica_index()], strict=True)
+    norms[replica_index()] = [changed.get(optimizer._var_key(variable), old) for variable, old in pairs]
 
 
 def install_storages(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
@@ -134,7 +136,7 @@ def install_storages(optimizer: keras.optimizers.Optimizer, variables: Sequence[
             _NORMS.attach(inner, ())
             attributes["_clip_gradients"] = functools.partial(_clip, inner)
             attributes["_update_model_variables_moving_average"] = functools.partial(_average, inner)
-        if not all(storage.takes_steps_of(inner) for storage in storages):
+        if any(storage.divided or not storage.takes_steps_of(inner) for storage in storages):
             attributes.setdefault("_backend_update_step", functools.partial(_step, inner))
 
 
@@ -152,9 +154,8 @@ def updating(
         norms: The results of `squared_norms`, by replica.
     """
     installed = [inner for inner in updating_optimizers(optimizer) if _NORMS.of(inner) is not None]
-    keys = [optimizer._var_key(variable) for variable in variables] if installed else []
     for inner in installed:
-        _NORMS.attach(inner, (keys, norms))
+        _NORMS.attach(inner, (variables, norms))
     with contextlib.ExitStack() as stack:
         for variable in variables:
             stack.enter_context(storage_of(variable).updating())
@@ -167,9 +168,9 @@ def refresh(variables: Sequence[keras.Variable]) -> None:
         storage_of(variable).refresh()
 
 
-def _unscale(gradient: GradientTensor, scale: Scalar | None) -> tf.Tensor:
-    value = tf.cast(tf.convert_to_tensor(gradient), "float32")
-    return value if scale is None else value / scale
+def _unscale(gradient: Any, scale: Scalar | None) -> Any:
+    value = tf.cast(gradient, "float32")
+    return value if scale is None else scale_gradient(value, 1 / scale)
 
 
 def _clip(optimizer: keras.optimizers.Optimizer, grads: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -177,26 +178,30 @@ def _clip(optimizer: keras.optimizers.Optimizer, grads: Sequence[tf.Tensor]) -> 
     state = _NORMS.of(optimizer)
     if not state or not (optimizer.clipnorm or optimizer.global_clipnorm):
         return type(optimizer)._clip_gradients(optimizer, grads)
-    keys, norms = state
+    variables, norms = state
     updated = {
         optimizer._var_key(variable)
         for variable in optimizer._trainable_variables
         if not variable.overwrite_with_gradient
     }
-    squares = [
-        square
-        for square, key in zip(norms[replica_index()], keys, strict=True)
-        if square is not None and key in updated
+    pairs = [
+        (storage_of(variable), square)
+        for variable, square in zip(variables, norms[replica_index()], strict=True)
+        if square is not None and optimizer._var_key(variable) in updated
     ]
     if optimizer.clipnorm:
-        return [_clip_to(g, optimizer.clipnorm, tf.sqrt(square)) for g, square in zip(grads, squares, strict=True)]
-    norm = tf.sqrt(tf.add_n(squares))
-    return [_clip_to(gradient, optimizer.global_clipnorm, norm) for gradient in grads]
+        return [_clip_to(g, optimizer.clipnorm, tf.sqrt(square)) for g, (_, square) in zip(grads, pairs, strict=True)]
+    norm = tf.sqrt(tf.add_n([square for _, square in pairs]))
+    # As in Keras, which makes gradients dense when it clips them by the norm of all.
+    own = [
+        tf.convert_to_tensor(storage.scatter(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient)
+        for gradient, (storage, _) in zip(grads, pairs, strict=True)
+    ]
+    return [_clip_to(gradient, optimizer.global_clipnorm, norm) for gradient in own]
 
 
-def _clip_to(gradient: GradientTensor, limit: float, norm: tf.Tensor) -> tf.Tensor:
-    factor = tf.cast(limit / tf.maximum(norm, limit), gradient.dtype)
-    return tf.convert_to_tensor(gradient) * factor
+def _clip_to(gradient: GradientTensor, limit: float, norm: tf.Tensor) -> Any:
+    return scale_gradient(gradient, limit / tf.maximum(norm, limit))
 
 
 def _average(optimizer: keras.optimizers.Optimizer, trainable_variables: Sequence[keras.Variable]) -> None:
@@ -230,7 +235,15 @@ def _step(
     trainable_variables: Sequence[keras.Variable],
     learning_rate: Scalar,
 ) -> None:
-    """`_backend_update_step`, one variable after another by its storage."""
+    """`_backend_update_step`, at once if the storages take it, or one variable after another."""
+    storages = [storage_of(variable) for variable in trainable_variables]
+    if all(storage.takes_steps_of(optimizer) for storage in storages):
+        grads = [
+            storage.scatter(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+            for storage, gradient in zip(storages, grads, strict=True)
+        ]
+        type(optimizer)._backend_update_step(optimizer, grads, trainable_variables, learning_rate)
+        return
     after: list[tf.Tensor] = []
     for gradient, variable in zip(grads, trainable_variables, strict=True):
         after = storage_of(variable).update(optimizer, gradient, learning_rate, after)

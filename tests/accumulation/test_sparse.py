@@ -8,6 +8,7 @@ from oracles.whole_batches import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*the gradients of all lookups of a row are summed:UserWarning")
 ROWS, VOCABULARY, WIDTH = 12, 50, 4
 generator = np.random.default_rng(0)
 # Every row holds some words twice, and the rows share words.

@@ -8,7 +8,6 @@ import pytest
 from trainings.planned_models import ROWS, X, Y, contrastive, convolutional, deep, exactly, recurrent, whole
 
 from keras_paragrad import microbatch, recompute
-from keras_paragrad.engine.step.tracing import traced_step, traced_steps
 from keras_paragrad.flops import flops_of_operation
 from keras_paragrad.memory import estimate_memory
 from keras_paragrad.memory import plan as plans
@@ -18,6 +17,7 @@ from keras_paragrad.memory.estimate import recomputation_of
 from keras_paragrad.memory.plan import plan_memory
 from keras_paragrad.memory.plan_search import PlanSearch
 from keras_paragrad.memory.plan_table import Choice, MemoryPlan
+from keras_paragrad.memory.traced_step import traced_step, traced_steps
 from keras_paragrad.memory.trial import CannotTryError, Measured
 
 pytestmark = pytest.mark.usefixtures("same_speed")

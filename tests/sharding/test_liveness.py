@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from runner.covering import examples
 
-from keras_paragrad.engine.step.operations import Block, Resized, TracedOperation, block_of
+from keras_paragrad.memory.blocks import Block, Resized, TracedOperation, block_of
 from keras_paragrad.memory.liveness import Peaks, step_peaks
 
 

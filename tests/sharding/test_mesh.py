@@ -79,7 +79,7 @@ def divided(found, end):
 @pytest.mark.slow(45)
 def test_ends_where_one_device_ends():
     by_hand, automatic = check(FEW)
-    assert divided(by_hand, "depthwise/kernel") == (None, None, None, "model")
+    assert divided(by_hand, "convolved/kernel") == (None, None, None, "model")
     assert {"evaluated", "predicted"} <= by_hand.keys()
     # The embedding that is tied to the outputs, and attention by its heads.
     assert divided(automatic, "embeddings") == (None, "model")
@@ -176,6 +176,10 @@ def test_adapted_means_are_constants():
     ("which", "says"),
     [
         pytest.param("loop", "'looped' needs the operation TensorList", marks=pytest.mark.long),
+        ("pooled", "'pooled' needs the operation AvgPoolGrad"),
+        pytest.param("depthwise", "'depthwise' needs the operation Depthwise", marks=pytest.mark.long),
+        pytest.param("dilated", "needs the operation SpaceToBatchND", marks=pytest.mark.long),
+        pytest.param("rolled", "'rolled' needs the operation Roll", marks=pytest.mark.long),
         ("wrong", "on this mesh differs from the one on one device"),
         ("eager", "run_eagerly=True"),
         ("pattern", "No key of the layout map matches a variable or the output of a layer: '.*second/kernel'"),

@@ -58,22 +58,19 @@ def tied() -> keras.Model:
 
 
 def images() -> keras.Model:
-    """With what DTensor has no rules for: gradients of these convolutions and pools, and other orders of places."""
+    """With what DTensor has no rule for: another order of places."""
     inputs = keras.Input((SIDE, SIDE, 4))
-    hidden = layers.DepthwiseConv2D(2, 2, "same", depth_multiplier=2, activation="tanh", name="depthwise")(inputs)
-    hidden = layers.SeparableConv2D(8, 2, padding="same", dilation_rate=2)(hidden)
-    hidden = layers.AveragePooling2D(2, 1, padding="same")(layers.TimeDistributed(layers.Dense(8))(hidden))
-    hidden = layers.Lambda(lambda each: keras.ops.roll(keras.ops.flip(each, (0, 2)), (1, 2), (1, 0)))(hidden)
+    hidden = layers.Conv2D(8, 2, 2, "same", activation="tanh", name="convolved")(inputs)
+    hidden = layers.TimeDistributed(layers.Dense(8))(hidden)
+    hidden = layers.Lambda(lambda each: keras.ops.flip(each, (0, 2)))(hidden)
     return keras.Model(inputs, layers.Dense(4, name="head")(layers.Flatten()(hidden)))
 
 
 def both_ways() -> keras.Model:
-    """With layers that flip what they read: one in both directions, and what is averaged along."""
+    """With layers that flip what they read: one in both directions."""
     inputs = keras.Input((SIDE, SIDE, 4))
-    hidden = layers.AveragePooling3D((1, 2, 2))(layers.Reshape((2, SIDE // 2, SIDE, 4))(inputs))
-    hidden = layers.Bidirectional(layers.GRU(4, return_sequences=True))(layers.Reshape((4, 2 * SIDE))(hidden))
-    hidden = layers.AveragePooling1D(2, padding="same")(layers.SeparableConv1D(6, 3, padding="same")(hidden))
-    hidden = layers.DepthwiseConv1D(2, activation="tanh")(hidden)
+    hidden = layers.Bidirectional(layers.GRU(4, return_sequences=True))(layers.Reshape((4, -1))(inputs))
+    hidden = layers.Conv1D(6, 2, activation="tanh")(hidden)
     return keras.Model(inputs, layers.Dense(4, name="head")(layers.LSTM(4, go_backwards=True)(hidden)))
 
 
@@ -238,6 +235,14 @@ def refused(which: str) -> str:
         "pattern": lambda: [],
         "batch": lambda: [],
         "output": lambda: [],
+        "pooled": lambda: [layers.Reshape((4, 2)), layers.AveragePooling1D(2, name="pooled"), layers.Flatten()],
+        "depthwise": lambda: [layers.Reshape((4, 2)), layers.DepthwiseConv1D(2, name="depthwise"), layers.Flatten()],
+        "dilated": lambda: [
+            layers.Reshape((4, 2)),
+            layers.Conv1D(2, 2, dilation_rate=2, name="dilated"),
+            layers.Flatten(),
+        ],
+        "rolled": lambda: [layers.Lambda(lambda x: keras.ops.roll(x, 1, 1), name="rolled")],
         "strided": lambda: [
             layers.Reshape((2, 2, 2)),
             layers.Conv2D(2, 2, padding="same"),

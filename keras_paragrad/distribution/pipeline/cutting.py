@@ -26,8 +26,8 @@ from keras_paragrad.engine.step.segments import (
     part_of,
     run_in_parts,
 )
-from keras_paragrad.engine.step.tracing import candidate_batches
 from keras_paragrad.engine.tracing.untouched import untouched
+from keras_paragrad.memory.traced_step import candidate_batches
 
 # The made-up examples for measuring, and the length of axes of unknown size.
 _ROWS, _LENGTH = 16, 128

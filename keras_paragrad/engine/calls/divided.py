@@ -24,8 +24,9 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import has_gradient
 from keras_paragrad.compat.private import stop_recording
-from keras_paragrad.engine.calls.sources import differentiating, is_needed, is_zero, record_lookup, split_lookups
+from keras_paragrad.engine.calls.sources import differentiating, is_needed, is_zero, split_lookups
 from keras_paragrad.engine.replicas.replica_batch import rows_at, rows_of
+from keras_paragrad.storage.lookups import record_lookup
 
 
 class Result(NamedTuple):
@@ -168,6 +169,11 @@ class _Backward:
                 yield tf.IndexedSlices(values, numbers, tf.constant(shape.as_list(), numbers.dtype))
 
 
+def _add(sums: list[Any], others: list[Any]) -> list[Any]:
+    """Adds sums of two parts; the row numbers of lookups are the same in all parts."""
+    return [one + other if has_gradient(one) else other for one, other in zip(sums, others, strict=True)]
+
+
 class RowSlices(NamedTuple):
     """Slices of at most `size` rows, computed one after the other.
 
@@ -175,11 +181,15 @@ class RowSlices(NamedTuple):
         size: The most rows of a slice.
         by_xla: Whether XLA compiles each slice.
         in_xla: Whether XLA compiles what calls them, and so needs shapes that it knows when it compiles.
+        full: How many slices there are, if all are full and rows may be left over; else all rows are in a slice.
+        add: Adds the sums of two slices.
     """
 
-    size: int
+    size: int | tf.Tensor
     by_xla: bool = False
     in_xla: bool = False
+    full: tf.Tensor | None = None
+    add: Callable[[list[Any], list[Any]], list[Any]] = _add
 
     def run(
         self, function: Function, rows: list[Any], whole: list[Any], state: list[Any], before: Any
@@ -203,8 +213,10 @@ class RowSlices(NamedTuple):
         count: Any = rows_of(rows[0]) if static is None else static
         looped = (count - 1) // self.size if self.in_xla and static is None else count // self.size
         rest: Any = count - looped * self.size
-        length: int | None = self.size
-        if static is None and not self.in_xla:
+        length: Any = self.size
+        if self.full is not None:
+            looped, rest = self.full, 0
+        elif static is None and not self.in_xla:
             looped, rest, length = -(-count // self.size), 0, None
         # TensorFlow copies the attributes of a callable object, and some are its own.
         traced = tf.function(lambda *given: function(*given), autograph=False, jit_compile=self.by_xla or None)
@@ -216,22 +228,24 @@ class RowSlices(NamedTuple):
 
         # The gradient of a part is traced by a tape of its own, and the gradient of the loop is `divided`'s: tapes that
         # record it, and are persistent, would make another at once.
-        like: Result = traced.get_concrete_function(*_specs(rows, whole, state, before, length)).structured_outputs
+        static = length if isinstance(length, int) else None
+        like: Result = traced.get_concrete_function(*_specs(rows, whole, state, before, static)).structured_outputs
         if tf.is_tensor(rest) or rest:
             size = rest if isinstance(rest, int) else None
             traced.get_concrete_function(*_specs(rows, whole, state, before, size))
+        traces = traced.experimental_get_tracing_count()
         with stop_recording():
             outputs, states, sums, after = self._in_loop(compute, like, looped, state, before)
             if tf.is_tensor(rest) or rest:
                 last, start = compute(looped, after, rest)
                 outputs = [tf.concat(pair, 0) for pair in zip(outputs, last.rows, strict=True)]
                 states = [tf.concat([some, final[None]], 0) for some, final in zip(states, start, strict=False)]
-                sums, after = _add(sums, last.sums), last.state
+                sums, after = self.add(sums, last.sums), last.state
+        assert traced.experimental_get_tracing_count() == traces, "what is traced here has no gradients"
         return Result(outputs, sums, after), states if before is None else before
 
-    @staticmethod
     def _in_loop(
-        compute: Callable[..., tuple[Result, list[Any]]], like: Result, slices: Any, state: list[Any], before: Any
+        self, compute: Callable[..., tuple[Result, list[Any]]], like: Result, slices: Any, state: list[Any], before: Any
     ) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
         """The rows, states before, sums and state after of full slices, whose results have the specs of `like`."""
         # The loop needs sums to begin with. If their shapes are unknown, the first slice is computed before the loop.
@@ -251,7 +265,7 @@ class RowSlices(NamedTuple):
         def body(index: tf.Tensor, arrays: list[tf.TensorArray], sums: list[Any], carried: list[Any]) -> Any:
             result, start = compute(index, carried)
             arrays = [array.write(index, value) for array, value in zip(arrays, [*result.rows, *start], strict=False)]
-            return index + 1, arrays, _add(sums, result.sums), result.state
+            return index + 1, arrays, self.add(sums, result.sums), result.state
 
         loop = tf.constant(index), arrays, sums, state if before is None else []
         shapes = tf.nest.map_structure(_shape_of, loop)
@@ -264,22 +278,17 @@ class RowSlices(NamedTuple):
     def _in_python(
         self, function: Function, inputs_of: Callable[..., Any], count: int, state: list[Any]
     ) -> tuple[Result, Any]:
-        results, starts = [], []
-        for index in range(-(-count // self.size)):
-            inputs = inputs_of(index, min(self.size, count - index * self.size), state)
+        results, starts, size = [], [], int(self.size)
+        for index in range(-(-count // size) if self.full is None else int(self.full)):
+            inputs = inputs_of(index, min(size, count - index * size), state)
             starts.append(inputs[2])
             results.append(function(*inputs))
             state = results[-1].state
         sums = results[0].sums
         for result in results[1:]:
-            sums = _add(sums, result.sums)
+            sums = self.add(sums, result.sums)
         rows = [tf.concat(pieces, 0) for pieces in zip(*(result.rows for result in results), strict=True)]
         return Result(rows, sums, state), [list(states) for states in zip(*starts, strict=True)]
-
-
-def _add(sums: list[Any], others: list[Any]) -> list[Any]:
-    """Adds sums of two parts; the row numbers of lookups are the same in all parts."""
-    return [one + other if has_gradient(one) else other for one, other in zip(sums, others, strict=True)]
 
 
 def _specs(rows: list[Any], whole: list[Any], state: list[Any], before: Any, count: int | None) -> Any:
@@ -294,7 +303,9 @@ def spec_of_part(row: Any, count: int | None) -> Any:
     """The spec of a part of a tensor's rows."""
     if isinstance(row, tf.Tensor):
         return tf.TensorSpec([count, *row.shape[1:]], row.dtype)
-    return tf.type_spec_from_value(row)
+    if isinstance(row, tf.SparseTensor):
+        return tf.SparseTensorSpec([None, *row.shape[1:]], row.dtype)
+    return tf.RaggedTensorSpec([None, *row.shape[1:]], row.dtype, row.ragged_rank, row.row_splits.dtype)
 
 
 def _shape_of(value: Any) -> Any:

@@ -20,7 +20,7 @@ from keras_paragrad.compat.model import count_after
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.calls.divided import Function, Result, divided
 from keras_paragrad.engine.calls.repeatable_call import RepeatableCall, stored_value
-from keras_paragrad.engine.step.operations import check_repeatable
+from keras_paragrad.engine.tracing.effects import check_repeatable
 from keras_paragrad.engine.tracing.gradient_functions import keep_with_graphs
 from keras_paragrad.storage.gathering import call_with_gather, install_gather
 

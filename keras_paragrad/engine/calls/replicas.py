@@ -24,6 +24,7 @@ from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.calls.sources import is_needed, is_zero, split_lookups
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.replicas.replica_batch import rows_at, rows_of
+from keras_paragrad.storage.row_gradients import join_lookups
 from keras_paragrad.storage.sharding import all_gather
 
 # Collectives add integers as float64, which can't represent all integers of 64 bits.
@@ -200,7 +201,7 @@ class Share(GatheredRows):
                 tf.IndexedSlices(total, piece.indices, piece.dense_shape) if by_row is False else total
                 for (by_row, piece), total in zip(group, sums, strict=False)
             ]
-            totals.append(found[0] if len(found) == 1 else _concatenate(found))
+            totals.append(join_lookups(found))
         return totals
 
     def _sums(self, tensors: list[Any]) -> list[Any]:
@@ -249,11 +250,6 @@ class Share(GatheredRows):
         if isinstance(gradient, tf.IndexedSlices):
             return tf.IndexedSlices(self._live(gradient.values), gradient.indices, gradient.dense_shape)
         return tf.where(self.nonempty, gradient, tf.zeros_like(gradient))
-
-
-def _concatenate(lookups: list[Any]) -> tf.IndexedSlices:
-    values, indices = (tf.concat([getattr(each, name) for each in lookups], 0) for name in ("values", "indices"))
-    return tf.IndexedSlices(values, indices, lookups[0].dense_shape)
 
 
 @contextlib.contextmanager

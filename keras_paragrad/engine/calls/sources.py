@@ -7,7 +7,6 @@ computes what leads to them.
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.operations import SAME_BUFFER
 from keras_paragrad.storage.lookups import Lookup, lookups_of
+from keras_paragrad.storage.row_gradients import can_split, gradients_of_lookups
 
 # Operations that pass each input on as the output of the same index.
 _IDENTITIES = SAME_BUFFER | {"IdentityN"}
@@ -117,35 +117,23 @@ def is_zero(cotangent: Any) -> bool:
     return value is not None and not value.any()
 
 
-# By graph, whether row numbers that a loop has returned depend on rows, by the names of the tensors.
-_LOOKED_UP: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyDictionary()
-
-
-def record_lookup(numbers: tf.Tensor, by_row: bool) -> None:
-    """Records whether row numbers that a divided call returns depend on rows, which a loop in the graph hides."""
-    _LOOKED_UP.setdefault(numbers.graph, {})[numbers.name] = by_row
-
-
 def split_lookups(gradient: Any, rows: Sequence[Any]) -> list[tuple[bool, tf.IndexedSlices]] | None:
-    """Splits a table's gradient into lookups, and tells whether each depends on rows; `None` if it isn't of lookups."""
-    if not isinstance(gradient, tf.IndexedSlices) or tf.executing_eagerly():
+    """Splits a table's gradient into lookups, and tells whether each depends on rows; `None` if it isn't of lookups.
+
+    In eager mode, which shows no sources, all are taken to depend on them.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
         return None
+    if tf.executing_eagerly():
+        return [(True, gradient)]
     keys = {_key(part) for row in rows for part in tf.nest.flatten(row, expand_composites=True)}
     lookups = lookups_of(gradient.indices)
-    if len(lookups) == 1:
-        pairs = [(gradient.values, gradient.indices)]
-    elif any(isinstance(lookup.size, int) and lookup.size < 0 for lookup in lookups):
+    if not can_split(lookups):
         return None
-    else:
-        sizes = [lookup.size for lookup in lookups]
-        pairs = zip(tf.split(gradient.values, sizes), tf.split(gradient.indices, sizes), strict=True)
-    return [
-        (_depends(lookup, keys), tf.IndexedSlices(values, numbers, gradient.dense_shape))
-        for lookup, (values, numbers) in zip(lookups, pairs, strict=True)
-    ]
+    pairs = zip(lookups, gradients_of_lookups(gradient, lookups), strict=True)
+    return [(_depends(lookup, keys), piece) for lookup, piece in pairs]
 
 
 def _depends(lookup: Lookup, keys: set[Any]) -> bool:
-    numbers = lookup.place.tensor
-    known = _LOOKED_UP.get(numbers.graph, {}).get(numbers.name)
+    known = lookup.recorded
     return any(_key(place.tensor) in keys for place in lookup.sources()) if known is None else known

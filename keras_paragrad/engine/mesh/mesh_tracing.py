@@ -153,8 +153,8 @@ def explaining_errors(model: keras.Model) -> Generator[None]:
 
 
 def _refusal(model: keras.Model, operation: str, layer: str | None) -> str:
-    """The error for an operation that DTensor can't run, without a period; `layer` is `None` outside of layers."""
-    where = f"The layer {layer!r}" if layer else f"The model {model.name!r}, outside of its layers,"
+    """The error for an operation that DTensor can't run, without a period; `layer` is `None` if it isn't known."""
+    where = f"The layer {layer!r}" if layer else f"The model {model.name!r}"
     return (
         f"{where} needs the operation {operation}, for which TensorFlow has no rule on a mesh, or none for how its "
         'inputs are divided. Train with DistributedFit("mirrored", shard="parameters"), which divides weights and runs '

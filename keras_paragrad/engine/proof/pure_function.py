@@ -17,7 +17,7 @@ from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.losses.terms import loss_weights_of
 from keras_paragrad.engine.proof.trial import MOST_ELEMENTS, Inconclusive, row_count
 from keras_paragrad.engine.replicas.replica_batch import static_row_count
-from keras_paragrad.engine.step.operations import assigned_resources, random_generators
+from keras_paragrad.engine.tracing.effects import assigned_resources, random_generators
 from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.storage.sharded import sharded_value

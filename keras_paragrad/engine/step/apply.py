@@ -26,7 +26,6 @@ from keras_paragrad.compat.optimizer import (
     find_accumulator,
     held_optimizers,
     nested_optimizers,
-    say_rows_are_summed,
     unwrap_loss_scale,
     updating_optimizers,
 )
@@ -103,9 +102,6 @@ def apply_gradient(
         return None
     gradients = reduce_overwritten(gradients, variables)
     accumulator = find_accumulator(optimizer)
-    divided = [pair for pair in zip(gradients, variables, strict=True) if any_divided(pair[1:])]
-    # Logs once that gradients of embeddings are summed by row before the optimizer squares or clips them.
-    say_rows_are_summed(optimizer, [gradient for gradient, _ in divided], [variable for _, variable in divided])
     if accumulator or replica_count() == 1 or not whole:
         if accumulator:
             # Gradients of sharded variables are accumulated in shards, so they are weighted and reduced here.

@@ -3,20 +3,21 @@
 A part has some of the batch's rows: a slice, a micro-batch of a pipeline, or a fixed part of deterministic training.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
-from keras_paragrad.compat.optimizer import say_rows_are_summed, unwrap_loss_scale
+from keras_paragrad.compat.optimizer import unwrap_loss_scale
 from keras_paragrad.compat.types import Batch, Gradients, Scalar
+from keras_paragrad.engine.calls.divided import Result, RowSlices
 from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.losses.sums import LossSums, zero_sums
-from keras_paragrad.engine.replicas.replica_batch import rows_of
+from keras_paragrad.engine.losses.sums import LossSums
+from keras_paragrad.engine.replicas.replica_batch import rows_of, static_row_count
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, equal_share, gradient_of
-from keras_paragrad.storage.row_gradients import accumulate_gradient, scale_gradients, sum_dtype
+from keras_paragrad.storage.row_gradients import Lookups, accumulate_gradient, scale_gradients
 
 
 class BatchPart(NamedTuple):
@@ -60,20 +61,29 @@ class BatchPart(NamedTuple):
         return BatchPart(self.model, gradients, weight, losses, _map(tf.add, self.effects, other.effects))
 
     @property
-    def sums(self) -> list[Any]:
-        """The tensors that add up."""
-        return [tensor for tensor in keras.tree.flatten(self._nested) if tensor is not None]
-
-    def with_sums(self, sums: Sequence[Any]) -> "BatchPart":
-        """The part with these tensors in place of its `sums`, in the same order."""
-        following = iter(sums)
-        gradients, weight, losses, effects = _map(lambda _: next(following), self._nested)
-        weight, losses = self.weight._replace(value=weight), self.losses._replace(vector=losses)
-        return BatchPart(self.model, gradients, weight, losses, effects)
+    def rows(self) -> list[tf.Tensor]:
+        """The tensors that are concatenated: lookups of rows that examples name."""
+        return [tensor for each in self.gradients if isinstance(each, Lookups) for tensor in each.rows]
 
     @property
-    def _nested(self) -> tuple[Any, ...]:
-        return list(self.gradients), self.weight.value, self.losses.vector, self.effects
+    def sums(self) -> list[Any]:
+        """The tensors that add up."""
+        pieces = [each.sums if isinstance(each, Lookups) else each for each in self.gradients]
+        nested = pieces, self.weight.value, self.losses.vector, self.effects
+        return [tensor for tensor in keras.tree.flatten(nested) if tensor is not None]
+
+    def with_tensors(self, sums: Iterable[Any], rows: Iterable[Any] = ()) -> "BatchPart":
+        """The part with these tensors in place of its `sums` and `rows`, in the same order."""
+        following, concatenated = iter(sums), iter(rows)
+
+        def replaced(gradient: Any) -> Any:
+            if isinstance(gradient, Lookups):
+                return gradient.with_tensors(concatenated, following)
+            return None if gradient is None else next(following)
+
+        gradients = list(map(replaced, self.gradients))
+        weight, losses = self.weight._replace(value=next(following)), self.losses._replace(vector=next(following))
+        return BatchPart(self.model, gradients, weight, losses, _map(lambda _: next(following), self.effects))
 
     def by_replica(self) -> list["BatchPart"]:
         """Gathers the parts of all replicas, in order, on every replica: by sums with zeros, which don't round."""
@@ -83,15 +93,15 @@ class BatchPart(NamedTuple):
             for tensor in self.sums
         ]
         gathered = [tf.unstack(row, count) for row in sum_over_replicas(rows)]
-        return [self.with_sums(sums) for sums in zip(*gathered, strict=True)]
+        return [self.with_tensors(sums) for sums in zip(*gathered, strict=True)]
 
     def finish(self) -> Gradient:
         """The gradient of the batch, if this part is the sum of all its parts; divided by their weights' sum."""
         variables = self.model.trainable_weights
         divisor = tf.constant(1.0) if self.weight.summed else self.weight.value
-        means: Sequence[Any] = self.gradients
+        means: list[Any] = [each.joined() if isinstance(each, Lookups) else each for each in self.gradients]
         if not self.weight.summed:
-            means = scale_gradients(means, variables, tf.math.reciprocal_no_nan(divisor))
+            means[:] = scale_gradients(means, variables, tf.math.reciprocal_no_nan(divisor))
         gradients = [
             None if mean is None else tf.cast(mean, variable.dtype)
             for mean, variable in zip(means, variables, strict=True)
@@ -100,17 +110,26 @@ class BatchPart(NamedTuple):
 
 
 def compute_part(
-    context: StepContext, data: Batch, rows: tf.Tensor | int, *, alike: bool = False, **fields: Any
+    context: StepContext,
+    data: Batch,
+    rows: tf.Tensor | int,
+    *,
+    alike: bool = False,
+    before: BatchPart | None = None,
+    **fields: Any,
 ) -> BatchPart:
     """Computes a part, with rows `data`, of a batch of `rows` rows.
 
-    `fields` replace fields of the context, and `alike` is as in `BatchPart.of`.
+    `fields` replace fields of the context, `before` is the part before, and `alike` is as in `BatchPart.of`.
     """
     share, model = None, context.model
     if scales_loss(model):
         share = tf.cast(rows_of(data), "float32") / tf.cast(rows, "float32")
         fields["weigh_replica"] = lambda weight: equal_share(weight) * share
-    return BatchPart.of(model, gradient_of(context, data, **fields), share, alike=alike)
+    part = BatchPart.of(model, gradient_of(context, data, **fields), share, alike=alike)
+    size, earlier = static_row_count(data), before.gradients if before else [None] * len(part.gradients)
+    triples = zip(part.gradients, model.trainable_weights, earlier, strict=True)
+    return part._replace(gradients=[Lookups.of(each, of, model.optimizer, size, last) for each, of, last in triples])
 
 
 def scales_loss(model: keras.Model) -> bool:
@@ -127,25 +146,27 @@ def weigh(model: keras.Model, gradients: Gradients, factor: Scalar | None = None
     ]
 
 
-def sum_in_loop(model: keras.Model, count: tf.Tensor | int, compute: Callable[[tf.Tensor], BatchPart]) -> BatchPart:
-    """Sums `compute(index)` over `count` parts; `count` is at least 1 outside of a graph."""
-    variables = model.trainable_weights
-    zeros = [tf.zeros(variable.shape, sum_dtype(variable)) for variable in variables]
-    # The part traced in the loop: it has the form of the sums, and `None` where a weight has no gradient.
-    parts: list[BatchPart] = []
+def sum_slices(context: StepContext, data: Batch, slices: RowSlices, rows: tf.Tensor | int, **how: Any) -> BatchPart:
+    """The sum of the slices of a batch of `rows` rows; `how` as in `compute_part`."""
+    leaves = keras.tree.flatten(data)
+    present = [leaf for leaf in leaves if leaf is not None]
+    # The part that was traced last: it has the form of the sum.
+    traced: list[BatchPart] = []
 
-    def add(index: tf.Tensor, sums: Sequence[Any]) -> tuple[tf.Tensor, list[Any]]:
-        part = compute(index)
-        say_rows_are_summed(model.optimizer, part.gradients, variables)
-        parts[:] = [part]
-        return index + 1, (part._replace(gradients=zeros).with_sums(sums) + part).sums
+    def compute(some: list[Any], whole: list[Any], state: list[Any]) -> Result:
+        following = iter(some)
+        of_slice = [None if leaf is None else next(following) for leaf in leaves]
+        of_slice, before = keras.tree.pack_sequence_as(data, of_slice), traced[0] if traced else None
+        traced[:] = [compute_part(context, of_slice, rows, before=before, in_loop=True, **how)]
+        return Result(traced[0].rows, traced[0].sums, [])
 
-    start = tf.constant(0), [*zeros, tf.constant(0.0), zero_sums(model)]
-    sums = tf.while_loop(lambda index, _: index < count, add, start, parallel_iterations=1)[1]
-    (part,) = parts
-    total = part._replace(gradients=zeros).with_sums(sums)
-    present = zip(part.gradients, total.gradients, strict=True)
-    return total._replace(gradients=[None if gradient is None else summed for gradient, summed in present])
+    def add(one: list[Any], other: list[Any]) -> list[Any]:
+        alike = [each._replace(own=None) if isinstance(each, Lookups) else each for each in traced[0].gradients]
+        form = traced[0]._replace(gradients=alike)
+        return (form.with_tensors(one) + form.with_tensors(other)).sums
+
+    result, _ = slices._replace(add=add).run(compute, present, [], [], None)
+    return traced[0].with_tensors(result.sums, result.rows)
 
 
 def _map(function: Callable[..., Any], *nested: Any) -> Any:

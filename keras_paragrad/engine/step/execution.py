@@ -23,12 +23,12 @@ from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepL
 from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
 from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
-from keras_paragrad.engine.step.operations import draws_from_graph
 from keras_paragrad.engine.step.seen_batches import SeenBatches
 from keras_paragrad.engine.step.stages import Apply, Take
 from keras_paragrad.engine.telemetry.train_functions import LATEST, batch_spec
 from keras_paragrad.engine.telemetry.watch import Telemetry
 from keras_paragrad.engine.tracing.announcing import announcing, announcing_part
+from keras_paragrad.engine.tracing.effects import draws_from_graph
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 # Refuses or warns; called after the step is traced, since errors of the trace are more informative.

@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.operations import BaseOptimizer
-from keras_paragrad.compat.optimizer import accumulation_steps, overwrites, say_rows_are_summed
+from keras_paragrad.compat.optimizer import accumulation_steps, overwrites, warn_of_summed_rows
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.state import Slot, patch_of, replace_methods, restore_methods
 from keras_paragrad.compat.types import Gradients, GradientTensor
@@ -183,8 +183,8 @@ def _transform(
     ]
     scale = optimizer.loss_scale_factor
     changed = [updated[index] for index in indices]
-    say_rows_are_summed(optimizer, [grads[index] for index in indices], changed)
-    dense = gather_gradients([tf.convert_to_tensor(grads[index]) for index in indices], changed)
+    warn_of_summed_rows(optimizer, [grads[index] for index in indices], changed)
+    dense = [tf.convert_to_tensor(whole) for whole in gather_gradients([grads[index] for index in indices], changed)]
     unscaled = [gradient / scale for gradient in dense] if scale else dense
     whole = transform(unscaled, changed)
     # Clipping by norm gets the norms of these gradients, not of the shards that the optimizer applies.

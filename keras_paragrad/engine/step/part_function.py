@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_one_replica, cross_replica, replica_index
 from keras_paragrad.compat.model import all_variables, step_metrics
-from keras_paragrad.compat.optimizer import say_rows_are_summed
+from keras_paragrad.compat.optimizer import warn_of_summed_rows
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
@@ -21,7 +21,7 @@ from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_at
 from keras_paragrad.engine.step.batch_part import BatchPart, scales_loss
 from keras_paragrad.engine.step.data_order import DataOrder, checksum_of_part
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, forward_backward, in_function
-from keras_paragrad.engine.step.operations import find_hidden_state
+from keras_paragrad.engine.tracing.effects import find_hidden_state
 from keras_paragrad.storage.row_gradients import is_overwritten
 from keras_paragrad.storage.updating import clips_norms_of_shards
 
@@ -118,13 +118,13 @@ class PartFunction:
         ]
         dense: list[Any] = [None if leaf is None else tf.convert_to_tensor(leaf) for leaf in gradient.gradients]
         if self.model.optimizer is not None:
-            say_rows_are_summed(self.model.optimizer, gradient.gradients, self.variables)
+            warn_of_summed_rows(self.model.optimizer, gradient.gradients, self.variables)
         read = [checksum_of_part(data, number)] if self._order else []
         part = BatchPart.of(self.model, gradient._replace(gradients=dense), self._share)
         part = part._replace(effects=Effects(added, changes, tf.constant(1.0), read))
         if nonempty is None:
             return part
-        return part.with_sums([tf.where(nonempty, tensor, tf.zeros_like(tensor)) for tensor in part.sums])
+        return part.with_tensors([tf.where(nonempty, tensor, tf.zeros_like(tensor)) for tensor in part.sums])
 
     def _check_states(self, scope: "RecordingScope") -> None:
         """Refuses changes of states that Keras or the model doesn't know."""

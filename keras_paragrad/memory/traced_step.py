@@ -16,9 +16,9 @@ from keras_paragrad.compat.types import Gradients, GradientTensor, Specs, Step, 
 from keras_paragrad.compat.variables import copy_built_optimizer, unallocated_variable, without_memory
 from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.interception import PlainApply, intercept_apply
-from keras_paragrad.engine.step.operations import Block, Resized, block_of
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
+from keras_paragrad.memory.blocks import Block, Resized, block_of
 from keras_paragrad.storage.model_variables import STEP_BUILDER
 
 # Batch sizes to trace with: primes larger than most axes, so that the batch dimension is recognized in tensor sizes.
