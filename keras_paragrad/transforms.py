@@ -11,8 +11,8 @@ from keras_paragrad.arguments import check_instance, refusal
 from keras_paragrad.compat.model import words_of
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.compat.variables import SavedVariables
-from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.tracing.untouched import trace_untouched
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.storage.storage import any_divided, mesh_of
 
 _EXAMPLE = "lambda gradients, variables: gradients"

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.engine.division.dividers import Divider
+from keras_paragrad.engine.batches.replica_batch import rows_at
+from keras_paragrad.engine.losses.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.replicas.replica_batch import rows_at
 from keras_paragrad.engine.step.batch_part import compute_part
-from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
+from keras_paragrad.engine.training.builder import StepBuilder
 
 ROWS, FIRST, SIZE = 12, 5, 4
 X, Y = (np.random.default_rng(seed).normal(size=(ROWS, SIZE)).astype("float32") for seed in (0, 1))

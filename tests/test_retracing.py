@@ -19,8 +19,8 @@ from keras_paragrad import (
     Throughput,
     microbatch,
 )
-from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.tracing.gradient_functions import releasing
+from keras_paragrad.engine.training.builder import StepBuilder
 
 X = np.random.default_rng(0).normal(size=(44, 6)).astype("float32")
 Y = X[:, :1] ** 2

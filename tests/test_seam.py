@@ -29,8 +29,8 @@ from keras_paragrad.compat import private
 from keras_paragrad.compat.check import check_backend, check_internals, forget, raise_missing, users
 from keras_paragrad.compat.layers import call_model, dtype_within
 from keras_paragrad.compat.names import HOOKS, NAMES, Hook
-from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import has_build
+from keras_paragrad.engine.training.builder import StepBuilder
 
 pytestmark = pytest.mark.fast
 

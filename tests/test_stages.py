@@ -16,8 +16,8 @@ from keras_paragrad import (
     GradientTelemetry,
     microbatch,
 )
-from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.stages import Stages
+from keras_paragrad.engine.training.builder import StepBuilder
 
 # Keras says so of the weight without a gradient.
 pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")

@@ -18,10 +18,13 @@ from keras_paragrad import (
     GradientTelemetry,
 )
 from keras_paragrad.compat.optimizer import WrappingOptimizer
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 
-# Keras says so of the weight without a gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
+# Keras says so of the weight without a gradient, and transforms get the sum of an embedding's lookups.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*the gradients of all lookups of a row are summed:UserWarning"),
+]
 
 TRANSFORMS = {"negated": negated, "shifted": shifted}
 wanted = functools.cache(transforms.by_hand)

@@ -12,8 +12,11 @@ from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulat
 from keras_paragrad.privacy import make_private
 from keras_paragrad.storage.model_variables import training_variables
 
-# Keras says so of the weight without a gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
+# Keras says so of the weight without a gradient, and transforms get the sum of an embedding's lookups.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*the gradients of all lookups of a row are summed:UserWarning"),
+]
 
 
 class Remembering:

@@ -16,15 +16,16 @@ from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, find_batch_
 from keras_paragrad.accumulation.slices import DIVIDER
 from keras_paragrad.compat.model import train_step_of
 from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
-from keras_paragrad.engine.calls.divisible import CallTrials
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.terms import recorded_terms
-from keras_paragrad.engine.proof import pure_function, trial
+from keras_paragrad.engine.proof import pure_function
+from keras_paragrad.engine.proof.call_trials import CallTrials
 from keras_paragrad.engine.proof.loss_proof import LossProof
 from keras_paragrad.engine.proof.metric_proof import MetricProof
 from keras_paragrad.engine.proof.model_proof import ModelProof, PartsOfBatch
 from keras_paragrad.engine.telemetry.train_functions import gradient_graph
 from keras_paragrad.engine.tracing.untouched import untouched
+from keras_paragrad.engine.trials import trial
 from keras_paragrad.inputs.chunks import Execution, bytes_of_gradient
 from keras_paragrad.inputs.selection import Selection
 from keras_paragrad.memory import estimate_memory

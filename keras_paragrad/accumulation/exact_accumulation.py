@@ -15,10 +15,10 @@ from keras_paragrad.arguments import check_each, check_flag, check_instance
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.types import Logs
-from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS, Divider
+from keras_paragrad.engine.losses.dividers import INSTEAD_OF_WINDOWS, Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 
 DIVIDER = Divider(
     configured_by="AccumulatingOptimizer",

@@ -15,17 +15,17 @@ from keras_paragrad.arguments import check_choice_or_function, check_flag, check
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.data import Adapter, sample_rows
 from keras_paragrad.compat.types import Batch
+from keras_paragrad.engine.batches.replica_batch import cut_rows_of, rows_at, static_row_count
 from keras_paragrad.engine.calls.divided import RowSlices
-from keras_paragrad.engine.division.dividers import Divider
+from keras_paragrad.engine.losses.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
-from keras_paragrad.engine.replicas.replica_batch import cut_rows_of, rows_at, static_row_count
 from keras_paragrad.engine.step.batch_part import sum_slices
-from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.fixed_parts import FixedParts, enable_determinism
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.memory.available import memory_of_device
 from keras_paragrad.memory.batch_size import (
     ROWS,

@@ -22,6 +22,15 @@ _STYLES = re.compile(r"\x1b\[[0-9;]*m")
 _ADDS_VALUES: "weakref.WeakSet[keras.Model]" = weakref.WeakSet()
 
 
+# The name that `keras.random.SeedGenerator` gives its state.
+SEED_STATE = "seed_generator_state"
+
+
+def is_seed(variable: keras.Variable) -> bool:
+    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
+    return variable.name == SEED_STATE
+
+
 def all_layers(model: keras.Model) -> list[keras.layers.Layer]:
     """The model's layers at every depth."""
     return model._flatten_layers(include_self=False)

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Generator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import keras
@@ -232,3 +232,18 @@ def _copy_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.O
             f"{optimizer.name} can't be copied to count its variables: {error}. Give {type(optimizer).__name__} a "
             "get_config that its from_config takes."
         ) from error
+
+
+@contextlib.contextmanager
+def without_values(variables: Sequence[keras.Variable]) -> Generator[None]:
+    """Context in which stand-ins replace the values of variables, so that no device is used."""
+    before = [(variable, variable._value) for variable in variables]
+    try:
+        for variable, _ in before:
+            variable._value = unallocated_variable(
+                variable.shape, dtype_within(variable, None), variable.trainable, variable.name
+            )
+        yield
+    finally:
+        for variable, value in before:
+            variable._value = value

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 
+from keras_paragrad.compat.model import SEED_STATE
 from keras_paragrad.distribution.checkpoint.content import Content, VariableInShards
 from keras_paragrad.distribution.checkpoint.file_format import is_intact, position_of
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError
 from keras_paragrad.distribution.checkpoint.shards import join_shards, shards_in
-from keras_paragrad.engine.proof.pure_function import SEED_STATE
 from keras_paragrad.storage.model_variables import training_variables
 
 _WEIGHTS, _OPTIMIZER, _DATA = "weights", "optimizer", "data order"

@@ -45,9 +45,9 @@ from keras_paragrad.distribution.parallelism import (
 from keras_paragrad.distribution.plan import Explanation, Plan, make_plan, summary_lines
 from keras_paragrad.distribution.training import ABOUT_DATA, ABOUT_EPOCHS, FitArguments, check_overridden_fit, train
 from keras_paragrad.engine.replicas.prepared import warn_if_unprepared
-from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.fixed_parts import enable_determinism
 from keras_paragrad.engine.tracing.announcing import announcing
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.exports import passing_options_to, with_arguments_of
 from keras_paragrad.memory.batch_size import TrialLog
 from keras_paragrad.memory.estimate import Estimate

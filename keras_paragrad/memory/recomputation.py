@@ -11,8 +11,8 @@ from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.engine.calls.recomputed import recompute_layer
-from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.segments import recompute_parts
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.memory.recomputed_segments import check_nesting, cut_every, cut_for_least_memory
 
 # The arguments of each `recompute` in effect on a model, for processes in which a batch is tried.

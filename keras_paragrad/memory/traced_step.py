@@ -1,23 +1,21 @@
 """Traces a model's training step, without running it and without memory for variables."""
 
-import contextlib
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import dtype_within
 from keras_paragrad.compat.model import all_variables, words_of
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.private import Functional
 from keras_paragrad.compat.types import Gradients, GradientTensor, Specs, Step, Structure
-from keras_paragrad.compat.variables import copy_built_optimizer, unallocated_variable, without_memory
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.compat.variables import copy_built_optimizer, without_memory, without_values
 from keras_paragrad.engine.step.interception import PlainApply, intercept_apply
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.memory.blocks import Block, Resized, block_of
 from keras_paragrad.storage.model_variables import STEP_BUILDER
 
@@ -124,7 +122,7 @@ def _traced(
     sizes: Sequence[Resized],
 ) -> list[TracedStep]:
     """Traces the step for the first batch that its loss accepts, and reads it for batches of some sizes."""
-    with untouched(model, _without_values(model)):
+    with untouched(model, without_values(all_variables(model))):
         problems: list[Exception] = []
         for batch in candidate_batches(model, rows, length) if data is None else [with_batch_size(data, rows, length)]:
             # A loss may raise any error for targets that don't suit it.
@@ -212,21 +210,6 @@ def _record(optimizer: keras.optimizers.Optimizer, calls: list[_Call]) -> None:
         return apply(grads, trainable_variables)
 
     intercept_apply(optimizer, record)
-
-
-@contextlib.contextmanager
-def _without_values(model: keras.Model) -> Generator[None]:
-    """Context in which stand-ins replace the values of a model's variables, so that no device is used."""
-    before = [(variable, variable._value) for variable in all_variables(model)]
-    try:
-        for variable, _ in before:
-            variable._value = unallocated_variable(
-                variable.shape, dtype_within(variable, None), variable.trainable, variable.name
-            )
-        yield
-    finally:
-        for variable, value in before:
-            variable._value = value
 
 
 def candidate_batches(model: keras.Model, rows: int, length: int | None) -> Iterator[tuple[Specs, ...]]:

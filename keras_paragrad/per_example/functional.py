@@ -12,9 +12,9 @@ from keras_paragrad.compat.losses import LossMatching
 from keras_paragrad.compat.model import compile_if_supported
 from keras_paragrad.compat.types import FitData, Structure
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.proof.trial import take_rows
 from keras_paragrad.engine.step.building import build_by_calling
 from keras_paragrad.engine.tracing.gradient_functions import releasing
+from keras_paragrad.engine.trials.trial import take_rows
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.probing import units_for
 from keras_paragrad.per_example.quantities import Quantities

@@ -13,7 +13,7 @@ from keras_paragrad.compat.optimizer import clips_gradients, find_accumulator
 from keras_paragrad.compat.types import Gradients, Logs
 from keras_paragrad.compat.workers import local_replica_values, replica_variable
 from keras_paragrad.engine.losses.terms import is_summed
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.per_example.wrapped_model import find_per_example_layer
 
 

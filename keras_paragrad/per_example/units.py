@@ -9,8 +9,8 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import children
+from keras_paragrad.engine.losses.known_classes import has_value_per_example
 from keras_paragrad.engine.losses.terms import LossTerm
-from keras_paragrad.engine.proof.known_classes import has_value_per_example
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.per_example.calls import LossReads
 from keras_paragrad.per_example.mixing_layers import find_mixing_layer

@@ -18,10 +18,10 @@ from keras_paragrad.compat.delegation import layer_metrics, uncompile, warn_on_f
 from keras_paragrad.compat.layers import compiled_by_xla, may_be_differentiated
 from keras_paragrad.compat.model import all_layers, count_after
 from keras_paragrad.compat.types import Config, GradientTensor, Shape, Structure
-from keras_paragrad.engine.proof.trial import is_trial
 from keras_paragrad.engine.step.building import build_by_calling, has_build
 from keras_paragrad.engine.tracing.announcing import announcing
 from keras_paragrad.engine.tracing.gradient_functions import keep_with_graphs_of
+from keras_paragrad.engine.trials.trial import is_trial
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.results import StepResults, check_capacity, default_capacity
 from keras_paragrad.per_example.step import LossRecord, Step

@@ -16,8 +16,8 @@ from keras_paragrad.arguments import check_number, did_you_mean, refusal
 from keras_paragrad.compat.layers import may_be_differentiated
 from keras_paragrad.compat.model import added_losses
 from keras_paragrad.compat.types import Config, GradientTensor, Structure
-from keras_paragrad.engine.proof.trial import is_trial
 from keras_paragrad.engine.step.building import build_by_calling
+from keras_paragrad.engine.trials.trial import is_trial
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.step import Step
 from keras_paragrad.per_example.units import units_of

@@ -13,9 +13,9 @@ from keras_paragrad.arguments import check_choice, check_flag, check_instance, c
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.losses import LossMatching
 from keras_paragrad.compat.types import Config, FitData, Structure
-from keras_paragrad.engine.division.dividers import Divider
+from keras_paragrad.engine.losses.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.extras import require
 from keras_paragrad.per_example.wrapped_model import PerExampleModel
 from keras_paragrad.privacy.accounting import ACCOUNTANTS

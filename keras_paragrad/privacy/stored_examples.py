@@ -9,12 +9,12 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import added_losses
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.engine.proof.known_classes import computes_rows_independently
-from keras_paragrad.engine.proof.made_up_rows import SIZES, synthetic_rows
+from keras_paragrad.engine.losses.known_classes import computes_rows_independently
 from keras_paragrad.engine.proof.model_proof import state_owners
 from keras_paragrad.engine.proof.pure_function import PureFunction
-from keras_paragrad.engine.proof.tolerances import STATE, TINY
-from keras_paragrad.engine.proof.trial import run_trial
+from keras_paragrad.engine.trials.made_up_rows import SIZES, synthetic_rows
+from keras_paragrad.engine.trials.tolerances import STATE, TINY
+from keras_paragrad.engine.trials.trial import run_trial
 from keras_paragrad.per_example.mixing_layers import change_rows
 
 _ROWS = 8

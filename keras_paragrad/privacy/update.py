@@ -19,8 +19,8 @@ from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.calls.divided import RowSlices
 from keras_paragrad.engine.losses.logs import has_metrics
 from keras_paragrad.engine.step.batch_part import BatchPart, sum_slices
-from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_xla_loop
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.privacy.sampling import present_rows
 
 # Rows of a physical batch are a multiple of this, for the kernels.

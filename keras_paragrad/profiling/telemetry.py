@@ -18,7 +18,7 @@ from keras_paragrad.compat.model import optimizers_of, overrides_train_step
 from keras_paragrad.compat.optimizer import clips_gradients
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.extras import require
 from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table, run_info, write_run_info
 from keras_paragrad.profiling.meter import Meter

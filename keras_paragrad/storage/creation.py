@@ -115,7 +115,8 @@ def _create(
         whole: Any = tf.convert_to_tensor(value, kwargs.get("dtype"))
     same_shape = slot_of is not None and tuple(whole.shape) == slot_of.shape
     # Optimizers compute with scalars, which a shard isn't.
-    large = whole.shape.rank and whole.dtype.is_floating and tf.size(whole) * whole.dtype.size >= min_bytes
+    numbers = whole.shape.num_elements() if whole.shape.rank and whole.dtype.is_floating else 0
+    large = numbers * whole.dtype.size >= min_bytes
     if not (same_shape or (trained and large)):
         return create(initial_value=whole, **kwargs)
     placement = replica_placement(strategy)

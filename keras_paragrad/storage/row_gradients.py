@@ -125,6 +125,15 @@ class Lookups(NamedTuple):
         return join_lookups(groups)
 
 
+def dense_if_linear(optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any:
+    """A dense gradient in place of lookups, if that is the same step.
+
+    Where an optimizer has scattered into a variable once, TensorFlow copies the variable each time that it is read.
+    """
+    looked_up = isinstance(gradient, tf.IndexedSlices)
+    return tf.convert_to_tensor(gradient) if looked_up and is_linear(optimizer) else gradient
+
+
 def sum_dtype(variable: keras.Variable) -> str:
     """The dtype in which the gradients of a variable are summed."""
     return "float64" if variable.dtype == "float64" else "float32"

@@ -258,6 +258,14 @@ def _replace_by_sums(
     return results
 
 
+def own_shards(gradients: Gradients, variables: Sequence[keras.Variable]) -> list[GradientTensor | None]:
+    """Gradients that every replica has, as `reduce_gradients` returns them: of divided variables, its parts."""
+    return [
+        storage_of(variable).scatter(gradient) if isinstance(gradient, tf.Tensor) else gradient
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+
+
 def gather_gradients(gradients: Gradients, variables: Sequence[keras.Variable]) -> list[Any]:
     """The whole gradients from reduced ones; called on every replica."""
     return [

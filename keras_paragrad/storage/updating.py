@@ -12,7 +12,7 @@ from keras_paragrad.compat.collectives import replica_index, sum_over_replicas
 from keras_paragrad.compat.optimizer import accumulation_steps, held_optimizers, updating_optimizers
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar, TensorVariable
-from keras_paragrad.storage.row_gradients import scale_gradient
+from keras_paragrad.storage.row_gradients import dense_if_linear, scale_gradient
 from keras_paragrad.storage.storage import storage_of
 
 # Optimizers whose steps compute each element independently; all others get whole variables, one at a time.
@@ -153,6 +153,8 @@ def updating(
         variables: The variables that it updates.
         norms: The results of `squared_norms`, by replica.
     """
+    # The model may have been built since `install_storages` was called.
+    install_storages(optimizer, variables)
     installed = [inner for inner in updating_optimizers(optimizer) if _NORMS.of(inner) is not None]
     for inner in installed:
         _NORMS.attach(inner, (variables, norms))
@@ -239,7 +241,9 @@ def _step(
     storages = [storage_of(variable) for variable in trainable_variables]
     if all(storage.takes_steps_of(optimizer) for storage in storages):
         grads = [
-            storage.scatter(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+            dense_if_linear(
+                optimizer, storage.scatter(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
+            )
             for storage, gradient in zip(storages, grads, strict=True)
         ]
         type(optimizer)._backend_update_step(optimizer, grads, trainable_variables, learning_rate)

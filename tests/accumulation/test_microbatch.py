@@ -12,7 +12,7 @@ from sample_models import own_steps
 from sample_models.cases import REDUCTIONS, DataCase, OptimizerCase, build_model
 
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 
 TOLERANCE = 1e-6
 INNER = OptimizerCase("Adam", {"clipnorm": 0.05}, {}, decays=False)

@@ -10,7 +10,7 @@ import tensorflow as tf
 from oracles.whole_batches import largest_difference
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation, GradientTelemetry, microbatch
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 
 X = np.random.default_rng(0).normal(size=(14, 5)).astype("float32")
 Y = X[:, :2] - 1

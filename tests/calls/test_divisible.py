@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import ops
 
 from keras_paragrad import DistributedFit
-from keras_paragrad.engine.calls.divisible import CallTrials, untried_layers
+from keras_paragrad.engine.proof.call_trials import CallTrials, untried_layers
 
 
 class RowWise(keras.layers.Layer):

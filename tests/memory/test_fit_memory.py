@@ -7,7 +7,7 @@ import tensorflow as tf
 from trainings.planned_models import ROWS, WIDE, X, Y, deep, exactly, whole
 
 from keras_paragrad import DistributedFit, microbatch, recompute
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.memory import plan as plans
 from keras_paragrad.memory.plan import plan_memory
 from keras_paragrad.memory.plan_table import Candidate, Choice, MemoryPlan

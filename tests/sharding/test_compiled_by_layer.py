@@ -9,7 +9,8 @@ from sample_models.recomputed_models import MODELS, check_equal, data_for, sgd
 
 from keras_paragrad import DistributedFit, recompute
 from keras_paragrad.engine.replicas import evaluation
-from keras_paragrad.engine.step import gradient, train_step
+from keras_paragrad.engine.step import gradient
+from keras_paragrad.engine.training import train_step
 
 L = keras.layers
 CASES = [

@@ -14,7 +14,7 @@ from oracles.transforms import shifted
 
 from keras_paragrad import DistributedFit, GradientNoiseScale, GradientTelemetry, microbatch
 from keras_paragrad.engine.step import gradient
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.storage import regathering
 from keras_paragrad.storage import sharded as sharded_module
 from keras_paragrad.storage.model_variables import rename_keys

@@ -25,7 +25,7 @@ from keras_paragrad import (
     recompute,
 )
 from keras_paragrad.distribution import Backup, Pipeline
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 
 ROWS, LENGTH, VOCABULARY = 22, 6, 40
 DEVICES = [f"CPU:{index}" for index in range(4)]

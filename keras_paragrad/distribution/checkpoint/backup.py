@@ -35,7 +35,7 @@ from keras_paragrad.distribution.checkpoint.writers import (
 )
 from keras_paragrad.distribution.kernels import THREADS, describe_kernels
 from keras_paragrad.distribution.workers import agree
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.storage import model_variables
 
 _log = logging.getLogger("keras_paragrad")

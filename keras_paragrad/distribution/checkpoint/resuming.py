@@ -17,7 +17,7 @@ from keras_paragrad.distribution.checkpoint.shards import locate_shards
 from keras_paragrad.distribution.checkpoint.writers import restore_callback_states
 from keras_paragrad.distribution.kernels import describe_kernels, kernel_differences
 from keras_paragrad.distribution.workers import from_chief
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.plain_text import counted
 from keras_paragrad.storage import model_variables
 

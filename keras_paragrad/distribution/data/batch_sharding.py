@@ -11,7 +11,7 @@ from keras_paragrad.compat.state import warn
 from keras_paragrad.compat.types import Batch, Dataset, FitData, Specs, Structure
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.decisions import SHARD_POLICIES
-from keras_paragrad.engine.replicas.replica_batch import DIFFERENT_ROWS
+from keras_paragrad.engine.batches.replica_batch import DIFFERENT_ROWS
 from keras_paragrad.plain_text import counted
 
 AutoShardPolicy = tf.data.experimental.AutoShardPolicy

@@ -13,7 +13,7 @@ from keras_paragrad.compat.model import all_layers, percent
 from keras_paragrad.distribution.launch.tasks import WORLD
 from keras_paragrad.distribution.mesh.mesh import DISTRIBUTIONS, Mesh
 from keras_paragrad.distribution.options import Options
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.storage.dtensor import COMBINE_PASS, distribute, make_mesh, on_mesh, turn_combine_pass_off
 from keras_paragrad.storage.mesh_variable import MeshVariable
 

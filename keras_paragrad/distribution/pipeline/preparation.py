@@ -21,7 +21,8 @@ from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.distribution.parallelism import Preparation
 from keras_paragrad.distribution.pipeline.cutting import cut, variables_of_part
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
-from keras_paragrad.engine.division.dividers import Divider
+from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_at, rows_of, static_row_count
+from keras_paragrad.engine.losses.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
 from keras_paragrad.engine.pipeline.compiled import CompiledPart
@@ -32,12 +33,11 @@ from keras_paragrad.engine.pipeline.placement import (
     placing_by_inputs,
     slot_bytes_by_device,
 )
-from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_at, rows_of, static_row_count
 from keras_paragrad.engine.step.batch_part import BatchPart, compute_part
-from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.step.segments import Part, RunPart, functional_of, run_in_stages
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.plain_text import Printable
 from keras_paragrad.storage.model_variables import TracedState, build_model_optimizer, build_optimizer_ahead

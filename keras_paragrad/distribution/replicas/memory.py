@@ -18,7 +18,7 @@ from keras_paragrad.distribution.decisions.shard import reshard
 from keras_paragrad.distribution.fitted_memory import FittedMemory
 from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.engine.losses.refusals import layers_of_batch_statistics
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.memory.available import cannot_try_on_gpus, memory_of_device
 from keras_paragrad.memory.breakdown import SHARDS
 from keras_paragrad.memory.estimate import bytes_in_words, recomputation_of

@@ -29,7 +29,7 @@ from keras_paragrad.distribution.parallelism import FittedMemory, Parallelism, P
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
 from keras_paragrad.distribution.replicas.memory import fit_memory
-from keras_paragrad.engine.division.dividers import Divider
+from keras_paragrad.engine.losses.dividers import Divider
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import count_layers, layers_of_batch_statistics, warn_of_batch_statistics
 from keras_paragrad.engine.losses.weightings import DivisorFunction
@@ -38,9 +38,9 @@ from keras_paragrad.engine.replicas.prepared import (
     install_on_replicas,
     uninstall_from_replicas,
 )
-from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.fixed_parts import FixedParts
 from keras_paragrad.engine.step.stages import Take
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.storage.creation import may_be_in_shards
 from keras_paragrad.storage.updating import check_optimizer_of_shards
 

@@ -17,7 +17,7 @@ from keras_paragrad.distribution.data import DistributedData, FollowEpochs, dist
 from keras_paragrad.distribution.parallelism import Preparation
 from keras_paragrad.distribution.servers.dispatch import Dispatcher, PredictionAdapter
 from keras_paragrad.engine.servers.server_model import ParameterServerModel
-from keras_paragrad.engine.step.builder import StepBuilder
+from keras_paragrad.engine.training.builder import StepBuilder
 
 
 def prepare_for_servers(

@@ -24,8 +24,8 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import has_gradient
 from keras_paragrad.compat.private import stop_recording
+from keras_paragrad.engine.batches.replica_batch import rows_at, rows_of
 from keras_paragrad.engine.calls.sources import differentiating, is_needed, is_zero, split_lookups
-from keras_paragrad.engine.replicas.replica_batch import rows_at, rows_of
 from keras_paragrad.storage.lookups import record_lookup
 
 

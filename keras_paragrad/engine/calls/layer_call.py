@@ -10,10 +10,10 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import ReadScope, dense_parts, has_gradient, with_mask
 from keras_paragrad.compat.types import Structure
+from keras_paragrad.engine.batches.replica_batch import rows_at
 from keras_paragrad.engine.calls.divided import Result, spec_of_part
 from keras_paragrad.engine.calls.intercept import not_intercepting
 from keras_paragrad.engine.calls.repeatable_call import RepeatableCall, stored_value
-from keras_paragrad.engine.replicas.replica_batch import rows_at
 from keras_paragrad.engine.tracing.effects import find_unrepeatable
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
 from keras_paragrad.storage.lookups import is_of_variables

@@ -21,9 +21,9 @@ from keras_paragrad.compat.collectives import replica_count, replica_index, repl
 from keras_paragrad.compat.layers import has_gradient
 from keras_paragrad.compat.model import step_metrics
 from keras_paragrad.compat.types import Batch
+from keras_paragrad.engine.batches.replica_batch import rows_at, rows_of
 from keras_paragrad.engine.calls.sources import is_needed, is_zero, split_lookups
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.replicas.replica_batch import rows_at, rows_of
 from keras_paragrad.storage.row_gradients import join_lookups
 from keras_paragrad.storage.sharding import all_gather
 

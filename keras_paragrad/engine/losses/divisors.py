@@ -22,13 +22,11 @@ class Normalizer(NamedTuple):
             (d1 * g1 + d2 * g2) / (d1 + d2).
         summed: Whether the loss is a sum, so that gradients are summed.
         stated: The user's `weighting`, or `None` if it follows from the compiled losses.
-        of_one_device: Whether the gradient is the whole batch's on the first replica, and zero on the others.
     """
 
     value: tf.Tensor
     summed: bool = False
     stated: str | None = None
-    of_one_device: bool = False
 
     @property
     def never_zero(self) -> "Normalizer":

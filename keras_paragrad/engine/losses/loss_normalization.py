@@ -13,7 +13,7 @@ from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step, summed_by_keras
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import LossArguments
-from keras_paragrad.engine.division.dividers import Divider
+from keras_paragrad.engine.losses.dividers import Divider
 from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, UnknownDivisorError, gradient_divisor_of
 from keras_paragrad.engine.losses.refusals import IndivisibleError, Refusals
 from keras_paragrad.engine.losses.terms import LossTerm, loss_weights_of

@@ -7,7 +7,7 @@ import keras
 
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import warn_once
-from keras_paragrad.engine.division.dividers import Divider
+from keras_paragrad.engine.losses.dividers import Divider
 from keras_paragrad.engine.losses.terms import LossTerm
 
 

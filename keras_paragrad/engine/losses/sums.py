@@ -61,11 +61,6 @@ class LossSums(NamedTuple):
         return self._replace(vector=tf.concat([first * share, others, divisors * share, total * share], 0))
 
 
-def zero_sums(model: keras.Model) -> tf.Tensor:
-    """The `LossSums.vector` to start from, for a model whose losses are built."""
-    return tf.zeros([2 * (1 + outputs_of(model)) + 1], model._loss_tracker.dtype)
-
-
 def outputs_of(model: keras.Model) -> int:
     """The number of compiled losses, once they are built."""
     compiled = model._compile_loss
@@ -193,8 +188,8 @@ class TrackedLosses:
 
     Keras weights a batch's `loss` by its rows. The tracker of an output's loss weights all batches the same, unless the
     model runs eagerly or the loss is not reduced. `window` holds the losses of the micro-batches so far, if gradients
-    are accumulated, and `ends` says whether this one ends the window. If `on_first`, the first replica holds the whole
-    sums, and the others zeros, so that nothing is rounded.
+    are accumulated, and `ends` says whether this one ends the window. If `same`, every replica has the sums of the
+    whole batch, and those of the first count, so that nothing is rounded.
     """
 
     def __init__(
@@ -204,11 +199,13 @@ class TrackedLosses:
         window: LossWindow | None = None,
         *,
         ends: bool = False,
-        on_first: bool = False,
+        same: bool = False,
     ):
         self.model: keras.Model = model
         self.form: LossForm = sums.form
-        self.window, self.ends, self.on_first = window, ends, on_first
+        self.window, self.ends, self.same = window, ends, same
+        if same and replica_index() > 0:
+            sums = sums.zero_unless(tf.constant(False))
         # Sums, then the trackers' totals and counts for the window: see `LossWindow`.
         entries = 1 + len(sums.form.factors)
         self.part = tf.concat([sums.vector, tf.zeros([2 * entries], sums.vector.dtype)], 0)
@@ -258,6 +255,6 @@ class TrackedLosses:
 
     def _of_replica(self, total: tf.Tensor, replicas: int) -> tf.Tensor:
         """This replica's share of a sum over `replicas` replicas."""
-        if not self.on_first:
+        if not self.same:
             return total / replicas
         return total if replica_index() == 0 else tf.zeros_like(total)

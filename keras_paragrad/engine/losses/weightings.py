@@ -8,8 +8,8 @@ import tensorflow as tf
 
 from keras_paragrad.compat.private import get_keras_mask
 from keras_paragrad.compat.types import LossArguments, Scalar, Structure
+from keras_paragrad.engine.batches.replica_batch import rows_of
 from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.replicas.replica_batch import rows_of
 
 # The arguments of a `weighting` function.
 PARAMETERS = ("x", "y", "y_pred", "sample_weight")

@@ -15,9 +15,9 @@ from keras_paragrad.engine.mesh.pinning import ROWS
 from keras_paragrad.engine.pipeline.placement import name_stems
 from keras_paragrad.engine.replicas.evaluation import static_test_step
 from keras_paragrad.engine.replicas.prepared import drop_functions, make_on_demand
-from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_from_data
 from keras_paragrad.engine.step.execution import compile_steps
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.storage.dtensor import Axes, Mesh, axis_size, distribute, gather_dtensor, on_mesh
 from keras_paragrad.storage.mesh_variable import MeshVariable
 from keras_paragrad.storage.model_variables import (

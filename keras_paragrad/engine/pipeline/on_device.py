@@ -20,8 +20,8 @@ from keras_paragrad.compat.layers import (
     pack_dense_parts,
 )
 from keras_paragrad.compat.private import record_operation_backprop_only, stop_recording
-from keras_paragrad.engine.proof.trial import is_trial
 from keras_paragrad.engine.step.segments import OperationFn, Part, Tensors
+from keras_paragrad.engine.trials.trial import is_trial
 
 # Profiles attribute operations, and XLA's programs, to stages by these names.
 STAGE = "pipeline_stage_{stage}_column_{column}"

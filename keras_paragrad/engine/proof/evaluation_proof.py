@@ -9,19 +9,19 @@ from keras_paragrad.compat.model import overrides_test_step
 from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.compat.workers import gather, worker_strategy
-from keras_paragrad.engine.calls.divisible import CallTrials
+from keras_paragrad.engine.losses.known_classes import metrics_are_known
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.weightings import weighting_of
 from keras_paragrad.engine.proof import questions
+from keras_paragrad.engine.proof.call_trials import CallTrials
 from keras_paragrad.engine.proof.first_batch import ELSEWHERE
-from keras_paragrad.engine.proof.known_classes import metrics_are_known
 from keras_paragrad.engine.proof.model_proof import PartsOfBatch
 from keras_paragrad.engine.proof.questions import Answer, Question
 from keras_paragrad.engine.proof.rows import local_rows, part_size
-from keras_paragrad.engine.proof.trial import row_count
 from keras_paragrad.engine.step.building import losses_built
 from keras_paragrad.engine.step.execution import Conclusion
 from keras_paragrad.engine.step.stages import Stages, Take
+from keras_paragrad.engine.trials.trial import row_count
 
 
 class EvaluationProof:

@@ -16,21 +16,21 @@ from keras_paragrad.compat.model import overrides_train_step, train_step_of
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.compat.workers import all_or_none, gather, worker_strategy
-from keras_paragrad.engine.calls.divisible import CallTrials, innermost
-from keras_paragrad.engine.division.division import Divisions
+from keras_paragrad.engine.losses.known_classes import metrics_are_known
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.weightings import weighting_of
 from keras_paragrad.engine.proof import questions
-from keras_paragrad.engine.proof.known_classes import metrics_are_known
+from keras_paragrad.engine.proof.call_trials import CallTrials, innermost
+from keras_paragrad.engine.proof.division import Divisions
 from keras_paragrad.engine.proof.model_proof import PartsOfBatch
 from keras_paragrad.engine.proof.questions import Answer, Question
 from keras_paragrad.engine.proof.rows import MOST_BATCHES, join_rows, local_rows, part_size
-from keras_paragrad.engine.proof.trial import few_rows, row_count, run_alone
 from keras_paragrad.engine.proof.window_proof import WindowProof
 from keras_paragrad.engine.step.building import losses_built
 from keras_paragrad.engine.step.execution import Conclusion
 from keras_paragrad.engine.step.stages import Stages
+from keras_paragrad.engine.trials.trial import few_rows, row_count, run_alone
 from keras_paragrad.storage.storage import any_divided
 
 ELSEWHERE = "On another worker's rows of the first batch, parts differ from the whole"

@@ -16,16 +16,16 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import call_model, mask_of, with_mask
-from keras_paragrad.compat.model import percent
+from keras_paragrad.compat.model import is_seed, percent
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import compute_loss
 from keras_paragrad.engine.losses.weightings import WEIGHTINGS, weighting_of
 from keras_paragrad.engine.proof.model_proof import different_metrics
-from keras_paragrad.engine.proof.pure_function import PureFunction, State, is_seed
+from keras_paragrad.engine.proof.pure_function import PureFunction, State
 from keras_paragrad.engine.proof.rows import even_parts, gather_rows, uneven_parts
-from keras_paragrad.engine.proof.trial import Inconclusive, first_line, row_count, take_rows, unexplained_error
+from keras_paragrad.engine.trials.trial import Inconclusive, first_line, row_count, take_rows, unexplained_error
 
 # The most bytes that the outputs may take, unless a part's activations take more.
 MOST_BYTES = 2**24

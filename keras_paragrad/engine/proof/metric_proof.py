@@ -10,8 +10,8 @@ from keras_paragrad.engine.proof.loss_proof import LossProof, mark_outputs
 from keras_paragrad.engine.proof.model_proof import aggregate
 from keras_paragrad.engine.proof.pure_function import PureFunction
 from keras_paragrad.engine.proof.rows import even_parts, gather_rows
-from keras_paragrad.engine.proof.tolerances import METRIC, TINY
-from keras_paragrad.engine.proof.trial import row_count, take_rows
+from keras_paragrad.engine.trials.tolerances import METRIC, TINY
+from keras_paragrad.engine.trials.trial import row_count, take_rows
 
 USE_SUMS = (
     "Let each metric accumulate sums over examples, with add_variable(..., aggregation='sum') and assign_add, or use a "

@@ -15,13 +15,13 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import call_model
-from keras_paragrad.compat.model import added_losses, all_layers, all_metrics, percent
+from keras_paragrad.compat.model import added_losses, all_layers, all_metrics, is_seed, percent
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.losses.weightings import Weighting
-from keras_paragrad.engine.proof.pure_function import PureFunction, State, is_seed, watch_weights
+from keras_paragrad.engine.proof.pure_function import PureFunction, State, watch_weights
 from keras_paragrad.engine.proof.rows import gather_rows, uneven_parts
-from keras_paragrad.engine.proof.tolerances import (
+from keras_paragrad.engine.trials.tolerances import (
     ADDED,
     OUTPUT,
     OUTPUT_OF_PART,
@@ -30,7 +30,7 @@ from keras_paragrad.engine.proof.tolerances import (
     STATE_ROUNDING,
     TINY,
 )
-from keras_paragrad.engine.proof.trial import Inconclusive, few_rows, gradients_match, row_count, take_rows
+from keras_paragrad.engine.trials.trial import Inconclusive, few_rows, gradients_match, row_count, take_rows
 
 
 class PartsOfBatch(NamedTuple):

@@ -11,15 +11,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import all_layers, all_variables
+from keras_paragrad.compat.model import all_layers, all_variables, is_seed
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.compat.workers import local_replica_values
+from keras_paragrad.engine.batches.replica_batch import static_row_count
 from keras_paragrad.engine.losses.terms import loss_weights_of
-from keras_paragrad.engine.proof.trial import MOST_ELEMENTS, Inconclusive, row_count
-from keras_paragrad.engine.replicas.replica_batch import static_row_count
 from keras_paragrad.engine.tracing.effects import assigned_resources, random_generators
 from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 from keras_paragrad.engine.tracing.untouched import untouched
+from keras_paragrad.engine.trials.trial import MOST_ELEMENTS, Inconclusive, row_count
 from keras_paragrad.storage.sharded import sharded_value
 
 # Weights of up to `_SMALL_VARIABLE` elements, all below `_TINY`, are replaced: they would hide the layers below them.
@@ -29,8 +29,6 @@ _TINY = 1e-3
 _log = logging.getLogger("keras_paragrad")
 
 State = list[tf.Tensor]
-# The name that `keras.random.SeedGenerator` gives its state.
-SEED_STATE = "seed_generator_state"
 
 
 class PureFunction:
@@ -172,11 +170,6 @@ class PureFunction:
             return keras.tree.map_structure(
                 lambda value: value.value if isinstance(value, keras.Variable) else value, (results, after)
             )
-
-
-def is_seed(variable: keras.Variable) -> bool:
-    """Whether a variable is the state of a `keras.random.SeedGenerator`."""
-    return variable.name == SEED_STATE
 
 
 class _KnownVariablesScope(keras.StatelessScope):

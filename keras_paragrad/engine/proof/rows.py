@@ -8,9 +8,9 @@ import tensorflow as tf
 
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.compat.workers import local_replica_values
-from keras_paragrad.engine.proof.trial import take_rows
-from keras_paragrad.engine.replicas.replica_batch import rows_of
+from keras_paragrad.engine.batches.replica_batch import rows_of
 from keras_paragrad.engine.step.stages import Stages
+from keras_paragrad.engine.trials.trial import take_rows
 
 # The most batches of a window whose rows are proved together.
 MOST_BATCHES = 8

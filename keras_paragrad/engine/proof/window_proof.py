@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from keras_paragrad.compat.model import percent, train_step_of
 from keras_paragrad.compat.types import Batch, Gradients
-from keras_paragrad.engine.calls.divisible import StepTrial
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.losses.weightings import Weighting
+from keras_paragrad.engine.proof.call_trials import StepTrial
 from keras_paragrad.engine.proof.loss_proof import perturb
 from keras_paragrad.engine.proof.rows import even_parts, gather_rows
-from keras_paragrad.engine.proof.trial import row_count, take_rows, unexplained_error
 from keras_paragrad.engine.step.interception import capturing_applies
+from keras_paragrad.engine.trials.trial import row_count, take_rows, unexplained_error
 
 
 class WindowProof:

@@ -14,20 +14,20 @@ from keras_paragrad.compat.data import without_optionals
 from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
-from keras_paragrad.engine.calls.whole_step import CallDivider
-from keras_paragrad.engine.division.division import DividedLoss
+from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_of
+from keras_paragrad.engine.calls.whole_metrics import update_metrics_of
 from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result, update_metrics
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
 from keras_paragrad.engine.losses.terms import arguments_of, compute_loss
+from keras_paragrad.engine.proof.division import DividedLoss
 from keras_paragrad.engine.proof.evaluation_proof import EvaluationProof
-from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
-from keras_paragrad.engine.replicas.whole_metrics import update_metrics_of
 from keras_paragrad.engine.step.building import build_layers_from_inputs
 from keras_paragrad.engine.step.execution import compile_steps
 from keras_paragrad.engine.step.gradient import call_in_function
 from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.engine.tracing.gradient_functions import releasing
+from keras_paragrad.engine.training.whole_step import CallDivider
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
 
@@ -57,7 +57,7 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
             # Each part is a separate function, in which weights can't be gathered.
             with gather_before_pass(model):
                 sums = take.ordered.evaluate(model, replica_batch, filled, compute)
-            return _results(model, TrackedLosses(model, sums, on_first=True))
+            return _results(model, TrackedLosses(model, sums, same=True))
         evaluate = _compiled_alone(functools.partial(_compute_losses, take=take), take)
         y_pred, sums = evaluate(model, filled)
         sums = sums.zero_unless(replica_batch.nonempty)

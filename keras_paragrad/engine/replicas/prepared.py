@@ -19,10 +19,10 @@ from keras_paragrad.compat.private import PyDatasetAdapter
 from keras_paragrad.compat.state import Slot, replace_methods, restore_methods, warn
 from keras_paragrad.compat.types import Batch, Dataset
 from keras_paragrad.engine.replicas.evaluation import build_predict_function, build_test_function
-from keras_paragrad.engine.step.builder import StepBuilder
 from keras_paragrad.engine.step.building import build_from_data
 from keras_paragrad.engine.step.execution import predict_on_batch
 from keras_paragrad.engine.step.stages import Take
+from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.storage.gathering import gather_at_calls, gather_on_read
 
 _LOSSES = "_losses"

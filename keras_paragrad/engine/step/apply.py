@@ -32,11 +32,11 @@ from keras_paragrad.compat.optimizer import (
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import Gradients, GradientTensor, Scalar
 from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.step.gradient import equal_share
 from keras_paragrad.engine.step.interception import noticing_applies
 from keras_paragrad.storage.row_gradients import scale_gradient, warn_of_lookups
 from keras_paragrad.storage.storage import (
     any_divided,
+    own_shards,
     reduce_divided_gradients,
     reduce_gradients,
     reduce_overwritten,
@@ -58,17 +58,18 @@ class Contribution(NamedTuple):
     decay: Scalar = 1.0
 
     @classmethod
-    def of(cls, normalizer: Normalizer | None) -> "Contribution":
-        """The contribution of a `Gradient` whose loss was divided by a normalizer; if `None`, all count equally."""
-        if normalizer is not None and normalizer.summed and normalizer.of_one_device:
-            # The value is 1 on the first replica, and 0 on the others.
-            return cls(1.0, normalizer.value, decay=0.0)
+    def of(cls, normalizer: Normalizer | None, *, same: bool = False) -> "Contribution":
+        """The contribution of a `Gradient` whose loss was divided by a normalizer; if `None`, all count equally.
+
+        `same` says whether every replica has the gradient of the whole batch, and else each has that of its part.
+        """
+        replicas = 1 if same else replica_count()
         if normalizer is None or normalizer.summed:
             # The replicas' weights sum to 1.
-            return cls(1.0, 1.0 / replica_count(), decay=1.0 if normalizer is None else 0.0)
+            return cls(1.0, 1.0 / replicas, decay=1.0 if normalizer is None else 0.0)
         value = tf.cast(normalizer.value, "float32")
         # The gradient's loss was multiplied by the equal share.
-        return cls(value / equal_share(normalizer), value)
+        return cls(value * replicas, value)
 
 
 def apply_gradient(
@@ -91,7 +92,7 @@ def apply_gradient(
             before they are clipped, as on one device. Otherwise Keras's optimizer all-reduces them, after clipping. An
             accumulating optimizer all-reduces them itself.
         also_reduce: Other tensors to all-reduce in the same collective.
-        reduced: Whether every replica has the sums already, but for weights in shards.
+        reduced: Whether every replica has the sums already.
 
     Returns:
         The sums of `also_reduce`, or `None` if gradients were not all-reduced here.
@@ -122,9 +123,7 @@ def apply_gradient(
         )
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
     own, owners = [gradients[index] for index in present], [variables[index] for index in present]
-    applied, sums = (
-        (reduce_divided_gradients(own, owners), []) if reduced else reduce_gradients(own, owners, also_reduce)
-    )
+    applied, sums = (own_shards(own, owners), []) if reduced else reduce_gradients(own, owners, also_reduce)
     if not reduced:
         warn_of_lookups(optimizer, own, applied, owners)
     by_index = dict(zip(present, applied, strict=True))
@@ -151,18 +150,13 @@ def apply_same(
 
     `contribution` is that of a gradient of the whole batch to an accumulation window.
     """
-    share = 1 / replica_count()
+    counted = None
     if find_accumulator(optimizer):
+        # A window's sums are summed over the replicas. Those of one count: equal shares would be rounded.
+        first = tf.constant(float(replica_index() == 0))
         scale, weight, decay = contribution or Contribution(1.0, 1.0)
-        shared = Contribution(scale * share, weight * share, decay)
-        apply_gradient(optimizer, variables, gradients, shared, whole=True)
-        return
-    # Shards are scattered from a sum over the replicas. Others are summed already.
-    parts = [
-        scale_gradient(each, share) if any_divided([of]) else each
-        for each, of in zip(gradients, variables, strict=True)
-    ]
-    apply_gradient(optimizer, variables, parts, whole=True, reduced=True)
+        counted = Contribution(scale * first, weight * first, decay)
+    apply_gradient(optimizer, variables, gradients, counted, whole=True, reduced=True)
 
 
 def _skips_nonfinite(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> bool:

@@ -12,12 +12,12 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
 from keras_paragrad.compat.optimizer import unwrap_loss_scale
 from keras_paragrad.compat.types import Batch, Gradients, Scalar
+from keras_paragrad.engine.batches.replica_batch import rows_of, static_row_count
 from keras_paragrad.engine.calls.divided import Result, RowSlices
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.sums import LossSums
-from keras_paragrad.engine.replicas.replica_batch import rows_of, static_row_count
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, equal_share, gradient_of
-from keras_paragrad.storage.row_gradients import Lookups, accumulate_gradient, scale_gradients
+from keras_paragrad.storage.row_gradients import Lookups, accumulate_gradient, dense_if_linear, scale_gradients
 
 
 class BatchPart(NamedTuple):
@@ -49,7 +49,8 @@ class BatchPart(NamedTuple):
         assert gradient.sums is not None, "losses of parts are not left to Keras"
         weight = tf.constant(1.0) if alike else tf.cast(gradient.weight.value, "float32")
         factor = None if alike else weight if share is None else weight / share
-        gradients = weigh(model, gradient.gradients, factor)
+        pairs = zip(model.trainable_weights, gradient.gradients, strict=True)
+        gradients = [each if each is None else accumulate_gradient(of, None, each, factor) for of, each in pairs]
         return cls(model, gradients, gradient.weight._replace(value=weight), gradient.sums)
 
     def __add__(self, other: "BatchPart") -> "BatchPart":  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -99,7 +100,10 @@ class BatchPart(NamedTuple):
         """The gradient of the batch, if this part is the sum of all its parts; divided by their weights' sum."""
         variables = self.model.trainable_weights
         divisor = tf.constant(1.0) if self.weight.summed else self.weight.value
-        means: list[Any] = [each.joined() if isinstance(each, Lookups) else each for each in self.gradients]
+        means: list[Any] = [
+            dense_if_linear(self.model.optimizer, each.joined()) if isinstance(each, Lookups) else each
+            for each in self.gradients
+        ]
         if not self.weight.summed:
             means[:] = scale_gradients(means, variables, tf.math.reciprocal_no_nan(divisor))
         gradients = [
@@ -135,15 +139,6 @@ def compute_part(
 def scales_loss(model: keras.Model) -> bool:
     """Whether gradients have a loss scale: a mean over a part is larger than over the batch, and could overflow."""
     return model.optimizer is not None and unwrap_loss_scale(model.optimizer) is not model.optimizer
-
-
-def weigh(model: keras.Model, gradients: Gradients, factor: Scalar | None = None) -> list[Any]:
-    """Casts gradients to the dtypes in which they are summed, and multiplies them by a factor, if any."""
-    pairs = zip(model.trainable_weights, gradients, strict=True)
-    return [
-        None if gradient is None else accumulate_gradient(variable, None, gradient, factor)
-        for variable, gradient in pairs
-    ]
 
 
 def sum_slices(context: StepContext, data: Batch, slices: RowSlices, rows: tf.Tensor | int, **how: Any) -> BatchPart:

@@ -27,11 +27,11 @@ from keras_paragrad.compat.private import FuncGraph, SymbolicScope, compute_outp
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Batch, Specs
-from keras_paragrad.engine.proof.made_up_rows import SIZES, synthetic_rows
-from keras_paragrad.engine.proof.trial import run_trial
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.tracing.announcing import announcing
 from keras_paragrad.engine.tracing.untouched import untouched
+from keras_paragrad.engine.trials.made_up_rows import SIZES, synthetic_rows
+from keras_paragrad.engine.trials.trial import run_trial
 from keras_paragrad.storage.gathering import zeros_in_place_of_shards
 from keras_paragrad.storage.storage import any_divided
 from keras_paragrad.storage.updating import check_optimizer_of_shards, install_storages

@@ -21,7 +21,7 @@ from keras_paragrad.compat.model import begins_epoch
 from keras_paragrad.compat.private import NO_INLINE, reduce_per_replica
 from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
 from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
-from keras_paragrad.engine.replicas.replica_batch import explain_different_rows
+from keras_paragrad.engine.batches.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.seen_batches import SeenBatches
 from keras_paragrad.engine.step.stages import Apply, Take

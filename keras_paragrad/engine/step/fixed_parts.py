@@ -14,14 +14,14 @@ from keras_paragrad.compat.collectives import (
 )
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.compat.workers import first_row, parts_per_replica
+from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, cut_rows_of
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossSums
-from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, cut_rows_of
 from keras_paragrad.engine.step.batch_part import BatchPart
-from keras_paragrad.engine.step.gradient import Gradient, StepContext, forward_backward
-from keras_paragrad.engine.step.part_function import PartFunction, on_first_replica
+from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, forward_backward
+from keras_paragrad.engine.step.part_function import PartFunction
 from keras_paragrad.engine.step.stages import ComputeLosses
 
 _ANY_ROWS = 2**31 - 1
@@ -45,7 +45,7 @@ class FixedParts(NamedTuple):
         by_xla: Whether XLA compiles parts.
         for_replicas: Advice, for the error on replicas that don't get whole parts.
         replicas: The number of replicas among which the parts are divided.
-        sums_replicas: True: the gradient is the whole batch's on the first replica, and zero on the others.
+        sums_replicas: True: every replica has the gradient of the whole batch.
     """
 
     parts: int
@@ -99,16 +99,13 @@ class FixedParts(NamedTuple):
             tf.config.optimizer.set_experimental_options({_NO_REWRITING: options.get(_NO_REWRITING, False)})
 
     def __call__(self, context: StepContext, data: Batch) -> Gradient:
-        """The gradient of the whole batch on the first replica, and zeros on the others.
-
-        A sum over the replicas then moves its bits and changes none.
-        """
+        """The gradient of the whole batch, on every replica."""
         part = PartFunction(context._replace(by_xla=self.by_xla), self.parts, forward_backward)
         total = self._total(part, context.replica_batch, data)
-        return on_first_replica(total)
+        return call_in_function(BatchPart.finish, total, by_xla=False)
 
     def evaluate(self, model: keras.Model, batch: ReplicaBatch, data: Batch, compute: ComputeLosses) -> LossSums:
-        """The losses of the whole batch on the first replica, and zeros on the others; updates the metrics."""
+        """The losses of the whole batch, on every replica; updates the metrics."""
 
         def evaluated(context: StepContext, data: Batch) -> tuple[Gradient, Structure]:
             y_pred, losses = compute(data)
@@ -116,8 +113,7 @@ class FixedParts(NamedTuple):
             return Gradient([None] * len(model.trainable_weights), None, Normalizer(tf.constant(1.0)), losses), y_pred
 
         part = PartFunction(StepContext(model, batch, by_xla=self.by_xla), self.parts, evaluated)
-        losses = self._total(part, batch, data).losses
-        return losses if replica_index() == 0 else losses.zero_unless(tf.constant(False))
+        return self._total(part, batch, data).losses
 
     def _total(self, part: PartFunction, batch: ReplicaBatch, data: Batch) -> BatchPart:
         """The sums over all parts of a batch, on every replica; adds to the states of metrics and layers."""

@@ -19,12 +19,12 @@ from keras_paragrad.compat.private import NO_INLINE
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Batch, Gradients, LossArguments, Scalar, StepLogs, Structure
 from keras_paragrad.compat.wait_clock import WaitClock
+from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_of
+from keras_paragrad.engine.calls.whole_metrics import update_metrics_of
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums
 from keras_paragrad.engine.losses.terms import LossTerm, arguments_of, compute_loss
-from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_of
-from keras_paragrad.engine.replicas.whole_metrics import update_metrics_of
 from keras_paragrad.storage.gathering import watch_gathered
 from keras_paragrad.storage.regathering import regather_in_backward
 from keras_paragrad.storage.row_gradients import scale_gradients
@@ -177,7 +177,7 @@ def equal_share(weight: Normalizer) -> float:
 
     Losses are multiplied by it until their weights are known; without it, gradients in half precision overflow sooner.
     """
-    return 1.0 if weight.summed or weight.of_one_device else 1 / replica_count()
+    return 1.0 if weight.summed else 1 / replica_count()
 
 
 def replica_weight_of(model: keras.Model) -> Scalar | None:

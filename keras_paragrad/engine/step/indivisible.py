@@ -10,8 +10,8 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.types import Batch, Step, StepLogs
+from keras_paragrad.engine.batches.replica_batch import no_examples, rows_of, static_row_count
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.replicas.replica_batch import no_examples, rows_of, static_row_count
 from keras_paragrad.engine.tracing.untouched import trace_rows
 
 # Matches shape-mismatch errors from TensorFlow and Keras, never our own.

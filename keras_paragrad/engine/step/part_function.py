@@ -10,19 +10,17 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_one_replica, cross_replica, replica_index
-from keras_paragrad.compat.model import all_variables, step_metrics
+from keras_paragrad.compat.model import all_variables, is_seed, step_metrics
 from keras_paragrad.compat.optimizer import warn_of_summed_rows
 from keras_paragrad.compat.types import Batch, Structure
+from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_at
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
 from keras_paragrad.engine.losses.terms import arguments_of
-from keras_paragrad.engine.proof.pure_function import is_seed
-from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch, rows_at
 from keras_paragrad.engine.step.batch_part import BatchPart, scales_loss
 from keras_paragrad.engine.step.data_order import DataOrder, checksum_of_part
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, forward_backward, in_function
 from keras_paragrad.engine.tracing.effects import find_hidden_state
-from keras_paragrad.storage.row_gradients import is_overwritten
 from keras_paragrad.storage.updating import clips_norms_of_shards
 
 # The distance between the seeds of two parts: the golden ratio times 2**32, so that parts draw different numbers.
@@ -173,28 +171,6 @@ class PartFunction:
 
 def _add_pair(pair: Sequence[BatchPart]) -> BatchPart:
     return pair[0] + pair[1]
-
-
-def on_first_replica(total: BatchPart) -> Gradient:
-    """The gradient of the batch on the first replica, and zeros on the others: their sum keeps its bits."""
-
-    def finish(total: BatchPart) -> Gradient:
-        gradient = total.finish()
-        dense: list[Any] = list(gradient.gradients)
-        # Adding zero turns -0.0 into 0.0, as a sum over replicas does.
-        return gradient._replace(gradients=[None if leaf is None else leaf + 0.0 for leaf in dense])
-
-    gradient = in_function(finish, by_xla=False)(total)
-    assert gradient.weight is not None and gradient.sums is not None, "a sum of parts has both"
-    weight = gradient.weight._replace(of_one_device=True)
-    if replica_index() == 0:
-        return gradient._replace(weight=weight)
-    gradients = [
-        value if value is None or is_overwritten(variable) else tf.zeros_like(value)
-        for variable, value in zip(total.model.trainable_weights, gradient.gradients, strict=True)
-    ]
-    weight = weight._replace(value=tf.zeros_like(weight.value))
-    return Gradient(gradients, None, weight, gradient.sums.zero_unless(tf.constant(False)))
 
 
 class RecordingScope(keras.StatelessScope):

@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.types import Batch, Step
+from keras_paragrad.engine.batches.replica_batch import ReplicaBatch
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.sums import LossSums
-from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.gradient import Gradient, Present, StepContext, is_slower_in_xla_loop
 from keras_paragrad.engine.telemetry.watch import Observe, Telemetry
 
@@ -142,7 +142,7 @@ class OrderedSplit(Protocol):
 
     @property
     def sums_replicas(self) -> bool:
-        """True: the gradient, losses and weight are the whole batch's on the first replica, and zero on the others."""
+        """True: gradient, losses and weight are the whole batch's, on every replica."""
         ...
 
     def running(self) -> contextlib.AbstractContextManager[None]:

@@ -22,14 +22,14 @@ from keras_paragrad.compat.collectives import (
 )
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs, Structure
+from keras_paragrad.engine.batches.batch_statistics import counting_examples
+from keras_paragrad.engine.batches.replica_batch import ReplicaBatch
 from keras_paragrad.engine.calls.divided import Result, RowSlices, divided
-from keras_paragrad.engine.calls.divisible import untried_layers
 from keras_paragrad.engine.calls.intercept import intercepting, not_intercepting
 from keras_paragrad.engine.calls.layer_call import LayerCall
 from keras_paragrad.engine.calls.replicas import Share, gather_batch, metrics_of_one_device
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.replicas.batch_statistics import counting_examples
-from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
+from keras_paragrad.engine.proof.call_trials import untried_layers
 from keras_paragrad.engine.step.apply import apply_same
 from keras_paragrad.engine.step.building import build_for
 from keras_paragrad.engine.step.gradient import in_function

@@ -7,10 +7,10 @@ import keras
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.types import LossArguments
+from keras_paragrad.engine.batches.replica_batch import ReplicaBatch
 from keras_paragrad.engine.calls.replicas import gather_batch, metrics_of_one_device
+from keras_paragrad.engine.losses.known_classes import metrics_are_known
 from keras_paragrad.engine.losses.logs import overrides_compute_metrics, update_metrics
-from keras_paragrad.engine.proof.known_classes import metrics_are_known
-from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 
 
 def update_metrics_of(model: keras.Model, batch: LossArguments, replica_batch: ReplicaBatch) -> None:

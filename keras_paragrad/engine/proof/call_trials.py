@@ -13,21 +13,21 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import WeightScope, has_gradient
-from keras_paragrad.compat.model import all_layers, all_variables
+from keras_paragrad.compat.model import all_layers, all_variables, is_seed
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.compat.workers import gather, worker_strategy
+from keras_paragrad.engine.batches.replica_batch import rows_at
 from keras_paragrad.engine.calls.divided import Result
 from keras_paragrad.engine.calls.intercept import intercepting, not_intercepting
 from keras_paragrad.engine.calls.layer_call import LayerCall
-from keras_paragrad.engine.proof.known_classes import computes_rows_independently
+from keras_paragrad.engine.losses.known_classes import computes_rows_independently
 from keras_paragrad.engine.proof.model_proof import aggregate
-from keras_paragrad.engine.proof.pure_function import PureFunction, State, is_seed, value_of
+from keras_paragrad.engine.proof.pure_function import PureFunction, State, value_of
 from keras_paragrad.engine.proof.rows import uneven_parts
-from keras_paragrad.engine.proof.tolerances import OUTPUT, OUTPUT_OF_PART, STATE_ROUNDING, Tolerance
-from keras_paragrad.engine.proof.trial import few_rows, row_count, run_trial
-from keras_paragrad.engine.replicas.replica_batch import rows_at
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.tracing.random_rows import random_numbers_of_part
+from keras_paragrad.engine.trials.tolerances import OUTPUT, OUTPUT_OF_PART, STATE_ROUNDING, Tolerance
+from keras_paragrad.engine.trials.trial import few_rows, row_count, run_trial
 
 # The most layers that are entered, each in a trial of its own.
 _LAYERS = 50

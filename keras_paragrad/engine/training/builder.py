@@ -21,11 +21,11 @@ from keras_paragrad.compat.data import EpochIterator
 from keras_paragrad.compat.model import Trainable, begins_epoch, fit_frame, overrides_train_step, traced_as
 from keras_paragrad.compat.optimizer import build_optimizer, innermost_optimizer
 from keras_paragrad.compat.types import Batch, Specs, Step, StepLogs, TrainFunction
-from keras_paragrad.engine.division.division import Divisions
+from keras_paragrad.engine.batches.batch_statistics import counting_examples
+from keras_paragrad.engine.batches.replica_batch import ReplicaBatch
 from keras_paragrad.engine.losses.sums import LossWindow
+from keras_paragrad.engine.proof.division import Divisions
 from keras_paragrad.engine.proof.first_batch import FirstBatchProof
-from keras_paragrad.engine.replicas.batch_statistics import counting_examples
-from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
 from keras_paragrad.engine.step.building import (
     build_from_data,
     build_losses,
@@ -40,7 +40,6 @@ from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
 from keras_paragrad.engine.step.interception import install_transform, noticing_applies
 from keras_paragrad.engine.step.seen_batches import SeenBatches
 from keras_paragrad.engine.step.stages import Stages, save_states
-from keras_paragrad.engine.step.train_step import TrainStep
 from keras_paragrad.engine.telemetry.train_functions import LATEST, compiled_functions
 from keras_paragrad.engine.telemetry.watch import (
     Telemetry,
@@ -51,6 +50,7 @@ from keras_paragrad.engine.telemetry.watch import (
     watching_updates,
 )
 from keras_paragrad.engine.tracing.announcing import announcing_part
+from keras_paragrad.engine.training.train_step import TrainStep
 from keras_paragrad.storage.model_variables import STEP_BUILDER
 from keras_paragrad.storage.regathering import forget_gathers
 from keras_paragrad.storage.storage import any_divided

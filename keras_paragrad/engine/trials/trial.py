@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.types import Array, Structure
-from keras_paragrad.engine.proof.tolerances import GRADIENT, OF_ALL, OF_WEIGHT, TIMES_NOISE
+from keras_paragrad.engine.trials.tolerances import GRADIENT, OF_ALL, OF_WEIGHT, TIMES_NOISE
 
 # The most elements of a made-up tensor, or of a weight whose gradient is compared.
 MOST_ELEMENTS = 2**25

@@ -15,14 +15,13 @@ import tensorflow as tf
 
 from keras_paragrad.compat.global_state import get_global_attribute, set_global_attribute
 from keras_paragrad.compat.layers import WeightScope, assign_now, outermost_layer
-from keras_paragrad.compat.model import step_metrics
+from keras_paragrad.compat.model import is_seed, step_metrics
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Batch, Gradients, Step, StepLogs
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.losses.weightings import weighting_of
-from keras_paragrad.engine.proof.pure_function import is_seed
 from keras_paragrad.engine.step.apply import Contribution, apply_same
 
 _INSTEAD = (

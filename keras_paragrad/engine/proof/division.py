@@ -22,17 +22,17 @@ from keras_paragrad.compat.model import all_layers, all_variables, check_no_row_
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, LossArguments, Specs
-from keras_paragrad.engine.division.dividers import INSTEAD_OF_WINDOWS
+from keras_paragrad.engine.batches.replica_batch import static_row_count
+from keras_paragrad.engine.losses.dividers import INSTEAD_OF_WINDOWS
+from keras_paragrad.engine.losses.known_classes import is_keras_own
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
 from keras_paragrad.engine.losses.terms import MEANS, LossTerm, compute_loss
-from keras_paragrad.engine.proof.known_classes import is_keras_own
-from keras_paragrad.engine.proof.trial import without_replicas
-from keras_paragrad.engine.replicas.replica_batch import static_row_count
 from keras_paragrad.engine.step.building import build_by_calling, build_layers_by_step, build_losses
 from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.tracing.untouched import never_run, trace_rows, untouched
+from keras_paragrad.engine.trials.trial import without_replicas
 from keras_paragrad.storage.gathering import zeros_in_place_of_shards
 
 Result = TypeVar("Result")

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
-from keras_paragrad.engine.proof.trial import is_trial
+from keras_paragrad.engine.trials.trial import is_trial
 
 
 class _Rows(NamedTuple):

@@ -8,23 +8,21 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.collectives import replica_count, replica_index, sum_over_replicas
+from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import all_layers, train_step_of
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
+from keras_paragrad.engine.batches.replica_batch import ReplicaBatch
 from keras_paragrad.engine.calls.divided import RowSlices
-from keras_paragrad.engine.calls.whole_step import CallDivider
-from keras_paragrad.engine.calls.window_step import WindowStep
-from keras_paragrad.engine.division.division import Division, Divisions
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result
 from keras_paragrad.engine.losses.loss_normalization import scale_by_replicas, warn_of_uniform
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
 from keras_paragrad.engine.losses.terms import compute_loss
-from keras_paragrad.engine.replicas.replica_batch import ReplicaBatch
-from keras_paragrad.engine.step.apply import Contribution, apply_gradient
+from keras_paragrad.engine.proof.division import Division, Divisions
+from keras_paragrad.engine.step.apply import Contribution, apply_gradient, apply_same
 from keras_paragrad.engine.step.building import build_optimizers_outside_of_graphs
 from keras_paragrad.engine.step.gradient import (
     Gradient,
@@ -39,6 +37,8 @@ from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.interception import capturing_applies, noticing_applies
 from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.telemetry.watch import observe_before_all_reduce
+from keras_paragrad.engine.training.whole_step import CallDivider
+from keras_paragrad.engine.training.window_step import WindowStep
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
 
@@ -132,14 +132,14 @@ class TrainStep(NamedTuple):
         contribution = self._contribution(gradient.weight, replica_weight)
         # Observe, transform and apply, within the optimizer: see `install_transform`.
         with self._accumulating():
-            sums = apply_gradient(
-                self.model.optimizer,
-                self.model.trainable_weights,
-                gradient.gradients,
-                contribution,
-                whole=whole,
-                also_reduce=shared.parts if shared else (),
-            )
+            sums, optimizer, weights = None, self.model.optimizer, self.model.trainable_weights
+            if self.stages.sums_replicas:
+                apply_same(optimizer, gradient.gradients, weights, contribution)
+            else:
+                also = shared.parts if shared else ()
+                sums = apply_gradient(
+                    optimizer, weights, gradient.gradients, contribution, whole=whole, also_reduce=also
+                )
         # Log.
         if shared is None:
             return gradient.show() if gradient.show else metrics_result(self.model)
@@ -152,8 +152,8 @@ class TrainStep(NamedTuple):
     def _track_losses(self, gradient: Gradient, replica_batch: ReplicaBatch) -> TrackedLosses | None:
         """The losses to log, or `None` where Keras tracks them."""
         if gradient.sums is not None:
-            on_first = self.stages.sums_replicas
-            return TrackedLosses(self.model, gradient.sums, self.window, ends=self.update, on_first=on_first)
+            same = self.stages.sums_replicas
+            return TrackedLosses(self.model, gradient.sums, self.window, ends=self.update, same=same)
         if gradient.show is None and (loss := gradient.loss) is not None:
             replica_batch.run(lambda: track_loss(self.model, loss, replica_batch.rows))
         return None
@@ -163,11 +163,7 @@ class TrainStep(NamedTuple):
         if weight is None or self._accumulator is None:
             return None
         if self._accumulator.weighting != "uniform":
-            return Contribution.of(weight)
-        if weight.of_one_device:
-            # The first replica has the whole batch's gradient, and the others have zeros.
-            first = tf.constant(float(replica_index() == 0))
-            return Contribution(first, first)
+            return Contribution.of(weight, same=self.stages.sums_replicas)
         if replica_weight is None or weight.summed:
             return None
         # Micro-batches are weighted uniformly; this replica has a part of one.

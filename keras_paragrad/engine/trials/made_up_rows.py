@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.engine.proof.trial import MOST_ELEMENTS, Inconclusive
+from keras_paragrad.engine.trials.trial import MOST_ELEMENTS, Inconclusive
 
 # The sizes to try for axes of unknown size: a short sequence, then an image that can be halved often.
 SIZES = (8, 64)

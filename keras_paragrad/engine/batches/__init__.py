@@ -1,0 +1,1 @@
+"""The replicas' shares of a batch, which may be empty."""

@@ -1,1 +1,0 @@
-"""How a batch is divided: parts of the loss, or parts of the calls of layers."""

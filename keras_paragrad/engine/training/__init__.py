@@ -1,0 +1,1 @@
+"""The train function: Keras's step or the model's own, in its stages."""
