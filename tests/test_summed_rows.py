@@ -1,11 +1,13 @@
 """Rows that a batch looks up twice: steps are Keras's own, or a warning says that they differ."""
 
+import contextlib
 import functools
 import warnings
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import keras_paragrad as kp
 from keras_paragrad import DistributedFit, Pipeline
@@ -22,6 +24,8 @@ class WordsAndPlaces(keras.layers.Layer):
     def __init__(self):
         super().__init__()
         self.words, self.places = keras.layers.Embedding(5, 3), keras.layers.Embedding(4, 3)
+        # The size of the last slice of those of three rows: what is a constant for all may look like one for each.
+        self.numbers = np.arange(4)[None]
 
     def build(self, shape):
         self.words.build()
@@ -29,7 +33,7 @@ class WordsAndPlaces(keras.layers.Layer):
 
     def call(self, words):
         places = keras.ops.arange(4)
-        return self.words(words) + self.words(places) + self.places(places)
+        return self.words(words) + self.words(places) + self.places(places) + self.places(self.numbers)
 
 
 def build(optimizer, make=lambda layers: keras.Sequential(layers), table=None, **options):
@@ -131,19 +135,61 @@ def clipping():
     return keras.optimizers.Adam(0.01, clipnorm=0.05)
 
 
-def with_places(change=lambda model: None, **options):
-    model = build(clipping(), table=WordsAndPlaces, **options)
+def with_places(change=lambda model: None, table=WordsAndPlaces, **options):
+    """Trains on batches of static size."""
+    model = build(clipping(), table=table, **options)
     change(model)
-    train(model.fit)
+    model.fit(tf.data.Dataset.from_tensor_slices((X, Y)).batch(8, True), epochs=2, shuffle=False, verbose=0)
     return model.get_weights()
 
 
-@pytest.mark.parametrize("size", [4, 3])
+# Eight rows of static size in slices of seven: the last one has one row, as the numbers of the places have.
+@pytest.mark.parametrize("size", [4, 7])
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_slices_look_places_up_once(size, jit):
     found = with_places(lambda model: kp.microbatch(model, size), jit_compile=jit)
     for one, other in zip(found, with_places(jit_compile=jit), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+class Counted(WordsAndPlaces):
+    """Places are counted by what only the shape of the words says, or by the first example."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def call(self, words):
+        return self.words(words) + self.places(self.count(words))
+
+
+@pytest.mark.parametrize(
+    ("count", "says"),
+    [
+        (lambda words: tf.range(tf.unstack(tf.shape(words))[1]), None),
+        (lambda words: tf.cumsum(tf.ones_like(words[:1]), 1) - 1, "Whether .* is looked up once for all examples"),
+    ],
+)
+def test_places_that_shapes_count(count, says):
+    with pytest.warns(UserWarning, match=says) if says else contextlib.nullcontext():
+        sliced = build(clipping(), table=lambda: Counted(count))
+        kp.microbatch(sliced, 3)
+        train(sliced.fit, 6)
+    if not says:
+        whole = build(clipping(), table=lambda: Counted(count))
+        train(whole.fit, 6)
+        for one, other in zip(sliced.get_weights(), whole.get_weights(), strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+def test_eager_slices_of_sparse_rows_are_refused():
+    inputs = keras.Input((5,), sparse=True)
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("adam", "mse", run_eagerly=True)
+    kp.microbatch(model, 2)
+    rows = tf.data.Dataset.from_tensors((tf.sparse.from_dense(np.eye(5, dtype="float32")), np.ones((5, 1))))
+    with pytest.raises(ValueError, match="run_eagerly=True hides whether a part of a batch has summed"):
+        model.fit(rows, shuffle=False, verbose=0)
 
 
 def test_eager_slices_say_that_places_may_be_looked_up_once():

@@ -17,6 +17,7 @@ _CALLS = {"PartitionedCall", "StatefulPartitionedCall"}
 # Operations by which row numbers may be repeated for each example of a batch of static size.
 _REPEATING = {"BroadcastTo", "Fill", "Tile"}
 _READING = {"ReadVariableOp", "ResourceGather", "ResourceGatherNd"}
+_ALIKE = {"OnesLike", "Shape", "ZerosLike"}
 _OTHERS = {"ConcatV2", "Const", "GatherV2", "Pack", "ReadVariableOp"}
 # By graph, whether row numbers depend on rows of a batch, by the names of the tensors: what loops over parts hide.
 _RECORDED: weakref.WeakKeyDictionary[tf.Graph, dict[str, bool]] = weakref.WeakKeyDictionary()
@@ -96,6 +97,11 @@ class Lookup(NamedTuple):
         arguments = (calls[-1].graph if calls else numbers.graph).inputs
         sizes = {tensor.shape[0] for tensor in arguments if _is_data(_Place(tensor)) and tensor.shape.rank}
         sizes = {*sizes, rows} - {None}
+        alike = [place.tensor for place in sources if _is_alike(place)]
+        if alike:
+            # One row may stand for all examples, or be that of a part of one example.
+            rows_of = [tensor.shape[0] for tensor in alike if tensor.op.type != "Shape"]
+            return False if any(each in sizes - {1} for each in rows_of) else None
         shape = (numbers.op.inputs[0] if numbers.op.type == "Reshape" else numbers).shape
         if not sizes or not shape.rank or shape[0] not in {None, *sizes}:
             return True
@@ -160,12 +166,26 @@ def _sources(place: _Place) -> Iterator[_Place]:
         source = current.source()
         if source is not None:
             pending.append(source)
-        elif not _is_size_of_example(current.tensor.op):
+        elif not _is_size_of_example(current.tensor) and not _is_alike(current):
             pending += [current._replace(tensor=tensor) for tensor in current.tensor.op.inputs]
 
 
-def _is_size_of_example(operation: tf.Operation) -> bool:
-    """Whether an operation reads the sizes of a tensor's axes, without the first, that of the batch."""
+def _is_alike(place: _Place) -> bool:
+    """Whether a tensor is read off the shape of some rows, or of a static number of them, and so not off data."""
+    operation = place.tensor.op if tf.is_symbolic_tensor(place.tensor) else None
+    if operation is None or operation.type not in _ALIKE:
+        return False
+    of = operation.inputs[0].op
+    if of.type == "StridedSlice" and not of.get_attr("begin_mask") & of.get_attr("end_mask") & 1:
+        return True
+    return operation.type != "Shape" and bool(place.tensor.shape.rank) and place.tensor.shape[0] is not None
+
+
+def _is_size_of_example(tensor: tf.Tensor) -> bool:
+    """Whether a tensor has the sizes of another's axes, without the first, that of the batch."""
+    operation = tensor.op
+    if operation.type == "Unpack":
+        return operation.inputs[0].op.type == "Shape" and tensor.value_index > 0
     if operation.type != "StridedSlice" or operation.inputs[0].op.type != "Shape":
         return False
     begin: Any = tf.get_static_value(operation.inputs[1])

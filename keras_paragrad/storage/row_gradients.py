@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
@@ -58,11 +59,13 @@ class Lookups(NamedTuple):
         own: Lookups of rows that examples name; those of all parts are concatenated.
         shared: Lookups of the same rows for all examples, such as positions; the values of all parts are added.
         table: The variable.
+        kinds: For each lookup of a part, whether it is shared.
     """
 
     own: tf.IndexedSlices | None
     shared: tf.IndexedSlices | None
     table: keras.Variable
+    kinds: tuple[bool, ...]
 
     @classmethod
     def of(cls, gradient: Any, table: keras.Variable, optimizer: Any, rows: int | None, before: Any = None) -> Any:
@@ -71,35 +74,37 @@ class Lookups(NamedTuple):
         Args:
             gradient, table, optimizer: The gradient, its variable, and the optimizer that gets it.
             rows: The part's static number of examples.
-            before: The same of another part, or `None`.
+            before: The same of another part, whose lookups are of the same kinds, or `None`.
         """
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
         lookups = lookups_of(gradient.indices)
         if any(lookup.has_unique_rows() for lookup in lookups):
             return tf.convert_to_tensor(gradient)
-        kinds = [lookup.is_for_all_examples(rows) for lookup in lookups]
-        # Eager mode shows no sources. Parts that have looked up the same rows may be those of positions.
-        own: Any = before.own if isinstance(before, Lookups) and tf.executing_eagerly() else None
-        if own is not None and gradient.indices.shape == own.indices.shape:
-            kinds += [None] * bool(tf.reduce_all(gradient.indices == own.indices))
-        if None in kinds or (any(kinds) and not can_split(lookups)):
-            _warn_undecided(optimizer, [table])
-        if not any(kinds) or not can_split(lookups):
-            return cls(gradient, None, table)
-        pieces = list(zip(map(bool, kinds), gradients_of_lookups(gradient, lookups), strict=True))
+        if isinstance(before, Lookups):
+            kinds = before.kinds
+            if tf.executing_eagerly() and _are_alike(before.own, gradient):
+                _warn_undecided(optimizer, [table])
+        else:
+            found = [lookup.is_for_all_examples(rows) for lookup in lookups]
+            if None in found or (any(found) and not can_split(lookups)):
+                _warn_undecided(optimizer, [table])
+            kinds = tuple(map(bool, found)) if can_split(lookups) else ()
+        if not any(kinds):
+            return cls(gradient, None, table, kinds)
+        pieces = list(zip(kinds, gradients_of_lookups(gradient, lookups), strict=True))
         own, shared = ([piece for kind, piece in pieces if kind is of] for of in (False, True))
-        return cls(join_lookups(own) if own else None, join_lookups(shared), table)
+        return cls(join_lookups(own) if own else None, join_lookups(shared), table, kinds)
 
     def __add__(self, other: Any) -> Any:
         """Adds another part's."""
-        own, shared, table = self
+        own, shared, *_ = self
         if own is not None:
             own = join_lookups([own, other.own])
         if shared is not None:
             # A loop begins with zeros, without row numbers.
             shared = tf.IndexedSlices(shared.values + other.shared.values, other.shared.indices, shared.dense_shape)
-        return Lookups(own, shared, table)
+        return self._replace(own=own, shared=shared)
 
     @property
     def rows(self) -> list[tf.Tensor]:
@@ -115,7 +120,7 @@ class Lookups(NamedTuple):
         """The same with the next tensors in place of `rows` and `sums`."""
         shape = tf.constant(list(self.table.shape))
         own = self.own and tf.IndexedSlices(next(rows), next(rows), shape)
-        return Lookups(own, self.shared and tf.IndexedSlices(next(sums), next(sums), shape), self.table)
+        return self._replace(own=own, shared=self.shared and tf.IndexedSlices(next(sums), next(sums), shape))
 
     def joined(self) -> tf.IndexedSlices:
         """The gradient of a batch, if these are of all its parts."""
@@ -123,6 +128,13 @@ class Lookups(NamedTuple):
         for group in groups:
             record_lookup(group.indices, group is self.own)
         return join_lookups(groups)
+
+
+def _are_alike(one: Any, other: tf.IndexedSlices) -> bool:
+    """Whether two parts may have looked up rows once for all examples, or unique ones: eager mode shows no sources."""
+    rows, others = (np.asarray(each.indices) for each in (one, other))
+    unique = len(set(others)) == len(others) and not set(rows).isdisjoint(others)
+    return unique or np.array_equal(rows, others)
 
 
 def dense_if_linear(optimizer: keras.optimizers.Optimizer, gradient: Any) -> Any:

@@ -258,14 +258,6 @@ def _replace_by_sums(
     return results
 
 
-def own_shards(gradients: Gradients, variables: Sequence[keras.Variable]) -> list[GradientTensor | None]:
-    """Gradients that every replica has, as `reduce_gradients` returns them: of divided variables, its parts."""
-    return [
-        storage_of(variable).scatter(gradient) if isinstance(gradient, tf.Tensor) else gradient
-        for gradient, variable in zip(gradients, variables, strict=True)
-    ]
-
-
 def gather_gradients(gradients: Gradients, variables: Sequence[keras.Variable]) -> list[Any]:
     """The whole gradients from reduced ones; called on every replica."""
     return [
@@ -274,9 +266,9 @@ def gather_gradients(gradients: Gradients, variables: Sequence[keras.Variable]) 
     ]
 
 
-def scatter_gradients(gradients: Sequence[tf.Tensor | None], variables: Sequence[keras.Variable]) -> list[Any]:
-    """This replica's parts of whole gradients, to update with."""
+def scatter_gradients(gradients: Gradients, variables: Sequence[keras.Variable]) -> list[Any]:
+    """Whole gradients, which every replica has, as if they were reduced: this replica's parts, and all lookups."""
     return [
-        None if gradient is None else storage_of(variable).scatter(gradient)
+        storage_of(variable).scatter(gradient) if isinstance(gradient, tf.Tensor) else gradient
         for gradient, variable in zip(gradients, variables, strict=True)
     ]

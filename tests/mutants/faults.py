@@ -935,7 +935,7 @@ _SHARDING = [
     _fault(
         "positions are looked up by each slice",
         "storage/row_gradients.py",
-        "zip(map(bool, kinds), gradients_of_lookups",
+        "zip(kinds, gradients_of_lookups",
         "zip([False for _ in kinds], gradients_of_lookups",
         "test_summed_rows.py::test_slices_look_places_up_once",
     ),

@@ -265,7 +265,7 @@ class MicroBatches(NamedTuple):
                 else:
                     micro_batch = rows_at(data, first, tf.maximum(last - first, 1))
                     options: dict[str, Any] = {"replica_batch": _PossiblyEmpty(last - first, last > first)}
-                part = compute_part(context, micro_batch, rows, **options)
+                part = compute_part(context, micro_batch, rows, before=totals[0] if totals else None, **options)
                 if index < self.width:
                     totals.append(part)
                 else:

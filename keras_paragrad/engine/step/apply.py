@@ -36,10 +36,10 @@ from keras_paragrad.engine.step.interception import noticing_applies
 from keras_paragrad.storage.row_gradients import scale_gradient, warn_of_lookups
 from keras_paragrad.storage.storage import (
     any_divided,
-    own_shards,
     reduce_divided_gradients,
     reduce_gradients,
     reduce_overwritten,
+    scatter_gradients,
 )
 from keras_paragrad.storage.updating import refresh, squared_norms, updating
 
@@ -123,7 +123,7 @@ def apply_gradient(
         )
     present = [index for index, gradient in enumerate(gradients) if gradient is not None]
     own, owners = [gradients[index] for index in present], [variables[index] for index in present]
-    applied, sums = (own_shards(own, owners), []) if reduced else reduce_gradients(own, owners, also_reduce)
+    applied, sums = (scatter_gradients(own, owners), []) if reduced else reduce_gradients(own, owners, also_reduce)
     if not reduced:
         warn_of_lookups(optimizer, own, applied, owners)
     by_index = dict(zip(present, applied, strict=True))

@@ -115,7 +115,7 @@ class TrainStep(NamedTuple):
         context = StepContext(self.model, replica_batch, weigh_replica=weigh)
         # Split, gradient, combine.
         gradient = self._gradient(context, replica_batch.filled(data))
-        if weigh and tf.executing_eagerly():
+        if (weigh or self.division.cut) and tf.executing_eagerly():
             _check_rows(self.model, data, gradient.gradients)
         losses = self._track_losses(gradient, replica_batch)
         # Whether gradients are all-reduced before the optimizer gets them.
@@ -238,11 +238,12 @@ def _note(called: dict[int, keras.optimizers.Optimizer], optimizer: keras.optimi
 
 
 def _check_rows(model: keras.Model, data: Batch, gradients: Gradients) -> None:
-    """Refuses sparse gradients in eager mode: only a graph shows whether a replica has summed the rows."""
+    """Refuses sparse gradients in eager mode: only a graph shows whether a part of a batch has summed the rows."""
     sparse = any(isinstance(leaf, tf.SparseTensor) for leaf in keras.tree.flatten(data))
     sparse = sparse or any(getattr(layer, "sparse", False) for layer in all_layers(model))
     if sparse and any(isinstance(gradient, tf.IndexedSlices) for gradient in gradients):
         raise ValueError(
-            f"{model.name} has sparse inputs, and run_eagerly=True hides whether a replica has summed the gradients of "
-            "a row. Write model.compile(..., run_eagerly=False), or run eagerly on one device: DistributedFit('none')."
+            f"{model.name} has sparse inputs, and run_eagerly=True hides whether a part of a batch has summed the "
+            "gradients of a row. Write model.compile(..., run_eagerly=False), or run eagerly on one device, "
+            "DistributedFit('none'), and without microbatch."
         )
