@@ -19,8 +19,11 @@ from keras_paragrad import (
 from keras_paragrad.engine.step.stages import Stages
 from keras_paragrad.engine.training.builder import StepBuilder
 
-# Keras says so of the weight without a gradient.
-pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning")
+# Keras says so of the weight without a gradient, and windows and transforms get the sum of an embedding's lookups.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Gradients do not exist for variables:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*the gradients of all lookups of a row are summed:UserWarning"),
+]
 
 wanted = functools.cache(transforms.by_hand)
 BEFORE_FIT = {
