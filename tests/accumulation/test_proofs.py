@@ -368,11 +368,13 @@ def test_metrics_in_slices_are_those_of_whole_batches(name):
 
 
 @pytest.mark.parametrize(("name", "shown"), [("average", "running"), ("function", "lambda")])
-def test_metrics_that_differ_are_warned_of_in_windows_and_refused_in_fixed_parts(name, shown):
+def test_metrics_that_differ_are_warned_of_in_windows(name, shown):
     with pytest.warns(UserWarning, match=f"{shown} is .* on 3 parts of the first batch, and .* on it"):
         in_windows(metric_model(name))
-    with pytest.raises(ValueError, match=f"{shown} is .* on 5 parts of the first batch, and .* on it"):
-        in_slices(metric_model(name), deterministic=5)
+
+
+def test_metrics_in_fixed_parts_are_those_of_whole_batches():
+    check(functools.partial(in_slices, deterministic=5), metric_model(*METRICS))
 
 
 def test_metrics_of_rows_are_divided(caplog):

@@ -1,5 +1,6 @@
 """`deterministic=`: the same bits on one device, in slices, on any number of replicas and workers, and when resumed."""
 
+import contextlib
 import functools
 import hashlib
 
@@ -378,15 +379,24 @@ def test_refused_models(name):
         dist.fit(model, x, x[:, :1], verbose=0)
 
 
-@pytest.mark.parametrize("method", ["fit", "evaluate"])
-def test_refused_metrics(method):
-    dist, x = world(1), np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
-    with dist.scope():
-        model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
-        model.compile("sgd", "mse", metrics=[furthest])
-    dist.prepare(model)
-    with pytest.raises(ValueError, match=r"furthest.* leave deterministic"):
-        getattr(model, method)(x, x[:, :1], verbose=0)
+@pytest.mark.slow(30)
+def test_metrics_of_ones_own_get_whole_batches():
+    x = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
+
+    def shown(dist=None):
+        keras.utils.set_random_seed(0)
+        with dist.scope() if dist else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=[furthest, "mae"])
+        if dist:
+            dist.prepare(model)
+        how = {"batch_size": 7, "verbose": 0}
+        history = model.fit(x, x[:, :1], epochs=2, shuffle=False, **how).history
+        return [*np.ravel(list(history.values())), *model.evaluate(x, x[:, :1], **how)]
+
+    one, two = shown(world(1)), shown(world(2))
+    assert one == two
+    np.testing.assert_allclose(one, shown(), rtol=1e-5)
 
 
 @pytest.mark.slow(30)

@@ -1413,7 +1413,7 @@ _PROOF = [
         "engine/trials/tolerances.py",
         "METRIC = Tolerance(1e-3, 3e-2)",
         "METRIC = Tolerance(1e3, 3e-2)",
-        f"{_PROOFS}::test_metrics_that_differ_are_warned_of_in_windows_and_refused_in_fixed_parts",
+        f"{_PROOFS}::test_metrics_that_differ_are_warned_of_in_windows",
     ),
     _fault(
         "states after parts are taken to be the whole's",

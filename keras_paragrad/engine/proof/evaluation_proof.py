@@ -1,6 +1,5 @@
 """Proves, on the first batch evaluated on replicas, that its parts give the loss and metrics of the whole."""
 
-import functools
 from collections.abc import Mapping
 
 import keras
@@ -9,19 +8,15 @@ from keras_paragrad.compat.model import overrides_test_step
 from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.compat.workers import gather, worker_strategy
-from keras_paragrad.engine.losses.known_classes import metrics_are_known
-from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.weightings import weighting_of
 from keras_paragrad.engine.proof import questions
 from keras_paragrad.engine.proof.call_trials import CallTrials
 from keras_paragrad.engine.proof.first_batch import ELSEWHERE
 from keras_paragrad.engine.proof.model_proof import PartsOfBatch
-from keras_paragrad.engine.proof.questions import Answer, Question
+from keras_paragrad.engine.proof.questions import Answer
 from keras_paragrad.engine.proof.rows import local_rows, part_size
 from keras_paragrad.engine.step.building import losses_built
-from keras_paragrad.engine.step.execution import Conclusion
 from keras_paragrad.engine.step.stages import Stages, Take
-from keras_paragrad.engine.trials.trial import row_count
 
 
 class EvaluationProof:
@@ -43,11 +38,10 @@ class EvaluationProof:
     def pending(self) -> bool:
         """Whether the first batch is still to come."""
         if self._proves and losses_built(self.model) and questions.are_needless(self.model, self._normalize):
-            in_parts = self._take.ordered is not None and not metrics_are_known(self.model)
-            self._proves = overrides_test_step(self.model) or in_parts
+            self._proves = overrides_test_step(self.model)
         return self._proves
 
-    def __call__(self, batch: Batch, update: bool) -> Conclusion | None:
+    def __call__(self, batch: Batch, update: bool) -> None:
         """Takes the first batch before its step is traced. Ignores `update`."""
         self._proves = False
         model, normalize, rows = self.model, self._normalize, local_rows(batch)
@@ -71,14 +65,3 @@ class EvaluationProof:
             warn_once(model, questions.as_stated(answer.difference, normalize))
         elif answer.unproved:
             warn_once(model, answer.unproved)
-        if not self._take.ordered or rows is None or metrics_are_known(model):
-            return None
-        size = -(-row_count(rows) // self._take.ordered.parts)
-        metrics = questions.of_metrics(model, rows, size, normalize, summed=True, training=False)
-        return functools.partial(_check, metrics)
-
-
-def _check(question: Question) -> None:
-    """Refuses a difference."""
-    if difference := questions.ask([question]).difference:
-        raise IndivisibleError(f"{difference}. {question.advice}")

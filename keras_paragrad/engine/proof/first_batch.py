@@ -132,9 +132,9 @@ class FirstBatchProof:
         if not ends:
             return asked
         asked += questions.of_loss(model, rows, size, normalize)
-        # Replicas update metrics with whole batches.
-        if in_sequence and not metrics_are_known(model):
-            summed = self.stages.sums_replicas or (summed and self.stages.split is not None)
+        # Replicas and fixed parts update metrics with whole batches.
+        if in_sequence and not self.stages.sums_replicas and not metrics_are_known(model):
+            summed = summed and self.stages.split is not None
             asked.append(questions.of_metrics(model, rows, size, normalize, summed=summed))
         return asked
 

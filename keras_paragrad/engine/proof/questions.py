@@ -95,13 +95,11 @@ def of_loss(
     return [Question(whether, proof, f"{normalize.divider.for_any_loss} {normalize.refusals.anyway}")]
 
 
-def of_metrics(
-    model: keras.Model, data: Batch, size: int, normalize: LossNormalization, *, summed: bool, training: bool = True
-) -> Question:
+def of_metrics(model: keras.Model, data: Batch, size: int, normalize: LossNormalization, *, summed: bool) -> Question:
     """Whether parts of `size` rows give the results of compiled metrics; `summed` is as in `MetricProof`."""
 
     def proof() -> MetricProof:
-        return MetricProof(LossProof(model, data, size, normalize, training=training), size, summed)
+        return MetricProof(LossProof(model, data, size, normalize), size, summed)
 
     whether = f"whether the metrics of {model.name!r} are the same in parts"
     return Question(whether, functools.cache(proof), normalize.refusals.anyway, warns=not summed)

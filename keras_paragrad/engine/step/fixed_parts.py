@@ -15,13 +15,15 @@ from keras_paragrad.compat.collectives import (
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.compat.workers import first_row, parts_per_replica
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, cut_rows_of
+from keras_paragrad.engine.calls.whole_metrics import update_metrics_of
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.sums import LossSums
+from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.step.batch_part import BatchPart
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, forward_backward
-from keras_paragrad.engine.step.part_function import PartFunction
+from keras_paragrad.engine.step.part_function import PartFunction, join_outputs
 from keras_paragrad.engine.step.stages import ComputeLosses
 
 _ANY_ROWS = 2**31 - 1
@@ -118,15 +120,19 @@ class FixedParts(NamedTuple):
     def _total(self, part: PartFunction, batch: ReplicaBatch, data: Batch) -> BatchPart:
         """The sums over all parts of a batch, on every replica; adds to the states of metrics and layers."""
         self._check_replicas()
-        parts: list[BatchPart] = []
+        parts, outputs = list[BatchPart](), list[Structure]()
         for number, bounds in self._bounds(batch, data):
             # One after the other: a device has memory for one part.
             with tf.control_dependencies([previous.weight.value for previous in parts[-1:]]):
-                parts.append(part(data, number, *bounds))
+                computed, of_part = part(data, number, *bounds)
+            parts.append(computed)
+            outputs.append(of_part)
         total = part.add_in_order(parts)
         if replica_count() > 1:
             total = part.add_in_order(total.by_replica())
         part.assign(total.effects)
+        if part.whole_metrics:
+            update_metrics_of(part.model, arguments_of(data, join_outputs(outputs)), batch)
         return total
 
     def _check_replicas(self) -> None:

@@ -10,10 +10,12 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_one_replica, cross_replica, replica_index
+from keras_paragrad.compat.layers import mask_of, with_mask
 from keras_paragrad.compat.model import all_variables, is_seed, step_metrics
 from keras_paragrad.compat.optimizer import warn_of_summed_rows
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_at
+from keras_paragrad.engine.losses.known_classes import metrics_are_known
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
 from keras_paragrad.engine.losses.terms import arguments_of
@@ -53,7 +55,9 @@ class PartFunction:
         self.variables = self.model.trainable_weights
         metrics = {id(variable): variable for metric in step_metrics(self.model) for variable in metric.variables}
         weights = set(map(id, self.variables))
-        self.metrics = list(metrics.values())
+        # Metrics of the user's own get the outputs of the whole batch, once all its parts have been computed.
+        self.whole_metrics = has_metrics(self.model) and not metrics_are_known(self.model)
+        self.metrics = [each for each in metrics.values() if each.aggregation == "sum" or not self.whole_metrics]
         others = [
             variable
             for variable in all_variables(self.model)
@@ -84,14 +88,17 @@ class PartFunction:
                 f"deterministic={self.parts} out."
             )
 
-    def __call__(self, data: Batch, number: int, first: tf.Tensor | int, count: tf.Tensor | int) -> BatchPart:
-        """Computes the part with `count` rows from `first` on."""
+    def __call__(
+        self, data: Batch, number: int, first: tf.Tensor | int, count: tf.Tensor | int
+    ) -> tuple[BatchPart, Structure]:
+        """Computes the part with `count` rows from `first` on; also returns its outputs, if metrics need them."""
         rows = rows_at(data, first, count)
         never_empty = isinstance(count, int) and count > 0
         batch = ReplicaBatch(tf.convert_to_tensor(count), None if never_empty else tf.convert_to_tensor(count > 0))
-        return self._compute((batch.filled(rows), tf.constant(number, tf.uint32), batch.nonempty))
+        part, outputs = self._compute((batch.filled(rows), tf.constant(number, tf.uint32), batch.nonempty))
+        return part, keras.tree.map_structure(lambda output: _first_rows(output, count), outputs)
 
-    def _part(self, arguments: tuple[Batch, tf.Tensor, tf.Tensor | None]) -> BatchPart:
+    def _part(self, arguments: tuple[Batch, tf.Tensor, tf.Tensor | None]) -> tuple[BatchPart, Structure]:
         """Computes a part without side effects, from its rows, its number, and whether it has rows (`None` if it does).
 
         The contribution of a part without rows is zero; its rows are filler.
@@ -104,7 +111,7 @@ class PartFunction:
         with as_one_replica(), RecordingScope(mapping, self.variables) as scope:
             gradient, y_pred = self._run(context, data)
             batch = arguments_of(data, y_pred)
-            if has_metrics(self.model):
+            if has_metrics(self.model) and not self.whole_metrics:
                 update_metrics(self.model, batch)
             added = [tf.convert_to_tensor(scope.get_current_value(variable)) for variable in self.metrics]
         self._check_states(scope)
@@ -120,9 +127,9 @@ class PartFunction:
         read = [checksum_of_part(data, number)] if self._order else []
         part = BatchPart.of(self.model, gradient._replace(gradients=dense), self._share)
         part = part._replace(effects=Effects(added, changes, tf.constant(1.0), read))
-        if nonempty is None:
-            return part
-        return part.with_tensors([tf.where(nonempty, tensor, tf.zeros_like(tensor)) for tensor in part.sums])
+        if nonempty is not None:
+            part = part.with_tensors([tf.where(nonempty, tensor, tf.zeros_like(tensor)) for tensor in part.sums])
+        return part, y_pred if self.whole_metrics else ()
 
     def _check_states(self, scope: "RecordingScope") -> None:
         """Refuses changes of states that Keras or the model doesn't know."""
@@ -167,6 +174,21 @@ class PartFunction:
                 _assign_on_all(variable, tf.convert_to_tensor(variable.value) + change)
         if self._order:
             _assign_on_all(self._order.state, self._order.after(*effects.data))
+
+
+def join_outputs(outputs: Sequence[Structure]) -> Structure:
+    """The outputs of a batch from those of its parts, with their masks."""
+
+    def join(*pieces: Any) -> Any:
+        masks: list[Any] = list(map(mask_of, pieces))
+        return with_mask(tf.concat(pieces, 0), None if masks[0] is None else tf.concat(masks, 0))
+
+    return keras.tree.map_structure(join, *outputs)
+
+
+def _first_rows(output: Any, count: tf.Tensor | int) -> Any:
+    mask: Any = mask_of(output)
+    return with_mask(output[:count], None if mask is None else mask[:count])
 
 
 def _add_pair(pair: Sequence[BatchPart]) -> BatchPart:
