@@ -126,9 +126,9 @@ def warn_of_summed_rows(
         warn_once(
             updating,
             f"{', '.join(names)}: the gradients of all lookups of a row are summed before {updating.name} squares or "
-            "clips them. Keras on one device squares and clips those of each lookup by itself, so where a batch looks "
-            "a row up more than once, weights differ from its. Slices (microbatch), replicas and shards take Keras's "
-            "step; with SGD and no clips, the steps are the same.",
+            "clips them. Keras on one device squares and clips the gradient of each lookup by itself, so where a batch "
+            "looks a row up more than once, weights differ from Keras's. Slices (microbatch), replicas and shards take "
+            "Keras's step; with SGD and no clips, the steps are the same.",
         )
 
 

@@ -99,7 +99,7 @@ class Lookup(NamedTuple):
         sizes = {*sizes, rows} - {None}
         alike = [place.tensor for place in sources if _is_alike(place)]
         if alike:
-            # One row may stand for all examples, or be that of a part of one example.
+            # A single row may stand for all examples, or be the row of a part that has one example.
             rows_of = [tensor.shape[0] for tensor in alike if tensor.op.type != "Shape"]
             return False if any(each in sizes - {1} for each in rows_of) else None
         shape = (numbers.op.inputs[0] if numbers.op.type == "Reshape" else numbers).shape
@@ -182,7 +182,7 @@ def _is_alike(place: _Place) -> bool:
 
 
 def _is_size_of_example(tensor: tf.Tensor) -> bool:
-    """Whether a tensor has the sizes of another's axes, without the first, that of the batch."""
+    """Whether a tensor holds sizes of another tensor's axes, but not of the first, the axis of the batch."""
     operation = tensor.op
     if operation.type == "Unpack":
         return operation.inputs[0].op.type == "Shape" and tensor.value_index > 0

@@ -53,28 +53,39 @@ def scale_gradients(
 
 
 class Lookups(NamedTuple):
-    """The gradient of a table in a part of a batch. Keras's optimizers square and clip that of each lookup by itself.
+    """The gradient of a table in a part of a batch: the gradients of its lookups.
+
+    Keras's optimizers square and clip the gradient of each lookup by itself, so lookups of the same row aren't added.
 
     Attributes:
-        own: Lookups of rows that examples name; those of all parts are concatenated.
-        shared: Lookups of the same rows for all examples, such as positions; the values of all parts are added.
-        table: The variable.
-        kinds: For each lookup of a part, whether it is shared.
+        by_example: The lookups of rows that examples name. The lookups of all parts are concatenated.
+        shared: The lookups of the same rows for all examples, such as positions. The values of all parts are added.
+        shape: The table's shape.
+        are_shared: For each lookup, whether it is shared.
     """
 
-    own: tf.IndexedSlices | None
+    by_example: tf.IndexedSlices | None
     shared: tf.IndexedSlices | None
-    table: keras.Variable
-    kinds: tuple[bool, ...]
+    shape: Sequence[int]
+    are_shared: tuple[bool, ...]
 
     @classmethod
-    def of(cls, gradient: Any, table: keras.Variable, optimizer: Any, rows: int | None, before: Any = None) -> Any:
-        """Splits the gradient of a table in a part; others, and those of unique rows, are dense.
+    def split(cls, gradient: Any, are_shared: tuple[bool, ...], shape: Sequence[int]) -> "Lookups":
+        """Splits a table's gradient; all its lookups are by example if `are_shared` is empty."""
+        if not any(are_shared):
+            return cls(gradient, None, shape, are_shared)
+        pieces = list(zip(are_shared, gradients_of_lookups(gradient, lookups_of(gradient.indices)), strict=True))
+        by_example, shared = ([piece for kind, piece in pieces if kind is of] for of in (False, True))
+        return cls(join_lookups(by_example) if by_example else None, join_lookups(shared), shape, are_shared)
+
+    @classmethod
+    def of_part(cls, gradient: Any, table: keras.Variable, optimizer: Any, rows: int | None, before: Any = None) -> Any:
+        """Splits the gradient of a variable in a part; returns it dense, if it isn't of lookups, or of unique rows.
 
         Args:
             gradient, table, optimizer: The gradient, its variable, and the optimizer that gets it.
             rows: The part's static number of examples.
-            before: The same of another part, whose lookups are of the same kinds, or `None`.
+            before: The result for another part, which decides which lookups are shared, or `None`.
         """
         if not isinstance(gradient, tf.IndexedSlices):
             return gradient
@@ -82,51 +93,47 @@ class Lookups(NamedTuple):
         if any(lookup.has_unique_rows() for lookup in lookups):
             return tf.convert_to_tensor(gradient)
         if isinstance(before, Lookups):
-            kinds = before.kinds
-            if tf.executing_eagerly() and _are_alike(before.own, gradient):
+            if tf.executing_eagerly() and _are_alike(before.by_example, gradient):
                 _warn_undecided(optimizer, [table])
-        else:
-            found = [lookup.is_for_all_examples(rows) for lookup in lookups]
-            if None in found or (any(found) and not can_split(lookups)):
-                _warn_undecided(optimizer, [table])
-            kinds = tuple(map(bool, found)) if can_split(lookups) else ()
-        if not any(kinds):
-            return cls(gradient, None, table, kinds)
-        pieces = list(zip(kinds, gradients_of_lookups(gradient, lookups), strict=True))
-        own, shared = ([piece for kind, piece in pieces if kind is of] for of in (False, True))
-        return cls(join_lookups(own) if own else None, join_lookups(shared), table, kinds)
+            return cls.split(gradient, before.are_shared, before.shape)
+        found = [lookup.is_for_all_examples(rows) for lookup in lookups]
+        if None in found or (any(found) and not can_split(lookups)):
+            _warn_undecided(optimizer, [table])
+        return cls.split(gradient, tuple(map(bool, found)) if can_split(lookups) else (), list(table.shape))
 
     def __add__(self, other: Any) -> Any:
         """Adds another part's."""
-        own, shared, *_ = self
-        if own is not None:
-            own = join_lookups([own, other.own])
+        by_example, shared, *_ = self
+        if by_example is not None:
+            by_example = join_lookups([by_example, other.by_example])
         if shared is not None:
             # A loop begins with zeros, without row numbers.
             shared = tf.IndexedSlices(shared.values + other.shared.values, other.shared.indices, shared.dense_shape)
-        return self._replace(own=own, shared=shared)
+        return self._replace(by_example=by_example, shared=shared)
 
     @property
     def rows(self) -> list[tf.Tensor]:
-        """What is concatenated over the parts."""
-        return [] if self.own is None else [self.own.values, self.own.indices]
+        """The tensors that are concatenated over the parts."""
+        return [] if self.by_example is None else [self.by_example.values, self.by_example.indices]
 
     @property
     def sums(self) -> list[tf.Tensor]:
-        """What is added; row numbers are the same in all parts."""
+        """The tensors that are added; row numbers are the same in all parts."""
         return [] if self.shared is None else [self.shared.values, self.shared.indices]
 
     def with_tensors(self, rows: Iterator[tf.Tensor], sums: Iterator[tf.Tensor]) -> "Lookups":
         """The same with the next tensors in place of `rows` and `sums`."""
-        shape = tf.constant(list(self.table.shape))
-        own = self.own and tf.IndexedSlices(next(rows), next(rows), shape)
-        return self._replace(own=own, shared=self.shared and tf.IndexedSlices(next(sums), next(sums), shape))
+        by_example, shared = (
+            group and tf.IndexedSlices(next(tensors), next(tensors), tf.constant(list(self.shape)))
+            for group, tensors in zip(self[:2], (rows, sums), strict=True)
+        )
+        return self._replace(by_example=by_example, shared=shared)
 
     def joined(self) -> tf.IndexedSlices:
-        """The gradient of a batch, if these are of all its parts."""
-        groups = [group for group in (self.own, self.shared) if group is not None]
+        """The gradient of a batch, if these are the lookups of all its parts."""
+        groups = [group for group in self[:2] if group is not None]
         for group in groups:
-            record_lookup(group.indices, group is self.own)
+            record_lookup(group.indices, group is self.by_example)
         return join_lookups(groups)
 
 

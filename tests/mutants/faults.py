@@ -935,8 +935,8 @@ _SHARDING = [
     _fault(
         "positions are looked up by each slice",
         "storage/row_gradients.py",
-        "zip(kinds, gradients_of_lookups",
-        "zip([False for _ in kinds], gradients_of_lookups",
+        "zip(are_shared, gradients_of_lookups",
+        "zip([False for _ in are_shared], gradients_of_lookups",
         "test_summed_rows.py::test_slices_look_places_up_once",
     ),
     _fault(
@@ -977,8 +977,8 @@ _SHARDING = [
     _fault(
         "gradients of lookups are summed by row in a pipeline",
         "engine/step/batch_part.py",
-        "gradients=[Lookups.of(each, of, model.optimizer, size, last) for each, of, last in triples]",
-        "gradients=[g if g is None else tf.convert_to_tensor(g) for g in part.gradients]",
+        "    return part._replace(gradients=gradients)",
+        "    return part._replace(gradients=[g if g is None else tf.convert_to_tensor(g) for g in part.gradients])",
         "test_summed_rows.py::test_steps_are_kerass_or_a_warning_says_once_that_they_differ",
     ),
     _fault(
@@ -1400,6 +1400,13 @@ _PROOF = [
         "for bounds in uneven_parts(count)]\n        except",
         "for bounds in [(0, count)]]\n        except",
         f"{_PROOFS}::test_losses_that_compare_examples_are_refused_in_windows",
+    ),
+    _fault(
+        "metrics of one's own in fixed parts get the rows that fill an empty part",
+        "engine/step/part_function.py",
+        "return part, keras.tree.map_structure(lambda output: _first_rows(output, count), outputs)",
+        "return part, outputs",
+        "distribution/test_deterministic.py::test_metrics_of_ones_own_get_whole_batches",
     ),
     _fault(
         "metrics of parts are those of the last part",

@@ -26,7 +26,7 @@ from keras_paragrad.compat.layers import has_gradient
 from keras_paragrad.compat.private import stop_recording
 from keras_paragrad.engine.batches.replica_batch import rows_at, rows_of
 from keras_paragrad.engine.calls.sources import differentiating, is_needed, is_zero, split_lookups
-from keras_paragrad.storage.lookups import record_lookup
+from keras_paragrad.storage.row_gradients import Lookups
 
 
 class Result(NamedTuple):
@@ -119,7 +119,7 @@ class _Backward:
 
     def __init__(self, function: Function, needed: list[int], count: int, targets: list[int], outputs: int):
         self.function, self.needed, self.count, self.targets, self.outputs = function, needed, count, targets, outputs
-        # By needed input: where its gradient is in a result. Found by the last trace, and the same in each.
+        # By needed input: the form of its gradient in a result. Found by the last trace, and the same in each.
         self._kinds: list[Any] = []
 
     def by_kind(self, given: dict[int, tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -141,32 +141,23 @@ class _Backward:
         self._kinds, collected = [], Result([], [], [])
         for index, source, gradient in zip(self.needed, sources, gradients, strict=True):
             # `None` for a weight without a gradient, which an optimizer doesn't update.
-            lookups = split_lookups(gradient, rows) if index >= self.count else None
-            if lookups is None or gradient is None:
-                self._kinds.append(None if gradient is None else index < self.count)
-                if gradient is not None:
-                    (collected.rows if index < self.count else collected.sums).append(tf.convert_to_tensor(gradient))
-                continue
-            self._kinds.append(([by_row for by_row, _ in lookups], source.shape))
-            for by_row, lookup in lookups:
-                (collected.rows if by_row else collected.sums).extend([lookup.values, lookup.indices])
+            lookups = split_lookups(gradient, rows, source.shape) if index >= self.count else None
+            self._kinds.append(lookups or (None if gradient is None else index < self.count))
+            if lookups is not None:
+                collected.rows.extend(lookups.rows)
+                collected.sums.extend(lookups.sums)
+            elif gradient is not None:
+                (collected.rows if index < self.count else collected.sums).append(tf.convert_to_tensor(gradient))
         return collected
 
     def gradients(self, total: Result) -> Iterator[Any]:
         """The gradient of each needed input, from the results of all parts."""
         rows, sums = iter(total.rows), iter(total.sums)
         for kind in self._kinds:
-            if kind is None:
-                yield None
-            elif isinstance(kind, bool):
-                yield next(rows if kind else sums)
+            if isinstance(kind, Lookups):
+                yield kind.with_tensors(rows, sums).joined()
             else:
-                by_row, shape = kind
-                pairs = [(next(rows), next(rows)) if each else (next(sums), next(sums)) for each in by_row]
-                for each, (_, numbers) in zip(by_row, pairs, strict=True):
-                    record_lookup(numbers, each)
-                values, numbers = (tf.concat(list(pieces), 0) for pieces in zip(*pairs, strict=True))
-                yield tf.IndexedSlices(values, numbers, tf.constant(shape.as_list(), numbers.dtype))
+                yield None if kind is None else next(rows if kind else sums)
 
 
 def _add(sums: list[Any], others: list[Any]) -> list[Any]:

@@ -187,20 +187,23 @@ class Share(GatheredRows):
 
     def _total(self, gradients: list[Any], rows: Sequence[Any]) -> list[Any]:
         """The sums of gradients over the replicas; lookups that depend on rows are concatenated instead."""
-        lookups = [split_lookups(gradient, rows) or [(None, gradient)] for gradient in gradients]
-        pieces = [piece for group in lookups for piece in group]
-        values = [self._live(piece if by_row or by_row is None else piece.values) for by_row, piece in pieces]
-        dense = [
-            tf.convert_to_tensor(value) if by_row is None else value
-            for value, (by_row, _) in zip(values, pieces, strict=True)
-        ]
-        sums = iter(self._sums(dense))
+        split = [split_lookups(gradient, rows, gradient.shape) for gradient in gradients]
+        tensors: list[Any] = []
+        for gradient, lookups in zip(gradients, split, strict=True):
+            if lookups is None:
+                tensors.append(tf.convert_to_tensor(gradient))
+            else:
+                groups = [lookups.by_example, lookups.shared and lookups.shared.values]
+                tensors += [each for each in groups if each is not None]
+        sums = iter(self._sums(list(map(self._live, tensors))))
         totals = []
-        for group in lookups:
-            found = [
-                tf.IndexedSlices(total, piece.indices, piece.dense_shape) if by_row is False else total
-                for (by_row, piece), total in zip(group, sums, strict=False)
-            ]
+        for lookups in split:
+            if lookups is None:
+                totals.append(next(sums))
+                continue
+            found: list[Any] = [] if lookups.by_example is None else [next(sums)]
+            if (shared := lookups.shared) is not None:
+                found.append(tf.IndexedSlices(next(sums), shared.indices, shared.dense_shape))
             totals.append(join_lookups(found))
         return totals
 

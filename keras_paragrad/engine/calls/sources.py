@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.operations import SAME_BUFFER
 from keras_paragrad.storage.lookups import Lookup, lookups_of
-from keras_paragrad.storage.row_gradients import can_split, gradients_of_lookups
+from keras_paragrad.storage.row_gradients import Lookups, can_split
 
 # Operations that pass each input on as the output of the same index.
 _IDENTITIES = SAME_BUFFER | {"IdentityN"}
@@ -117,21 +117,18 @@ def is_zero(cotangent: Any) -> bool:
     return value is not None and not value.any()
 
 
-def split_lookups(gradient: Any, rows: Sequence[Any]) -> list[tuple[bool, tf.IndexedSlices]] | None:
-    """Splits a table's gradient into lookups, and tells whether each depends on rows; `None` if it isn't of lookups.
+def split_lookups(gradient: Any, rows: Sequence[Any], shape: Sequence[int]) -> Lookups | None:
+    """Splits a table's gradient, by whether lookups depend on rows; returns `None` if it isn't of lookups.
 
-    In eager mode, which shows no sources, all are taken to depend on them.
+    In eager mode, which shows no sources, all lookups are taken to depend on rows.
     """
     if not isinstance(gradient, tf.IndexedSlices):
         return None
-    if tf.executing_eagerly():
-        return [(True, gradient)]
-    keys = {_key(part) for row in rows for part in tf.nest.flatten(row, expand_composites=True)}
     lookups = lookups_of(gradient.indices)
     if not can_split(lookups):
         return None
-    pairs = zip(lookups, gradients_of_lookups(gradient, lookups), strict=True)
-    return [(_depends(lookup, keys), piece) for lookup, piece in pairs]
+    keys = {_key(part) for row in rows for part in tf.nest.flatten(row, expand_composites=True)}
+    return Lookups.split(gradient, tuple(not _depends(lookup, keys) for lookup in lookups), shape)
 
 
 def _depends(lookup: Lookup, keys: set[Any]) -> bool:

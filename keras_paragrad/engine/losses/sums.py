@@ -189,7 +189,7 @@ class TrackedLosses:
     Keras weights a batch's `loss` by its rows. The tracker of an output's loss weights all batches the same, unless the
     model runs eagerly or the loss is not reduced. `window` holds the losses of the micro-batches so far, if gradients
     are accumulated, and `ends` says whether this one ends the window. If `same`, every replica has the sums of the
-    whole batch, and those of the first count, so that nothing is rounded.
+    whole batch, and the sums of the first replica count, so that nothing is rounded.
     """
 
     def __init__(

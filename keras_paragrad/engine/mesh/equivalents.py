@@ -60,7 +60,7 @@ def strided_slice(
 
 
 def _reverse(tensor: tf.Tensor, axis: int) -> tf.Tensor:
-    """Reverses an axis of static size; the gradient gathers too, where that of `tf.gather` would scatter."""
+    """Reverses an axis of static size by a gather, and its gradient too: that of `tf.gather` would scatter."""
     axis %= len(tensor.shape)
     size: Any = tensor.shape[axis]
     order = np.arange(size, dtype="int32")[::-1]

@@ -61,7 +61,7 @@ class Contribution(NamedTuple):
     def of(cls, normalizer: Normalizer | None, *, same: bool = False) -> "Contribution":
         """The contribution of a `Gradient` whose loss was divided by a normalizer; if `None`, all count equally.
 
-        `same` says whether every replica has the gradient of the whole batch, and else each has that of its part.
+        If `same`, every replica has the gradient of the whole batch; if not, each replica has the gradient of its part.
         """
         replicas = 1 if same else replica_count()
         if normalizer is None or normalizer.summed:

@@ -132,8 +132,11 @@ def compute_part(
         fields["weigh_replica"] = lambda weight: equal_share(weight) * share
     part = BatchPart.of(model, gradient_of(context, data, **fields), share, alike=alike)
     size, earlier = static_row_count(data), before.gradients if before else [None] * len(part.gradients)
-    triples = zip(part.gradients, model.trainable_weights, earlier, strict=True)
-    return part._replace(gradients=[Lookups.of(each, of, model.optimizer, size, last) for each, of, last in triples])
+    gradients = [
+        Lookups.of_part(gradient, variable, model.optimizer, size, last)
+        for gradient, variable, last in zip(part.gradients, model.trainable_weights, earlier, strict=True)
+    ]
+    return part._replace(gradients=gradients)
 
 
 def scales_loss(model: keras.Model) -> bool:
@@ -156,7 +159,7 @@ def sum_slices(context: StepContext, data: Batch, slices: RowSlices, rows: tf.Te
         return Result(traced[0].rows, traced[0].sums, [])
 
     def add(one: list[Any], other: list[Any]) -> list[Any]:
-        alike = [each._replace(own=None) if isinstance(each, Lookups) else each for each in traced[0].gradients]
+        alike = [each._replace(by_example=None) if isinstance(each, Lookups) else each for each in traced[0].gradients]
         form = traced[0]._replace(gradients=alike)
         return (form.with_tensors(one) + form.with_tensors(other)).sums
 
