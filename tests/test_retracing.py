@@ -21,6 +21,7 @@ from keras_paragrad import (
 )
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.engine.training.builder import StepBuilder
+from keras_paragrad.engine.training.compiled_model import CompiledModel
 
 X = np.random.default_rng(0).normal(size=(44, 6)).astype("float32")
 Y = X[:, :1] ** 2
@@ -63,8 +64,8 @@ def test_tensorflow_takes_no_functions_of_ours_for_one_that_is_traced_again(wrap
 @pytest.mark.parametrize("windows", [False, True])
 def test_a_first_step_is_traced_once(windows, monkeypatch):
     """TensorFlow traces a function again that makes variables, as those of optimizers, metrics and windows."""
-    traced, step = [], StepBuilder._step
-    monkeypatch.setattr(StepBuilder, "_step", lambda *args, **named: traced.append(1) or step(*args, **named))
+    traced, step = [], CompiledModel.step
+    monkeypatch.setattr(CompiledModel, "step", lambda *args, **named: traced.append(1) or step(*args, **named))
 
     def paths(**options):
         keras.backend.clear_session(free_memory=False)

@@ -20,8 +20,7 @@ from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.proof import pure_function
 from keras_paragrad.engine.proof.call_trials import CallTrials
-from keras_paragrad.engine.proof.loss_proof import LossProof
-from keras_paragrad.engine.proof.metric_proof import MetricProof
+from keras_paragrad.engine.proof.loss_proof import LossProof, MetricProof
 from keras_paragrad.engine.proof.model_proof import ModelProof, PartsOfBatch
 from keras_paragrad.engine.telemetry.train_functions import gradient_graph
 from keras_paragrad.engine.tracing.untouched import untouched

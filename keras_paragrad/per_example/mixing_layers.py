@@ -16,8 +16,15 @@ from keras_paragrad.compat.types import Array, Batch, Structure
 from keras_paragrad.engine.losses.known_classes import computes_rows_independently
 from keras_paragrad.engine.proof.pure_function import PureFunction, uses_half_precision, watch_weights
 from keras_paragrad.engine.trials.made_up_rows import SIZES, synthetic_rows
-from keras_paragrad.engine.trials.tolerances import OUTPUT, OUTPUT_OF_PART
-from keras_paragrad.engine.trials.trial import Inconclusive, gradients_match, row_count, run_trial, take_rows
+from keras_paragrad.engine.trials.trial import (
+    OUTPUT,
+    OUTPUT_OF_PART,
+    Inconclusive,
+    gradients_match,
+    row_count,
+    run_trial,
+    take_rows,
+)
 
 # Rows before and after the compared ones change, to find sums along the batch in either direction, and pairs.
 _ROWS, _CHANGED, _COMPARED = 4, [0, 3], slice(1, 3)

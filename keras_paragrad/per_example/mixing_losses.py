@@ -12,8 +12,7 @@ from keras_paragrad.engine.losses.known_classes import has_value_per_example
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.tracing.effects import assigned_resources
 from keras_paragrad.engine.trials.made_up_rows import synthetic_rows
-from keras_paragrad.engine.trials.tolerances import LOSS
-from keras_paragrad.engine.trials.trial import Inconclusive, run_trial, take_rows
+from keras_paragrad.engine.trials.trial import LOSS, Inconclusive, run_trial, take_rows
 from keras_paragrad.per_example.mixing_layers import change_rows, check_finite
 
 _ROWS = 8

@@ -1347,7 +1347,7 @@ _PROOF = [
     ),
     _fault(
         "no difference on the first batch is a finding",
-        "engine/trials/tolerances.py",
+        "engine/trials/trial.py",
         "Tolerance(1e-4, 3e-2), 10",
         "Tolerance(1e4, 3e-2), 10",
         f"{_PROOFS}::test_losses_that_compare_examples_are_refused_in_windows",
@@ -1368,7 +1368,7 @@ _PROOF = [
     ),
     _fault(
         "the first batch evaluated proves nothing",
-        "engine/proof/evaluation_proof.py",
+        "engine/replicas/evaluation.py",
         "self.whole_losses = auto and differs",
         "self.whole_losses = False",
         f"{_PROOFS}::test_the_loss_of_the_first_batch_evaluated_on_replicas_is_proved",
@@ -1410,14 +1410,14 @@ _PROOF = [
     ),
     _fault(
         "metrics of parts are those of the last part",
-        "engine/proof/metric_proof.py",
+        "engine/proof/loss_proof.py",
         "            for part in parts:\n",
         "            for part in parts[-1:]:\n",
         f"{_PROOFS}::test_metrics_of_rows_are_divided",
     ),
     _fault(
         "metrics that differ by any factor are alike",
-        "engine/trials/tolerances.py",
+        "engine/trials/trial.py",
         "METRIC = Tolerance(1e-3, 3e-2)",
         "METRIC = Tolerance(1e3, 3e-2)",
         f"{_PROOFS}::test_metrics_that_differ_are_warned_of_in_windows",
@@ -1431,7 +1431,7 @@ _PROOF = [
     ),
     _fault(
         "the proof is not asked again in later epochs",
-        "engine/training/builder.py",
+        "engine/training/compiled_model.py",
         "if not proof.again():",
         "if True:",
         f"{_PROOFS}::test_it_is_asked_again_each_epoch",
@@ -1452,7 +1452,7 @@ _PROOF = [
     ),
     _fault(
         "metrics of one's own get the rows of each replica",
-        "engine/calls/whole_metrics.py",
+        "engine/calls/replicas.py",
         "if replica_count() == 1 or metrics_are_known(model)",
         "if True or metrics_are_known(model)",
         f"{_PROOFS}::test_metrics_on_replicas_are_those_of_one_device",
@@ -1676,7 +1676,7 @@ _CUSTOM_STEPS = [
     ),
     _fault(
         "a small term with another divisor passes as rounding",
-        "engine/trials/tolerances.py",
+        "engine/trials/trial.py",
         "Tolerance(1e-4, 3e-2), 10",
         "Tolerance(1e-1, 3e-2), 10",
         "accumulation/test_stated_weightings.py::test_what_is_wrong_is_warned_of_if_none_fits",

@@ -18,11 +18,13 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, replica_index, replicas_are_local, sum_over_replicas
-from keras_paragrad.compat.layers import has_gradient
+from keras_paragrad.compat.layers import has_gradient, mask_of, with_mask
 from keras_paragrad.compat.model import step_metrics
-from keras_paragrad.compat.types import Batch
-from keras_paragrad.engine.batches.replica_batch import rows_at, rows_of
+from keras_paragrad.compat.types import Batch, LossArguments
+from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_at, rows_of
 from keras_paragrad.engine.calls.sources import is_needed, is_zero, split_lookups
+from keras_paragrad.engine.losses.known_classes import metrics_are_known
+from keras_paragrad.engine.losses.logs import overrides_compute_metrics, update_metrics
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.storage.row_gradients import join_lookups
 from keras_paragrad.storage.sharding import all_gather
@@ -269,3 +271,18 @@ def metrics_of_one_device(model: keras.Model) -> Generator[None]:
     if replica_index() > 0:
         for variable in summed:
             variable.assign(tf.zeros_like(variable.value))
+
+
+def update_metrics_of(model: keras.Model, batch: LossArguments, replica_batch: ReplicaBatch) -> None:
+    """Updates the metrics with this replica's examples, or with those of all replicas."""
+    outputs = keras.tree.flatten(batch["y_pred"])
+    if replica_count() == 1 or metrics_are_known(model) or not all(output.shape.rank for output in outputs):
+        replica_batch.run(lambda: update_metrics(model, batch))
+        return
+    masks = list(map(mask_of, outputs))
+    x = batch["x"] if overrides_compute_metrics(model) else None
+    whole: Any = gather_batch((x, batch["y"], outputs, batch["sample_weight"], masks), replica_batch.rows)
+    x, y, outputs, weights, masks = whole
+    y_pred = keras.tree.pack_sequence_as(batch["y_pred"], list(map(with_mask, outputs, masks)))
+    with metrics_of_one_device(model):
+        update_metrics(model, {"x": x, "y": y, "y_pred": y_pred, "sample_weight": weights})

@@ -16,7 +16,7 @@ from keras_paragrad.engine.pipeline.placement import name_stems
 from keras_paragrad.engine.replicas.evaluation import static_test_step
 from keras_paragrad.engine.replicas.prepared import drop_functions, make_on_demand
 from keras_paragrad.engine.step.building import build_from_data
-from keras_paragrad.engine.step.execution import compile_steps
+from keras_paragrad.engine.step.execution import StepExecution
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.storage.dtensor import Axes, Mesh, axis_size, distribute, gather_dtensor, on_mesh
 from keras_paragrad.storage.mesh_variable import MeshVariable
@@ -218,9 +218,8 @@ class ModelOnMesh:
                 model = self.model
                 return model.test_step(data) if overrides_test_step(model) else static_test_step(model, data)
 
-        return compile_steps(
-            self.model, [step], on_mesh=lambda step: self._wrap(step, lambda data: self.put_variables())
-        )
+        on_mesh = lambda step: self._wrap(step, lambda data: self.put_variables())  # noqa: E731
+        return StepExecution(on_mesh=on_mesh).function(self.model, [step])
 
     def _predict_function(self) -> Callable[[list[Batch]], Structure]:
         """Builds `model.predict_function`."""

@@ -1,11 +1,14 @@
-"""Finds which calls of layers in a step compute each row by itself, on a few real rows, cut unevenly.
+"""Tries a step on a few real rows, without an update.
+
+`CallTrials` finds which calls of layers in it compute each row by itself, and `WindowProof` whether its micro-batches
+weigh what is stated.
 
 for each outermost call of a layer whose class isn't known to compute row by row:
     compute the call whole, and in two parts
     if outputs, gradients or states differ: enter the layer, and compare the calls within it
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -13,21 +16,33 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import WeightScope, has_gradient
-from keras_paragrad.compat.model import all_layers, all_variables, is_seed
-from keras_paragrad.compat.types import Batch, Structure
+from keras_paragrad.compat.model import all_layers, all_variables, is_seed, percent, train_step_of
+from keras_paragrad.compat.types import Batch, Gradients, Structure
 from keras_paragrad.compat.workers import gather, worker_strategy
 from keras_paragrad.engine.batches.replica_batch import rows_at
 from keras_paragrad.engine.calls.divided import Result
 from keras_paragrad.engine.calls.intercept import intercepting, not_intercepting
 from keras_paragrad.engine.calls.layer_call import LayerCall
 from keras_paragrad.engine.losses.known_classes import computes_rows_independently
+from keras_paragrad.engine.losses.terms import arguments_of
+from keras_paragrad.engine.losses.weightings import Weighting
+from keras_paragrad.engine.proof.loss_proof import perturb
 from keras_paragrad.engine.proof.model_proof import aggregate
 from keras_paragrad.engine.proof.pure_function import PureFunction, State, value_of
-from keras_paragrad.engine.proof.rows import uneven_parts
+from keras_paragrad.engine.proof.rows import even_parts, gather_rows, uneven_parts
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.tracing.random_rows import random_numbers_of_part
-from keras_paragrad.engine.trials.tolerances import OUTPUT, OUTPUT_OF_PART, STATE_ROUNDING, Tolerance
-from keras_paragrad.engine.trials.trial import few_rows, row_count, run_trial
+from keras_paragrad.engine.trials.trial import (
+    OUTPUT,
+    OUTPUT_OF_PART,
+    STATE_ROUNDING,
+    Tolerance,
+    few_rows,
+    row_count,
+    run_trial,
+    take_rows,
+    unexplained_error,
+)
 
 # The most layers that are entered, each in a trial of its own.
 _LAYERS = 50
@@ -266,3 +281,53 @@ def _concatenate(one: list[Any], other: list[Any]) -> list[Any]:
 def _largest(values: tf.Tensor) -> tf.Tensor:
     """The largest size of a finite value."""
     return tf.reduce_max(tf.where(tf.math.is_finite(values), tf.abs(values), tf.zeros_like(values)))
+
+
+class WindowProof:
+    """Compares the weighted gradients that a step gives to its optimizer, on parts of `size` rows, with the whole's."""
+
+    def __init__(self, model: keras.Model, data: Batch, size: int, weighting: Weighting):
+        self.model, self._rows, self._size, self._weighting = model, data, size, weighting
+        self._function = StepTrial(model, self._compute, row_count(data))
+
+    def ask(self) -> str | None:
+        """Why the parts don't weigh what is stated, with the weights of now, or `None`."""
+        self._function.renew()
+        whole = self._gradients(self._rows)
+        parts, divisors = [], []
+        for start, stop in even_parts(row_count(self._rows), self._size):
+            rows = take_rows(self._rows, start, stop)
+            weight = self._weighting.normalizer(arguments_of(rows))
+            divisors.append(0.0 if weight.summed else float(weight.never_zero.value))
+            parts.append([(divisors[-1] or 1.0) * gradient for gradient in self._gradients(rows, start)])
+        total = [np.sum(pieces, 0) / (sum(divisors) or 1.0) for pieces in zip(*parts, strict=True)]
+        half = self._function.half_precision
+        error = unexplained_error(whole, total, self._changed, half_precision=half)
+        if not error:
+            return None
+        return (
+            f"On {row_count(self._rows)} rows of the first batch, the weighted gradients of {len(parts)} parts are "
+            f"{percent(error)} off the gradient of the whole"
+        )
+
+    def find_metric_differences(self) -> list[str]:
+        """None: the step updates the metrics of a micro-batch."""
+        return []
+
+    def _changed(self) -> Iterator[list[np.ndarray]]:
+        """The whole's gradient after changes that affect only rounding and random numbers."""
+        rows = self._rows
+        yield self._gradients((perturb(rows[0]), *rows[1:]) if isinstance(rows, tuple) else perturb(rows))
+        if not self._function.draws:
+            yield self._gradients(gather_rows(rows, range(row_count(rows))[::-1]))
+
+    def _gradients(self, rows: Batch, first: int = 0) -> list[np.ndarray]:
+        return [np.asarray(each, "float64") for each in self._function(rows, None, first)[0]]
+
+    def _compute(self, data: Batch) -> list[tf.Tensor]:
+        captured: list[Gradients] = []
+        with capturing_applies(lambda optimizer, gradients, variables: captured.append(gradients)):
+            train_step_of(self.model)(data)
+        (gradients,) = captured
+        dense: list[Any] = [each for each in gradients if each is not None]
+        return [tf.cast(tf.convert_to_tensor(each), "float32") for each in dense]

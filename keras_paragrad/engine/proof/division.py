@@ -75,6 +75,10 @@ class Divisions:
         self._specs: Specs = None
         self._found_for: tuple[Stages | None, weakref.ref[Any] | None] = None, None
 
+    def note_call(self, optimizer: keras.optimizers.Optimizer) -> None:
+        """Notes that a custom `train_step` calls an optimizer."""
+        self.called[id(optimizer)] = optimizer
+
     @contextlib.contextmanager
     def taking_untried(self) -> Generator[None]:
         """Context of an estimate, in which calls of layers that weren't tried are taken to divide."""

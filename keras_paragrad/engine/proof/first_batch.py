@@ -21,12 +21,11 @@ from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.weightings import weighting_of
 from keras_paragrad.engine.proof import questions
-from keras_paragrad.engine.proof.call_trials import CallTrials, innermost
+from keras_paragrad.engine.proof.call_trials import CallTrials, WindowProof, innermost
 from keras_paragrad.engine.proof.division import Divisions
 from keras_paragrad.engine.proof.model_proof import PartsOfBatch
 from keras_paragrad.engine.proof.questions import Answer, Question
 from keras_paragrad.engine.proof.rows import MOST_BATCHES, join_rows, local_rows, part_size
-from keras_paragrad.engine.proof.window_proof import WindowProof
 from keras_paragrad.engine.step.building import losses_built
 from keras_paragrad.engine.step.execution import Conclusion
 from keras_paragrad.engine.step.stages import Stages

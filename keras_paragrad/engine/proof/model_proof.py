@@ -21,7 +21,7 @@ from keras_paragrad.engine.losses.terms import arguments_of
 from keras_paragrad.engine.losses.weightings import Weighting
 from keras_paragrad.engine.proof.pure_function import PureFunction, State, watch_weights
 from keras_paragrad.engine.proof.rows import gather_rows, uneven_parts
-from keras_paragrad.engine.trials.tolerances import (
+from keras_paragrad.engine.trials.trial import (
     ADDED,
     OUTPUT,
     OUTPUT_OF_PART,
@@ -29,8 +29,12 @@ from keras_paragrad.engine.trials.tolerances import (
     STATE_CHANGE,
     STATE_ROUNDING,
     TINY,
+    Inconclusive,
+    few_rows,
+    gradients_match,
+    row_count,
+    take_rows,
 )
-from keras_paragrad.engine.trials.trial import Inconclusive, few_rows, gradients_match, row_count, take_rows
 
 
 class PartsOfBatch(NamedTuple):

@@ -11,8 +11,7 @@ from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.losses.known_classes import computes_rows_independently, has_losses_per_example, is_keras_own
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.proof.loss_proof import LossProof, WrongWeightingError
-from keras_paragrad.engine.proof.metric_proof import MetricProof
+from keras_paragrad.engine.proof.loss_proof import LossProof, MetricProof, WrongWeightingError
 from keras_paragrad.engine.proof.model_proof import ModelProof, PartsOfBatch
 from keras_paragrad.engine.step.building import build_by_calling, build_losses
 from keras_paragrad.engine.trials.trial import first_line, run_alone

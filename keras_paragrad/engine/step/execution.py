@@ -1,6 +1,13 @@
-"""The outermost part of a train function: takes batches from the iterator, and runs compiled steps on them.
+"""The train function, which Keras's `fit` calls with its iterator: takes batches, and runs compiled steps on them.
 
-Keras calls the train function with an iterator; a call runs the next `steps_per_execution` batches.
+for each call, with the next `steps_per_execution` batches of the iterator:
+    before an epoch's first batch, ask again how batches are divided: the function may be made anew     (renew)
+    take the batches that a resumed training has seen                                                   (seen)
+    plan which of the others end with an update                                                         (schedule)
+    before a step is traced, find how its batches are divided                                           (prepare)
+    prove it on the batches of the first update, before their steps run                                 (proof)
+    run a step on each: one that only accumulates, or one that ends with an update
+    tell the schedule and the telemetry how many batches have run
 """
 
 import contextlib
@@ -23,7 +30,6 @@ from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepL
 from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
 from keras_paragrad.engine.batches.replica_batch import explain_different_rows
 from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
-from keras_paragrad.engine.step.seen_batches import SeenBatches
 from keras_paragrad.engine.step.stages import Apply, Take
 from keras_paragrad.engine.telemetry.train_functions import LATEST, batch_spec
 from keras_paragrad.engine.telemetry.watch import Telemetry
@@ -52,29 +58,169 @@ class Proof(Protocol):
         ...
 
 
-class CompiledStep:
-    """A step on all replicas, as a function that TensorFlow never inlines.
+class SeenBatches:
+    """Batches that a train function takes from the data without training on them.
 
-    If inlined, its counters could advance for a batch that turns out not to exist.
-
-    Args:
-        model, step: The model, whose `jit_compile` and `run_eagerly` apply, and the step of one replica.
-        take: Divides batches among replicas; Keras does, if `None`.
-        guard: Checks the size of batches.
-        by_xla: Whether XLA may compile the step.
-        on_mesh: Makes the step run on a mesh of devices; it runs on one device, if `None`.
+    Attributes:
+        left: The number of batches still to skip.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        step: Step,
-        take: Take | None,
-        guard: IndivisibleBatchGuard | None,
-        by_xla: bool,
-        on_mesh: OnMesh | None,
-    ):
-        strategy = model.distribute_strategy
+    def __init__(self):
+        self.left = 0
+        self._then: Callable[[Batch], None] | None = None
+
+    def expect(self, batches: int, then: Callable[[Batch], None] | None = None) -> None:
+        """Skips the next batches, and then calls `then` with the last of them."""
+        self.left, self._then = batches, then
+
+    def skip(self, iterator: Any, limit: int) -> int:
+        """Takes up to `limit` of the batches to skip from an iterator, and returns how many it has taken."""
+        skipped, batch = min(self.left, limit), None
+        try:
+            for _ in range(skipped):
+                batch = iterator.get_next() if hasattr(iterator, "get_next") else next(iterator)
+        except (StopIteration, tf.errors.OutOfRangeError):
+            # Otherwise the model's next `fit` would skip the rest.
+            self.left = 0
+            raise ValueError(
+                "The data ended before the batch at which training was to resume. Give fit the data, batch_size and "
+                "steps_per_epoch that it had, or give Backup another directory to begin anew."
+            ) from None
+        self.left -= skipped
+        if skipped and not self.left and self._then:
+            then, self._then = self._then, None
+            then(batch)
+        return skipped
+
+
+class WatchedSteps(NamedTuple):
+    """Steps whose updates telemetry sees; `updates_each_batch` says whether each batch makes one."""
+
+    steps: Sequence[Step]
+    telemetry: Telemetry
+    updates_each_batch: bool
+
+    def wants(self, planned: list[bool] | None, batches: int) -> bool:
+        """Whether telemetry watches the next call; `planned` says which batches update, or is `None` if unknown."""
+        known = batches if self.updates_each_batch else None
+        return self.telemetry.wants(known if planned is None else sum(planned))
+
+
+class StepExecution(NamedTuple):
+    """What is done around the steps of a function.
+
+    Attributes:
+        take: Divides batches among replicas; Keras does, if `None`.
+        schedule: Plans which batches end with an update; there is one step, if `None`.
+        seen: The batches to skip.
+        guard: Checks the size of batches.
+        prepare: Called before each call that traces a step, with the iterator and the specs of a replica's batches.
+        proof: Gets the first batch, or the batches of the first update, before their steps.
+        renew: Called with the frame of each call; makes the function anew, if batches are to be divided otherwise.
+        running: Makes the context in which steps are traced and run.
+        watched: Replaces the steps in calls that telemetry watches.
+        by_xla: Whether XLA may compile the steps.
+        on_mesh: Makes a step run on a mesh of devices; it runs on one device, if `None`.
+    """
+
+    take: Take | None = None
+    schedule: Apply | None = None
+    seen: SeenBatches | None = None
+    guard: IndivisibleBatchGuard | None = None
+    prepare: Callable[[Any, Specs], None] | None = None
+    proof: Proof | None = None
+    renew: Callable[[FrameType | None], TrainFunction | None] | None = None
+    running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    watched: WatchedSteps | None = None
+    by_xla: bool = True
+    on_mesh: OnMesh | None = None
+
+    def function(self, model: keras.Model, steps: Sequence[Step]) -> TrainFunction:
+        """Makes a function for `model.train_function` that runs one of several compiled steps on each batch.
+
+        The host picks the step, outside of the compiled code, so the other steps cost nothing.
+
+        Args:
+            model: The model. Its `jit_compile`, `run_eagerly` and `steps_per_execution` apply.
+            steps: One step; or two, without and with an update: the schedule chooses.
+        """
+        in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and self.on_mesh is None
+
+        def compile_pair(steps: Sequence[Step]) -> tuple[Execute, Execute]:
+            """Returns an executor for iterators of TensorFlow, and one for any iterator."""
+            compiled = [CompiledStep(model, step, self) for step in steps]
+            by_host = _by_host(model, compiled, self)
+            if not in_graph:
+                return by_host, by_host
+            within = _in_graph(model, compiled)
+            # The first batch may have run by itself.
+            return lambda *call: (by_host if any(step.draws for step in compiled) else within)(*call), by_host
+
+        plain = compile_pair(steps)
+        watching = compile_pair(self.watched.steps) if self.watched else plain
+
+        has_run = False
+
+        def train_function(iterator: BatchIterator) -> StepLogs:
+            nonlocal has_run
+            if has_run:
+                return run_call(iterator)
+            with announcing("tracing, compiling, running the first step"):
+                logs = run_call(iterator)
+            has_run = True
+            return logs
+
+        def run_call(iterator: BatchIterator) -> StepLogs:
+            schedule, watched = self.schedule, self.watched
+            if self.renew and (function := self.renew(inspect.currentframe())):
+                return function(iterator)
+            batches = model.steps_per_execution
+            skipped = self.seen.skip(iterator, batches) if self.seen else 0
+            if schedule and skipped:
+                schedule.skipped(skipped)
+            if skipped == batches:
+                return {}
+            batches -= skipped
+            updates = schedule.plan(batches) if schedule else [False] * batches
+            watches = watched is not None and not skipped and watched.wants(updates if schedule else None, batches)
+            run, by_host = watching if watches else plain
+            # After skipped batches, fewer are left than `_in_graph` runs.
+            of_tensors = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not skipped
+            execute = run if of_tensors else by_host
+            if self.prepare and of_tensors and not model.run_eagerly:
+                with announcing_part("finding how batches are divided"):
+                    self.prepare(iterator, keras.tree.map_structure(_without_optional, batch_spec(iterator)))
+            try:
+                with self.running():
+                    logs = (by_host if self.proof and self.proof.pending else execute)(iterator, updates)
+            except tf.errors.InvalidArgumentError as error:
+                explain_different_rows(error)
+                if self.guard:
+                    self.guard.explain(error)
+                raise
+            if schedule:
+                schedule.ended(batches, exhausted=logs is None)
+            if logs is None:
+                if not skipped:
+                    check_not_dry(model)
+                raise StopIteration
+            if watched and not skipped:
+                latest: Any = logs.pop(LATEST, None)
+                watched.telemetry.ran(watches, batches, latest)
+            return logs
+
+        return train_function
+
+
+class CompiledStep:
+    """A step of one replica on all replicas, as a function that TensorFlow never inlines.
+
+    If inlined, its counters could advance for a batch that turns out not to exist. The model's `jit_compile` and
+    `run_eagerly` apply.
+    """
+
+    def __init__(self, model: keras.Model, step: Step, execution: StepExecution):
+        strategy, take, on_mesh, guard = model.distribute_strategy, execution.take, execution.on_mesh, execution.guard
 
         def one_step(data: Batch) -> StepLogs:
             logs = strategy.run(step, args=(data,))
@@ -88,7 +234,9 @@ class CompiledStep:
                 # DTensor knows static shapes only.
                 reduce_retracing=on_mesh is None,
                 # XLA can't compile collectives between these devices.
-                jit_compile=by_xla and model.jit_compile and (take is None or strategy.num_replicas_in_sync == 1),
+                jit_compile=execution.by_xla
+                and model.jit_compile
+                and (take is None or strategy.num_replicas_in_sync == 1),
                 autograph=False,
                 experimental_attributes={NO_INLINE: True},
             )
@@ -164,117 +312,6 @@ def _is_ragged(spec: Specs) -> bool:
 Execute = Callable[[BatchIterator, list[bool]], StepLogs | None]
 
 
-class WatchedSteps(NamedTuple):
-    """Steps whose updates telemetry sees; `updates_each_batch` says whether each batch makes one."""
-
-    steps: Sequence[Step]
-    telemetry: Telemetry
-    updates_each_batch: bool
-
-    def wants(self, planned: list[bool] | None, batches: int) -> bool:
-        """Whether telemetry watches the next call; `planned` says which batches update, or is `None` if unknown."""
-        known = batches if self.updates_each_batch else None
-        return self.telemetry.wants(known if planned is None else sum(planned))
-
-
-def compile_steps(
-    model: keras.Model,
-    steps: Sequence[Step],
-    *,
-    schedule: Apply | None = None,
-    take: Take | None = None,
-    seen: SeenBatches | None = None,
-    guard: IndivisibleBatchGuard | None = None,
-    prepare: Callable[[Any, Specs], None] | None = None,
-    proof: Proof | None = None,
-    renew: Callable[[FrameType | None], TrainFunction | None] | None = None,
-    running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-    watched: WatchedSteps | None = None,
-    by_xla: bool = True,
-    on_mesh: OnMesh | None = None,
-) -> TrainFunction:
-    """Makes a function for `model.train_function` that runs one of several compiled steps on each batch.
-
-    The host picks the step, outside of the compiled code, so the other steps cost nothing.
-
-    Args:
-        model: The model. Its `jit_compile`, `run_eagerly` and `steps_per_execution` apply.
-        steps: One step; or two, without and with an update: `schedule` chooses.
-        take, guard, by_xla, on_mesh: As in `CompiledStep`.
-        seen: The batches to skip.
-        prepare: Called before each call that traces a step, with the iterator and the specs of a replica's batches.
-        proof: Gets the first batch, or the batches of the first update, before their steps.
-        renew: Called with the frame of each call; makes the function anew, if batches are to be divided otherwise.
-        running: Makes the context in which steps are traced and run.
-        watched: Replaces the steps in calls that telemetry watches.
-    """
-    in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and on_mesh is None
-
-    def compile_pair(steps: Sequence[Step]) -> tuple[Execute, Execute]:
-        """Returns an executor for iterators of TensorFlow, and one for any iterator."""
-        compiled = [CompiledStep(model, step, take, guard, by_xla, on_mesh) for step in steps]
-        by_host = _by_host(model, compiled, proof, take)
-        if not in_graph:
-            return by_host, by_host
-        within = _in_graph(model, compiled)
-        # The first batch may have run by itself.
-        return lambda *call: (by_host if any(step.draws for step in compiled) else within)(*call), by_host
-
-    plain = compile_pair(steps)
-    watching = compile_pair(watched.steps) if watched else plain
-
-    has_run = False
-
-    def train_function(iterator: BatchIterator) -> StepLogs:
-        nonlocal has_run
-        if has_run:
-            return run_call(iterator)
-        with announcing("tracing, compiling, running the first step"):
-            logs = run_call(iterator)
-        has_run = True
-        return logs
-
-    def run_call(iterator: BatchIterator) -> StepLogs:
-        if renew and (function := renew(inspect.currentframe())):
-            return function(iterator)
-        batches = model.steps_per_execution
-        skipped = seen.skip(iterator, batches) if seen else 0
-        if schedule and skipped:
-            schedule.skipped(skipped)
-        if skipped == batches:
-            return {}
-        batches -= skipped
-        updates = schedule.plan(batches) if schedule else [False] * batches
-        watches = watched is not None and not skipped and watched.wants(updates if schedule else None, batches)
-        run, by_host = watching if watches else plain
-        # After skipped batches, fewer are left than `_in_graph` runs.
-        of_tensors = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not skipped
-        execute = run if of_tensors else by_host
-        if prepare and of_tensors and not model.run_eagerly:
-            with announcing_part("finding how batches are divided"):
-                prepare(iterator, keras.tree.map_structure(_without_optional, batch_spec(iterator)))
-        try:
-            with running():
-                logs = (by_host if proof and proof.pending else execute)(iterator, updates)
-        except tf.errors.InvalidArgumentError as error:
-            explain_different_rows(error)
-            if guard:
-                guard.explain(error)
-            raise
-        if schedule:
-            schedule.ended(batches, exhausted=logs is None)
-        if logs is None:
-            if not skipped:
-                check_not_dry(model)
-            raise StopIteration
-        if watched and not skipped:
-            latest: Any = logs.pop(LATEST, None)
-            watched.telemetry.ran(watches, batches, latest)
-        return logs
-
-    return train_function
-
-
 def check_not_dry(model: keras.Model) -> None:
     """Refuses an epoch that ends without a batch: Keras shows losses of 0.0 for it."""
     if begins_epoch(inspect.currentframe(), model):
@@ -328,14 +365,9 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
     return execute
 
 
-def _by_host(
-    model: keras.Model,
-    steps: Sequence[CompiledStep],
-    proof: Proof | None,
-    take: Take | None,
-) -> Execute:
+def _by_host(model: keras.Model, steps: Sequence[CompiledStep], execution: StepExecution) -> Execute:
     """Makes a function that runs batches one by one from Python: TensorFlow can't run collectives inside `tf.cond`."""
-    strategy = model.distribute_strategy
+    strategy, proof, take = model.distribute_strategy, execution.proof, execution.take
     parts = take.ordered.parts if take and take.ordered else None
 
     def take_next(iterator: BatchIterator) -> Batch:

@@ -15,7 +15,7 @@ from keras_paragrad.compat.collectives import (
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.compat.workers import first_row, parts_per_replica
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, cut_rows_of
-from keras_paragrad.engine.calls.whole_metrics import update_metrics_of
+from keras_paragrad.engine.calls.replicas import update_metrics_of
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.refusals import IndivisibleError

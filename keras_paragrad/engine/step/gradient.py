@@ -20,7 +20,7 @@ from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Batch, Gradients, LossArguments, Scalar, StepLogs, Structure
 from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_of
-from keras_paragrad.engine.calls.whole_metrics import update_metrics_of
+from keras_paragrad.engine.calls.replicas import update_metrics_of
 from keras_paragrad.engine.losses.divisors import Normalizer
 from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
 from keras_paragrad.engine.losses.sums import LossSums, loss_sums

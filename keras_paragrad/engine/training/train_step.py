@@ -1,4 +1,12 @@
-"""The training step of one replica: its stages, in the order in which a step runs them."""
+"""The training step of one replica.
+
+if calls of layers are divided, or the model has a `train_step` of its own:
+    run it as it is written, on the whole batch, or on the micro-batch of a window
+otherwise run the stages:
+    split, gradient, combine: the gradient of the batch, or of its slices, weighted by what their losses divide by
+    apply: hand it to the optimizer, which adds it to a window, or reduces, observes, transforms and applies it
+    log: the losses and metrics of all replicas
+"""
 
 import contextlib
 import functools
@@ -10,7 +18,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compile_by_layer
-from keras_paragrad.compat.model import all_layers, train_step_of
+from keras_paragrad.compat.model import all_layers, overrides_train_step, train_step_of
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch
@@ -36,10 +44,11 @@ from keras_paragrad.engine.step.gradient import (
 from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.interception import capturing_applies, noticing_applies
 from keras_paragrad.engine.step.stages import Split, Stages
-from keras_paragrad.engine.telemetry.watch import observe_before_all_reduce
+from keras_paragrad.engine.telemetry.watch import observe_before_all_reduce, refuse_unwatched
 from keras_paragrad.engine.training.whole_step import CallDivider
 from keras_paragrad.engine.training.window_step import WindowStep
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
+from keras_paragrad.storage.regathering import forget_gathers
 
 
 class TrainStep(NamedTuple):
@@ -55,10 +64,22 @@ class TrainStep(NamedTuple):
     update: bool
     division: Division
 
-    def run_whole(self, data: Batch, divisions: Divisions) -> StepLogs:
+    def run(self, data: Batch, replica_batch: ReplicaBatch, divisions: Divisions) -> StepLogs:
+        """Runs the step: of parts of the loss, or whole, with the model's `train_step` as it is written."""
+        if self.division.calls or overrides_train_step(self.model):
+            check = functools.partial(refuse_unwatched, self.model)
+            with noticing_applies(check) if self.stages.telemetry else contextlib.nullcontext():
+                logs = self._run_whole(data, divisions)
+            # The backward pass of a custom step reuses gathered weights.
+            forget_gathers()
+            return logs
+        logs = self._run_stages(data, replica_batch)
+        self.end()
+        return logs
+
+    def _run_whole(self, data: Batch, divisions: Divisions) -> StepLogs:
         """Runs the model's `train_step` on the whole batch, with calls of layers divided if `division` says so."""
-        note = functools.partial(_note, divisions.called)
-        with build_optimizers_outside_of_graphs(self.model), noticing_applies(note):
+        with build_optimizers_outside_of_graphs(self.model), noticing_applies(divisions.note_call):
             if self.stages.apply:
                 return self._in_window(data, divisions.entered)
             if not self.division.calls:
@@ -106,8 +127,7 @@ class TrainStep(NamedTuple):
         if self.stages.apply:
             self.stages.apply.end(self.update)
 
-    def __call__(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
-        """Runs the stages on the data of a replica batch, and returns the logs."""
+    def _run_stages(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         several = replica_count() > 1
         replica_weight = ReplicaWeight(replica_batch) if several and not self.stages.sums_replicas else None
         # An accumulating optimizer weights the replicas itself.
@@ -231,10 +251,6 @@ class TrainStep(NamedTuple):
             present=self.stages.present,
             by_xla=self._by_xla and not self._by_layer,
         )
-
-
-def _note(called: dict[int, keras.optimizers.Optimizer], optimizer: keras.optimizers.Optimizer) -> None:
-    called[id(optimizer)] = optimizer
 
 
 def _check_rows(model: keras.Model, data: Batch, gradients: Gradients) -> None:

@@ -1,4 +1,7 @@
-"""Trial runs of a model, without side effects: in a thread of their own, on rows of a batch or made-up ones."""
+"""Trial runs of a model, without side effects: in a thread of their own, on rows of a batch or made-up ones.
+
+Relative differences up to the tolerances are rounding, not findings.
+"""
 
 import contextlib
 import functools
@@ -7,14 +10,43 @@ import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.types import Array, Structure
-from keras_paragrad.engine.trials.tolerances import GRADIENT, OF_ALL, OF_WEIGHT, TIMES_NOISE
+
+
+class Tolerance(NamedTuple):
+    """A tolerance in single and in half precision."""
+
+    single: float
+    half: float
+
+    def of(self, half_precision: bool) -> float:
+        """The tolerance of values computed in this precision."""
+        return self.half if half_precision else self.single
+
+
+# Relative to a gradient's norm; faults are off by 1e-4 and more. A difference must also exceed this multiple of the
+# noise from another order of the rows, another seed, or other last digits.
+GRADIENT, TIMES_NOISE = Tolerance(1e-4, 3e-2), 10
+# Relative to a metric's result on the first batch.
+METRIC = Tolerance(1e-3, 3e-2)
+# Entries of gradients: relative to the weight's largest entry, and to the largest entry of all.
+OF_WEIGHT, OF_ALL = 1e-3, Tolerance(1e-5, 3e-2)
+# Relative to the losses that layers add.
+ADDED = 1e-3
+# Relative to the largest output. Products of different batch sizes are rounded differently.
+OUTPUT, OUTPUT_OF_PART = Tolerance(1e-5, 0.05), Tolerance(1e-3, 0.05)
+# Relative to the largest loss of an element.
+LOSS = 1e-5
+# Relative to a state, and to its change: a slow state's differences are small, while large numbers round.
+STATE, STATE_CHANGE, STATE_ROUNDING = 1e-4, 1e-3, 3e-7
+# Smaller values have no relative error.
+TINY = 1e-6
 
 # The most elements of a made-up tensor, or of a weight whose gradient is compared.
 MOST_ELEMENTS = 2**25
