@@ -13,25 +13,19 @@ class Hook(NamedTuple):
         module: Its module in Keras or TensorFlow; for attributes of a public class, the public module.
         path: Its dotted path in the module, which starts with a class if it has several parts; empty for the module.
         parameters: The parameters that it is called with.
-        found: How the check finds it: `"by name"` in modules, classes and `__slots__`; `"assigned"` by a method of the
-            class, where making an instance would take devices, files, collectives or time; or `"on instances"`, of a
-            small model and other sample objects.
+        assigned: Whether it is an attribute of instances, which a method of the class assigns.
         optional: Whether the package also works with releases without it.
     """
 
     module: str
     path: str
     parameters: tuple[str, ...] = ()
-    found: str = "by name"
+    assigned: bool = False
     optional: bool = False
 
 
 def _assigned(module: str, path: str) -> Hook:
-    return Hook(module, path, found="assigned")
-
-
-def _on_instances(module: str, path: str) -> Hook:
-    return Hook(module, path, found="on instances")
+    return Hook(module, path, assigned=True)
 
 
 NAMES: dict[str, tuple[Hook, ...]] = {
@@ -60,24 +54,24 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("tensorflow.python.framework.func_graph", "FuncGraph", ("name",)),
         Hook("tensorflow.python.framework.ops", "gradient_registry._registry"),
         Hook("tensorflow.python.ops.control_flow_util", "GraphOrParentsInXlaContext", ("graph",)),
-        _on_instances("keras", "Layer._losses"),
-        _on_instances("keras", "Layer._metrics"),
-        _on_instances("keras", "Layer._non_trainable_variables"),
+        _assigned("keras", "Layer._losses"),
+        _assigned("keras", "Layer._metrics"),
+        _assigned("keras", "Layer._non_trainable_variables"),
         # Releases without `keras.RematScope` lack it.
-        Hook("keras", "Layer._remat_mode", found="on instances", optional=True),
-        _on_instances("keras", "Layer._trainable_variables"),
-        _on_instances("keras", "Model._compile_config"),
-        _on_instances("keras", "Model._compile_loss"),
-        _on_instances("keras", "Model._compile_metrics"),
-        _on_instances("keras", "Model._loss_tracker"),
-        _on_instances("keras", "Operation._inbound_nodes"),
-        _on_instances("keras", "Optimizer._trainable_variables"),
-        _on_instances("keras", "Variable._dtype"),
-        _on_instances("keras", "Variable._value"),
-        _on_instances("keras.metrics", "MeanMetricWrapper._fn"),
-        _on_instances("keras.metrics", "MeanMetricWrapper._fn_kwargs"),
-        _on_instances("keras.src.losses.losses", "LossFunctionWrapper._fn_kwargs"),
-        _on_instances("keras.src.trainers.compile_utils", "CompileLoss._flat_losses"),
+        Hook("keras", "Layer._remat_mode", assigned=True, optional=True),
+        _assigned("keras", "Layer._trainable_variables"),
+        _assigned("keras", "Model._compile_config"),
+        _assigned("keras", "Model._compile_loss"),
+        _assigned("keras", "Model._compile_metrics"),
+        _assigned("keras", "Model._loss_tracker"),
+        _assigned("keras", "Operation._inbound_nodes"),
+        _assigned("keras", "Optimizer._trainable_variables"),
+        _assigned("keras", "Variable._dtype"),
+        _assigned("keras", "Variable._value"),
+        _assigned("keras.metrics", "MeanMetricWrapper._fn"),
+        _assigned("keras.metrics", "MeanMetricWrapper._fn_kwargs"),
+        _assigned("keras.src.losses.losses", "LossFunctionWrapper._fn_kwargs"),
+        _assigned("keras.src.trainers.compile_utils", "CompileLoss._flat_losses"),
     ),
     # This package's steps, in place of Keras's.
     "steps": (
@@ -94,8 +88,8 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("tensorflow.python.distribute.values", "PerReplicaSpec._value_specs"),
         Hook("tensorflow.python.eager.polymorphic_function.attributes", "NO_INLINE"),
         Hook("tensorflow.python.eager.record", "stop_recording"),
-        _on_instances("keras", "Model._distribute_strategy"),
-        _on_instances("keras", "Optimizer._learning_rate"),
+        _assigned("keras", "Model._distribute_strategy"),
+        _assigned("keras", "Optimizer._learning_rate"),
     ),
     # Optimizers that wrap another one.
     "accumulation": (
@@ -103,24 +97,24 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("keras.src.saving.keras_saveable", "KerasSaveable._obj_type"),
         Hook("keras.src.utils.tracking", "DotNotTrackScope"),
         Hook("tensorflow.python.trackable.base", "Trackable._update_uid"),
-        Hook("keras.optimizers", "MultiOptimizer._inner_optimizers", found="assigned", optional=True),
-        _on_instances("keras", "Optimizer._distribution_strategy"),
-        _on_instances("keras", "Optimizer._iterations"),
-        _on_instances("keras", "Optimizer._trainable_variables_indices"),
-        _on_instances("keras", "Optimizer._variables"),
+        Hook("keras.optimizers", "MultiOptimizer._inner_optimizers", assigned=True, optional=True),
+        _assigned("keras", "Optimizer._distribution_strategy"),
+        _assigned("keras", "Optimizer._iterations"),
+        _assigned("keras", "Optimizer._trainable_variables_indices"),
+        _assigned("keras", "Optimizer._variables"),
     ),
     # Models that train another model's layers.
     "wrapping": (
         Hook("keras", "Model._assert_compile_called", ("method_name",)),
-        _on_instances("keras", "Layer._losses_override"),
-        _on_instances("keras", "Model._jit_compile"),
+        _assigned("keras", "Layer._losses_override"),
+        _assigned("keras", "Model._jit_compile"),
     ),
     # Functional and Sequential models, cut into parts.
     "segments": (
         Hook("keras.src.models.functional", "Functional._run_through_graph", ("inputs", "operation_fn", "call_fn")),
         Hook("keras.src.ops.symbolic_arguments", "SymbolicArguments.fill_in", ("tensor_dict",)),
         _assigned("keras.src.ops.function", "Function._nodes_by_depth"),
-        _on_instances("keras", "Sequential._functional"),
+        _assigned("keras", "Sequential._functional"),
     ),
     # Variables without memory, to be counted.
     "memory": (
@@ -157,9 +151,9 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         _assigned(
             "tensorflow.python.distribute.input_lib", "DistributedDatasetsFromFunction._enable_get_next_as_optional"
         ),
-        _on_instances("keras.src.trainers.data_adapters.array_data_adapter", "ArrayDataAdapter._inputs"),
-        _on_instances("keras.src.trainers.data_adapters.array_data_adapter", "ArrayDataAdapter._shuffle"),
-        _on_instances("keras.src.trainers.data_adapters.generator_data_adapter", "GeneratorDataAdapter._first_batches"),
+        _assigned("keras.src.trainers.data_adapters.array_data_adapter", "ArrayDataAdapter._inputs"),
+        _assigned("keras.src.trainers.data_adapters.array_data_adapter", "ArrayDataAdapter._shuffle"),
+        _assigned("keras.src.trainers.data_adapters.generator_data_adapter", "GeneratorDataAdapter._first_batches"),
     ),
     # `MirroredStrategy` and other replicas.
     "replicas": (
@@ -248,6 +242,6 @@ NAMES: dict[str, tuple[Hook, ...]] = {
     # The profiler's files.
     "traces": (Hook("tensorflow.tsl.profiler.protobuf.xplane_pb2", "XSpace"),),
     # Where `fit` resumes.
-    "backups": (_on_instances("keras", "Model._initial_epoch"),),
+    "backups": (_assigned("keras", "Model._initial_epoch"),),
 }
 HOOKS = tuple(hook for hooks in NAMES.values() for hook in hooks)
