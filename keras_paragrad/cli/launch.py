@@ -73,7 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds between SIGTERM and SIGKILL (default: 30)",
     )
-    here.add_argument("--all-epochs", action="store_true", help="show all workers' epoch lines, not the first's alone")
+    complete_paths(
+        here.add_argument(
+            "--log-dir", metavar="DIR", help="where all workers but the first print (default: a temporary directory)"
+        )
+    )
     _add_nodes(parser.add_argument_group("on several machines, with this command on each, in any order"))
     program = parser.add_argument_group("what to start")
     program.add_argument(
@@ -110,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
             restarts if arguments.max_restarts is None else arguments.max_restarts,
             arguments.grace_seconds,
             _REGROW if arguments.regrow_seconds is None else arguments.regrow_seconds,
-            arguments.all_epochs,
+            arguments.log_dir,
         )
         workers = allowed.most if rendezvous is None else arguments.workers_per_node or 1
         world = str(allowed) if may_change else None

@@ -110,28 +110,32 @@ def machines(tmp_path):
     assert not left, "processes outlived their launcher"
 
 
+def said(err):
+    """The lines on standard error, without those that say which processes there are."""
+    return [line for line in err.splitlines() if not re.match(r"\[launch\] [\w ]+ is process \d+", line)]
+
+
 def ended(*processes):
     """The status and the lines on standard error of each."""
     found = []
     for process in processes:
         err = process.communicate(timeout=SECONDS)[1]
-        found.append((process.returncode, err.splitlines()))
+        found.append((process.returncode, said(err)))
     return found
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first node first", "last node first"])
 def test_machines_meet_in_any_order(machines, order):
-    machines.script("print('Epoch 1/2')\nprint('I am', index)")
+    machines.script("print('I am', index)")
     started = {}
     for rank in order:
         started[rank] = machines.start(rank, f"--workers-per-node={rank + 1}", "--grace-seconds=1")
         assert started[rank].stderr.readline().startswith(f"[launch] node {rank} ")
     out = {rank: process.communicate(timeout=SECONDS) for rank, process in started.items()}
     assert [started[rank].returncode for rank in (0, 1)] == [0, 0], out
-    assert sorted(out[0][0].splitlines()) == ["[worker 0] Epoch 1/2", "[worker 0] I am 0"]
-    assert sorted(out[1][0].splitlines()) == ["[worker 1] I am 1", "[worker 2] I am 2"]
-    assert out[0][1].splitlines()[-1] == "[launch] all 2 nodes have joined, with 3 workers"
-    assert out[1][1].splitlines()[-1] == "[launch] all 2 nodes have joined, with 3 workers; epochs are shown on node 0"
+    assert [out[rank][0] for rank in (0, 1)] == ["I am 0\n", "I am 1\n"]
+    for _, err in out.values():
+        assert said(err)[-1] == "[launch] all 2 nodes have joined, with 3 workers"
     starts = machines.starts()
     assert sorted(start[0] for start in starts) == [0, 1, 2]
     (cluster,) = {json.dumps(start[1]) for start in starts}
@@ -180,7 +184,6 @@ def test_a_failure_on_one_ends_all_with_its_status(machines, nodes):
             "[launch] worker 1 exited with status 7" if rank == 1 else "[launch] node 1: worker 1 exited with"
         ) in said
         assert "stopping" not in said or f"stopping worker {rank}" in said
-        assert err[-1].startswith("[launch] the same command resumes")
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -309,7 +312,7 @@ def test_too_few_machines_are_left(machines, lost):
     assert status == 75
     said = "\n".join(err)
     assert "[launch] too few nodes are left: " in said
-    assert "--wait 3600" in said and err[-1].startswith("[launch] the same command resumes")
+    assert "--wait 3600" in said
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -397,7 +400,6 @@ def test_a_signal_while_all_make_a_backup(machines):
     first.send_signal(signal.SIGTERM)
     ((status, err),) = ended(first)
     assert status == 143, err
-    assert err[-1].startswith("[launch] the same command resumes")
     assert ended(second)[0][0] == 1
 
 

@@ -43,7 +43,7 @@ def test_two_workers_add_up(tmp_path):
             # Ends the workers too.
             process.kill()
     assert process.returncode == 0, err[-3000:]
-    assert sorted(out.splitlines()) == ["[worker 0] total 3.0", "[worker 1] total 3.0"]
+    assert out == "total 3.0\n"
 
 
 @pytest.mark.long
@@ -71,4 +71,4 @@ def test_two_machines_add_up(tmp_path):
             node.kill()
             node.wait()
     assert [node.returncode for node in nodes] == [0, 0], [err[-3000:] for _, err in shown]
-    assert [out.splitlines() for out, _ in shown] == [["[worker 1] total 3.0"], ["[worker 0] total 3.0"]]
+    assert [out for out, _ in shown] == ["total 3.0\n"] * 2

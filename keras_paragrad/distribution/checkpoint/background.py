@@ -5,10 +5,12 @@ Each attempt at a backup with shards has a key, which is in the names of its fil
 
 import contextlib
 import json
+import os
 import secrets
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +26,7 @@ from keras_paragrad.distribution.checkpoint.file_format import (
     write_shards,
 )
 from keras_paragrad.distribution.checkpoint.files import BackupFiles
+from keras_paragrad.distribution.launch.tasks import SAVED
 
 # Seconds between two looks at whether training has ended, while a worker waits for another one's shards.
 _LOOK = 1.0
@@ -131,6 +134,10 @@ class BackupWriter:
             # Its frames would keep the copy of the state.
             traceback.clear_frames(failure.__traceback__)
             self.failure = failure
+        else:
+            # The launcher says that the same command resumes.
+            if path := os.environ.get(SAVED):
+                Path(path).touch()
         finally:
             del snapshot
             self._has_posted.set()

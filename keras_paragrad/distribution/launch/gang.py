@@ -61,7 +61,7 @@ class Gang:
         tasks: The tasks. The gang ends with its chief, or without one with its workers; other tasks serve them.
         command: The command of each task.
         grace: Seconds between terminating and killing a member.
-        output: Receives the members' output.
+        output: Prints messages, and has the members' files.
         events: Delivers signals to the launcher.
         number: The number of this gang; events about others are ignored.
         on_failure: Called with the exit status, the reason and whether this machine won't meet the others again, when
@@ -101,8 +101,8 @@ class Gang:
         self._interrupts = 0
         self._leading_job = "chief" if any(task.job == "chief" for task in tasks) else "worker"
         self._running = [
-            Member(task, command, number, grace, output, self._note_ended, self._note_overdue)
-            for number, task in enumerate(tasks)
+            Member(task, command, task is tasks[0], grace, output, self._note_ended, self._note_overdue)
+            for task in tasks
         ]
 
     def run(self) -> int:
@@ -149,10 +149,11 @@ class Gang:
             failure = f"{member.task.label} {_describe_exit(member.status)} after {_format_seconds(member.seconds)}"
             self._on_failure(self.status, failure, False)
             self._end_others(failure)
+            self._output.show_end(member.task)
         else:
             self._is_done = True
         if not self._ending and not any(other.task.job == self._leading_job for other in self._running):
-            self._end(signal.SIGTERM)
+            self._end()
 
     def _handle_node(self, ended: NodeEnded) -> None:
         """Ends the gang if another machine's has failed, or if all meet again."""
@@ -175,35 +176,30 @@ class Gang:
             self._resizing = True
             self._on_failure(MEETS_AGAIN, reason, False)
             self._output.say(f"{reason}: all make a backup, and go on together")
-            self._output.divert()
-            self._end(signal.SIGTERM)
+            self._end()
 
     def _end_others(self, failure: str) -> None:
-        """Reports a failure and terminates the other members; their errors that follow from it go to a file."""
+        """Reports a failure and terminates the other members."""
         if self._running:
             names = ", ".join(member.task.label for member in self._running)
-            path = self._output.divert()
-            failure += f"; stopping {names}: SIGTERM, then SIGKILL after {self._grace:g} s; what follows is in {path}"
+            failure += f"; stopping {names}: SIGTERM, then SIGKILL after {self._grace:g} s"
         self._output.say(failure)
-        self._end(signal.SIGTERM)
+        self._end()
 
-    def _end(self, number: int) -> None:
-        """Interrupts (SIGINT) or terminates all members that still run."""
+    def _end(self) -> None:
+        """Terminates all members that still run."""
         self._ending = True
         for member in self._running:
-            if number == signal.SIGINT:
-                member.interrupt()
-            else:
-                member.terminate()
+            member.terminate()
 
     def _forward(self, number: int) -> None:
-        """Forwards a signal once; kills on the second SIGINT."""
+        """Ends the gang, once, by SIGTERM, at which its members make a backup; kills on the second SIGINT."""
         self._interrupts += number == signal.SIGINT
         # A signal during a resize ends the launcher as well.
         if not self._ending or (self._resizing and not self.signalled):
             self.status = 128 + number
             if not self._ending:
-                self._end(number)
+                self._end()
             name = signal.Signals(number).name
             self._on_failure(self.status, f"received {name}", True)
             self._output.say(f"received {name}; what still runs after {self._grace:g} s is killed")

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 
-INTERRUPT, TERMINATE, KILL = b"i", b"t", b"k"
+TERMINATE, KILL = b"t", b"k"
 
 
 class Guard:
@@ -42,16 +42,16 @@ class Guard:
             if order == KILL:
                 self._kill_group()
             else:
-                self._end(signal.SIGINT if order == INTERRUPT else signal.SIGTERM)
-        self._end(signal.SIGTERM)
+                self._end()
+        self._end()
 
-    def _end(self, number: signal.Signals) -> None:
-        """Sends a signal to the process and starts the grace period; later calls do nothing."""
+    def _end(self) -> None:
+        """Sends SIGTERM to the process and starts the grace period; later calls do nothing."""
         if self._is_ending:
             return
         self._is_ending = True
         # Signal only the process: it may need its children to save its state.
-        self._process.send_signal(number)
+        self._process.terminate()
         self._deadline.start()
 
     def _overdue(self) -> None:

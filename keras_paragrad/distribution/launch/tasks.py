@@ -12,6 +12,8 @@ HOST = "127.0.0.1"
 TOKEN = "KERAS_PARAGRAD_TOKEN"  # noqa: S105 - the name of the variable
 # Environment variable that holds the numbers of workers or machines that a run may have, as in 2:4.
 WORLD = "KERAS_PARAGRAD_WORLD"
+# Environment variable that holds the path of a file to make once a backup is written.
+SAVED = "KERAS_PARAGRAD_SAVED"
 _PORTS = range(1024, 65536)
 
 
@@ -33,12 +35,6 @@ class Task:
     def label(self) -> str:
         """Its display name: `worker 0`."""
         return self.job if self.job == "chief" else f"{self.job} {self.index}"
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it is the worker that reports for all: the chief, or the first."""
-        cluster = json.loads(self.environment["TF_CONFIG"])["cluster"]
-        return (self.job, self.index) == ("chief" if "chief" in cluster else "worker", 0)
 
 
 @dataclass(frozen=True)

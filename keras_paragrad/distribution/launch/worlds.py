@@ -24,10 +24,7 @@ _STOPPED = 128 + signal.SIGTERM
 # A day, in seconds: the longest delay before a restart, which doubles each time.
 _LONGEST_REGROW = 24 * 3600.0
 # The action after a failed run.
-_RESUMES = (
-    "the same command resumes, from the newest backup, if the script makes backups: "
-    "callbacks=dist.callbacks(directory) in fit"
-)
+_RESUMES = "the same command resumes, from the newest backup"
 
 
 class Supervision(NamedTuple):
@@ -38,14 +35,14 @@ class Supervision(NamedTuple):
         max_restarts: How often to start again after a failure.
         grace: Seconds between terminating and killing a process.
         regrow: Seconds until lost workers of this machine are started again, doubled each time; 0 for never.
-        all_epochs: Whether to show the lines about epochs of all workers, and not of the first alone.
+        log_dir: The directory of the files to which all processes but the first print; a temporary one, if `None`.
     """
 
     least: int
     max_restarts: int
     grace: float
     regrow: float = 60.0
-    all_epochs: bool = False
+    log_dir: str | None = None
 
 
 def launch(
@@ -67,17 +64,16 @@ def launch(
         ValueError: There are no free ports, or the machines' options differ.
     """
     events: Events = queue.SimpleQueue()
-    # Signalled once nobody reads the launcher's output any more.
-    output = Output(lambda: events.put(Signalled(signal.SIGPIPE)), supervision.all_epochs)
-    world = _Worlds(command, supervision, output, events)
-    with _signals_as_events(events):
-        status = world.run_here(layout) if rendezvous is None else world.run_nodes(layout, rendezvous)
-    if status == 0:
-        # Errors of workers that were stopped are of interest only after a failure.
-        output.remove_file()
-    elif status != 128 + signal.SIGPIPE and world.has_begun:
-        output.say(_RESUMES)
-    return status
+    output, status = Output(supervision.log_dir), 1
+    try:
+        world = _Worlds(command, supervision, output, events)
+        with _signals_as_events(events):
+            status = world.run_here(layout) if rendezvous is None else world.run_nodes(layout, rendezvous)
+        if status != 0 and output.saved.exists():
+            output.say(_RESUMES)
+        return status
+    finally:
+        output.close(failed=status != 0)
 
 
 @contextlib.contextmanager
@@ -93,17 +89,12 @@ def _signals_as_events(events: Events) -> Generator[None]:
 
 
 class _Worlds:
-    """Starts gangs, the workers that train together, one after another.
-
-    Attributes:
-        has_begun: Whether a gang has been started.
-    """
+    """Starts gangs, the workers that train together, one after another."""
 
     def __init__(self, command: Sequence[str], supervision: Supervision, output: Output, events: Events):
         self._command, self._supervision = command, supervision
         self._output, self._events = output, events
         self._restarts = 0
-        self.has_begun = False
 
     def run_here(self, layout: Layout) -> int:
         """Runs the workers of this machine. One that is lost is left out, if enough are left, and tried again later."""
@@ -118,7 +109,6 @@ class _Worlds:
             status = gang.run()
             if regrowth is not None:
                 regrowth.cancel()
-            self._output.end_run()
             if status == 0 or gang.signalled:
                 return status
             if status == MEETS_AGAIN:
@@ -170,16 +160,14 @@ class _Worlds:
         """Runs this machine's gang, until all machines' gangs have ended; returns the exit status and the gang."""
         try:
             workers = counted(len(nodes.place.jobs["worker"]), "worker")
-            elsewhere = "" if rendezvous.rank == 0 or self._output.all_epochs else "; epochs are shown on node 0"
             who = (
                 f"all {rendezvous.most} nodes have joined"
                 if len(nodes.ranks) == rendezvous.most
                 else _nodes_have_joined(nodes)
             )
-            self._output.say(f"{who}, with {workers}{elsewhere}")
+            self._output.say(f"{who}, with {workers}")
             gang = self._gang(layout.tasks(os.environ, nodes.place), number, nodes.end)
             status = gang.run()
-            self._output.end_run()
             return status or self._await_nodes(nodes, gang, number), gang
         finally:
             nodes.close()
@@ -204,7 +192,6 @@ class _Worlds:
         number: int,
         on_failure: Callable[[int, str, bool], None] = lambda status, reason, leaves: None,
     ) -> Gang:
-        self.has_begun = True
         return Gang(tasks, self._command, self._supervision.grace, self._output, self._events, number, on_failure)
 
     def _regrowth(self, gang: int, losses: int) -> threading.Timer | None:
