@@ -20,7 +20,8 @@ from keras_paragrad.compat.variables import number_replicated_variables
 from keras_paragrad.compat.workers import all_or_none, gather, replica_placement
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.interruptions import explained_failures
-from keras_paragrad.distribution.consistency import check_same_training, check_same_weights, describe_training
+from keras_paragrad.distribution.consistency.compare import check_same, check_same_weights
+from keras_paragrad.distribution.consistency.describe import describe_training
 from keras_paragrad.distribution.data import (
     DistributedData,
     distributed_dataset,
@@ -286,7 +287,7 @@ class DistributedFit(InNotebooks):
         options = {"weighting": self.options.weighting, **decisions}
         if self.options.deterministic:
             options |= {"deterministic": self.options.deterministic, "computed with": describe_kernels()}
-        check_same_training(workers, all_or_none(workers, lambda: describe_training(model, options, arguments)))
+        check_same(workers, all_or_none(workers, lambda: describe_training(model, options, arguments)))
         check_same_weights(workers, model)
 
     @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy", "parts"])

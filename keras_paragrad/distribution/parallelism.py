@@ -13,7 +13,7 @@ from keras_paragrad.compat.collectives import strategy_name
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import Slot, replace_methods, restore_methods
 from keras_paragrad.compat.types import FitData, Specs
-from keras_paragrad.distribution.consistency import SAME_SCRIPT
+from keras_paragrad.distribution.consistency.compare import SAME_SCRIPT
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.fitted_memory import FittedMemory

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.workers import NamedDevicesStrategy, has_joined_a_cluster
 from keras_paragrad.distribution.cluster import Cluster
-from keras_paragrad.distribution.consistency import versions
+from keras_paragrad.distribution.consistency.describe import versions
 from keras_paragrad.distribution.listening import host_of, listen_at, port_of
 from keras_paragrad.distribution.rendezvous_server import LONGEST, Caller, MessageSigner, RendezvousServer
 

@@ -17,7 +17,7 @@ from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.interruptions import explained_failures
 from keras_paragrad.distribution.checkpoint.writers import check_callbacks, with_one_writer
-from keras_paragrad.distribution.consistency import AgreeEachEpoch, with_agreement
+from keras_paragrad.distribution.consistency.fitting import with_agreement
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs
 from keras_paragrad.distribution.decisions.batch import scaling_factor
 from keras_paragrad.distribution.parallelism import PlannedRun
@@ -157,7 +157,7 @@ def train(run: PlannedRun, request: FitArguments, data: FitData, arguments: dict
         backup.callbacks = [*backup.callbacks, *with_those_of_updates(others)]
     callbacks = [*others, *backups]
     if distributed is not None and replica_placement(strategy).workers > 1:
-        callbacks = with_agreement(callbacks, AgreeEachEpoch(strategy, callbacks, distributed))
+        callbacks = with_agreement(strategy, callbacks, distributed)
     try:
         with explained_failures(hardware.cluster):
             verbose = verbose if hardware.is_chief or verbose != "auto" else 0

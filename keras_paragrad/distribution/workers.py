@@ -11,20 +11,15 @@ from keras_paragrad.compat.workers import barrier, gather, replica_placement, su
 _CHUNK = 1 << 24
 
 
-def from_chief(strategy: tf.distribute.Strategy, content: bytes | None) -> bytes:
-    """Broadcasts the chief's bytes; every worker calls this.
+def broadcast_bytes(strategy: tf.distribute.Strategy, content: bytes | None, source: int = 0) -> bytes:
+    """One worker's bytes on all workers; every worker calls this.
 
     Args:
         strategy: The workers' strategy.
-        content: The bytes, on the chief; `None` on the others.
-
-    Returns:
-        The chief's bytes, on all workers.
+        content: The bytes, on the worker `source`; `None` on the others.
+        source: The index of the worker; by default the chief.
     """
-    placement = replica_placement(strategy)
-    if placement.workers == 1:
-        return content or b""
-    length = int(gather(strategy, np.array([len(content or b"")]))[0, 0])
+    length = int(gather(strategy, np.array([len(content or b"")]))[source, 0])
     array = np.zeros(length, np.uint8) if content is None else np.frombuffer(content, np.uint8)
     return sum_bytes(strategy, array).tobytes()
 

@@ -8,16 +8,19 @@ import re
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from runner import own_process
 from workers import consistency_worker
 
 from keras_paragrad import AccumulatingOptimizer, GradientTelemetry, Throughput
-from keras_paragrad.distribution.consistency import compare, describe_training
-from keras_paragrad.distribution.consistency.compare import first_difference, sketches
-from keras_paragrad.distribution.consistency.describe import bind_arguments, can_change_training
-from keras_paragrad.distribution.consistency.fitting import stops_within
+from keras_paragrad.distribution.consistency import compare
+from keras_paragrad.distribution.consistency.compare import check_same, first_difference, sketches
+from keras_paragrad.distribution.consistency.describe import can_change_training, describe_training
+from keras_paragrad.distribution.consistency.fitting import _TEST_HOOKS, _TRAIN_HOOKS, may_stop_within
+from keras_paragrad.distribution.data.agreement import Tally
 
 Callback = keras.callbacks.Callback
+DESCRIBED = {"fit": {"epochs": 1}}
 
 
 def model(activation="tanh", optimizer=None, loss="mse", layers=lambda: [], **options):
@@ -163,6 +166,18 @@ def test_connections_are_compared_under_other_names():
     assert differences(connected(True), connected(False))
 
 
+def test_names_are_compared_unless_they_are_automatic():
+    def heads(*names):
+        i = keras.Input((4, 4, 1))
+        h = keras.layers.Flatten()(keras.layers.MaxPooling2D()(keras.layers.Conv2D(2, 3)(i)))
+        made = keras.Model(i, [keras.layers.Dense(1, name=name)(h) for name in names])
+        made.compile("sgd", ["mse", "mae"])
+        return describe_training(made)
+
+    assert differences(heads(None, None), heads(None, None)) == set()
+    assert "layers[4].config.name" in differences(heads("head_1", "head_2"), heads("head_2", "head_1"))
+
+
 class Net(keras.Model):
     def __init__(self, act=keras.ops.tanh, units=2):
         super().__init__()
@@ -185,7 +200,7 @@ def test_subclassed_models_are_compared_by_attributes_and_layers():
         return describe_training(made)
 
     assert differences(built(), built()) == set()
-    assert "attributes.Net.act" in differences(built(), built(keras.ops.sigmoid))
+    assert "attributes[0].act" in differences(built(), built(keras.ops.sigmoid))
     assert "layers[0].config.units" in differences(built(), built(keras.ops.tanh, 3))
 
 
@@ -204,57 +219,45 @@ def test_subclassed_models_are_compared_by_attributes_and_layers():
         (
             {"callbacks": [keras.callbacks.EarlyStopping(patience=1)]},
             {"callbacks": [keras.callbacks.EarlyStopping()]},
-            "callbacks.EarlyStopping.patience",
+            "callbacks[0].patience",
         ),
-        ({"callbacks": [keras.callbacks.TerminateOnNaN()]}, {}, "callbacks.TerminateOnNaN"),
+        ({"callbacks": [keras.callbacks.TerminateOnNaN()]}, {}, "callbacks"),
         (
             {"callbacks": keras.callbacks.ReduceLROnPlateau(factor=0.1)},
             {"callbacks": [keras.callbacks.ReduceLROnPlateau(factor=0.2)]},
-            "callbacks.ReduceLROnPlateau.factor",
+            "callbacks[0].factor",
         ),
         (
             {"callbacks": [keras.callbacks.ModelCheckpoint("a.keras", save_freq=5)]},
             {"callbacks": [keras.callbacks.ModelCheckpoint("a.keras")]},
-            "callbacks.ModelCheckpoint.save_freq",
+            "callbacks[0].save_freq",
         ),
     ],
 )
 def test_arguments_of_fit_are_named(one, other, named):
     made = model()
-    first, second = (describe_training(made, {}, bind_arguments(made.fit, (), options)) for options in (one, other))
+    first, second = (describe_training(made, {}, options) for options in (one, other))
     assert named in differences(first, second)
 
 
 def test_how_much_is_shown_and_where_it_is_written_is_not_compared():
-    made = model()
-    found = [
-        describe_training(
-            made,
-            {},
-            bind_arguments(
-                made.fit,
-                (),
-                {
-                    "verbose": number,
-                    "callbacks": [
-                        keras.callbacks.ModelCheckpoint(f"{number}.keras", verbose=number),
-                        *([keras.callbacks.CSVLogger("a.csv")] if number else []),
-                        *([keras.callbacks.TensorBoard("logs"), Throughput()] if number else []),
-                    ],
-                },
-            ),
-        )
-        for number in range(2)
-    ]
+    made, found = model(), []
+    for number in range(2):
+        callbacks = [keras.callbacks.ModelCheckpoint(f"{number}.keras", verbose=number)]
+        callbacks += [keras.callbacks.CSVLogger("a"), keras.callbacks.TensorBoard("a"), Throughput()] if number else []
+        found.append(describe_training(made, {}, {"verbose": number, "callbacks": callbacks}))
     assert differences(*found) == set()
 
 
-def test_settings_and_options_are_compared():
+def test_settings_versions_and_options_are_compared(monkeypatch):
     made = model()
     assert differences(describe_training(made, {"exact": True}), describe_training(made, {"exact": False})) == {
         "DistributedFit.exact"
     }
     before = describe_training(made)
+    with monkeypatch.context() as changed:
+        changed.setattr("keras_paragrad.__version__", "9.0")
+        assert differences(before, describe_training(made)) == {"versions.keras_paragrad"}
     keras.config.set_max_epochs(1)
     try:
         assert differences(before, describe_training(made)) == {"keras.max_epochs"}
@@ -276,19 +279,6 @@ class Progress(Callback):
 class Stops(Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.model.stop_training = batch > 3
-
-
-class StopsElsewhere(Stops):
-    def on_epoch_end(self, epoch, logs=None):
-        self.seen = epoch
-
-
-class StopsInAMethod(Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        self.look(batch)
-
-    def look(self, batch):
-        setattr(self.model, "stop_training", True)  # noqa: B010
 
 
 class Assigns(Callback):
@@ -319,16 +309,55 @@ def test_which_callbacks_are_compared(callback, expected):
     assert can_change_training(callback) == expected
 
 
-def test_who_may_stop_between_batches():
-    for callback, may in ((Stops(), True), (StopsElsewhere(), True), (StopsInAMethod(), False), (Progress(), False)):
-        assert stops_within([callback], "stop_training") == may, callback
-    assert not stops_within([keras.callbacks.TerminateOnNaN(), keras.callbacks.EarlyStopping()], "stop_training")
-    assert not stops_within([Stops()], "stop_evaluating")
+@pytest.mark.parametrize(
+    ("callback", "may"),
+    [
+        (Stops(), True),
+        (type("Stops", (Stops, keras.callbacks.EarlyStopping), {})(), True),
+        (keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, logs: None), True),
+        (keras.callbacks.LambdaCallback(on_train_batch_begin=functools.partial(print, "batch")), True),
+        (keras.callbacks.TerminateOnNaN(), True),
+        (keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: None), False),
+        (Progress(), False),
+        (keras.callbacks.EarlyStopping(), False),
+        (keras.callbacks.ModelCheckpoint("a.keras", save_freq=5), False),
+        (Throughput(), False),
+        (type("Shows", (Stops,), {"changes_training": False})(), False),
+    ],
+)
+def test_who_may_stop_between_batches(callback, may):
+    assert may_stop_within([callback], _TRAIN_HOOKS) == may
+    assert not may_stop_within([Stops()], _TEST_HOOKS)
+
+
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        ([{"fit": {"epochs": 2}}], r"differently: fit\.epochs: 1 on worker 0, 2 on worker 1\. Start the same script"),
+        ([{}], r"fit: given on worker 0, nothing on worker 1\."),
+        (
+            [DESCRIBED, {"fit": {"epochs": 2}}, {"fit": {"epochs": 3}}],
+            r"2 on worker 2\. Workers 2, 3 differ from worker 0",
+        ),
+        (
+            [{"fit": {"epochs": 1, **dict.fromkeys("abcdefgh", 0)}}],
+            r"fit\.f: nothing on worker 0, 0 on worker 1\. Start",
+        ),
+    ],
+)
+def test_the_first_worker_that_differs_is_compared(monkeypatch, others, says):
+    described = [DESCRIBED, *others]
+    rows = []
+    monkeypatch.setattr(compare, "gather", lambda strategy, row: rows.append(row) or np.stack(rows))
+    monkeypatch.setattr(compare, "broadcast_bytes", lambda strategy, text, source: json.dumps(described[source]))
+    for each in described[:-1]:
+        with contextlib.suppress(ValueError):
+            check_same(tf.distribute.get_strategy(), each)
+    with pytest.raises(ValueError, match=says):
+        check_same(tf.distribute.get_strategy(), described[-1])
 
 
 def test_weights_are_compared_within_rounding():
-    import tensorflow as tf
-
     generator = np.random.default_rng(0)
     values = [generator.normal(size=size).astype("float32") for size in ((3,), (70_000,), (4, 5))]
 
@@ -345,12 +374,43 @@ def test_weights_are_compared_within_rounding():
     assert first_difference(np.stack([of(lambda value: value * np.nan)] * 2)) is None
 
 
+def recorded(*batches):
+    """What is compared of the batches that a worker reads."""
+    spec = tf.nest.map_structure(_of_any_size, tf.data.Dataset.from_tensors(batches[0]).element_spec)
+    data = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=spec)
+    tally = Tally()
+    read = tally.recorded(data)
+    tally.begin()
+    assert len(list(read)) == len(batches)
+    return tally.up_to(1, len(batches)), tally.up_to(1, 1)
+
+
+def _of_any_size(spec):
+    if isinstance(spec, tf.RaggedTensorSpec):
+        return spec
+    return type(spec)([None] * spec.shape.rank, spec.dtype)
+
+
+def test_batches_of_other_shapes_have_another_checksum():
+    two, three = np.ones((2, 3)), np.ones((3, 2))
+    (ones, first), others = recorded(two, two), [recorded(*each)[0] for each in ((two, three), (three, two), (three,))]
+    assert ones == recorded(two * 2, two)[0]
+    assert len({ones, *others}) == 4
+    assert first == recorded(two, three)[1]
+    for many, few in (
+        (tf.ragged.constant([[1, 2], [3]]), tf.ragged.constant([[1, 2], []], dtype=tf.int32)),
+        (tf.sparse.from_dense([[1, 2]]), tf.sparse.from_dense([[1, 0]])),
+        (tf.sparse.from_dense([[1], [0]]), tf.sparse.from_dense([[1]])),
+    ):
+        assert recorded(many) != recorded(few)
+
+
 # In `make test`, test_own_fit.py has a model with a `fit` of its own on replicas, test_proofs.py metrics of one's own
 # there, and "prepared and other epochs" and test_workers.py prepared models and arrays.
 LONG = (
     *("a model with a fit of its own", "prepared with arrays"),
-    # Of an epoch on another path, of weights as of the rate, and of a stop elsewhere, one is short.
-    *("other epochs", "weights that one changes behind the back", "a stop of one worker after an epoch"),
+    # Of weights as of the rate.
+    "weights that one changes behind the back",
 )
 
 
@@ -381,10 +441,6 @@ def found_in(request, name):
     ("name", "says"),
     short_or_long(
         ("another activation", r"layers\[1\]\.config\.activation: 'tanh' on worker 0, 'relu' on worker 1"),
-        ("other epochs", r"fit\.epochs: 2 on worker 0, 3 on worker 1"),
-        ("validation on one", r"fit\.validation_data: 'not given' on worker 0, 'given' on worker 1"),
-        ("a learning rate callback", r"callbacks\.LearningRateScheduler: nothing on worker 0, given on worker 1"),
-        ("another version", r"versions\.keras_paragrad: '9\.0' on worker 0, '9\.1' on worker 1"),
         ("prepared and other epochs", r"fit\.epochs: 1 on worker 0, 2 on worker 1"),
         (
             "weights loaded on one",
@@ -396,7 +452,7 @@ def found_in(request, name):
         ),
         ("weights that one changes behind the back", "different weights after epoch 0.*kernel"),
         ("fewer batches", "batches of data: 3 on worker 0, 2 on worker 1"),
-        ("larger batches", "the 3 batches that worker 0 read have other shapes than the batches of worker 1"),
+        ("larger batches", r"checksum of the batches' shapes: -?\d+ on worker 0, -?\d+ on worker 1"),
     ),
 )
 def test_workers_that_differ_get_one_error(request, name, says):
@@ -428,10 +484,9 @@ def test_a_cluster_is_started_once_in_a_process(found):
 @pytest.mark.parametrize(
     ("name", "expected"),
     short_or_long(
-        ("a stop of one worker after an epoch", {"steps": 6, "epochs": 2}),
+        ("a stop of one worker in evaluation and after an epoch", {"steps": 6, "epochs": 2}),
         ("a stop of one worker after a batch", {"steps": 2, "epochs": 1}),
-        ("a stop of one worker behind the back", {"steps": 3, "epochs": 1}),
-        ("a stop of one worker in evaluation", {"steps": 6, "epochs": 2}),
+        ("a stop of one worker before an epoch", {"steps": 3, "epochs": 1}),
         ("not a number", 2),
     ),
 )

@@ -10,7 +10,7 @@ from runner.covering import examples
 from sample_models.recomputed_models import L, attention, check_equal, trained, without
 
 from keras_paragrad import PerExampleGradients, recompute
-from keras_paragrad.distribution.consistency import describe_training
+from keras_paragrad.distribution.consistency.describe import describe_training
 from keras_paragrad.memory.measure import ModelCost, PartCost, _bytes, _used_backward
 from keras_paragrad.memory.recomputed_segments import Span, best_segments, equal_segments, peak_bytes
 

@@ -117,36 +117,6 @@ def another_activation(dist, worker):
 
 
 @case
-def other_epochs(dist, worker):
-    return train(dist, epochs=2 + worker)
-
-
-@case
-def validation_on_one(dist, worker):
-    return train(dist, validation_data=data() if worker else None)
-
-
-@case
-def another_version(dist, worker):
-    import keras_paragrad
-
-    before = keras_paragrad.__version__
-    keras_paragrad.__version__ = f"9.{worker}"
-    try:
-        return train(dist)
-    finally:
-        keras_paragrad.__version__ = before
-
-
-@case
-def a_learning_rate_callback(dist, worker):
-    import keras
-
-    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1)
-    return train(dist, callbacks=[schedule] if worker else [])
-
-
-@case
 def weights_loaded_on_one(dist, worker):
     made = shared(dist)
     if worker:
@@ -332,7 +302,7 @@ def a_model_with_a_fit_of_its_own(dist, worker):
 # What is tried on made-up rows before the first step.
 
 
-def own_parts(scope, *, metric="distance"):
+def own_parts(scope):
     """A model with a layer and a metric that Keras does not know, and with replicas that meet in the forward pass."""
     import keras
     from keras import layers, ops
@@ -345,17 +315,6 @@ def own_parts(scope, *, metric="distance"):
             self.seen.assign_add(ops.sum(inputs) / 48)
             return inputs - ops.mean(inputs, 1, keepdims=True)
 
-    class Largest(keras.metrics.Metric):
-        def __init__(self):
-            super().__init__(name="largest")
-            self.largest = self.add_variable((), "zeros")
-
-        def update_state(self, y_true, y_pred, sample_weight=None):
-            self.largest.assign(ops.maximum(self.largest, ops.max(y_pred)))
-
-        def result(self):
-            return ops.convert_to_tensor(self.largest)
-
     def distance(y_true, y_pred):
         return ops.abs(y_true - y_pred)
 
@@ -365,14 +324,8 @@ def own_parts(scope, *, metric="distance"):
         made = keras.Sequential(
             [keras.Input((4,)), layers.Dense(3), synchronized, Centered(name="own"), layers.Dense(1)]
         )
-        own = Largest() if metric == "largest" else distance
-        made.compile(keras.optimizers.SGD(0.1), "mse", metrics=[own], jit_compile=False)
+        made.compile(keras.optimizers.SGD(0.1), "mse", metrics=[distance], jit_compile=False)
     return made
-
-
-@case
-def a_running_maximum(dist, worker):
-    return train(dist, own_parts(dist.scope(), metric="largest"))
 
 
 @case
@@ -391,69 +344,39 @@ def results_of(fit, made):
 # Stops.
 
 
-def stopping(hook, after, workers, behind=False):
+def stops_in(hook, after=0):
+    """A callback that stops in a hook, when it has an index."""
     import keras
 
-    class Stops(keras.callbacks.Callback):
-        def __init__(self):
-            super().__init__()
-            self._workers = workers
-            self._steps = 0
+    def stop(callback, index, logs=None):
+        if index == after:
+            setattr(callback.model, "stop_evaluating" if "test" in hook else "stop_training", True)
 
-        def on_train_batch_end(self, batch, logs=None):
-            self._steps += 1
-            if hook == "batch" and self._steps == after and self._workers:
-                self.model.stop_training = True
-
-        def on_epoch_end(self, epoch, logs=None):
-            if hook == "epoch" and epoch == after and self._workers:
-                self.model.stop_training = True
-
-    class Behind(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            if batch == after and workers:
-                _stop(self.model)
-
-    return Behind() if behind else Stops()
+    return type("Stops", (keras.callbacks.Callback,), {hook: stop})()
 
 
-def _stop(made):
-    made.stop_training = True
-
-
-def steps_of(dist, callback, epochs=3, **options):
+def steps_of(dist, callbacks, epochs=3, **options):
     made = shared(dist)
     history = dist.fit(
-        made, *data(), batch_size=16, epochs=epochs, verbose=0, shuffle=False, callbacks=[callback], **options
+        made, *data(), batch_size=16, epochs=epochs, verbose=0, shuffle=False, callbacks=callbacks, **options
     ).history
     return {"steps": int(made.optimizer.iterations.numpy()), "epochs": len(history["loss"])}
 
 
 @case
-def a_stop_of_one_worker_after_an_epoch(dist, worker):
-    return steps_of(dist, stopping("epoch", 1, worker == 1))
+def a_stop_of_one_worker_in_evaluation_and_after_an_epoch(dist, worker):
+    stops = [stops_in("on_epoch_end", 1), stops_in("on_test_batch_end")]
+    return steps_of(dist, stops if worker else [], validation_data=data())
 
 
 @case
 def a_stop_of_one_worker_after_a_batch(dist, worker):
-    return steps_of(dist, stopping("batch", 2, worker == 1))
+    return steps_of(dist, [stops_in("on_train_batch_end", 1)] if worker else [])
 
 
 @case
-def a_stop_of_one_worker_behind_the_back(dist, worker):
-    return steps_of(dist, stopping("", 0, worker == 0, behind=True))
-
-
-@case
-def a_stop_of_one_worker_in_evaluation(dist, worker):
-    import keras
-
-    class Stops(keras.callbacks.Callback):
-        def on_test_batch_end(self, batch, logs=None):
-            if worker:
-                self.model.stop_evaluating = True
-
-    return steps_of(dist, Stops(), epochs=2, validation_data=data())
+def a_stop_of_one_worker_before_an_epoch(dist, worker):
+    return steps_of(dist, [] if worker else [stops_in("on_epoch_begin")])
 
 
 @case
@@ -489,7 +412,7 @@ def no_end_before_others_have_read(dist, worker):
 
     from keras_paragrad import DistributedFit
     from keras_paragrad.compat.workers import gather
-    from keras_paragrad.distribution.workers import from_chief
+    from keras_paragrad.distribution.workers import broadcast_bytes
 
     class Restarts(keras.callbacks.Callback):
         def on_train_end(self, logs=None):
@@ -514,7 +437,7 @@ def no_end_before_others_have_read(dist, worker):
         "evaluate": lambda: made.evaluate(x, y, **once),
         "predict": lambda: made.predict(x, **once),
         "gather": lambda: gather(dist.strategy, [1.0]),
-        "from_chief": lambda: from_chief(dist.strategy, None if worker else b"content"),
+        "broadcast_bytes": lambda: broadcast_bytes(dist.strategy, None if worker else b"content"),
         "a variable in shards": cut.numpy,
     }
     found = {}

@@ -16,7 +16,7 @@ from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBac
 from keras_paragrad.distribution.checkpoint.shards import locate_shards
 from keras_paragrad.distribution.checkpoint.writers import restore_callback_states
 from keras_paragrad.distribution.kernels import describe_kernels, kernel_differences
-from keras_paragrad.distribution.workers import from_chief
+from keras_paragrad.distribution.workers import broadcast_bytes
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.plain_text import counted
 from keras_paragrad.storage import model_variables
@@ -91,13 +91,13 @@ def _from_chief(
     strategy: tf.distribute.Strategy, files: BackupFiles, mine: StoredBackup | None, position: tuple[int, int]
 ) -> StoredBackup:
     """Sends the chief's backup, at a position, to all workers, which may have no copy."""
-    content = from_chief(strategy, mine.content if mine else None)
+    content = broadcast_bytes(strategy, mine.content if mine else None)
     return mine or StoredBackup(files.directory, Position(*position), "", content)
 
 
 def _refuse_damaged(strategy: tf.distribute.Strategy, files: BackupFiles, damage: list[str]) -> None:
     """Raises on all workers if the chief has only damaged backups."""
-    reasons = from_chief(strategy, "; ".join(damage).encode() if damage else None).decode()
+    reasons = broadcast_bytes(strategy, "; ".join(damage).encode() if damage else None).decode()
     raise DamagedBackupError(
         f"None of the backups in {files.directory} is intact, and nothing has been changed. {reasons}. Restore a good "
         "copy there, or move the directory away to start from scratch."

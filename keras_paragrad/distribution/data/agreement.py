@@ -23,9 +23,18 @@ def common_steps(strategy: tf.distribute.Strategy, source: Source, policy: str) 
 
     Under `"already_sharded"`, it is the most of any worker.
     """
-    agree(strategy, {"checksum": _checksum_of_layout(source)}, "nesting, types or shapes of the data")
+
+    # The number of rows is compared on its own.
+    def without_rows(spec: Any) -> Any:
+        known = isinstance(spec, tf.TensorSpec) and spec.shape.rank
+        return repr((spec.dtype.name, tuple(spec.shape[1:]))) if known else spec
+
+    layout = repr(tf.nest.map_structure(without_rows, source.batches(0).element_spec))
+    agree(strategy, {"checksum": zlib.crc32(layout.encode())}, "nesting, types or shapes of the data")
     if policy == "data":
-        _agree_on_content(strategy, source)
+        counts = {"examples": source.rows, "batches": source.steps, "rows per batch": source.batch_size}
+        agree(strategy, {name: -1 if count is None else count for name, count in counts.items()}, "data")
+        agree(strategy, {"checksum": _checksum(source.first_batch())}, "first batches of data", SEED_IT)
         return source.steps
     if policy == "file":
         return None
@@ -33,47 +42,19 @@ def common_steps(strategy: tf.distribute.Strategy, source: Source, policy: str) 
     return None if (steps < 0).any() else int(steps.max())
 
 
-def _agree_on_content(strategy: tf.distribute.Strategy, source: Source) -> None:
-    """Raises on every worker if their numbers of rows and batches, or their first batches, differ."""
-    counts = {"examples": source.rows, "batches": source.steps, "rows per batch": source.batch_size}
-    agree(strategy, {name: -1 if count is None else count for name, count in counts.items()}, "data")
-    agree(strategy, {"checksum": checksum(source.first_batch())}, "first batches of data", SEED_IT)
-
-
-def checksum(batch: Batch) -> int:
+def _checksum(batch: Batch) -> int:
     """A checksum of a batch's values."""
     total = 0
     for leaf in keras.tree.flatten(batch):
-        for part in _dense_parts(leaf):
+        if leaf is None or isinstance(leaf, tf.experimental.Optional):
+            continue
+        coo = leaf.tocoo() if hasattr(leaf, "tocoo") else None
+        parts = tf.nest.flatten(leaf, expand_composites=True) if coo is None else (coo.row, coo.col, coo.data)
+        for part in parts:
             array = np.asarray(part)
             content = repr(array.tolist()).encode() if array.dtype == object else np.ascontiguousarray(array).tobytes()
             total = zlib.crc32(content, total)
     return total
-
-
-def _dense_parts(leaf: Any) -> list[tf.Tensor | np.ndarray]:
-    """The dense arrays or tensors that a leaf consists of."""
-    if leaf is None or isinstance(leaf, tf.experimental.Optional):
-        return []
-    if isinstance(leaf, tf.SparseTensor):
-        return [leaf.indices, leaf.values]
-    if isinstance(leaf, tf.RaggedTensor):
-        return [leaf.flat_values, *leaf.nested_row_splits]
-    if hasattr(leaf, "tocoo"):
-        return [leaf.tocoo().row, leaf.tocoo().col, leaf.tocoo().data]
-    return [leaf]
-
-
-def _checksum_of_layout(source: Source) -> int:
-    """A checksum of the source's structure, dtypes and shapes of rows."""
-
-    # Without the number of rows, which is compared on its own.
-    def without_rows(spec: Any) -> Any:
-        known = isinstance(spec, tf.TensorSpec) and spec.shape.rank
-        return repr((spec.dtype.name, tuple(spec.shape[1:]))) if known else spec
-
-    layout = tf.nest.map_structure(without_rows, source.batches(0).element_spec)
-    return zlib.crc32(repr(layout).encode())
 
 
 # Capacity of the log, in batches: more than are ever prefetched.
@@ -86,43 +67,41 @@ class Tally:
     """Records the shapes and dtypes of batches as they are read, before they are sharded.
 
     Batches are prefetched, and which one was the last to be trained on is known only afterwards: so each is recorded
-    with a checksum of all batches up to it. Iterators over the data are numbered; a reading is the number of one.
+    with a checksum of all batches up to it.
+
+    Attributes:
+        reading: The number of the newest iterator over the data, from 1.
     """
 
     def __init__(self):
-        self._reading = 0
-        # A row for each batch: the reading, the batch's index, and the checksum.
+        self.reading = 0
+        # A row for each batch: the reading, the batch's index, and the checksum. Beside it the reading, for the graph.
         self._log: Any = None
-        # The newest reading, for the graph.
         self._reading_variable: Any = None
 
     def begin(self) -> None:
         """Call when a new iterator is created, before it is read."""
-        self._reading += 1
+        self.reading += 1
         if self._reading_variable is not None:
-            self._reading_variable.assign(self._reading)
-
-    @property
-    def reading(self) -> int:
-        """The number of the newest iterator."""
-        return self._reading
+            self._reading_variable.assign(self.reading)
 
     def recorded(self, batches: Dataset) -> Dataset:
         """The batches, each recorded as it is read."""
         if self._log is None:
             with tf.init_scope(), tf.device("CPU:0"):
-                self._reading_variable = tf.Variable(tf.constant(self._reading, tf.int64), trainable=False)
+                self._reading_variable = tf.Variable(tf.constant(self.reading, tf.int64), trainable=False)
                 self._log = tf.Variable(tf.zeros((_CAPACITY, 3), tf.int64), trainable=False)
         layout = zlib.crc32(repr(batches.element_spec).encode())
-        start = (tf.constant(0, tf.int64), tf.constant(layout, tf.int64))
 
         # AutoGraph takes longer to convert this than tracing takes.
         @tf.autograph.experimental.do_not_convert
         def record(state: Any, batch: Batch) -> tuple[tuple[tf.Tensor, ...], Batch]:
             # The index of the batch, and the checksum of the layout and of the sizes of all batches before it.
             index, total = state
-            for size in _sizes(batch):
-                total = (total ^ tf.cast(size, tf.int64)) * _FACTOR
+            sizes = _sizes(batch)
+            # Each size times a number of its place, so that the sum depends on their order.
+            weights = tf.range(tf.size(sizes, tf.int64)) * 2654435761 + 40503
+            total = (total ^ tf.reduce_sum(sizes * weights)) * _FACTOR
             entry = tf.stack([self._reading_variable.read_value(), index, total])
             stored = tf.raw_ops.ResourceScatterUpdate(
                 resource=self._log.handle, indices=index % _CAPACITY, updates=entry
@@ -130,35 +109,21 @@ class Tally:
             with tf.control_dependencies([stored] if stored is not None else []):
                 return (index + 1, tf.identity(total)), batch
 
-        return batches.scan(start, record)
+        return batches.scan((tf.constant(0, tf.int64), tf.constant(layout, tf.int64)), record)
 
     def up_to(self, reading: int, batches: int) -> tuple[int, int]:
         """How many of the first `batches` of a reading were read, and the checksum of their shapes."""
-        if self._log is None or not batches:
-            return 0, 0
-        log = self._log.numpy()
-        entries = log[(log[:, 0] == reading) & (log[:, 1] < batches)]
-        if not len(entries):
-            return 0, 0
-        last = entries[entries[:, 1].argmax()]
+        log = np.zeros((0, 3), np.int64) if self._log is None else self._log.numpy()
+        entries = log[(log[:, 0] == reading) & (log[:, 1] < batches)] if reading else log[:0]
+        last = entries[entries[:, 1].argmax()] if len(entries) else (-1, -1, 0)
         return int(last[1]) + 1, int(last[2])
 
 
-def _sizes(batch: Batch) -> list[tf.Tensor]:
-    """The dynamic sizes in a batch's shapes, as scalars."""
+def _sizes(batch: Batch) -> tf.Tensor:
+    """The sizes in a batch's shapes, and in those of the tensors that sparse and ragged ones consist of."""
     sizes = []
     for leaf in tf.nest.flatten(batch):
-        if isinstance(leaf, tf.SparseTensor):
-            sizes += [*tf.unstack(leaf.dense_shape, num=leaf.shape.rank), tf.shape(leaf.values)[0]]
-        elif isinstance(leaf, tf.RaggedTensor):
-            sizes += [leaf.nrows(), *(tf.shape(splits)[0] for splits in leaf.nested_row_splits[1:])]
-            sizes += [tf.shape(leaf.flat_values)[0]]
-        elif isinstance(leaf, tf.Tensor) and not leaf.shape.is_fully_defined():
-            sizes += [tf.rank(leaf), tf.reduce_sum(_weighted(leaf))]
-    return sizes
-
-
-def _weighted(leaf: tf.Tensor) -> tf.Tensor:
-    """A tensor's sizes, each times a number of its axis, so that their sum depends on their order."""
-    shape = tf.shape(leaf, out_type=tf.int64)
-    return shape * (tf.range(tf.size(shape, out_type=tf.int64)) * 2654435761 + 40503)
+        sizes += [leaf.dense_shape] if isinstance(leaf, tf.SparseTensor) else []
+        parts = tf.nest.flatten(leaf, expand_composites=True)
+        sizes += [tf.shape(part, tf.int64) for part in parts if isinstance(part, tf.Tensor)]
+    return tf.concat(sizes, 0)

@@ -119,8 +119,8 @@ def distributed_dataset(
     equal_steps = placement.workers == 1 or (policy == "data" and steps is not None)
     tally = Tally() if placement.workers > 1 and policy == "data" and not source.own_rows else None
     shards = WorkerShards(source, request, "already_sharded" if source.own_rows else policy, placement, tally)
-    feed = Feed(strategy, shards, placement.local, source.changes, equal_steps, tally)
-    return DistributedData(source, feed, placement, policy, steps, steps_per_epoch is not None, tally)
+    feed = Feed(strategy, shards, placement.local, source.changes, equal_steps)
+    return DistributedData(source, feed, placement, policy, steps, steps_per_epoch is not None)
 
 
 def undivided_dataset(strategy: tf.distribute.Strategy, x: FitData, *arrays: Any, **options: Any) -> DistributedData:

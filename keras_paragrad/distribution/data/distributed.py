@@ -22,7 +22,7 @@ class WorkerShards:
         self, source: Source, request: DataOptions, policy: str, placement: ReplicaPlacement, tally: Tally | None = None
     ):
         self._source = source
-        self._tally = tally
+        self.tally = tally
         self._request = request
         self._policy = policy
         self._placement = placement
@@ -41,7 +41,7 @@ class WorkerShards:
     def _make(self, epoch: int) -> Dataset:
         """The worker's shards of an epoch's batches, cached and prefetched as requested."""
         batches = self._source.batches(epoch)
-        batches = self._tally.recorded(batches) if self._tally else batches
+        batches = self.tally.recorded(batches) if self.tally else batches
         shards = shard_batches(*worker_batches(batches, self._policy, self._placement))
         options = tf.data.Options()
         options.deterministic = True
@@ -63,7 +63,6 @@ class Feed(tf.distribute.DistributedDataset):
         local: Number of replicas on this worker.
         changes: Whether epochs differ.
         equal_steps: Whether all replicas have the same number of shards.
-        tally: Records the batches that are read, for workers to compare.
     """
 
     def __init__(
@@ -73,14 +72,13 @@ class Feed(tf.distribute.DistributedDataset):
         local: int,
         changes: bool,
         equal_steps: bool,
-        tally: Tally | None = None,
     ):
         self._strategy = strategy
         self._shards = shards
         self._local = local
         self._changes = changes
         self._equal_steps = equal_steps
-        self._tally = tally
+        self.tally = shards.tally
         self._cached: tuple[tuple[int, int], Any] | None = None
         self.begin(0)
 
@@ -93,8 +91,8 @@ class Feed(tf.distribute.DistributedDataset):
         self._shards.reorder(self._epoch)
         # Keras creates a new iterator in the middle of an epoch when the data runs out.
         self.begin(self._epoch + 1)
-        if self._tally:
-            self._tally.begin()
+        if self.tally:
+            self.tally.begin()
         return iter(distributed)
 
     @property
@@ -136,9 +134,8 @@ class DistributedData(CustomAdapter):
         policy: str,
         steps: int | None,
         iterators_span_epochs: bool,
-        tally: Tally | None = None,
     ):
-        self.tally = tally
+        self.tally = feed.tally
         self._source = source
         self._feed = feed
         self._steps = steps

@@ -20,7 +20,7 @@ from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.compat.workers import NamedDevicesStrategy, barrier, parts_per_replica, replica_placement
-from keras_paragrad.distribution.consistency import ComparedFit, shard_again
+from keras_paragrad.distribution.consistency.fitting import compared_fit, shard_again
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.decisions.strategy import decide_strategy
 from keras_paragrad.distribution.hardware import Hardware
@@ -126,19 +126,19 @@ class ReplicaPreparation(Preparation):
             self.set_jit_compile(jit)
         by_xla = replicas > 1 and bool(model.jit_compile) and not self._all_reduces_in_forward_pass()
         on_workers = replica_placement(model.distribute_strategy).workers > 1
-        compared_fit = ComparedFit.of(model, shard_policy, deterministic or None) if on_workers else None
-        distribute = functools.partial(shard_again, model, shard_policy, deterministic) if deterministic else None
+        distribute = functools.partial(shard_again, model, shard_policy, deterministic)
         ordered = None
         if deterministic:
             ordered = self._divide_in_order(deterministic, weighting, prove, jit is True, replicas)
         if ordered is None:
             self._divide_as_before()
         take = Take(normalize if replicas > 1 else None, by_xla, prove, ordered)
-        install_on_replicas(model, take, compared_fit.sharded if compared_fit else distribute)
-        if compared_fit:
+        install_on_replicas(model, take, distribute if on_workers or deterministic else None)
+        if on_workers:
+            fit = functools.partial(compared_fit, model)
             evaluate = functools.partial(_with_barrier, type(model).evaluate, model)
             predict = functools.partial(_with_barrier, _predict_in_order, model)
-            self.replace(fit=compared_fit, evaluate=evaluate, predict=predict)
+            self.replace(fit=fit, evaluate=evaluate, predict=predict)
 
     def _divide_in_order(
         self, parts: int, weighting: str | DivisorFunction, prove: bool, by_xla: bool, replicas: int
