@@ -16,7 +16,7 @@ import tensorflow as tf
 import keras_paragrad
 from keras_paragrad.distribution import Pipeline, with_one_writer
 from keras_paragrad.distribution.checkpoint.backup import Backup
-from keras_paragrad.distribution.data import adapt_normalization, distributed_dataset, normalize_inputs
+from keras_paragrad.distribution.data import distributed_dataset
 from keras_paragrad.distribution.hardware import describe
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.per_example import register_rule
@@ -177,20 +177,16 @@ OPTIONS = {
     "communication": AUTO,
     "jit": FLAG | AUTO,
     "precision": AUTO | NONE,
-    "batch": NOTHING,
-    "lr_scaling": NONE,
-    # Without a scaling there is nothing to warm up to.
-    "warmup_steps": ZERO,
     "exact": FLAG,
     "prove": FLAG,
     "deterministic": FLAG | (COUNT - taken("1")),
     "weighting": WEIGHTING,
     "shard_policy": AUTO,
     "pack_bytes": ZERO | COUNT | LARGE | NONE,
-    "shard": AUTO | NONE,
+    "shard": NONE,
     "min_shard_bytes": COUNT | LARGE,
     "fit_memory": FLAG,
-    # Only with shard="auto" or fit_memory is there anything to decide.
+    # Only with fit_memory is there anything to decide.
     "device_bytes": NONE,
     # Its axes have names of their own, and a layout needs it.
     "mesh": NONE,
@@ -259,7 +255,6 @@ PUBLIC = {
             "validation_steps": COUNT | LARGE | NONE,
             "validation_batch_size": COUNT | LARGE | NONE,
             "validation_freq": COUNT | LARGE | taken("[1]", "set", "[]", "()"),
-            "normalize": FLAG,
             "prefetch": ELSEWHERE,
             "cache": ELSEWHERE,
             "seed": ELSEWHERE,
@@ -280,7 +275,6 @@ PUBLIC = {
             "model": NOTHING,
             "batch_size": COUNT | LARGE,
             "replicas": COUNT | LARGE,
-            "per_replica": FLAG,
             "length": COUNT | LARGE | NONE,
             "optimizer": ELSEWHERE,
             "min_shard_bytes": COUNT | LARGE,
@@ -391,12 +385,6 @@ PUBLIC = {
             "show": AUTO | taken("[]", "()", "empty array"),
         },
     ),
-    "adapt_normalization": Called(
-        adapt_normalization,
-        {"layer": NOTHING, "data": ELSEWHERE, "strategy": NONE, "select": NONE | FUNCTION, "shard_policy": AUTO},
-        {"layer": keras.layers.Normalization, "data": ROWS},
-        costs=True,
-    ),
     "describe": Called(
         describe,
         {
@@ -421,7 +409,6 @@ PUBLIC = {
             "shuffle": FLAG,
             "class_weight": NONE | taken("{0: 1.0}"),
             "steps_per_epoch": COUNT | LARGE | NONE,
-            "batch": NOTHING,
             "shard_policy": AUTO,
             "cache": FLAG | PATH,
             "prefetch": FLAG | COUNT | LARGE,
@@ -470,18 +457,12 @@ PUBLIC = {
         sliced,
         {
             "model": NOTHING,
-            "size": COUNT | AUTO,
+            "size": COUNT,
             "weighting": WEIGHTING,
             "prove": FLAG,
             "deterministic": FLAG | (COUNT - taken("1")),
         },
         {"model": model, "size": 4},
-    ),
-    "normalize_inputs": Called(
-        normalize_inputs,
-        {"model": NOTHING, "data": ELSEWHERE, "strategy": NONE, "shard_policy": AUTO},
-        {"model": lambda: keras.Sequential([keras.Input((2,)), keras.layers.Normalization()]), "data": ROWS},
-        costs=True,
     ),
     "Pipeline": Called(
         Pipeline,

@@ -32,20 +32,20 @@ BELOW = {
 # How many lines each folder may have, and the modules beside them. What adds to one takes from another: their sum is
 # `TOTAL`, which is only lowered. A folder that has 25 fewer than its number gets a lower one.
 LINES = {
-    "accumulation": 1370,
-    "cli": 1092,
-    "compat": 3334,
-    "distribution": 13084,
-    "engine": 11851,
+    "accumulation": 1283,
+    "cli": 1087,
+    "compat": 3309,
+    "distribution": 12319,
+    "engine": 11830,
     "inputs": 1886,
-    "memory": 3546,
+    "memory": 3524,
     "per_example": 5589,
     "privacy": 3223,
     "profiling": 7017,
     "storage": 2979,
     "top": 1258,
 }
-TOTAL, SLACK = 56229, 25
+TOTAL, SLACK = 55304, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -313,16 +313,6 @@ def test_a_forced_trace_on_replicas():
     assert largest_difference(model, one) < 1e-6
 
 
-@pytest.mark.own_process(seconds=120)
-def test_a_failed_fit_leaves_no_scaled_learning_rate():
-    dist = DistributedFit("mirrored", devices=["CPU:0", "CPU:1"], batch="per_replica", lr_scaling="linear")
-    with dist.scope():
-        model = build(sgd())
-    with pytest.raises(KeyboardInterrupt):
-        dist.fit(model, X, Y, batch_size=8, verbose=0, callbacks=[Stops(1)])
-    assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.05)
-
-
 class Traces:
     """A model that counts in which of its functions TensorFlow is tracing."""
 

@@ -1,11 +1,9 @@
 """`microbatch`: runs a large batch in slices inside the compiled step.
 
-A `StepBuilder` makes the model's training step from *stages*. The fillers of its *split* stage here, `Slices` and
-`UnchosenSlices`, cut each batch.
+A `StepBuilder` makes the model's training step from *stages*. `Slices`, which fills its *split* stage, cuts each batch.
 """
 
 import warnings
-from collections.abc import Callable
 from typing import NamedTuple
 
 import keras
@@ -13,7 +11,6 @@ import keras
 from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS, check_parts
 from keras_paragrad.arguments import check_choice_or_function, check_flag, check_instance, check_integer
 from keras_paragrad.compat.collectives import replica_count
-from keras_paragrad.compat.data import Adapter, sample_rows
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.batches.replica_batch import cut_rows_of, rows_at, static_row_count
 from keras_paragrad.engine.calls.divided import RowSlices
@@ -26,19 +23,8 @@ from keras_paragrad.engine.step.building import build_losses
 from keras_paragrad.engine.step.fixed_parts import FixedParts, enable_determinism
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.training.builder import StepBuilder
-from keras_paragrad.memory.available import memory_of_device
-from keras_paragrad.memory.batch_size import (
-    ROWS,
-    TrialLog,
-    check_can_find,
-    estimated_bytes,
-    find_size,
-    spec_of,
-)
-from keras_paragrad.memory.trial import PreparationCall, Trials, preparations_of
+from keras_paragrad.memory.trial import PreparationCall
 
-# The steps of a trial, which trains in a separate process to measure the memory of a slice size.
-_STEPS = 2
 DIVIDER = Divider(
     configured_by="microbatch",
     parts="the slices of a batch",
@@ -58,9 +44,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
 
     Args:
         model: A model, compiled or not yet.
-        size: The maximum number of examples in a slice, per replica. The last slice of a batch holds the rest. `"auto"`
-            chooses at the first `fit`, on one device: the largest slices of equal size that fit, by the estimate, and
-            by training on them in separate processes; see `find_batch_size`. What it tries is printed.
+        size: The maximum number of examples in a slice, per replica. The last slice of a batch holds the rest.
         weighting: What the loss of a slice is divided by. `"auto"` reads it off Keras's losses, and computes others on
             whole batches; `"examples"`, `"sample_weight"`, `"mask"`, `"sum"` or a function of `(x, y, y_pred,
             sample_weight)` states it, which is faster. See `AccumulatingOptimizer`.
@@ -73,14 +57,12 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
             `weighting`, unless it returns one value per example.
 
     Returns:
-        A handle: `undo()`, or leaving a `with` block, restores the model's own training step. Its attribute `size` is
-        the number, once it is chosen.
+        A handle: `undo()`, or leaving a `with` block, restores the model's own training step.
 
     Raises:
-        ValueError: `size` is neither an integer of at least 1 nor `"auto"`, or the model runs in a pipeline. `fit`
-            raises it if a batch has more than `size` examples, and neither its loss nor a call of a layer can be
-            divided; and with `"auto"` as `find_batch_size` does. The message says what to write. Smaller batches are
-            trained on whole.
+        ValueError: `size` isn't an integer of at least 1, or the model runs in a pipeline. `fit` raises it if a batch
+            has more than `size` examples, and neither its loss nor a call of a layer can be divided. The message says
+            what to write. Smaller batches are trained on whole.
 
     Example:
 
@@ -97,7 +79,7 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
     def __init__(
         self,
         model: keras.Model,
-        size: int | str,
+        size: int,
         *,
         weighting: str | DivisorFunction = "auto",
         prove: bool = True,
@@ -105,18 +87,13 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
     ):
         check_instance("model", model, keras.Model, "a Keras model")
         check_flag("prove", prove)
-        checked = check_integer("size", size, most=2**31 - 1, also=("auto",), example=64)
+        size = check_integer("size", size, most=2**31 - 1, example=64)
         normalize = LossNormalization(
             check_choice_or_function("weighting", weighting, SLICE_WEIGHTINGS, PARAMETERS), DIVIDER
         )
         builder = StepBuilder.of(model)
         parts = check_parts(deterministic)
-        if parts and checked == "auto":
-            raise ValueError(
-                f"size='auto' chooses the rows of a slice, and deterministic={deterministic} their number. Write "
-                f"microbatch(model, size=64, deterministic={deterministic}), for instance."
-            )
-        if not isinstance(builder.stages.split, Slices | UnchosenSlices | FixedParts | None):
+        if not isinstance(builder.stages.split, Slices | FixedParts | None):
             raise ValueError(
                 f"The batches of {model.name!r} are cut into micro-batches already, by the pipeline that it was "
                 "prepared for. Leave microbatch out, and write Pipeline(..., microbatches=...)."
@@ -129,20 +106,12 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
             )
         warn_of_batch_statistics(model)
         self.model = model
-        self._slices: Slices | UnchosenSlices | FixedParts
+        split: Slices | FixedParts = Slices(size, normalize, prove)
         if parts:
             on_replicas = f"Write DistributedFit(..., deterministic={parts}), and dist.fit(model, ...)."
-            self._slices = FixedParts(parts, normalize, prove, checked, for_replicas=on_replicas)
+            split = FixedParts(parts, normalize, prove, size, for_replicas=on_replicas)
             enable_determinism()
-        else:
-            self._slices = UnchosenSlices(normalize, prove) if checked == "auto" else Slices(checked, normalize, prove)
-        builder.fill(split=self._slices)
-
-    @property
-    def size(self) -> int | str:
-        """The maximum number of examples in a slice; `"auto"` until the first `fit` has chosen it."""
-        filler = StepBuilder.of(self.model).stages.split
-        return (filler if isinstance(filler, Slices) else self._slices).size
+        builder.fill(split=split)
 
     def undo(self) -> None:
         """Restores the model's own training step."""
@@ -208,59 +177,3 @@ class Slices(NamedTuple):
         if not context.model.built:
             context.model(keras.utils.unpack_x_y_sample_weight(rows_at(data, 0, 1))[0])
         build_losses(context.model, rows_at(data, 0, 1))
-
-
-class UnchosenSlices(NamedTuple):
-    """Fills the *split* stage until the first `fit` chooses a size.
-
-    Attributes:
-        normalize: Computes the weight of a slice.
-        prove: As in `Slices`.
-        size: In place of a number.
-    """
-
-    normalize: LossNormalization
-    prove: bool
-    size: str = "auto"
-
-    def choose(self, model: keras.Model, adapter: Adapter | None) -> Slices:
-        """Searches for the largest slices of equal size that fit, by the estimate and then by trials.
-
-        Args:
-            model: The model.
-            adapter: The data of the running `fit`; `None` for `train_on_batch`.
-
-        Raises:
-            ValueError: Not even a row fits, or nothing can be tried. The message says what to write.
-        """
-        if adapter is None:
-            raise _no_fit()
-        check_can_find(model, "microbatch(model, 'auto')", "Write microbatch(model, size=...), with what it finds")
-        device_bytes = memory_of_device(None, _STEPS)
-        batch, rows = sample_rows(adapter, ROWS)
-        data = keras.utils.unpack_x_y_sample_weight(batch)
-        spec = spec_of(model, data)
-        builder = StepBuilder.of(model)
-
-        def estimate(size: int) -> int:
-            with builder.split_as(Slices(size, self.normalize)):
-                return estimated_bytes(model, spec, rows)
-
-        def begin() -> Callable[[int], int | None]:
-            trials = Trials(model, data, device_bytes, _STEPS, preparations_of(model, without="split"))
-            return lambda size: trials.bytes_of(rows, [Slices(size, self.normalize).preparation])
-
-        sizes = sorted({-(-rows // slices) for slices in range(1, rows + 1)})
-        found = find_size(model, sizes, device_bytes, estimate, begin, TrialLog("microbatch", 1))
-        return Slices(int(found), self.normalize, self.prove)
-
-    def __call__(self, context: StepContext, data: Batch) -> Gradient:
-        """Raises a `ValueError`: a batch came before `fit` chose a size."""
-        raise _no_fit()
-
-
-def _no_fit() -> ValueError:
-    return ValueError(
-        "microbatch(model, 'auto') chooses the size of slices at the first fit(), by its batch. Call fit() first, or "
-        "write microbatch(model, size=64), for instance."
-    )

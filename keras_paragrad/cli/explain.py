@@ -10,11 +10,9 @@ from keras_paragrad.arguments import LARGEST, MOST_PARTS, quote
 from keras_paragrad.cli.parser import add_examples, finite_number, integer, print_error
 from keras_paragrad.cli.waiting import while_waiting
 from keras_paragrad.distribution.decisions import (
-    BATCHES,
     COMMUNICATIONS,
     LAYOUTS,
     LONGEST_WAIT,
-    LR_SCALINGS,
     MOST_DESCRIBED,
     SHARD_POLICIES,
     SHARDS,
@@ -100,9 +98,6 @@ def _add_options(group: Any) -> None:
     option("--communication", choices=COMMUNICATIONS, help="how gradients are all-reduced")
     option("--jit", choices=JIT, help="whether XLA compiles steps")
     option("--precision", metavar="POLICY", help="dtype policy of models, such as mixed_bfloat16")
-    option("--batch", choices=BATCHES, help="whether replicas divide a batch, or each takes one")
-    option("--lr-scaling", choices=LR_SCALINGS[1:], help="with --batch per_replica, how the learning rate grows")
-    option("--warmup-steps", type=integer(0, LARGEST), metavar="N", help="updates until it has grown")
     option("--inexact", dest="exact", action="store_false", help="exact=False: need not be the step of one device")
     option("--weighting", choices=WEIGHTINGS, help="what a custom compute_loss divides by")
     option("--unproved", dest="prove", action="store_false", help="prove=False: the first batch proves nothing")
@@ -112,7 +107,7 @@ def _add_options(group: Any) -> None:
     option("--min-shard-bytes", type=integer(1, LARGEST), metavar="BYTES", help="smaller variables stay whole")
     option("--shard", choices=SHARDS[1:], help="what each replica holds a shard of")
     option("--fit-memory", action="store_true", help="recompute, slice and shard as the devices' memory asks for")
-    option("--device-bytes", type=integer(1, LARGEST), metavar="BYTES", help="a device's memory, for the two above")
+    option("--device-bytes", type=integer(1, LARGEST), metavar="BYTES", help="a device's memory, for --fit-memory")
     option("--pack-bytes", type=integer(0, LARGEST), metavar="BYTES", help="gradients that are all-reduced together")
     seconds = finite_number(least=1, most=LONGEST_WAIT)
     option("--startup-timeout", type=seconds, metavar="SECONDS", help="time to wait for other workers at the start")

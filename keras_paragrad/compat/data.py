@@ -196,31 +196,6 @@ def first_batch(adapter: DataAdapter) -> Batch:
     return next(iter(adapter.get_tf_dataset()))
 
 
-def sample_rows(adapter: DataAdapter, most: int) -> tuple[Batch, int]:
-    """The first rows of the data as nested arrays, and the batch size; iterators still yield every element.
-
-    A dataset with a fully defined `element_spec` isn't read, because its next iterator might shuffle differently; zeros
-    are returned instead.
-    """
-    if isinstance(adapter, ArrayDataAdapter):
-        return _first_rows(adapter._inputs, most), min(adapter.batch_size or 1, _rows_of(adapter))
-    peek = getattr(adapter, "first_batch", None)
-    if peek or loses_prefetched_batches(adapter):
-        batch = peek() if peek else first_batch(adapter)
-    else:
-        dataset = adapter.get_tf_dataset()
-        size, specs = adapter.batch_size or _batch_size_of(dataset), keras.tree.flatten(dataset.element_spec)
-        if size and all(type(spec) is tf.TensorSpec and None not in (spec.shape or [None])[1:] for spec in specs):
-            zeros = [np.zeros((1, *spec.shape[1:]), spec.dtype.as_numpy_dtype) for spec in specs]
-            return keras.tree.pack_sequence_as(dataset.element_spec, zeros), size
-        batch = next(iter(dataset))
-    return _first_rows(batch, most), len(keras.tree.flatten(batch)[0])
-
-
-def _first_rows(batch: Batch, most: int) -> Batch:
-    return keras.tree.map_structure(lambda leaf: None if leaf is None else np.asarray(leaf[:most]), batch)
-
-
 def _batch_size_of(dataset: Dataset) -> int | None:
     """The number of rows in a batch of a dataset, by the last of its transformations that batches; or `None`."""
     size = getattr(dataset, "_batch_size", getattr(dataset, "_batch_sizes", None))

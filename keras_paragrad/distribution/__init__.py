@@ -11,9 +11,7 @@ if TYPE_CHECKING:
     from keras_paragrad.distribution.checkpoint.interruptions import WorkerLostError as WorkerLostError
     from keras_paragrad.distribution.checkpoint.writers import with_one_writer as with_one_writer
     from keras_paragrad.distribution.data import FollowEpochs as FollowEpochs
-    from keras_paragrad.distribution.data import adapt_normalization as adapt_normalization
     from keras_paragrad.distribution.data import distributed_dataset as distributed_dataset
-    from keras_paragrad.distribution.data import normalize_inputs as normalize_inputs
     from keras_paragrad.distribution.fit import DistributedFit as DistributedFit
     from keras_paragrad.distribution.hardware import describe as describe
     from keras_paragrad.distribution.hardware import detect as detect

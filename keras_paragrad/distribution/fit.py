@@ -22,12 +22,7 @@ from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.interruptions import explained_failures
 from keras_paragrad.distribution.consistency.compare import check_same, check_same_weights
 from keras_paragrad.distribution.consistency.describe import describe_training
-from keras_paragrad.distribution.data import (
-    DistributedData,
-    distributed_dataset,
-    normalize_inputs,
-)
-from keras_paragrad.distribution.decisions.shard import choose_shard
+from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.fitted_memory import (
     FittedMemory,
     PlannedFor,
@@ -77,11 +72,6 @@ class DistributedFit(InNotebooks):
             stage. `"auto"` follows the model's `compile`.
         precision: The name of a Keras dtype policy for models that are built within `scope()`. `"auto"` keeps the
             current one.
-        batch: Whether a batch of the data is divided among the replicas (`"global"`), or each replica takes one
-            (`"per_replica"`).
-        lr_scaling: How the learning rate grows with the batch, under `batch="per_replica"`: `None`, `"linear"` or
-            `"sqrt"`.
-        warmup_steps: Number of updates over which the learning rate grows to its scaled value.
         exact: Whether the result must be the same as on one device. If not, updates take the mean of the
             replicas' gradients (the sum, if Keras's losses are sums), and no model is refused for being inexact.
         weighting: What the loss of a replica's part of a batch is divided by. `"auto"` reads it off Keras's losses, and
@@ -98,15 +88,14 @@ class DistributedFit(InNotebooks):
             and more are reduced separately.
         shard: What each replica holds a shard of: nothing (`None`); the `"optimizer"`'s state, with whole weights; or
             all `"parameters"`, with their gradients and the optimizer's state; layers gather their weights when they
-            are called. `"auto"` is the first of these whose estimated step fits the devices; `explain()` shows the
-            estimate and the choice after `fit` or `prepare`.
+            are called.
         min_shard_bytes: Trainable variables of at least this size, in bytes, are cut into shards.
         fit_memory: Whether `fit` and `prepare` find out how to train in the memory of the devices: what is recomputed,
             the slices of each batch, and on several devices what is in shards, if `shard` is `None`. The fastest way
             by the estimate is tried for two steps in a separate process; if it takes too much, so is the next. A
             model that fits as it is stays so; `explain()` shows the ways and what they take.
-        device_bytes: The memory of a device, in bytes, for `shard="auto"`; by default the detected one. For
-            `fit_memory`, what training may take of it; by default 80% of what the machine has left, or 90% of a GPU.
+        device_bytes: For `fit_memory`, what training may take of a device's memory, in bytes; by default 80% of what
+            the machine has left, or 90% of a GPU.
         mesh: Instead of a strategy, a mesh of devices: the sizes of its axes `"batch"`, which divides batches, and
             `"model"`, which divides weights.
         layout: `"auto"`, with `mesh`: the layout of the weights follows from the model's structure; `explain()` shows
@@ -145,7 +134,6 @@ class DistributedFit(InNotebooks):
             check_internals("shards", "memory")
         self._strategies = self._parallelism.strategy(self.plan, self.hardware, self.options)
         # Shown by `explain` below the plan.
-        self._estimate: Estimate | None = None
         self._table: Any = None
         self._memory: FittedMemory | None = None
         self._model: Callable[[], keras.Model | None] = lambda: None
@@ -177,7 +165,7 @@ class DistributedFit(InNotebooks):
     @contextlib.contextmanager
     def scope(self) -> Generator[None]:
         """Context in which to build and compile a model."""
-        if self._estimate is not None or self._memory is not None:
+        if self._memory is not None:
             # What was decided for an earlier model is decided anew for the model that is built here.
             self._memory = None
             self.plan = self.plan.with_decision(make_plan(self.hardware, self.options).shard)
@@ -200,7 +188,7 @@ class DistributedFit(InNotebooks):
         model = self._model()
         division = StepBuilder.of(model).describe_division() if model is not None else None
         memory = self._memory and self._memory.plan
-        return Explanation(self.plan, self.hardware, memory or self._estimate or self._table, division)
+        return Explanation(self.plan, self.hardware, memory or self._table, division)
 
     def estimate(self, model: keras.Model, batch_size: int = 32, *, length: int | None = None) -> Estimate:
         """The memory that `fit` takes on each device, from the traced step; for `print`.
@@ -223,7 +211,7 @@ class DistributedFit(InNotebooks):
 
         Args:
             model: A compiled model, built within `scope()`. Only this instance is changed.
-            batch_size: The batch size of `fit`, for `shard="auto"` and `fit_memory`.
+            batch_size: The batch size of `fit`, for `fit_memory`.
 
         Returns:
             A handle; `undo()` restores the methods of the model's class.
@@ -240,14 +228,11 @@ class DistributedFit(InNotebooks):
     def _prepare_checked(
         self, model: keras.Model, batch_size: int, batch_spec: Specs = None, verbose: str | int = "auto"
     ) -> Preparation:
-        """Decides on `shard="auto"` and `fit_memory`, and prepares the model."""
+        """Applies `fit_memory`, and prepares the model."""
         if self.options.fit_memory:
             self._fit_memory(model, batch_size, batch_spec, verbose)
         else:
             undo_fitted_memory(model)
-            if self.plan.shard.value == "auto":
-                decision, self._estimate = choose_shard(model, batch_size, batch_spec, self._run)
-                self.plan = self.plan.with_decision(decision)
         try:
             preparation = self._parallelism.prepare(model, self._run)
         except BaseException:
@@ -290,7 +275,7 @@ class DistributedFit(InNotebooks):
         check_same(workers, all_or_none(workers, lambda: describe_training(model, options, arguments)))
         check_same_weights(workers, model)
 
-    @passing_options_to(distributed_dataset, without=["strategy", "batch", "shard_policy", "parts"])
+    @passing_options_to(distributed_dataset, without=["strategy", "shard_policy", "parts"])
     def dataset(self, x: FitData, y: FitData = None, sample_weight: FitData = None, **options: Any) -> DistributedData:
         """Data for `fit`, `evaluate` or `predict` of a prepared model, each batch divided among the replicas.
 
@@ -300,7 +285,7 @@ class DistributedFit(InNotebooks):
             **options: `batch_size`, `shuffle`, `class_weight`, `steps_per_epoch`, `cache`, `prefetch` and `seed`; see
                 `keras_paragrad.distribution.distributed_dataset`.
         """
-        options = {"batch": self.plan.batch.value, "shard_policy": self.options.shard_policy, **options}
+        options = {"shard_policy": self.options.shard_policy, **options}
         with explained_failures(self.hardware.cluster):
             return self._parallelism.data(self._run, x, y, sample_weight, **options)
 
@@ -337,8 +322,6 @@ class DistributedFit(InNotebooks):
 
         Args:
             model: A compiled model, built within `scope()`.
-            normalize: Whether to first set the model's `keras.layers.Normalization` layers to the mean and variance
-                of the training data, computed in one pass.
             cache, prefetch, seed: As in `dataset`.
 
         Returns:
@@ -353,13 +336,10 @@ class DistributedFit(InNotebooks):
         with busy, explained_failures(self.hardware.cluster):
             self._check_consistent(model, request.compared())
             rows, validation = request.split()
-            if request.normalize:
-                normalize_inputs(model, rows[0], self._strategies.readers, shard_policy=self.options.shard_policy)
             data = self._distribute(model, rows, request.data_options())
             if validation is not None:
                 rows = keras.utils.unpack_x_y_sample_weight(validation)
-                divided = self.plan.batch.value == "global"
-                validation = self._distribute(model, rows, request.validation_options(rows[0], divided=divided))
+                validation = self._distribute(model, rows, request.validation_options(rows[0]))
                 # Data that the caller distributed may have been read already.
                 if validation is not rows[0]:
                     validation.for_validation(request.validation_steps)
@@ -368,19 +348,15 @@ class DistributedFit(InNotebooks):
 
     def _batch_size(self, data: DistributedData) -> int:
         """The largest batch size of the data on any worker, as in `prepare`; 32, unread, if nothing depends on it."""
-        if not self.options.fit_memory and self.plan.shard.value != "auto":
+        if not self.options.fit_memory:
             return 32
-        rows = gather(self._strategies.workers, np.array([data.count_batch_rows() or 32], np.int64)).max()
-        return int(-(-rows // (self.strategy.num_replicas_in_sync if self.plan.batch.value == "per_replica" else 1)))
+        return int(gather(self._strategies.workers, np.array([data.count_batch_rows() or 32], np.int64)).max())
 
     def _fit_overridden(self, request: FitArguments) -> keras.callbacks.History:
         """Trains a model whose class overrides `fit`, and passes it the data unchanged."""
         self._parallelism.check_own_fit(request.model)
-        check_overridden_fit(request, self.plan)
+        check_overridden_fit(request)
         self.prepare(request.model, batch_size=request.batch_size or 32)
-        if request.normalize:
-            shard_policy = self.options.shard_policy
-            normalize_inputs(request.model, request.x, self._strategies.readers, shard_policy=shard_policy)
         # Such a `fit` need not accept all arguments of Keras's.
         return train(self._run, request, request.x, request.non_default((*ABOUT_DATA, *ABOUT_EPOCHS)))
 

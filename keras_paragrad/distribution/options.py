@@ -21,11 +21,9 @@ from keras_paragrad.arguments import (
     refusal,
 )
 from keras_paragrad.distribution.decisions import (
-    BATCHES,
     COMMUNICATIONS,
     LAYOUTS,
     LONGEST_WAIT,
-    LR_SCALINGS,
     SHARD_POLICIES,
     SHARDS,
     STRATEGIES,
@@ -39,8 +37,6 @@ from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 CHOICES = {
     "communication": COMMUNICATIONS,
     "jit": ("auto", True, False),
-    "batch": BATCHES,
-    "lr_scaling": LR_SCALINGS,
     "exact": (True, False),
     "prove": (True, False),
     "fit_memory": (True, False),
@@ -95,10 +91,7 @@ class Options:
     communication: str = "auto"
     jit: bool | Literal["auto"] = "auto"
     precision: str | None = "auto"
-    batch: str = "global"
-    lr_scaling: str | None = None
     _: KW_ONLY
-    warmup_steps: int = 0
     exact: bool = True
     weighting: str | DivisorFunction = "auto"
     prove: bool = True
@@ -119,7 +112,6 @@ class Options:
         checked["weighting"] = check_choice_or_function("weighting", self.weighting, WEIGHTINGS, PARAMETERS)
         checked["strategy"] = _check_strategy(self.strategy)
         checked["precision"] = _check_precision(self.precision)
-        checked["warmup_steps"] = check_integer("warmup_steps", self.warmup_steps, least=0)
         checked["min_shard_bytes"] = check_integer("min_shard_bytes", self.min_shard_bytes, least=1)
         checked["device_bytes"] = check_integer("device_bytes", self.device_bytes, example=16 * 2**30, optional=True)
         checked["pack_bytes"] = check_integer("pack_bytes", self.pack_bytes, least=0, optional=True)
@@ -143,7 +135,7 @@ class Options:
                 "replicas of the whole model do: not a mesh, a pipeline or parameter servers. Leave it out, or write "
                 'strategy="auto".'
             )
-        allowed = {"exact": (True,), "batch": ("global",), "shard_policy": ("auto", "data")}
+        allowed = {"exact": (True,), "shard_policy": ("auto", "data")}
         for name, values in allowed.items():
             if (value := getattr(self, name)) not in values:
                 raise ValueError(
@@ -158,20 +150,10 @@ class Options:
 
     def _check_together(self) -> None:
         """Refuses arguments that contradict each other."""
-        if self.lr_scaling and self.batch == "global":
+        if self.device_bytes is not None and not self.fit_memory:
             raise ValueError(
-                f'lr_scaling="{self.lr_scaling}" scales the learning rate with the batch, but batch="global" keeps the '
-                'batch the same on any number of replicas. Add batch="per_replica", or write lr_scaling=None.'
-            )
-        if self.warmup_steps and not self.lr_scaling:
-            raise ValueError(
-                f"warmup_steps={self.warmup_steps} warms up a scaled learning rate, but lr_scaling is None. Add "
-                'lr_scaling="linear" or "sqrt", or use a keras.optimizers.schedules.LearningRateSchedule instead.'
-            )
-        if self.device_bytes is not None and self.shard != "auto" and not self.fit_memory:
-            raise ValueError(
-                f'device_bytes={self.device_bytes} is only used by shard="auto" and fit_memory=True, but shard is '
-                f'{self.shard!r}. Write fit_memory=True or shard="auto", or leave device_bytes out.'
+                f"device_bytes={self.device_bytes} is only used by fit_memory=True. Write fit_memory=True, or leave "
+                "device_bytes out."
             )
         if self.fit_memory and not planner_of(self).fits_memory:
             raise ValueError(

@@ -268,7 +268,6 @@ class Parallelism(Planner):
             model,
             batch_size,
             run.strategies.models.num_replicas_in_sync,
-            per_replica=run.plan.batch.value == "per_replica",
             length=length,
             min_shard_bytes=run.options.min_shard_bytes,
             device_bytes=run.device_bytes,

@@ -107,7 +107,6 @@ _JIT = {
     "per_replica": "compiled by XLA on each replica",
     "per_stage": "compiled by XLA stage by stage",
 }
-_BATCH = {"global": "each batch divided among the replicas", "per_replica": "a batch for each replica"}
 
 
 class Explanation(Printable):
@@ -116,8 +115,8 @@ class Explanation(Printable):
     Args:
         plan: The plan.
         hardware: The hardware it was made for.
-        estimate: The memory of a step, with `shard="auto"`; or a table of what each device holds, such as the stages of
-            a pipeline.
+        estimate: The ways that `fit_memory` chose from; or a table of what each device holds, such as the stages of a
+            pipeline.
         division: How a batch is divided, what a part of it weighs, and how that was found.
 
     Example:
@@ -211,7 +210,7 @@ def _plan_line(plan: Plan) -> str:
 
 def _step_line(plan: Plan) -> str:
     """Whether a step is compiled, its dtype policy, and what becomes of a batch, in a line."""
-    batch = "" if plan.replicas.value == 1 else f", {_BATCH[plan.batch.value]}"
+    batch = "" if plan.replicas.value == 1 else ", each batch divided among the replicas"
     value = plan.exact.value
     exact = f"exact, {value}" if isinstance(value, str) else "exact" if value else "not exact"
     return f"Step: {_JIT[plan.jit.value]}, {plan.precision.value}{batch}, {exact}"

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 
 from keras_paragrad.accumulation.exact_accumulation import ExactAccumulation, with_those_of_updates
-from keras_paragrad.arguments import check_each, check_flag, check_instance, check_integer, check_number
+from keras_paragrad.arguments import check_each, check_instance, check_integer, check_number
 from keras_paragrad.compat.data import is_batched, split_for_validation
 from keras_paragrad.compat.model import has_evaluated
 from keras_paragrad.compat.optimizer import find_accumulator
@@ -19,9 +19,7 @@ from keras_paragrad.distribution.checkpoint.interruptions import explained_failu
 from keras_paragrad.distribution.checkpoint.writers import check_callbacks, with_one_writer
 from keras_paragrad.distribution.consistency.fitting import with_agreement
 from keras_paragrad.distribution.data import DistributedData, FollowEpochs
-from keras_paragrad.distribution.decisions.batch import scaling_factor
 from keras_paragrad.distribution.parallelism import PlannedRun
-from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.engine.step.execution import without_batches
 
 # The arguments of Keras's `fit` besides `x`, `verbose` and `callbacks`.
@@ -58,7 +56,6 @@ class FitArguments:
     validation_batch_size: int | None = None
     validation_freq: int | Sequence[int] = 1
     _: KW_ONLY
-    normalize: bool = False
     cache: bool | str | PathLike[str] = False
     prefetch: bool | int = True
     seed: int | None = None
@@ -74,7 +71,6 @@ class FitArguments:
             check_each("validation_freq", self.validation_freq, check_integer, "epochs")
         else:
             check_integer("validation_freq", self.validation_freq, example=1)
-        check_flag("normalize", self.normalize)
         one = isinstance(self.callbacks, keras.callbacks.Callback)
         callbacks = [self.callbacks] if one else [] if self.callbacks is None else check_callbacks(self.callbacks)
         object.__setattr__(self, "callbacks", callbacks)
@@ -96,11 +92,11 @@ class FitArguments:
         names = ("batch_size", "steps_per_epoch", "shuffle", "class_weight", "cache", "prefetch", "seed")
         return {name: getattr(self, name) for name in names}
 
-    def validation_options(self, x: FitData, *, divided: bool) -> dict[str, Any]:
-        """The options of `DistributedFit.dataset` for validation data, whose batches are `divided` among replicas."""
+    def validation_options(self, x: FitData) -> dict[str, Any]:
+        """The options of `DistributedFit.dataset` for validation data."""
         cache = f"{fspath(self.cache)}.validation" if isinstance(self.cache, (str, PathLike)) else self.cache
         # Data that is batched already does not take the batch size of the training data.
-        default = None if is_batched(x) and divided else self.batch_size
+        default = None if is_batched(x) else self.batch_size
         sizes = {"batch_size": self.validation_batch_size or default, "steps_per_epoch": self.validation_steps}
         return {**sizes, "cache": cache, "prefetch": self.prefetch, "seed": self.seed}
 
@@ -110,18 +106,13 @@ class FitArguments:
         return {name: value for name, value in values.items() if value is not getattr(FitArguments, name)}
 
 
-def check_overridden_fit(request: FitArguments, plan: Plan) -> None:
+def check_overridden_fit(request: FitArguments) -> None:
     """Refuses arguments that have no effect because the model's class overrides `fit` and reads its data itself."""
     prepared = f"{type(request.model).__name__} overrides `fit`. Write dist.prepare(model) and then"
     if isinstance(request.x, DistributedData):
         raise ValueError(
             f"{prepared} keras.Model.fit(model, data), which takes data that is already sharded; or pass the original "
             "data to dist.fit."
-        )
-    if plan.batch.value == "per_replica":
-        raise ValueError(
-            f'{prepared} model.fit(...) with the batch of all replicas: batch="per_replica" has no effect on data that '
-            "the model reads itself. Leave it out."
         )
     if options := request.non_default(("cache", "prefetch", "seed")):
         listed = ", ".join(f"{option}=" for option in options)
@@ -134,12 +125,10 @@ def check_overridden_fit(request: FitArguments, plan: Plan) -> None:
 
 def train(run: PlannedRun, request: FitArguments, data: FitData, arguments: dict[str, Any]) -> keras.callbacks.History:
     """Calls the `fit` of a prepared model; of several workers, only the chief shows progress and writes files."""
-    hardware, plan, strategy = run.hardware, run.plan, run.strategies.workers
+    hardware, strategy = run.hardware, run.strategies.workers
     model, callbacks, verbose = request.model, request.callbacks or [], request.verbose
     distributed = data if isinstance(data, DistributedData) else None
     one_worker = hardware.worker_count == 1 and replica_placement(strategy).workers == 1
-    # Not the plan's factor, which is `None` if it was made before the number of a TPU's replicas was known.
-    factor = scaling_factor(run.options.lr_scaling, strategy.num_replicas_in_sync) or 1.0
     # A `Backup` comes last, as it saves the state of all others.
     backups = [callback for callback in callbacks if isinstance(callback, Backup)]
     others = [callback for callback in callbacks if not isinstance(callback, Backup)]
@@ -149,8 +138,6 @@ def train(run: PlannedRun, request: FitArguments, data: FitData, arguments: dict
     # The functions that preparations make in place of Keras's refuse empty data themselves.
     if arguments.get("validation_data") is not None and "make_test_function" not in vars(model):
         added.append(_RefuseEmptyValidation())
-    if factor != 1:
-        added.append(ScaledLearningRate(factor, plan.warmup_steps.value))
     others = [*added, *others]
     others = others if one_worker else with_one_writer(others, hardware.is_chief)
     for backup in backups:
@@ -164,9 +151,8 @@ def train(run: PlannedRun, request: FitArguments, data: FitData, arguments: dict
             return model.fit(data, verbose=verbose, callbacks=callbacks, **arguments)
     finally:
         # Keras does not notify callbacks of a `fit` that failed.
-        for callback in callbacks:
-            if isinstance(callback, (Backup, ScaledLearningRate)):
-                callback.leave()
+        for backup in backups:
+            backup.leave()
 
 
 class _RefuseEmptyValidation(keras.callbacks.Callback):
@@ -175,66 +161,3 @@ class _RefuseEmptyValidation(keras.callbacks.Callback):
     def on_test_end(self, logs: Logs | None = None) -> None:
         if not has_evaluated(self.model):
             raise without_batches(self.model)
-
-
-class ScaledLearningRate(keras.callbacks.Callback):
-    """Scales the learning rate while `fit` runs, after a warm-up that starts at the unscaled rate.
-
-    Args:
-        factor: The factor of the rate.
-        warmup_steps: Number of updates over which the rate grows by the factor, in equal steps.
-
-    Raises:
-        ValueError: When `fit` begins: the optimizer has a schedule, which has to be scaled in its definition.
-
-    Reference:
-        Goyal et al., Accurate, Large Minibatch SGD (2017), https://arxiv.org/abs/1706.02677: gradual warmup.
-    """
-
-    def __init__(self, factor: float, warmup_steps: int = 0):
-        super().__init__()
-        self.factor = factor
-        self.warmup_steps = warmup_steps
-        self._rate: float | None = None
-        self._warming_up = False
-        self._first_update = 0
-
-    def on_train_begin(self, logs: Logs | None = None) -> None:
-        """Records the rate, and refuses one that follows a schedule."""
-        optimizer = self._optimizer
-        rate = float(keras.ops.convert_to_numpy(optimizer.learning_rate))
-        try:
-            # Keras raises a TypeError if it is a schedule.
-            optimizer.learning_rate = rate
-        except TypeError as error:
-            raise ValueError(
-                f"The learning rate of {optimizer.name} follows a schedule, which lr_scaling= can't scale. "
-                f"Leave lr_scaling out, and multiply the schedule's rates by {self.factor:g}."
-            ) from error
-        self._rate, self._warming_up = rate, True
-        self._first_update = int(optimizer.iterations.numpy())
-
-    def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
-        """Sets the rate of the next update during warm-up; afterwards other callbacks may change it."""
-        if not self._warming_up or self._rate is None:
-            return
-        updates = int(self._optimizer.iterations.numpy()) - self._first_update
-        self._warming_up = updates < self.warmup_steps
-        progress = updates / self.warmup_steps if self._warming_up else 1.0
-        self._optimizer.learning_rate = self._rate * (1 + (self.factor - 1) * progress)
-
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        """Divides the rate by the factor, so that the next `fit` starts unscaled."""
-        self.leave()
-
-    def leave(self) -> None:
-        """Divides the rate by the factor, once, or resets a warm-up; also called after a `fit` that failed."""
-        if self._rate is not None:
-            rate = float(keras.ops.convert_to_numpy(self._optimizer.learning_rate))
-            self._optimizer.learning_rate = self._rate if self._warming_up else rate / self.factor
-            self._rate = None
-
-    @property
-    def _optimizer(self) -> keras.optimizers.Optimizer:
-        model: keras.Model = self.model
-        return model.optimizer

@@ -26,7 +26,7 @@ from keras_paragrad.plain_text import Printable, counted
 
 _log = logging.getLogger("keras_paragrad")
 # Rows of the data that are repeated to make trial batches.
-ROWS = 64
+_ROWS = 64
 # Rows of the first trial without an estimate: the default of Keras's `fit`.
 _FIRST = 32
 _UNBOUNDED = 2**20
@@ -138,9 +138,9 @@ def find_batch_size(
     most = check_integer("max_batch_size", max_batch_size, most=2**31 - 1, example=1024, optional=True)
     steps = check_integer("steps", steps, least=0, most=1000, example=2)
     verbose = check_integer("verbose", verbose, least=0, most=1, also=(True, False), example=1)
-    check_can_find(model, "find_batch_size", "Multiply what it finds by the number of replicas")
+    _check_can_find(model)
     device_bytes = memory_of_device(device_bytes, steps)
-    rows = first_rows(x, y, ROWS)
+    rows = first_rows(x, y, _ROWS)
     data = [rows.x, rows.y, rows.sample_weight]
     sizes = nice_sizes(most or rows.total or _UNBOUNDED)
 
@@ -153,28 +153,20 @@ def find_batch_size(
     )
 
 
-def check_can_find(model: keras.Model, asked_by: str, instead: str) -> None:
-    """Refuses a model that can be neither tried nor estimated.
-
-    Args:
-        model: The model.
-        asked_by: The function that the user called, for the message.
-        instead: What to do on several replicas, for the message.
-
-    Raises:
-        ValueError: The message says what to write.
-    """
+def _check_can_find(model: keras.Model) -> None:
+    """Refuses a model that can be neither tried nor estimated."""
     if not model.compiled or not model.built:
         missing = "compiled" if not model.compiled else "built"
         call = (
             "model.compile(optimizer, loss)" if not model.compiled else "model.build(shape), or the model on a batch,"
         )
-        raise ValueError(f"{asked_by} trains {model.name!r}, which is not {missing}. Call {call} first.")
+        raise ValueError(f"find_batch_size trains {model.name!r}, which is not {missing}. Call {call} first.")
     replicas = model.distribute_strategy.num_replicas_in_sync
     if replicas > 1:
         raise ValueError(
-            f"{asked_by} tries one device, and {model.name!r} is built for {replicas} replicas. {instead}: build and "
-            "compile the model without `with dist.scope():` for it. dist.estimate(model, batch_size) is for several."
+            f"find_batch_size tries one device, and {model.name!r} is built for {replicas} replicas. Multiply what it "
+            "finds by the number of replicas: build and compile the model without `with dist.scope():` for it. "
+            "dist.estimate(model, batch_size) is for several."
         )
 
 

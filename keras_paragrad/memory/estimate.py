@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.arguments import check_flag, check_instance, check_integer
+from keras_paragrad.arguments import check_instance, check_integer
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.layers import children
 from keras_paragrad.compat.types import Specs
@@ -235,7 +235,6 @@ def estimate_memory(
     batch_size: int,
     replicas: int = 1,
     *,
-    per_replica: bool = False,
     length: int | None = None,
     optimizer: keras.optimizers.Optimizer | str | None = None,
     min_shard_bytes: int = MIN_SHARD_BYTES,
@@ -250,7 +249,6 @@ def estimate_memory(
         model: A compiled and built model.
         batch_size: Examples in a batch.
         replicas: Number of devices.
-        per_replica: Whether `batch_size` is the size of each replica's batch.
         length: The size of the inputs' axes of unknown size, such as the number of tokens.
         optimizer: The optimizer, if not the model's.
         min_shard_bytes: The size of a trainable variable, in bytes, from which it is sharded.
@@ -278,12 +276,11 @@ def estimate_memory(
     batch_size = check_integer("batch_size", batch_size, example=64)
     replicas = check_integer("replicas", replicas, example=8)
     min_shard_bytes = check_integer("min_shard_bytes", min_shard_bytes)
-    per_replica = check_flag("per_replica", per_replica)
     length = check_integer("length", length, example=128, optional=True)
     device_bytes = check_integer("device_bytes", device_bytes, example=16 * 2**30, optional=True)
     if optimizer is None and (not model.compiled or model.optimizer is None):
         raise ValueError(f"{model.name!r} has no optimizer. Call model.compile(optimizer, loss) first.")
-    rows = batch_size if per_replica else -(-batch_size // replicas)
+    rows = -(-batch_size // replicas)
     step = traced_step(model, rows, length, optimizer, batch_spec)
     columns = breakdowns_of(model, step, replicas, least=min_shard_bytes)
     left_out = _WORKSPACE if step.block.has_convolution else ""

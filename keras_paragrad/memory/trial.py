@@ -99,22 +99,14 @@ class Trials:
         data: Some rows of `x`, `y` and `sample_weight`, as nested arrays.
         device_bytes: The bytes that training may take.
         steps: Number of steps.
-        preparations: The calls that prepare the model; by default the ones in effect.
 
     Raises:
         CannotTryError: The model can't be rebuilt in another process.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        data: Structure,
-        device_bytes: int,
-        steps: int,
-        preparations: list[PreparationCall] | None = None,
-    ):
+    def __init__(self, model: keras.Model, data: Structure, device_bytes: int, steps: int):
         self._model, self._device_bytes = model, device_bytes
-        self._preparations = preparations_of(model) if preparations is None else preparations
+        self._preparations = preparations_of(model)
         with untouched(model, never_run()), _refusing(), warnings.catch_warnings():
             # Keras warns about lambdas in the model.
             warnings.simplefilter("ignore")
@@ -131,9 +123,9 @@ class Trials:
             "dtype_policy": keras.config.dtype_policy().name,
         }
 
-    def bytes_of(self, rows: int, preparations: Iterable[PreparationCall] = ()) -> int | None:
+    def bytes_of(self, rows: int) -> int | None:
         """The bytes at the peak of training on batches of `rows`; `None` if they ran out. See `measure`."""
-        measured = self.measure(rows, preparations)
+        measured = self.measure(rows)
         return measured and measured.bytes
 
     def measure(
@@ -225,12 +217,11 @@ def _refusing() -> Generator[None]:
         raise CannotTryError(f"it can't be described for another process: {words}") from error
 
 
-def preparations_of(model: keras.Model, without: str | None = None) -> list[PreparationCall]:
+def preparations_of(model: keras.Model) -> list[PreparationCall]:
     """The calls that prepared a model for training.
 
     Args:
         model: The model.
-        without: A stage of the step to leave out.
 
     Raises:
         CannotTryError: A call can't be repeated.
@@ -240,8 +231,6 @@ def preparations_of(model: keras.Model, without: str | None = None) -> list[Prep
     ]
     builder = STEP_BUILDER.of(model)
     for name, filler in builder.fillers.items() if builder else ():
-        if name == without:
-            continue
         preparation = getattr(filler, "preparation", None)
         if preparation is None:
             raise CannotTryError(f"what prepared its {name!r} stage can't be repeated in another process")

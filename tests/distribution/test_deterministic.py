@@ -429,7 +429,6 @@ def test_the_data_order_goes_with_the_optimizer():
 def test_refused_together():
     for options, advice in [
         ({"exact": False}, "exact=False"),
-        ({"batch": "per_replica"}, "per_replica"),
         ({"shard_policy": "file"}, "shard_policy"),
         ({"strategy": Pipeline(cuts=["dense"])}, "replicas of the whole model"),
     ]:
@@ -468,8 +467,6 @@ def test_refused_synchronized_statistics():
 
 def test_slices_of_a_fixed_number():
     model = compile_model(build_model("dense"))
-    with pytest.raises(ValueError, match="size='auto'"):
-        microbatch(model, "auto", deterministic=8)
     microbatch(model, 4, deterministic=8)
     with pytest.raises((ValueError, tf.errors.InvalidArgumentError), match="parts of more than size=4 rows"):
         model.fit(*make_data("dense"), batch_size=64, verbose=0)

@@ -44,9 +44,9 @@ def test_all_of_the_plan_is_in_it(explanation):
         ({"cpus": 8}, {}, "no strategy, 1 replica on CPU:0", "not compiled by XLA, float32, exact", "python train.py"),
         (
             {"gpus": 4, "compute_capability": (9, 0), "workers": 2},
-            {"batch": "per_replica", "precision": "mixed_bfloat16"},
+            {"precision": "mixed_bfloat16"},
             "multi_worker, 8 replicas on GPU:0 to GPU:3 of each of 2 workers, all-reduce by nccl",
-            "compiled by XLA on each replica, mixed_bfloat16, a batch for each replica, exact",
+            "compiled by XLA on each replica, mixed_bfloat16, each batch divided among the replicas, exact",
             "keras-paragrad launch --nodes 2 --node-rank 0 --rendezvous HOST:29500 train.py",
         ),
         (
@@ -121,15 +121,14 @@ def test_the_command_takes_what_its_table_offers(machine, capsys):
         for name, value in re.findall(r"(\w+)=([^ ,]*)", decision["override"]):
             given = [] if name == "exact" else [values.get(name, value.strip('"').replace("None", "auto"))]
             option = "--inexact" if name == "exact" else f"--{name.replace('_', '-')}"
-            together = ["--batch", "per_replica"] if name == "lr_scaling" else []
-            assert main(["explain", *machine, option, *given, *together, "--json"]) in (0, 2), (option, given)
+            assert main(["explain", *machine, option, *given, "--json"]) in (0, 2), (option, given)
             assert "unrecognized" not in capsys.readouterr().err
 
 
 def test_the_command_plans_shards(capsys):
     for options, expected in (
         (["--shard", "parameters"], "parameters"),
-        (["--shard", "auto", "--device-bytes", "1000"], "auto"),
+        (["--fit-memory", "--device-bytes", "1000"], "auto"),
         ([], "none"),
     ):
         assert main(["explain", "--gpus", "4", *options, "--json"]) == 0
@@ -138,9 +137,9 @@ def test_the_command_plans_shards(capsys):
 
 def test_the_command_describes_machines(capsys):
     machine = ["--gpus", "4", "--gpu-memory-gb", "80", "--compute-capability", "9.0", "--workers", "2"]
-    options = ["--batch", "per_replica", "--lr-scaling", "sqrt", "--precision", "mixed_bfloat16", "--jit", "false"]
+    options = ["--precision", "mixed_bfloat16", "--jit", "false"]
     assert main(["explain", *machine, *options, "--json"]) == 0
-    asked = Options(batch="per_replica", lr_scaling="sqrt", precision="mixed_bfloat16", jit=False)
+    asked = Options(precision="mixed_bfloat16", jit=False)
     assert json.loads(capsys.readouterr().out) == make_plan(MACHINE, asked).to_dict()
 
 

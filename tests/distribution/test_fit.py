@@ -6,7 +6,6 @@ import pytest
 import tensorflow as tf
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, GradientNoiseScale, PerExampleGradients, wrap
-from keras_paragrad.distribution.decisions.batch import decide_lr_scaling
 
 pytestmark = pytest.mark.own_process(seconds=240)
 ROWS = 90
@@ -222,26 +221,6 @@ def test_the_noise_scale_sees_replicas_that_are_clipped_after_the_sum():
     assert np.isfinite(noise.noise.variance)
 
 
-@pytest.mark.parametrize(("rule", "known", "factor"), [("linear", True, 2.0), ("sqrt", False, 2**0.5)])
-def test_the_learning_rate_grows_with_the_batch_and_falls_back(rule, known, factor):
-    rates = []
-
-    class Rates(keras.callbacks.Callback):
-        def on_train_batch_begin(self, batch, logs=None):
-            rates.append(float(self.model.optimizer.learning_rate.numpy()))
-
-    x, y = data(96)
-    dist = DistributedFit(strategy="mirrored", batch="per_replica", lr_scaling=rule, warmup_steps=2)
-    if not known:
-        # As of a TPU, before it is connected.
-        dist.plan = dist.plan.with_decision(decide_lr_scaling(dist.options, None))
-    with dist.scope():
-        made = model(keras.optimizers.SGD(0.25))
-    dist.fit(made, x, y, batch_size=12, verbose=0, callbacks=[Rates()])
-    np.testing.assert_allclose(rates, [0.25, 0.25 * (1 + factor) / 2, 0.25 * factor, 0.25 * factor], rtol=1e-6)
-    assert float(made.optimizer.learning_rate.numpy()) == 0.25
-
-
 @pytest.mark.long
 def test_a_layer_that_shows_gradients_may_be_in_the_middle():
     """What a `PerExampleGradients` layer divides by is the loss it was given, weighed or not."""
@@ -305,14 +284,6 @@ def replicas_know_their_place_in_a_graph():
     assert sorted(seen) == [0, 1]
 
 
-def a_schedule_can_not_be_scaled():
-    dist = DistributedFit(strategy="mirrored", batch="per_replica", lr_scaling="sqrt")
-    with dist.scope():
-        made = model(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)))
-    with pytest.raises(ValueError, match="multiply the schedule's rates by 1.41421"):
-        dist.fit(made, *data(), verbose=0)
-
-
 def the_scope_sets_the_precision_and_sets_it_back():
     dist = DistributedFit(strategy="mirrored", precision="mixed_bfloat16")
     with dist.scope():
@@ -328,7 +299,6 @@ def test_what_needs_no_training():
         a_model_from_outside_the_scope_is_refused,
         a_model_that_is_not_compiled_is_refused,
         replicas_know_their_place_in_a_graph,
-        a_schedule_can_not_be_scaled,
         the_scope_sets_the_precision_and_sets_it_back,
     ):
         check()

@@ -36,7 +36,6 @@ def test_what_can_not_reach_its_data_is_refused():
     for options, arguments, says in (
         ({}, {"cache": True}, "without cache="),
         ({}, {"seed": 1, "prefetch": 2}, "without seed=, prefetch="),
-        ({"batch": "per_replica"}, {}, 'batch="per_replica"'),
     ):
         dist = mirrored(**options)
         with dist.scope():

@@ -14,9 +14,7 @@ import tensorflow as tf
 
 from keras_paragrad.distribution import decisions
 from keras_paragrad.distribution.cluster import Cluster
-from keras_paragrad.distribution.decisions import BATCHES
 from keras_paragrad.distribution.decisions import decision as deciding
-from keras_paragrad.distribution.decisions.batch import scaling_factor
 from keras_paragrad.distribution.decisions.computation import compiled_form
 from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Device, Hardware, describe
@@ -244,14 +242,11 @@ VALUES = {
     "devices": [["CPU:0"], ["GPU:0"], ["GPU:0", "GPU:1"]],
     **{name: CHOICES[name] for name in ("communication", "jit", "exact", "prove", "shard_policy", "shard")},
     "precision": [None, "mixed_bfloat16"],
-    "batch": BATCHES,
-    "lr_scaling": [{"lr_scaling": "sqrt", "batch": "per_replica"}],
-    "warmup_steps": [{"warmup_steps": 9, "lr_scaling": "linear", "batch": "per_replica"}],
     "weighting": ["examples"],
     "deterministic": [True, 4],
     "min_shard_bytes": [{"min_shard_bytes": 8, "shard": "parameters"}],
     "fit_memory": [True, {"fit_memory": True, "shard": "optimizer"}],
-    "device_bytes": [{"device_bytes": 2**30, "shard": "auto"}],
+    "device_bytes": [{"device_bytes": 2**30, "fit_memory": True}],
     "mesh": [],
     "layout": [],
     **dict.fromkeys(["pack_bytes", "startup_timeout", "collective_timeout"], [60]),
@@ -330,28 +325,6 @@ def test_the_policy_that_is_set_stays():
 def test_a_policy_that_the_machine_has_no_units_for():
     assert "no units" in make_plan(MACHINES["tpu"], Options(precision="mixed_float16")).precision.evidence
     assert "no GPU" in make_plan(MACHINES["cpu"], Options(precision="mixed_bfloat16")).precision.evidence
-
-
-@pytest.mark.parametrize(
-    ("machine", "rule", "factor"),
-    [
-        pytest.param("8-gpus", "linear", 8.0, id="linear"),
-        pytest.param("2-workers-with-gpus", "sqrt", 8**0.5, id="sqrt"),
-        pytest.param("cpu", "linear", 1.0, id="one-replica"),
-        pytest.param("tpu-by-name", "linear", None, id="not-yet-known"),
-    ],
-)
-def test_learning_rates_grow_with_the_batch(machine, rule, factor):
-    options = Options(batch="per_replica", lr_scaling=rule, warmup_steps=20)
-    plan = make_plan(MACHINES[machine], options)
-    assert (plan.batch.value, plan.lr_scaling.value, plan.warmup_steps.value) == ("per_replica", factor, 20)
-    assert scaling_factor(rule, plan.replicas.value) == factor
-
-
-def test_by_default_neither_batch_nor_learning_rate_changes():
-    plan = make_plan(MACHINES["8-gpus"], Options())
-    assert (plan.batch.value, plan.lr_scaling.value, plan.warmup_steps.value) == ("global", 1.0, 0)
-    assert make_plan(MACHINES["8-gpus"], Options(batch="per_replica")).lr_scaling.value == 1.0
 
 
 def test_exactness_can_be_given_up():

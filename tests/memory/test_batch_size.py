@@ -1,4 +1,4 @@
-"""The largest batch or slice that fits: how it is looked for, processes that are killed, and what is refused."""
+"""The largest batch that fits: how it is looked for, processes that are killed, and what is refused."""
 
 import importlib.util
 import json
@@ -15,8 +15,6 @@ import tensorflow as tf
 from sample_models import counting
 
 from keras_paragrad import find_batch_size, microbatch, recompute
-from keras_paragrad.accumulation import slices
-from keras_paragrad.compat.data import adapter_of, sample_rows
 from keras_paragrad.memory import available, batch_size, estimate_memory
 from keras_paragrad.memory.size_search import largest, nice_sizes
 from keras_paragrad.memory.trial import CannotTryError, PreparationCall, Trials, custom_objects_of, preparations_of
@@ -37,12 +35,11 @@ class Simulated:
     def __init__(self, constant, a_row, kills=False):
         self.constant, self.a_row, self.kills, self.asked = constant, a_row, kills, []
 
-    def __call__(self, model, data, device_bytes, steps, preparations=None):
+    def __call__(self, model, data, device_bytes, steps):
         self.device_bytes = device_bytes
         return self
 
-    def bytes_of(self, rows, preparations=()):
-        rows = next((each[2]["size"] for each in preparations), rows)
+    def bytes_of(self, rows):
         self.asked.append(rows)
         used = self.constant + self.a_row * rows
         return None if self.kills and used > self.device_bytes else used
@@ -152,7 +149,7 @@ def test_a_trial_that_takes_too_much_is_killed_alone(monkeypatch):
     trials = Trials(model, (X, Y, None), 250_000_000, 1)
     assert trials.bytes_of(400_000) is None
     slices = PreparationCall("keras_paragrad.accumulation.slices", "microbatch", {"size": 20_000})
-    used = trials.bytes_of(40_000, [slices])
+    used = trials.measure(40_000, [slices]).bytes
     # Two copies of the batch at most, and two layers' activations and gradients of a slice.
     assert 40_000 * WIDE * 4 < used < 250_000_000 and ended == [-9, 0]
     assert all(np.array_equal(a, b.numpy()) for a, b in zip(before, model.weights, strict=True))
@@ -222,29 +219,6 @@ def test_memory_is_what_control_groups_leave(tmp_path):
     assert 0 < available.available_bytes() < 2**50 and available.resident_bytes() <= available.resident_bytes(peak=True)
 
 
-def test_microbatch_chooses_equal_slices(monkeypatch, capsys):
-    # 13 rows fit, of which three slices of 40 rows would be 14, and four 10.
-    trials = Simulated(0, 1000)
-    monkeypatch.setattr(slices, "Trials", trials)
-    monkeypatch.setattr(slices, "memory_of_device", lambda device_bytes, steps: 13_900)
-    draw = np.random.default_rng(0).normal(size=X.shape).astype("float32")
-    model, stated = made(), made()
-    stated.set_weights(model.get_weights())
-    handle = microbatch(model, "auto")
-    assert handle.size == "auto"
-    with pytest.raises(ValueError, match="chooses the size of slices at the first fit"):
-        model.train_on_batch(draw, Y)
-    history = [model.fit(draw, Y, batch_size=40, epochs=2, verbose=0, shuffle=False).history["loss"]]
-    assert handle.size == 10 and 10 in trials.asked
-    microbatch(stated, 10)
-    history.append(stated.fit(draw, Y, batch_size=40, epochs=2, verbose=0, shuffle=False).history["loss"])
-    assert history[0] == history[1] and model.optimizer.iterations.numpy() == 2
-    asked = len(trials.asked)
-    model.fit(draw, Y, batch_size=20, verbose=0)
-    assert len(trials.asked) == asked
-    assert "microbatch: 10 rows take 9.77 KiB of 13.6 KiB." in capsys.readouterr().out
-
-
 class OwnBuild(keras.layers.Layer):
     def build(self, shape):
         self.kernel = self.add_weight((shape[-1], 1))
@@ -256,23 +230,6 @@ class OwnBuild(keras.layers.Layer):
 def test_sends_classes_but_no_layers():
     model = keras.Sequential([keras.Input((WIDE,)), OwnBuild()])
     assert set(custom_objects_of(model).values()) == {OwnBuild}
-
-
-def test_reading_sizes_leaves_the_order_of_rows():
-    def orders(look):
-        keras.utils.set_random_seed(3)
-        data = tf.data.Dataset.range(20).shuffle(20, seed=1).batch(6).map(lambda each: (each, each)).prefetch(1)
-        adapter = adapter_of(data, None, None)
-        if look:
-            (x, _), size = sample_rows(adapter, 4)
-            assert (size, x.shape) == (6, (1,))
-        return [x.numpy().tolist() for _ in range(2) for x, _ in adapter.get_tf_dataset()]
-
-    assert orders(True) == orders(False)
-    assert sample_rows(adapter_of(X, Y, None, batch_size=64), 3)[1] == 40
-    generated = tf.data.Dataset.from_generator(lambda: iter([(X, Y)]), output_types=("float32", "float32"))
-    (x, _), size = sample_rows(adapter_of(generated, None, None), 3)
-    assert (size, x.shape) == (40, (3, WIDE))
 
 
 @pytest.mark.long

@@ -13,6 +13,7 @@ from keras_paragrad.memory.plan import plan_memory
 from keras_paragrad.memory.plan_table import Candidate, Choice, MemoryPlan
 from keras_paragrad.memory.recomputation import RECOMPUTATIONS
 from keras_paragrad.memory.trial import Measured
+from keras_paragrad.storage.sharded import sharded_value
 
 pytestmark = pytest.mark.usefixtures("same_speed")
 
@@ -67,6 +68,26 @@ def test_replicas_plan_shards_too():
     assert plan.trials >= 1 and plan.chosen.measured is not None
     assert dist.plan.shard.value == (plan.chosen.choice.shard or "none")
     assert shown == pytest.approx(losses, rel=1e-6)
+    for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.own_process
+@pytest.mark.parametrize("shard", [None, "optimizer", "parameters"])
+def test_variables_are_held_as_chosen(shard, monkeypatch):
+    monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._shards", lambda *_: ([shard], ""))
+    alone = deep()
+    alone.fit(X, Y, batch_size=ROWS, epochs=2, shuffle=False, verbose=0)
+    options = {"jit": False, "fit_memory": True, "device_bytes": 2**40, "min_shard_bytes": 64}
+    dist = DistributedFit("mirrored", ["CPU:0", "CPU:1"], **options)
+    with dist.scope():
+        model = deep()
+        # Slots that were made in shards are held as chosen, too.
+        model.optimizer.build(model.trainable_variables)
+    dist.fit(model, X, Y, batch_size=ROWS, epochs=2, shuffle=False, verbose=0)
+    assert dist.plan.shard.value == (shard or "none")
+    held = [storage for each in model.trainable_variables if (storage := sharded_value(each))]
+    assert bool(held) is bool(shard) and all((each.copies is not None) == (shard == "optimizer") for each in held)
     for ours, theirs in zip(model.get_weights(), alone.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
@@ -203,12 +224,6 @@ def test_plans_for_the_batches_of_any_data(planned):
     assert planned(X, Y) == 32 and planned(X, Y, batch_size=2 * ROWS) == ROWS
 
 
-def test_plans_for_the_batches_of_all_replicas(planned):
-    dist = DistributedFit("mirrored", ["CPU:0", "CPU:1"], batch="per_replica", fit_memory=True, device_bytes=2**40)
-    assert planned(X, Y, dist=dist, batch_size=50) == 100
-    assert planned(tf.data.Dataset.from_tensor_slices((X, Y)).batch(50, drop_remainder=True), dist=dist) == 100
-
-
 def test_batches_of_one_size_are_not_cut(monkeypatch):
     monkeypatch.setattr(plans, "_CERTAIN", 0.0)
     monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._make_trial", lambda *_: exactly)
@@ -239,14 +254,12 @@ def test_says_where_slices_take_another_step(halved):
 
 
 def test_refuses_where_there_is_no_choice():
+    with pytest.raises(ValueError, match="only used by fit_memory=True. Write fit_memory=True"):
+        DistributedFit("none", device_bytes=1)
     with pytest.raises(ValueError, match="on a mesh, in a pipeline or with parameter servers. Leave it out"):
         DistributedFit(mesh={"batch": 2}, fit_memory=True)
     with pytest.raises(ValueError, match="but deterministic=8 fixes that number"):
         DistributedFit(fit_memory=True, deterministic=8)
-    unchosen = deep()
-    microbatch(unchosen, "auto")
-    with pytest.raises(ValueError, match="and microbatch\\(model, 'auto'\\) both choose slices"):
-        DistributedFit(fit_memory=True).prepare(unchosen)
     dist = DistributedFit(fit_memory=True)
     unbuilt = keras.Sequential([keras.layers.Dense(1)])
     unbuilt.compile("sgd", "mse")

@@ -539,13 +539,6 @@ _DISTRIBUTION = [
         "distribution/data/test_batch_sharding.py::test_sizes",
     ),
     _fault(
-        "a learning rate grows with the replicas where their root was asked for",
-        "distribution/training.py",
-        "factor = scaling_factor(run.options.lr_scaling, strategy.num_replicas_in_sync) or 1.0",
-        "factor = plan.lr_scaling.value or float(strategy.num_replicas_in_sync)",
-        "distribution/test_fit.py::test_the_learning_rate_grows_with_the_batch_and_falls_back",
-    ),
-    _fault(
         "deterministic training adds parts in the order in which replicas have them",
         "engine/step/part_function.py",
         "            pairs = [sums[index : index + 2] for index in range(0, len(sums), 2)]",
@@ -590,16 +583,9 @@ _DISTRIBUTION = [
     _fault(
         "an epoch that is begun in its middle leaves out batches as if there were one replica",
         "distribution/data/distributed.py",
-        ".skip(skip * self._local)",
+        ".skip(skip * self._placement.local)",
         ".skip(skip)",
         "distribution/data/test_replicas.py::test_sizes_places_and_refusals",
-    ),
-    _fault(
-        "the variance of a normalization leaves out the distance between parts",
-        "distribution/data/adapting.py",
-        "self.deviations + other.deviations + between",
-        "self.deviations + other.deviations",
-        "distribution/data/test_normalization.py",
     ),
     _fault(
         "the description of a model ignores activations",
@@ -628,13 +614,6 @@ _DISTRIBUTION = [
         "tf.reduce_sum(sizes * weights)",
         "tf.reduce_sum(weights)",
         "distribution/test_consistency.py::test_batches_of_other_shapes_have_another_checksum",
-    ),
-    _fault(
-        "a learning rate that is scaled linearly grows by the square root",
-        "distribution/decisions/batch.py",
-        'return float(replicas) if rule == "linear" else math.sqrt(replicas)',
-        "return math.sqrt(replicas)",
-        "distribution/test_plan.py",
     ),
     _fault(
         "Slurm's node lists lose zeros in front",

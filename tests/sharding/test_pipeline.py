@@ -235,7 +235,6 @@ def test_arguments(arguments, says):
         ({"shard": "parameters"}, "Leave shard out"),
         ({"exact": False}, "microbatches=1"),
         ({"communication": "ring"}, "communication has no effect"),
-        ({"batch": "per_replica"}, "batch has no effect"),
     ],
 )
 def test_options_that_contradict_a_pipeline(options, says):

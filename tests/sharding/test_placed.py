@@ -14,8 +14,8 @@ FEW = {
     "stepped": ["mesh"],
 }
 MORE = {
-    "changed": ["pipeline", "auto", "parameters", "optimizer", "replicas"],
-    "written": ["mesh", "pipeline", "columns", "auto", "parameters", "replicas"],
+    "changed": ["pipeline", "fitted", "parameters", "optimizer", "replicas"],
+    "written": ["mesh", "pipeline", "columns", "fitted", "parameters", "replicas"],
     "counted": ["pipeline"],
     "stepped": ["pipeline"],
 }

@@ -21,7 +21,7 @@ WAYS: dict[str, Callable[[], DistributedFit]] = {
     "mesh": lambda: DistributedFit(mesh={"batch": 1, "model": 2}, layout="auto", devices=TWO),
     "pipeline": lambda: DistributedFit(Pipeline(stages=2, microbatches=1), devices=TWO),
     "columns": lambda: DistributedFit(Pipeline(cuts=["a"], microbatches=2), devices=[DEVICES[:2], DEVICES[2:]]),
-    "auto": lambda: DistributedFit("mirrored", TWO, shard="auto", min_shard_bytes=64),
+    "fitted": lambda: DistributedFit("mirrored", TWO, fit_memory=True, device_bytes=2**40, min_shard_bytes=64),
     "parameters": lambda: DistributedFit("mirrored", TWO, shard="parameters", min_shard_bytes=64),
     "optimizer": lambda: DistributedFit("mirrored", TWO, shard="optimizer", min_shard_bytes=64),
     "replicas": lambda: DistributedFit("mirrored", TWO),

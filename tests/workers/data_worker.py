@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.workers import replica_placement
-from keras_paragrad.distribution.data import adapt_normalization, distributed_dataset
+from keras_paragrad.distribution.data import distributed_dataset
 
 ROWS = np.arange(20)
 
@@ -40,12 +40,6 @@ def with_policy(policy):
     return tf.data.Dataset.range(20).batch(8).with_options(options)
 
 
-def normalization(strategy, data, policy):
-    layer = keras.layers.Normalization()
-    adapt_normalization(layer, data, strategy, shard_policy=policy)
-    return [layer.adapt_mean.numpy().tolist(), layer.adapt_variance.numpy().tolist()]
-
-
 def main(folder: Path) -> dict:
     ring = tf.distribute.experimental.CommunicationImplementation.RING
     strategy = tf.distribute.MultiWorkerMirroredStrategy(
@@ -54,8 +48,6 @@ def main(folder: Path) -> dict:
     worker = replica_placement(strategy).worker
     files = [str(folder / f"{number}.txt") for number in range(3)]
     lines = tf.data.TextLineDataset(files).map(tf.strings.to_number).batch(4)
-    features = np.random.default_rng(0).normal(5.0, 2.0, size=(101, 3))
-    own = features[:40] if worker == 0 else features[40:]
     policy = tf.data.experimental.AutoShardPolicy
     return {
         "arrays": read(strategy, ROWS, batch_size=8),
@@ -75,6 +67,4 @@ def main(folder: Path) -> dict:
         "other rows": read(strategy, tf.data.Dataset.range(20).shuffle(20, seed=worker).batch(8)),
         "other types": read(strategy, ROWS.astype("float32" if worker else "int32"), batch_size=8),
         "one fails": read(strategy, ROWS, batch_size=8, shuffle="rows" if worker else False),
-        "normalization": normalization(strategy, features, "data"),
-        "normalization of shards": normalization(strategy, own, "already_sharded"),
     }

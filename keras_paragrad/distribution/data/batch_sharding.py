@@ -17,23 +17,28 @@ from keras_paragrad.plain_text import counted
 AutoShardPolicy = tf.data.experimental.AutoShardPolicy
 
 
+_OFF = (
+    "which would train every worker on all the data it reads. If each worker reads its own shard, write "
+    'shard_policy="already_sharded"; if all read the same data, shard_policy="data".'
+)
+
+
 def check_policy(policy: str) -> str:
     """The argument `shard_policy`."""
     if isinstance(policy, str) and policy.lower() == "off":
-        raise ValueError(
-            '`shard_policy` is "off", which would train every worker on all the data it reads. If each worker reads '
-            'its own shard, write shard_policy="already_sharded"; if all read the same data, shard_policy="data".'
-        )
+        raise ValueError(f'`shard_policy` is "off", {_OFF}')
     return check_choice("shard_policy", policy, SHARD_POLICIES)
 
 
 def choose_policy(policy: str, x: FitData, workers: int) -> str:
     """The requested policy, or for `"auto"` the policy in the dataset's options, else `"data"`."""
-    check_policy(policy)
     if workers == 1:
         return "data"
     if policy == "auto" and isinstance(x, tf.data.Dataset):
-        policy = _policy_of_options(x)
+        asked = x.options().experimental_distribute.auto_shard_policy
+        if asked == AutoShardPolicy.OFF:
+            raise ValueError(f"The dataset's options set AutoShardPolicy.OFF, {_OFF}")
+        policy = "file" if asked == AutoShardPolicy.FILE else "data"
     if policy == "file":
         _check_files(x, workers)
     return "data" if policy == "auto" else policy
@@ -46,18 +51,6 @@ def worker_batches(batches: Dataset, policy: str, placement: ReplicaPlacement) -
     if policy == "file":
         batches = split_batches(shard_files_of_worker(batches, placement.workers, placement.worker), placement.workers)
     return batches, ReplicaPlacement(replicas=placement.local, local=placement.local, first=0)
-
-
-def _policy_of_options(dataset: Dataset) -> str:
-    """The policy that a dataset's options ask for."""
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    if policy == AutoShardPolicy.OFF:
-        raise ValueError(
-            "The dataset's options set AutoShardPolicy.OFF, which would train every worker on all the data it reads. "
-            'If each worker reads its own shard, write shard_policy="already_sharded"; if all read the same data, '
-            'shard_policy="data".'
-        )
-    return "file" if policy == AutoShardPolicy.FILE else "data"
 
 
 def _check_files(x: FitData, workers: int) -> None:
@@ -85,7 +78,7 @@ def shard_batches(batches: Dataset, placement: ReplicaPlacement) -> Dataset:
     if placement.local == 1:
         take_shard = _unconverted(lambda *batch: shard(_whole(batches, batch), placement.first, placement))
         return batches.map(take_shard, num_parallel_calls=tf.data.AUTOTUNE)
-    rows = _rows_of_every_batch(batches)
+    rows = _static_rows(batches.element_spec)
     if rows is not None and placement.local == placement.replicas:
         # Static bounds need no tf.function, and static shapes tell the step that no replica's shard is empty.
         bounds = [placement.first_row(rows, index) for index in range(placement.local + 1)]
@@ -154,11 +147,6 @@ def _is_absent(leaf: object) -> bool:
     return leaf is None or isinstance(leaf, tf.experimental.Optional)
 
 
-def _rows_of_every_batch(batches: Dataset) -> int | None:
-    """The number of rows in each batch, if it is static and `rebatch` works: all tensors are dense."""
-    return _static_rows(batches.element_spec)
-
-
 def _static_rows(batch: Batch | Specs) -> int | None:
     """The number of rows in all tensors of a batch, or of its spec, if they are dense and it is static."""
     leaves = tf.nest.flatten(batch)
@@ -169,7 +157,6 @@ def _static_rows(batch: Batch | Specs) -> int | None:
 
 
 def _rows(leaf: Any) -> tf.Tensor:
-    """The number of rows of a leaf."""
     if isinstance(leaf, tf.SparseTensor):
         return leaf.dense_shape[0]
     if isinstance(leaf, tf.RaggedTensor):
@@ -178,7 +165,6 @@ def _rows(leaf: Any) -> tf.Tensor:
 
 
 def _slice(leaf: Any, start: tf.Tensor | int, stop: tf.Tensor | int) -> Any:
-    """The rows of a leaf from `start` to `stop`."""
     if _is_absent(leaf):
         return None  # As in Keras's own step, where an empty Optional becomes `None`.
     if isinstance(leaf, tf.SparseTensor):

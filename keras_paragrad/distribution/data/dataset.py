@@ -1,30 +1,106 @@
 """`distributed_dataset`: shards the input of `fit` so that the replicas together train as one device would."""
 
-from os import PathLike
+from dataclasses import dataclass
+from os import PathLike, fspath
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_instance, check_integer
-from keras_paragrad.compat.data import adapter_of, reads_arrays
-from keras_paragrad.compat.types import Dataset, FitData
+from keras_paragrad.arguments import (
+    check_choice,
+    check_flag,
+    check_instance,
+    check_integer,
+    check_number,
+    check_path,
+    quote,
+    refusal,
+)
+from keras_paragrad.compat.data import adapter_of, is_batched, reads_arrays
+from keras_paragrad.compat.types import FitData
 from keras_paragrad.compat.workers import ReplicaPlacement, all_or_none, replica_placement
 from keras_paragrad.distribution.data.agreement import Tally, common_steps
-from keras_paragrad.distribution.data.arguments import DataOptions
-from keras_paragrad.distribution.data.batch_sharding import check_batches, choose_policy
-from keras_paragrad.distribution.data.distributed import DistributedData, Feed, WorkerShards
-from keras_paragrad.distribution.data.grain_rows import GrainRowsSource, plain_batches
+from keras_paragrad.distribution.data.batch_sharding import check_batches, check_policy, choose_policy
+from keras_paragrad.distribution.data.distributed import DistributedData, Feed
 from keras_paragrad.distribution.data.sources import (
     ArraySource,
+    GrainRowsSource,
     ReorderedDataset,
     Source,
     StreamSource,
     common_seed,
-    static_rows,
+    is_endless,
+    plain_batches,
 )
 
-KERAS_BATCH_SIZE = 32
+
+@dataclass(frozen=True)
+class DataOptions:
+    """The arguments of `distributed_dataset` besides the data.
+
+    Raises:
+        ValueError: An argument is invalid, or two contradict each other.
+    """
+
+    batch_size: int | None = None
+    shuffle: bool | str = False
+    class_weight: dict[int, float] | None = None
+    steps_per_epoch: int | None = None
+    shard_policy: str = "auto"
+    cache: bool | str | PathLike[str] = False
+    prefetch: bool | int = True
+    seed: int | None = None
+
+    def __post_init__(self):
+        cached = isinstance(self.cache, (str, PathLike))
+        checked = {
+            "batch_size": check_integer("batch_size", self.batch_size, example=32, optional=True),
+            "shuffle": check_choice("shuffle", self.shuffle, (True, False, "batch")),
+            "class_weight": _check_class_weight(self.class_weight),
+            "steps_per_epoch": check_integer("steps_per_epoch", self.steps_per_epoch, example=100, optional=True),
+            "shard_policy": check_policy(self.shard_policy),
+            "cache": check_path("cache", self.cache) if cached else check_flag("cache", self.cache),
+            "prefetch": check_integer("prefetch", self.prefetch, also=(True, False)),
+            "seed": check_integer("seed", self.seed, least=0, optional=True),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+        if self.cache and self.shuffle:
+            raise ValueError(
+                "`cache` and `shuffle` can't be combined: a cache would repeat the first epoch's order. Leave one out."
+            )
+
+    def check_data(self, x: FitData) -> None:
+        """Refuses data that doesn't fit the other arguments."""
+        if isinstance(x, tf.distribute.DistributedDataset):
+            raise ValueError("The data is already distributed. Pass the tf.data.Dataset that it was made from.")
+        if is_batched(x) and self.batch_size:
+            raise ValueError(
+                f"batch_size={self.batch_size} is given for a {type(x).__name__}, which has to be batched already. "
+                f"Leave it out, and write dataset.batch({self.batch_size}) if it isn't. Each of its batches is divided "
+                "among the replicas."
+            )
+        if is_endless(x) and not self.steps_per_epoch:
+            raise ValueError("The data is infinite. Write steps_per_epoch=..., here and in fit.")
+        if is_endless(x) and self.cache:
+            raise ValueError(
+                "The data is infinite and can't be cached. Cache it before repeating: ds.cache().repeat()."
+            )
+
+
+def _check_class_weight(value: object) -> dict[int, float] | None:
+    """The argument `class_weight`, from class indices to weights."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or not value:
+        raise refusal("class_weight", value, "a dict from classes to weights, or None", "{0: 1.0, 1: 2.5}")
+    return {
+        check_integer("class_weight", label, least=0, example="{0: 1.0, 1: 2.5}"): check_number(
+            f"class_weight[{quote(label)}]", weight
+        )
+        for label, weight in value.items()
+    }
 
 
 def distributed_dataset(
@@ -37,7 +113,6 @@ def distributed_dataset(
     shuffle: bool | str = False,
     class_weight: dict[int, float] | None = None,
     steps_per_epoch: int | None = None,
-    batch: str = "global",
     shard_policy: str = "auto",
     cache: bool | str | PathLike[str] = False,
     prefetch: bool | int = True,
@@ -61,8 +136,6 @@ def distributed_dataset(
             within each batch) or the batches of a `PyDataset`. The order of other data is unchanged.
         class_weight: As in `fit`.
         steps_per_epoch: As in `fit`; pass it there too.
-        batch: Whether `batch_size`, or a batch of the data, is divided among the replicas (`"global"`), or is what
-            each of them gets (`"per_replica"`).
         shard_policy: How workers share the data. `"data"`: all read the same, and take their rows of each batch.
             `"file"`: each reads its own files. `"already_sharded"`: the data of each is its shard. `"auto"`: as in the
             options of a `tf.data.Dataset`, else `"data"`; of Grain's random-access batches each reads its rows alone.
@@ -94,9 +167,7 @@ def distributed_dataset(
     placement = replica_placement(strategy, parts)
 
     def check_options() -> DataOptions:
-        request = DataOptions(
-            batch_size, shuffle, class_weight, steps_per_epoch, batch, shard_policy, cache, prefetch, seed
-        )
+        request = DataOptions(batch_size, shuffle, class_weight, steps_per_epoch, shard_policy, cache, prefetch, seed)
         request.check_data(x)
         return request
 
@@ -111,15 +182,18 @@ def distributed_dataset(
                 "workers, and deterministic training can't. Pass all the data on every worker, and write "
                 'shard_policy="data".'
             )
-        return policy, open_source((x, y, sample_weight), request, policy, placement, shared_seed)
+        return policy, _open_source((x, y, sample_weight), request, policy, placement, shared_seed)
 
     policy, source = all_or_none(strategy, open_data)
     steps = common_steps(strategy, source, policy) if placement.workers > 1 else source.steps
     # Workers that read other data than each other may run out of it at different steps.
     equal_steps = placement.workers == 1 or (policy == "data" and steps is not None)
     tally = Tally() if placement.workers > 1 and policy == "data" and not source.own_rows else None
-    shards = WorkerShards(source, request, "already_sharded" if source.own_rows else policy, placement, tally)
-    feed = Feed(strategy, shards, placement.local, source.changes, equal_steps)
+    taken = "already_sharded" if source.own_rows else policy
+    cached = None if request.cache is False else ""
+    if isinstance(request.cache, (str, PathLike)):
+        cached = f"{fspath(request.cache)}-worker{placement.worker}"
+    feed = Feed(strategy, source, taken, placement, equal_steps, tally, cached, request.prefetch)
     return DistributedData(source, feed, placement, policy, steps, steps_per_epoch is not None)
 
 
@@ -137,56 +211,30 @@ def undivided_dataset(strategy: tf.distribute.Strategy, x: FitData, *arrays: Any
     return data
 
 
-def open_source(
+def _open_source(
     data: tuple[Any, FitData, FitData], request: DataOptions, policy: str, placement: ReplicaPlacement, seed: int
 ) -> Source:
-    """The source of the batches of `(x, y, sample_weight)`, checked, and rebatched as the options ask."""
+    """The source of the batches of `(x, y, sample_weight)`, checked."""
     x, reordered = data[0], None
     if request.shuffle and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
         x = reordered = ReorderedDataset(x, seed)
-    batches = plain_batches(x) if placement.workers > 1 and request.shares_rows else None
+    batches = plain_batches(x) if placement.workers > 1 and request.shard_policy == "auto" else None
     if batches is not None:
         return GrainRowsSource(batches, placement)
     adapter = adapter_of(
         x,
         *data[1:],
-        batch_size=_rows_of_array_batches(request, placement),
+        batch_size=request.batch_size,
         steps_per_epoch=request.steps_per_epoch,
         class_weight=request.class_weight,
     )
     replicas = placement.local if policy == "already_sharded" else placement.replicas
     if reads_arrays(adapter):
-        source = ArraySource(
-            adapter, request.shuffle, seed, _rows_of_this_worker(adapter.batch_size, policy, placement)
-        )
+        size = rows = adapter.batch_size
+        if policy == "already_sharded":
+            rows = size // placement.workers + (placement.worker < size % placement.workers)
+        source = ArraySource(adapter, request.shuffle, seed, rows)
     else:
-        size = None if request.batch == "global" else _rows_of_stream(adapter.get_tf_dataset(), request) * replicas
-        source = StreamSource(adapter, size, reordered)
-    check_batches(source.batches(0).element_spec, replicas, adapter.batch_size if reads_arrays(adapter) else None)
+        size, source = None, StreamSource(adapter, reordered)
+    check_batches(source.batches(0).element_spec, replicas, size)
     return source
-
-
-def _rows_of_array_batches(request: DataOptions, placement: ReplicaPlacement) -> int | None:
-    """The `batch_size` for Keras's adapter of arrays, of all replicas; `None` leaves it to Keras."""
-    if request.batch == "global" or (request.steps_per_epoch and not request.batch_size):
-        return request.batch_size
-    return (request.batch_size or KERAS_BATCH_SIZE) * placement.replicas
-
-
-def _rows_of_this_worker(batch_size: int, policy: str, placement: ReplicaPlacement) -> int:
-    """The number of rows of a batch of arrays that this worker reads."""
-    if policy != "already_sharded":
-        return batch_size
-    rows, rest = divmod(batch_size, placement.workers)
-    return rows + (placement.worker < rest)
-
-
-def _rows_of_stream(batches: Dataset, request: DataOptions) -> int:
-    """The number of rows per replica of data that is batched already."""
-    rows = request.batch_size or static_rows(batches)
-    if rows is None:
-        raise ValueError(
-            'batch="per_replica" needs a static batch size, which this data does not have. Write batch_size=..., the '
-            "rows per replica, or batch with drop_remainder=True."
-        )
-    return rows

@@ -10,48 +10,8 @@ from keras_paragrad.compat.data import CustomAdapter, read_as_validation, trust_
 from keras_paragrad.compat.types import Batch, Dataset, Logs, Specs
 from keras_paragrad.compat.workers import ReplicaPlacement
 from keras_paragrad.distribution.data.agreement import Tally, common_steps
-from keras_paragrad.distribution.data.arguments import DataOptions
 from keras_paragrad.distribution.data.batch_sharding import shard_batches, worker_batches
 from keras_paragrad.distribution.data.sources import Source
-
-
-class WorkerShards:
-    """This worker's shards of an epoch's batches; created once if epochs don't differ, to keep a cache."""
-
-    def __init__(
-        self, source: Source, request: DataOptions, policy: str, placement: ReplicaPlacement, tally: Tally | None = None
-    ):
-        self._source = source
-        self.tally = tally
-        self._request = request
-        self._policy = policy
-        self._placement = placement
-        self._dataset: Dataset | None = None
-
-    def reorder(self, epoch: int) -> None:
-        """Draws the order of an epoch, for a source that reorders without a new dataset."""
-        self._source.reorder(epoch)
-
-    def __call__(self, epoch: int) -> Dataset:
-        if self._source.changes:
-            return self._make(epoch)
-        self._dataset = self._dataset or self._make(epoch)
-        return self._dataset
-
-    def _make(self, epoch: int) -> Dataset:
-        """The worker's shards of an epoch's batches, cached and prefetched as requested."""
-        batches = self._source.batches(epoch)
-        batches = self.tally.recorded(batches) if self.tally else batches
-        shards = shard_batches(*worker_batches(batches, self._policy, self._placement))
-        options = tf.data.Options()
-        options.deterministic = True
-        shards = shards.with_options(options)
-        if self._request.cache:
-            shards = shards.cache(self._request.cache_file(self._placement.worker))
-        if not self._request.prefetch:
-            return shards
-        ahead = tf.data.AUTOTUNE if self._request.prefetch is True else self._request.prefetch * self._placement.local
-        return shards.prefetch(ahead)
 
 
 class Feed(tf.distribute.DistributedDataset):
@@ -59,26 +19,35 @@ class Feed(tf.distribute.DistributedDataset):
 
     Args:
         strategy: The replicas' strategy.
-        shards: The shards of each epoch: one for each local replica, batch after batch.
-        local: Number of replicas on this worker.
-        changes: Whether epochs differ.
+        source: The batches of each epoch.
+        policy: Which of them this worker reads, and what it takes of each; see `worker_batches`.
+        placement: The replicas on this worker.
         equal_steps: Whether all replicas have the same number of shards.
+        tally: Records the batches that are read, for workers to compare.
+        cache: The file to cache this worker's shards in, `""` for memory; `None` caches nothing.
+        prefetch: Whether to prefetch batches, or how many.
     """
 
     def __init__(
         self,
         strategy: tf.distribute.Strategy,
-        shards: WorkerShards,
-        local: int,
-        changes: bool,
+        source: Source,
+        policy: str,
+        placement: ReplicaPlacement,
         equal_steps: bool,
+        tally: Tally | None,
+        cache: str | None,
+        prefetch: bool | int,
     ):
         self._strategy = strategy
-        self._shards = shards
-        self._local = local
-        self._changes = changes
+        self._source = source
+        self._policy = policy
+        self._placement = placement
         self._equal_steps = equal_steps
-        self.tally = shards.tally
+        self.tally = tally
+        self._cache = cache
+        self._prefetch = prefetch
+        self._dataset: Dataset | None = None
         self._cached: tuple[tuple[int, int], Any] | None = None
         self.begin(0)
 
@@ -87,8 +56,8 @@ class Feed(tf.distribute.DistributedDataset):
         self._epoch, self._skip = epoch, skip
 
     def __iter__(self) -> Iterator[Batch]:
-        distributed = self._distributed(self._epoch if self._changes else 0, self._skip)
-        self._shards.reorder(self._epoch)
+        distributed = self._distributed(self._epoch, self._skip)
+        self._source.reorder(self._epoch)
         # Keras creates a new iterator in the middle of an epoch when the data runs out.
         self.begin(self._epoch + 1)
         if self.tally:
@@ -98,17 +67,35 @@ class Feed(tf.distribute.DistributedDataset):
     @property
     def element_spec(self) -> Specs:
         """The `tf.TypeSpec` of a step's input."""
-        return self._distributed(self._epoch if self._changes else 0, 0).element_spec
+        return self._distributed(self._epoch, 0).element_spec
 
     def _distributed(self, epoch: int, skip: int) -> Dataset:
         """The distributed dataset of an epoch without its first `skip` batches; the dataset made last is kept."""
-        if self._cached is None or self._cached[0] != (epoch, skip):
-            shards = self._shards(epoch).skip(skip * self._local) if skip else self._shards(epoch)
+        key = epoch if self._source.changes else 0, skip
+        if self._cached is None or self._cached[0] != key:
+            # Where epochs don't differ, their shards are made once, to keep a cache.
+            if self._dataset is None or self._source.changes:
+                self._dataset = self._shards(epoch)
+            shards = self._dataset.skip(skip * self._placement.local) if skip else self._dataset
             distributed = self._strategy.distribute_datasets_from_function(lambda context: shards)
             if self._equal_steps:
                 trust_equal_steps(distributed)
-            self._cached = ((epoch, skip), distributed)
+            self._cached = key, distributed
         return self._cached[1]
+
+    def _shards(self, epoch: int) -> Dataset:
+        """One shard for each replica on this worker, batch after batch, cached and prefetched as requested."""
+        batches = self._source.batches(epoch)
+        batches = self.tally.recorded(batches) if self.tally else batches
+        shards = shard_batches(*worker_batches(batches, self._policy, self._placement))
+        options = tf.data.Options()
+        options.deterministic = True
+        shards = shards.with_options(options)
+        if self._cache is not None:
+            shards = shards.cache(self._cache)
+        if not self._prefetch:
+            return shards
+        return shards.prefetch(tf.data.AUTOTUNE if self._prefetch is True else self._prefetch * self._placement.local)
 
 
 class DistributedData(CustomAdapter):
@@ -191,12 +178,12 @@ class DistributedData(CustomAdapter):
         # With `steps_per_epoch`, Keras goes on with the iterator of the epoch before.
         if not self._iterators_span_epochs:
             self._feed.begin(self.next_epoch, self._skip)
-        self._source.begin()
+        self._source.adapter.on_epoch_begin()
         self.next_epoch, self._skip = self.next_epoch + 1, 0
 
     def on_epoch_end(self) -> None:
         """Ends an epoch. Keras calls this."""
-        self._source.end()
+        self._source.adapter.on_epoch_end()
 
     def __iter__(self) -> Iterator[Batch]:
         self.on_epoch_begin()

@@ -1,8 +1,12 @@
-"""Sources of global batches: arrays or batched streams, read in an order that is the same on every worker."""
+"""Sources of global batches: arrays or batched streams, read in an order that is the same on every worker.
+
+Of Grain's batches, each of several workers reads its rows alone, where they have random access.
+"""
 
 import abc
+import importlib
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -11,14 +15,15 @@ import tensorflow as tf
 from keras_paragrad.compat.data import (
     Adapter,
     ArrayRows,
+    adapter_of,
     first_batch,
     is_grain,
     random_seed,
     read_once,
     rows_of_batches,
 )
-from keras_paragrad.compat.types import Batch, Dataset
-from keras_paragrad.compat.workers import gather
+from keras_paragrad.compat.types import Batch, Dataset, FitData
+from keras_paragrad.compat.workers import ReplicaPlacement, gather
 from keras_paragrad.engine.replicas.prepared import use_enqueuer_per_iterator
 
 
@@ -136,14 +141,6 @@ class Source(abc.ABC):
     def reorder(self, epoch: int) -> None:  # noqa: B027  (most sources have one order)
         """Draws the order of an epoch. Call it before creating an iterator, which may serve several epochs of `fit`."""
 
-    def begin(self) -> None:
-        """Call before an epoch is read."""
-        self.adapter.on_epoch_begin()
-
-    def end(self) -> None:
-        """Call after an epoch was read."""
-        self.adapter.on_epoch_end()
-
 
 class ArraySource(Source):
     """Batches of the rows of arrays.
@@ -192,20 +189,18 @@ class StreamSource(Source):
 
     Args:
         adapter: Keras's adapter of the data.
-        size: The number of rows to rebatch to, if any.
         reordered: The dataset to shuffle before each epoch, if any.
     """
 
-    def __init__(self, adapter: Adapter, size: int | None = None, reordered: ReorderedDataset | None = None):
+    def __init__(self, adapter: Adapter, reordered: ReorderedDataset | None = None):
         super().__init__(adapter)
         self._reordered = reordered
         read_once(adapter)
         use_enqueuer_per_iterator(adapter)
         self._batches = adapter.get_tf_dataset()
-        if size:
-            self._batches = self._batches.rebatch(size)
-            self.steps = None if self.steps is None else _cardinality(self._batches)
-        self.batch_size = size or static_rows(self._batches)
+        shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(self._batches.element_spec)]
+        static = (shape[0] for shape in shapes if isinstance(shape, tf.TensorShape) and shape.rank)
+        self.batch_size = next(static, None)
 
     def batches(self, epoch: int) -> Dataset:
         return self._batches
@@ -213,12 +208,6 @@ class StreamSource(Source):
     def reorder(self, epoch: int) -> None:
         if self._reordered:
             self._reordered.reorder(epoch)
-
-
-def static_rows(batches: Dataset) -> int | None:
-    """The static number of rows per batch of a dataset, if it has one."""
-    shapes = [getattr(leaf, "shape", None) for leaf in tf.nest.flatten(batches.element_spec)]
-    return next((shape[0] for shape in shapes if isinstance(shape, tf.TensorShape) and shape.rank), None)
 
 
 def is_endless(x: Any) -> bool:
@@ -231,7 +220,107 @@ def is_endless(x: Any) -> bool:
     return isinstance(x, keras.utils.PyDataset) and x.num_batches is None
 
 
-def _cardinality(dataset: Dataset) -> int | None:
-    """The number of batches; `None` if it is infinite or unknown."""
-    count = int(dataset.cardinality())
-    return count if count >= 0 else None
+class PlainBatches(NamedTuple):
+    """Batches that Grain stacks from consecutive elements, both with random access.
+
+    Attributes:
+        batches: The `grain.MapDataset` of the batches.
+        rows: The one of the elements.
+        size: Rows per batch; the last one may have fewer.
+    """
+
+    batches: Any
+    rows: Any
+    size: int
+
+
+def plain_batches(x: FitData) -> PlainBatches | None:
+    """The batches of a Grain dataset, or `None` if it transforms them, or lacks random access. Nothing is read."""
+    source = _source_of_iterator(x)
+    dataset, parents = (x, getattr(x, "parents", ())) if source is None else (source, source.parents)
+    if not is_grain(dataset) or len(parents) != 1:
+        return None
+    parent = parents[0]
+    rows = parent if hasattr(parent, "__len__") else _source_of_iterator(parent)
+    if rows is None:
+        return None
+    # Grain keeps the batch size in a private attribute: try all integers, and compare with what `batch` makes of each.
+    for size in {value for value in vars(dataset).values() if type(value) is int and value > 0}:
+        for drop_remainder in (False, True):
+            if _is_like(dataset, parent.batch(size, drop_remainder=drop_remainder)):
+                try:
+                    return PlainBatches(rows.batch(size, drop_remainder=drop_remainder), rows, size)
+                except ValueError:  # Grain refuses it where some elements are filtered out.
+                    return None
+    return None
+
+
+def _source_of_iterator(dataset: Any) -> Any:
+    """The `MapDataset` that `to_iter_dataset()` made a dataset of, or `None`."""
+    parents = getattr(dataset, "parents", ())
+    if not is_grain(dataset) or len(parents) != 1 or not hasattr(parents[0], "to_iter_dataset"):
+        return None
+    return parents[0] if _is_like(dataset, parents[0].to_iter_dataset()) else None
+
+
+def _is_like(dataset: Any, made: Any) -> bool:
+    """Whether a dataset is what Grain has just made, of the same parents with the same arguments."""
+    attributes = vars(dataset)
+    arguments = {name: value for name, value in vars(made).items() if name.startswith("_")}
+    return type(dataset) is type(made) and all(
+        name in attributes and attributes[name] == value for name, value in arguments.items()
+    )
+
+
+class _WorkerRows:
+    """The rows of each batch that the replicas of a worker get, by the index of the batch."""
+
+    def __init__(self, batches: PlainBatches, placement: ReplicaPlacement):
+        self._batches = batches
+        self._placement = placement
+        self._total = len(batches.rows)
+
+    def __len__(self) -> int:
+        return len(self._batches.batches)
+
+    def __getitem__(self, index: int) -> Batch:
+        _, elements, size = self._batches
+        placement = self._placement
+        start = index * size
+        count = min(size, self._total - start)
+        bounds = [placement.first_row(count, placement.first + local) for local in (0, placement.local)]
+        rows = [elements[row] for row in range(start + bounds[0], start + bounds[1])]
+        if any(row is None for row in rows):
+            raise ValueError(
+                "Elements of the Grain dataset are None, which to_iter_dataset() leaves out, so workers can't tell "
+                'which rows are theirs. Leave them out by .filter(...), or write shard_policy="data".'
+            )
+        if not rows:
+            return keras.tree.map_structure(lambda leaf: leaf[:0], _stacked([elements[start]]))
+        return _stacked(rows)
+
+
+def _stacked(rows: list[Any]) -> Batch:
+    grain: Any = importlib.import_module("grain")
+    return grain.MapDataset.source(rows).batch(len(rows))[0]
+
+
+class GrainRowsSource(StreamSource):
+    """This worker's rows of Grain's batches.
+
+    Args:
+        batches: All workers' batches. The first batch is read whole: the workers compare it.
+        placement: The replicas of this worker.
+    """
+
+    def __init__(self, batches: PlainBatches, placement: ReplicaPlacement):
+        grain: Any = importlib.import_module("grain")
+        whole = grain.MapDataset.source(_WorkerRows(batches, ReplicaPlacement(1, 1, 0)))
+        super().__init__(adapter_of(whole.slice(slice(0, 1)), None, None))
+        local = grain.MapDataset.source(_WorkerRows(batches, placement))
+        self._batches = adapter_of(local, None, None).get_tf_dataset()
+        endless = is_endless(local)
+        self.steps = None if endless else len(batches.batches)
+        self.rows = None if endless else len(batches.rows)
+        self.batch_size = batches.size
+        self.own_rows = True

@@ -5,8 +5,6 @@ Free of TensorFlow, for the help of commands.
 
 STRATEGIES = ("auto", "none", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server")
 COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy", "one_device")
-BATCHES = ("global", "per_replica")
-LR_SCALINGS = (None, "linear", "sqrt")
 SHARD_POLICIES = ("auto", "data", "file", "already_sharded")
 WEIGHTINGS = ("auto", "examples", "sample_weight", "mask", "sum")
 # A year, in seconds: the waiting system calls do not accept more.
@@ -14,4 +12,4 @@ LONGEST_WAIT = 365 * 24 * 3600
 # The largest count in a described machine or cluster: planning for more takes minutes and exhausts memory.
 MOST_DESCRIBED = 10_000
 LAYOUTS = (None, "auto")
-SHARDS = (None, "auto", "optimizer", "parameters")
+SHARDS = (None, "optimizer", "parameters")

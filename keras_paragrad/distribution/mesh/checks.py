@@ -59,7 +59,6 @@ def check_mesh_options(options: Options) -> None:
         )
     names = ("communication", "pack_bytes", "collective_timeout", "weighting")
     unused = [name for name in names if getattr(options, name) not in (None, "auto")]
-    unused += ["batch"] if options.batch == "per_replica" else []
     if unused:
         raise ValueError(f"These have no effect on a mesh, which is one replica: {', '.join(unused)}. Remove them.")
 

@@ -141,7 +141,6 @@ def _check_pipeline(options: Options, pipeline: Pipeline) -> None:
         )
     names = ("communication", "pack_bytes", "collective_timeout")
     unused = [name for name in names if getattr(options, name) not in (None, "auto")]
-    unused += ["batch"] if options.batch == "per_replica" else []
     if unused:
         raise ValueError(f"{', '.join(unused)} has no effect in a pipeline, which has one replica. Leave it out.")
 

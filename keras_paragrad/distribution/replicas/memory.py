@@ -14,7 +14,6 @@ from keras_paragrad.compat.optimizer import find_accumulator, innermost_optimize
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.compat.workers import gather, replica_placement
 from keras_paragrad.distribution.decisions.decision import Decision
-from keras_paragrad.distribution.decisions.shard import reshard
 from keras_paragrad.distribution.fitted_memory import FittedMemory
 from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.engine.losses.refusals import layers_of_batch_statistics
@@ -27,6 +26,7 @@ from keras_paragrad.memory.plan_search import Try
 from keras_paragrad.memory.plan_table import Candidate, MemoryPlan, way_in_words
 from keras_paragrad.memory.recomputation import recompute
 from keras_paragrad.memory.trial import CannotTryError, Measured, PreparationCall, Runner, Trials
+from keras_paragrad.storage.creation import add_copies, create_in_shards, create_whole, unshard
 from keras_paragrad.storage.updating import check_optimizer_of_shards
 
 # Steps of a trial: the first one traces it, the last one is timed.
@@ -53,11 +53,6 @@ def fit_memory(
             f"fit_memory=True estimates the memory of a step, and {model.name!r} has no weights yet. Build it within "
             "`with dist.scope():`, by calling it on a batch or with model.build(input_shape)."
         )
-    if hasattr(StepBuilder.of(model).stages.split, "choose"):
-        raise ValueError(
-            "fit_memory=True and microbatch(model, 'auto') both choose slices. Leave one of the two out, or write "
-            "microbatch(model, size=64), for instance."
-        )
     strategy, options = run.strategies.models, run.options
     replicas, workers = strategy.num_replicas_in_sync, replica_placement(run.strategies.workers).workers
     untried = "several workers" if workers > 1 else cannot_try_on_gpus()
@@ -67,13 +62,11 @@ def fit_memory(
     device_bytes = options.device_bytes or memory_of_device(None, steps) // sharing
     device_bytes = int(gather(run.strategies.workers, np.array([device_bytes], np.int64)).min())
     shards, no_shards = _shards(model, run.plan.shard.value)
-    per_replica = run.plan.batch.value == "per_replica"
-    total = batch_size * replicas if per_replica else batch_size
     plan = plan_memory(
         model,
-        total,
+        batch_size,
         device_bytes,
-        None if untried else lambda spec: _make_trial(model, run, total, spec, device_bytes),
+        None if untried else lambda spec: _make_trial(model, run, batch_size, spec, device_bytes),
         replicas=replicas,
         shards=shards,
         min_shard_bytes=options.min_shard_bytes,
@@ -199,8 +192,18 @@ def _apply(model: keras.Model, run: PlannedRun, candidate: Candidate) -> Callabl
             builder.fill(split=builder.stages.split.as_planned())
             applied.callback(_undo_slices, builder, builder.stages.split)
         if run.plan.shard.value == "auto":
-            reshard(model, run.strategies.models, candidate.choice.shard, run.options.min_shard_bytes)
+            _reshard(model, run.strategies.models, candidate.choice.shard, run.options.min_shard_bytes)
         return applied.pop_all().close
+
+
+def _reshard(model: keras.Model, strategy: tf.distribute.Strategy, shard: str | None, min_bytes: int) -> None:
+    """Changes a model built in shards: `"optimizer"` adds whole copies of parameters, `None` makes variables whole."""
+    if shard == "optimizer":
+        add_copies(strategy, model)
+        create_in_shards(strategy, copies=True, min_bytes=min_bytes)
+    elif shard != "parameters":
+        create_whole(strategy)
+        unshard(strategy, model)
 
 
 def _undo_slices(builder: StepBuilder, slices: object) -> None:

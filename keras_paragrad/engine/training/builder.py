@@ -4,11 +4,10 @@ The stages of a step: *take* a batch from the iterator, *split* it into slices, 
 *combine* them, *observe* and *transform* the gradient of an update, *apply* it, *log*. Keras fills the others.
 """
 
-import contextlib
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -102,16 +101,6 @@ class StepBuilder:
         """The fillers of the filled stages, by name."""
         return {name: getattr(self.stages, name) for name in self.stages.filled}
 
-    @contextlib.contextmanager
-    def split_as(self, split: Any) -> Generator[None]:
-        """Context in which `one_step` uses another *split* stage; nothing else changes."""
-        stages = self.stages
-        self.stages = stages._replace(split=split)
-        try:
-            yield
-        finally:
-            self.stages = stages
-
     def begin_fit(self, fillers: Fillers) -> None:
         """Fills stages until `end_fit`; calls `fillers` again if a callback calls `compile` during this `fit`."""
         filled = fillers()
@@ -153,7 +142,6 @@ class StepBuilder:
         frame = inspect.currentframe()
         if not self._fit_has_begun(frame):
             self._drop_leftovers()
-        self._choose_split(frame)
         if force:
             self.retrace()
             self._compiled.trainable = None
@@ -203,15 +191,6 @@ class StepBuilder:
         if self.stages.take and (iterator := self._reads()) is not None:
             # Metrics can't create variables within a step on replicas.
             build_from_data(self.model, iterator, None)
-
-    def _choose_split(self, frame: FrameType | None) -> None:
-        """Lets the *split* stage choose its slice size, if it depends on the batch size of `fit`."""
-        choose = getattr(self.stages.split, "choose", None)
-        if choose:
-            running = fit_frame(frame, self.model)
-            # `train_on_batch` has no iterator.
-            iterator: EpochIterator | None = running and running.f_locals.get("epoch_iterator")
-            self.fill(split=choose(self.model, iterator.data_adapter if iterator else None))
 
     def _fit_has_begun(self, frame: FrameType | None) -> bool:
         """Whether a callback of the running `fit` has called the frame, and not `fit` itself before callbacks begin."""

@@ -2,7 +2,6 @@
 
 import re
 
-import keras
 import numpy as np
 import pytest
 from runner import left_out, own_process
@@ -11,7 +10,6 @@ from workers import grain_worker
 from workers.grain_worker import KINDS, rows
 
 import keras_paragrad as paragrad
-from keras_paragrad.distribution.data import adapt_normalization
 
 grain = pytest.importorskip("grain", reason=left_out.NO_GRAIN)
 X, Y = every_component.X, every_component.Y
@@ -111,9 +109,6 @@ def test_each_way_trains_as_on_arrays(way, kind, expected):
 
 
 def test_what_else_reads_batches_reads_grains():
-    layer = keras.layers.Normalization()
-    adapt_normalization(layer, grain.MapDataset.source(X).batch(8))
-    np.testing.assert_allclose(layer.adapt_mean, X.mean(axis=0), rtol=1e-5, atol=1e-6)
     model = every_component.network()
     found = paragrad.input_gradients(model, grain.MapDataset.source(X).batch(8), output=0)
     np.testing.assert_allclose(found, paragrad.input_gradients(model, X, output=0), rtol=0, atol=1e-6)

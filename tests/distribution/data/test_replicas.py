@@ -13,7 +13,7 @@ from tensorflow.python.framework.func_graph import FuncGraph
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.compat.workers import replica_placement
-from keras_paragrad.distribution.data import FollowEpochs, distributed_dataset, normalize_inputs
+from keras_paragrad.distribution.data import FollowEpochs, distributed_dataset
 
 own_process = pytest.mark.own_process(seconds=280)
 X = np.random.default_rng(0).normal(size=(32, 3)).astype("float32")
@@ -41,19 +41,6 @@ def test_every_replica_gets_its_piece(mirrored):
         assert [[p.tolist() for p in step] for step in steps] == [[p.tolist() for p in step] for step in expected]
 
     check()
-
-
-def batches_for_each_replica_make_a_larger_one(mirrored):
-    for data in (
-        distributed_dataset(mirrored, np.arange(11), batch_size=2, batch="per_replica"),
-        distributed_dataset(mirrored, tf.data.Dataset.range(11).batch(2), batch_size=2, batch="per_replica"),
-    ):
-        assert data.batch_size == 4
-        assert [[piece.tolist() for piece in step] for step in steps_of(mirrored, data)] == [
-            [[0, 1], [2, 3]],
-            [[4, 5], [6, 7]],
-            [[8, 9], [10]],
-        ]
 
 
 def an_epoch_begun_in_its_middle_leaves_out_the_batches_of_all_replicas(mirrored):
@@ -89,7 +76,6 @@ def data_that_is_distributed_already_is_refused(mirrored):
 
 @own_process
 def test_sizes_places_and_refusals(mirrored):
-    batches_for_each_replica_make_a_larger_one(mirrored)
     an_epoch_begun_in_its_middle_leaves_out_the_batches_of_all_replicas(mirrored)
     the_replicas_are_known(mirrored)
     batches_too_small_for_the_replicas_are_read(mirrored)
@@ -116,10 +102,11 @@ def normalizing(strategy, **compile_arguments):
     keras.utils.set_random_seed(0)
     with strategy.scope():
         inputs = keras.Input((3,))
-        outputs = keras.layers.Dense(1)(keras.layers.Normalization()(inputs))
+        normalization = keras.layers.Normalization()
+        outputs = keras.layers.Dense(1)(normalization(inputs))
         model = keras.Model(inputs, outputs)
         model.compile(keras.optimizers.SGD(0.1), loss="mse", jit_compile=False, **compile_arguments)
-    normalize_inputs(model, X, strategy)
+    normalization.adapt(X)
     return model
 
 

@@ -93,13 +93,6 @@ def test_what_fails_on_one_worker_fails_on_all(found):
     assert "`shuffle` is 'rows'" in found[1]["one fails"]
 
 
-@pytest.mark.parametrize("name", ["normalization", "normalization of shards"])
-def test_normalization_is_that_of_the_whole_and_the_same_everywhere(found, name):
-    assert found[0][name] == found[1][name]
-    features = np.random.default_rng(0).normal(5.0, 2.0, size=(101, 3))
-    np.testing.assert_allclose(found[0][name], [features.mean(axis=0), features.var(axis=0)], rtol=1e-6)
-
-
 def test_one_worker_agrees_with_itself():
     strategy = tf.distribute.get_strategy()
     agree(strategy, {"examples": 3, "batches": -1}, "data")
