@@ -81,14 +81,14 @@ def test_the_version(capsys):
         ("launch --workers 2 --grace-second=5 train.py", "Did you mean `--grace-seconds`?"),
         ("explain --gpu 2", "Did you mean `--gpus`?"),
         ("explain --strategy mirored", "Did you mean `mirrored`?"),
-        ("report --compair a b", "Did you mean `--compare`?"),
+        ("report --outputt a b", "Did you mean `--output`?"),
         ("explain --zzz", "unrecognized arguments: --zzz\n"),
         ("completions tcsh", "choose from"),
         *((f"explain --gpu-memory-gb {word}", "--gpu-memory-gb: expected a finite number") for word in ("inf", "nan")),
         *((f"explain --gpu-memory-gb={word}", "--gpu-memory-gb: expected a finite") for word in ("-5", "1e300", "x")),
         *(
             (f"explain --{name}={word}", f"argument --{name}: expected an integer")
-            for name in ("cpus", "logical-cpus", "gpus", "tpu", "workers", "ps", "warmup-steps", "pack-bytes")
+            for name in ("cpus", "logical-cpus", "gpus", "tpu", "workers", "ps", "pack-bytes")
             for word in ("-1", "1.5", "x", "\u0663", "9" * 5000)
         ),
         ("explain --compute-capability 9" + "0" * 5000, "compute capability"),
@@ -112,7 +112,7 @@ def test_wrong_words(words, says, capsys):
 @pytest.mark.parametrize(
     "words",
     [
-        *("report nowhere", "report --compare one", "estimate nowhere.py:build", "estimate here.py:build"),
+        *("report nowhere", "estimate nowhere.py:build", "estimate here.py:build"),
         *("launch", "launch nowhere.py", "launch -m nowhere_at_all", "explain --gpus x", "doctor --seconds 0"),
         *("explain --devices CPU:9", "completions tcsh"),
     ],
@@ -145,7 +145,6 @@ COMPLETED = {
     "explain --json --strategy m": ["mirrored", "multi_worker"],
     "completions ": ["bash", "zsh", "fish"],
     "report lo": ["logs"],
-    "report --compare logs lo": ["logs"],
     "nothing --wo": [],
 }
 

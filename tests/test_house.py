@@ -33,7 +33,7 @@ BELOW = {
 # `TOTAL`, which is only lowered. A folder that has 25 fewer than its number gets a lower one.
 LINES = {
     "accumulation": 1283,
-    "cli": 1087,
+    "cli": 1073,
     "compat": 3309,
     "distribution": 12319,
     "engine": 11830,
@@ -41,11 +41,11 @@ LINES = {
     "memory": 3524,
     "per_example": 5589,
     "privacy": 3223,
-    "profiling": 7017,
+    "profiling": 6814,
     "storage": 2979,
     "top": 1258,
 }
-TOTAL, SLACK = 55304, 25
+TOTAL, SLACK = 55087, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Makes the pictures of `guides/profiling.md`: trains on images that load slowly, one after the other and in parallel.
+"""Makes the pictures of `guides/profiling.md`: trains on images that load slowly.
 
 Run it as `python docs/images/make.py`; it wants Chromium with its driver, and takes a minute. Look at what it has made.
 """
@@ -19,14 +19,13 @@ from keras_paragrad import GradientTelemetry, Profiler, ProfileSchedule, Through
 
 HERE = Path(__file__).parent
 BATCHES, EPOCHS, BATCH = 96, 4, 64
-# By file: which page, how wide, how high, in which colours, and from which part of it on.
+# By file: how wide, how high, in which colours, and from which part of the report on.
 PICTURES = {
-    "report_time": ("report", 1000, 1006, "light", None),
-    "report_layers": ("report", 1000, 1090, "light", ".window .charts"),
-    "report_throughput": ("report", 1000, 480, "light", "#throughput"),
-    "report_gradient": ("report", 1000, 1010, "light", "#gradient"),
-    "report_phone": ("report", 375, 1350, "dark", None),
-    "comparison": ("comparison", 1000, 1420, "light", None),
+    "report_time": (1000, 1006, "light", None),
+    "report_layers": (1000, 1090, "light", ".window .charts"),
+    "report_throughput": (1000, 480, "light", "#throughput"),
+    "report_gradient": (1000, 1010, "light", "#gradient"),
+    "report_phone": (375, 1350, "dark", None),
 }
 
 
@@ -39,7 +38,7 @@ def images():
     return pixels.astype("float32"), classes
 
 
-def train(folder, parallel):
+def train(folder):
     """Trains with everything that there is to see it by."""
 
     def load(pixels):
@@ -52,11 +51,7 @@ def train(folder, parallel):
         ), classes
 
     data = tf.data.Dataset.from_tensor_slices(images()).batch(BATCH)
-    data = (
-        data.map(loaded, num_parallel_calls=4).prefetch(tf.data.AUTOTUNE)
-        if parallel
-        else data.map(loaded)
-    )
+    data = data.map(loaded)
     keras.utils.set_random_seed(0)
     model = keras.Sequential(
         [
@@ -101,16 +96,11 @@ def browser():
 def main():
     """Makes all pictures, in the place of those that are there."""
     with tempfile.TemporaryDirectory() as folder:
-        before, after = Path(folder, "before"), Path(folder, "after")
-        train(before, parallel=False)
-        train(after, parallel=True)
-        pages = {
-            "report": write_report(before),
-            "comparison": write_report(before, compare=after),
-        }
+        train(Path(folder))
+        report = write_report(folder)
         chromium = browser()
         try:
-            for name, (page, width, height, scheme, part) in PICTURES.items():
+            for name, (width, height, scheme, part) in PICTURES.items():
                 size = {
                     "width": width,
                     "height": height,
@@ -120,7 +110,7 @@ def main():
                 chromium.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
                 colours = [{"name": "prefers-color-scheme", "value": scheme}]
                 chromium.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": colours})
-                chromium.get(pages[page].as_uri())
+                chromium.get(report.as_uri())
                 if part:
                     chromium.execute_script(f"document.querySelector('{part}').scrollIntoView()")
                 file = HERE / f"{name}.png"

@@ -1,25 +1,24 @@
-"""`write_report`: a run's profile and telemetry, or a comparison of runs, as one self-contained HTML file."""
+"""`write_report`: a run's profile and telemetry as one self-contained HTML file."""
 
 import base64
 import functools
 import hashlib
 import os
 import re
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import keras_paragrad
-from keras_paragrad.arguments import check_path, refusal
+from keras_paragrad.arguments import check_path
 from keras_paragrad.extras import require
-from keras_paragrad.profiling.report import compare_view, series_view
+from keras_paragrad.profiling.report import series_view
 from keras_paragrad.profiling.report.formatting import UNKNOWN, count, milliseconds, number, share
 from keras_paragrad.profiling.report.runs import Run, read_run
 from keras_paragrad.profiling.report.step_chart import PART_NAMES, figures_of
 from keras_paragrad.profiling.report.window_view import MOST_DETAILED, overview, window_view
 from keras_paragrad.profiling.report.workers_view import workers_view
-from keras_paragrad.profiling.summary import PARTS, RunInfo
+from keras_paragrad.profiling.summary import PARTS, RunInfo, StepTime
 
 __all__ = ["write_report"]
 
@@ -29,11 +28,7 @@ _WORD_END = re.compile(r"(?<=\w)[./](?=\w)|(?<=[a-z])(?=[A-Z])")
 _GENERATOR = b'<meta name="generator" content="keras_paragrad">'
 
 
-def write_report(
-    log_dir: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None = None,
-    compare: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
-) -> Path:
+def write_report(log_dir: str | os.PathLike[str], output: str | os.PathLike[str] | None = None) -> Path:
     """Writes a log directory's profiles and records as one HTML file that needs no network.
 
     Its charts are drawn without scripts; a small one shows values at the pointer, and zooms.
@@ -43,17 +38,15 @@ def write_report(
 
     Args:
         log_dir: The log directory of `Profiler`, `GradientTelemetry` or `Throughput`; traces of other tools work too.
-        output: The file to write; by default `report.html` in `log_dir`, or `comparison.html` with `compare`. An
-            existing report is replaced.
-        compare: The log directory, or directories, of other runs to compare with.
+        output: The file to write; by default `report.html` in `log_dir`. An existing report is replaced.
 
     Returns:
         The path of the file.
 
     Raises:
-        FileNotFoundError: A log directory does not exist, or holds nothing to report on.
+        FileNotFoundError: The log directory does not exist, or holds nothing to report on.
         FileExistsError: `output` is an existing file that is not a report.
-        ValueError: A path isn't one, or `compare` has no run or too many.
+        ValueError: A path isn't one.
         MissingExtraError: Jinja2 is not installed, or pyarrow for Parquet tables.
 
     Example:
@@ -67,16 +60,12 @@ def write_report(
     >>> write_report(log_dir).name
     'report.html'
     """
-    folders = [check_path("log_dir", log_dir, example="logs")]
-    if compare is not None:
-        folders += _check_compared(compare)
-    path = check_path("output", output, example="report.html", optional=True)
+    folder = check_path("log_dir", log_dir, example="logs")
+    path = check_path("output", output, example="report.html", optional=True) or folder / "report.html"
     require("The report", "jinja2")
-    runs = [read_run(folder) for folder in folders]
-    page, content = ("report.html", _report(runs[0])) if compare is None else ("comparison.html", _comparison(runs))
-    path = path or folders[0] / page
+    content = _report(read_run(folder))
     _refuse_to_replace(path)
-    text = _environment().get_template(page).render(content)
+    text = _environment().get_template("report.html").render(content)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Renamed once it is complete, so that a partial report never replaces a complete one.
     partial = path.with_name(f".{path.name}.{os.getpid()}")
@@ -89,16 +78,6 @@ def write_report(
             partial.unlink(missing_ok=True)
             raise
     return path
-
-
-def _check_compared(compare: object) -> list[Path]:
-    """The other runs' folders."""
-    others = compare if isinstance(compare, (list, tuple)) else [compare]
-    most = compare_view.MOST_RUNS - 1
-    if not 1 <= len(others) <= most:
-        expected = f"a path, or 1 to {most} of them"
-        raise refusal("compare", others, expected, "['other_logs', 'third_logs']")
-    return [check_path("compare", other, example="other_logs") for other in others]
 
 
 def _refuse_to_replace(path: Path) -> None:
@@ -159,24 +138,6 @@ def _report(run: Run) -> dict[str, Any]:
     }
 
 
-def _comparison(runs: list[Run]) -> dict[str, Any]:
-    """The variables of the comparison's template."""
-    windows = [compare_view.newest_window(run) for run in runs]
-    figures = [figures_of(window.summary.steps) if window else None for window in windows]
-    longest = max((figure.longest for figure in figures if figure), default=0.0)
-    return {
-        "title": f"{', '.join(run.name for run in runs[:-1])} and {runs[-1].name} compared",
-        "runs": list(zip(compare_view.LETTERS, runs, strict=False)),
-        "facts": [_facts(run.info) for run in runs],
-        "windows": [window_view(window, longest) if window else None for window in windows],
-        "rows": compare_view.main_rows(runs),
-        "operation_rows": compare_view.operation_rows(runs),
-        "layer_time_rows": compare_view.layer_time_rows(runs),
-        "layer_rows": compare_view.layer_rows(runs),
-        "charts": compare_view.combined_charts(runs),
-    }
-
-
 def _facts(info: RunInfo) -> tuple[tuple[str, str], ...]:
     """The rows of the table that describes a run."""
     if info == RunInfo():
@@ -206,7 +167,7 @@ def _date(written: str) -> str:
 
 def _headlines(run: Run) -> tuple[tuple[str, str], ...]:
     """The main figures of a run, by name."""
-    figures = figures_of(compare_view.newest_summary(run).steps)
+    figures = figures_of(_newest_steps(run))
     examples, updates = (
         series_view.median_of(run.throughput, f"{counted}_per_second") for counted in ("examples", "updates")
     )
@@ -220,3 +181,10 @@ def _headlines(run: Run) -> tuple[tuple[str, str], ...]:
         *series_view.last_values(run.throughput),
     ]
     return tuple((name, value) for name, value in headlines if value != UNKNOWN)
+
+
+def _newest_steps(run: Run) -> tuple[StepTime, ...]:
+    """The steps of the last window that has some, of the first worker if there are several."""
+    with_steps = [window.summary for window in run.windows if window.summary.steps]
+    first = min((summary.run.worker for summary in with_steps), default=0)
+    return next((summary.steps for summary in reversed(with_steps) if summary.run.worker == first), ())

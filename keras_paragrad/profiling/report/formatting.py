@@ -42,20 +42,6 @@ def share(value: float | None) -> str:
     return f"{value * 100:.1f}%" if 0 < abs(value) < 0.0995 else f"{value * 100:.0f}%"
 
 
-def change(before: float | None, after: float | None) -> str:
-    """The change from `before` to `after`, in percent of `before`."""
-    if not _is_number(before) or not _is_number(after) or not before:
-        return UNKNOWN
-    return _signed((after - before) / abs(before) * 100, "%")
-
-
-def points(before: float | None, after: float | None) -> str:
-    """The change of a share, in percentage points."""
-    if not _is_number(before) or not _is_number(after):
-        return UNKNOWN
-    return _signed((after - before) * 100, " points")
-
-
 def count(value: float | None) -> str:
     """An integer, with thousands separators."""
     return f"{value:,.0f}" if _is_number(value) else UNKNOWN
@@ -77,10 +63,6 @@ def number(value: float | None) -> str:
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
     return f"{value:,.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"
-
-
-def _signed(value: float, unit: str) -> str:
-    return f"{value:+.1f}{unit}" if abs(value) >= 0.05 else f"0{unit}"
 
 
 def _is_number(value: float | None) -> TypeGuard[float]:

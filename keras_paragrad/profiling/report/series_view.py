@@ -41,16 +41,6 @@ class ChartSpec:
     may_be_logarithmic: bool = False
     has_exclusions: bool = False
 
-    @property
-    def singles(self) -> tuple["ChartSpec", ...]:
-        """A chart for each of its quantities."""
-        if len(self.quantities) == 1:
-            return (self,)
-        return tuple(
-            replace(self, title=f"{self.title}: {name}", quantities={quantity: name})
-            for quantity, name in self.quantities.items()
-        )
-
     def draw(self, series: Sequence[Series], excluded: Mapping[str, Series] | None = None) -> LineChart | None:
         """Draws some series, with marks where time was excluded; `None` without values, or for shares of 0."""
         if self.formatter in (count, share) and not any(record.values.any() for record in series):
@@ -157,10 +147,10 @@ def layer_views(series: Sequence[Series]) -> tuple[LayerView, ...]:
     return tuple(_layer_view(quantity, layers) for quantity, layers in by_quantity if layers)
 
 
-def median_of(series: Sequence[Series], quantity: str, name: str = "") -> float | None:
-    """The median of a quantity, or `None` if it has no finite value."""
+def median_of(series: Sequence[Series], quantity: str) -> float | None:
+    """The median of a quantity of the whole model, or `None` if it has no finite value."""
     finite = next(
-        (record.finite for record in series if (record.quantity, record.name) == (quantity, name)), np.array([])
+        (record.finite for record in series if (record.quantity, record.name) == (quantity, "")), np.array([])
     )
     return float(np.median(finite)) if len(finite) else None
 

@@ -90,11 +90,11 @@ class StepChart:
     note: str
 
 
-def step_chart(steps: Sequence[StepTime], figures: StepFigures, longest: float) -> StepChart:
-    """Draws the steps of a window as bars, on an axis that reaches `longest` milliseconds."""
+def step_chart(steps: Sequence[StepTime], figures: StepFigures) -> StepChart:
+    """Draws the steps of a window as bars."""
     chosen = select_points(np.array([step.duration for step in steps]), MOST_BARS)
     drawn = [steps[index] for index in chosen]
-    y_axis = axis_for([longest], milliseconds, may_be_logarithmic=False)
+    y_axis = axis_for([figures.longest], milliseconds, may_be_logarithmic=False)
     bars_per_label = -(-len(drawn) // _MOST_LABELS)
     width = 100 / len(drawn)
     bars = tuple(_bar(step, index * width, width, y_axis) for index, step in enumerate(drawn))

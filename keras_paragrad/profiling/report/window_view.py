@@ -59,8 +59,8 @@ class WindowView:
     communication: str
 
 
-def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
-    """A window in detail; its time axis reaches at least `longest` milliseconds, to be compared with other windows."""
+def window_view(window: ProfiledWindow) -> WindowView:
+    """A window in detail."""
     summary = window.summary
     figures = figures_of(summary.steps)
     operations = tuple(
@@ -79,7 +79,7 @@ def window_view(window: ProfiledWindow, longest: float = 0.0) -> WindowView:
         name=window.name,
         summary=summary,
         figures=figures,
-        chart=step_chart(summary.steps, figures, max(longest, figures.longest)) if figures else None,
+        chart=step_chart(summary.steps, figures) if figures else None,
         shares=shares_bar(figures) if figures else (),
         operations=operations,
         memory=tuple((device, size(peak)) for device, peak in summary.peak_memory.items() if peak is not None),

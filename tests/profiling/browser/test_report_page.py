@@ -88,27 +88,22 @@ def requested(browser):
 
 
 @pytest.fixture(scope="module")
-def pages(tmp_path_factory):
-    """The reports of a run and of two runs compared."""
-    folder = tmp_path_factory.mktemp("runs")
-    one = make_run(folder / "one", steps=300, layers=12)
-    other = make_run(folder / "other", steps=200, layers=12, scale=0.4)
-    return {"report": write_report(one), "comparison": write_report(one, compare=[other, one])}
+def page(tmp_path_factory):
+    """The report of a run."""
+    return write_report(make_run(tmp_path_factory.mktemp("run"), steps=300, layers=12))
 
 
-@pytest.mark.parametrize("page", ["report", "comparison"])
-def test_it_opens_without_a_network_and_without_errors(browser, pages, page):
-    look_at(browser, pages[page])
-    assert requested(browser) == {pages[page].as_uri()}
+def test_it_opens_without_a_network_and_without_errors(browser, page):
+    look_at(browser, page)
+    assert requested(browser) == {page.as_uri()}
     assert browser.get_log("browser") == []
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize(("page", "expected"), [("report", 17), ("comparison", 15)])
-def test_every_chart_is_drawn(browser, pages, page, expected, width):
-    look_at(browser, pages[page], WIDTHS[width])
+def test_every_chart_is_drawn(browser, page, width):
+    look_at(browser, page, WIDTHS[width])
     charts = browser.execute_script(CHARTS)
-    assert len(charts) >= expected
+    assert len(charts) >= 17
     for chart in charts:
         assert chart["size"][0] > 200, chart
         assert chart["size"][1] >= 30, chart
@@ -132,9 +127,8 @@ def test_every_chart_is_drawn(browser, pages, page, expected, width):
 @pytest.mark.covering
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("page", ["report", "comparison"])
-def test_it_can_be_read(browser, pages, page, width, scheme):
-    look_at(browser, pages[page], WIDTHS[width], scheme)
+def test_it_can_be_read(browser, page, width, scheme):
+    look_at(browser, page, WIDTHS[width], scheme)
     browser.execute_script("document.querySelectorAll('details').forEach(details => details.open = true)")
     assert browser.execute_script(PALE) == []
     assert browser.execute_script(FAINT) == []
@@ -144,8 +138,8 @@ def test_it_can_be_read(browser, pages, page, width, scheme):
     assert wanted <= there
 
 
-def test_what_is_left_out_is_marked_and_named(browser, pages):
-    look_at(browser, pages["report"])
+def test_what_is_left_out_is_marked_and_named(browser, page):
+    look_at(browser, page)
     found = browser.execute_script("""
         const figure = [...document.querySelectorAll("figure")].find(each => each.innerText.includes("Throughput"));
         const size = figure.querySelector("svg[role=img]").getBoundingClientRect();
@@ -158,8 +152,8 @@ def test_what_is_left_out_is_marked_and_named(browser, pages):
     assert min(height for _, height in found[1]) > 0.95
 
 
-def test_the_tables_behind_the_charts_open(browser, pages):
-    look_at(browser, pages["report"])
+def test_the_tables_behind_the_charts_open(browser, page):
+    look_at(browser, page)
     details = browser.find_elements(By.TAG_NAME, "details")
     assert len(details) >= 12
     for one in details:
@@ -169,8 +163,8 @@ def test_the_tables_behind_the_charts_open(browser, pages):
         assert one.find_element(By.CSS_SELECTOR, "td.number").text
 
 
-def test_parts_of_a_step_differ_without_colour(browser, pages):
-    look_at(browser, pages["report"])
+def test_parts_of_a_step_differ_without_colour(browser, page):
+    look_at(browser, page)
     drawings = browser.execute_script(
         "return [...document.querySelectorAll('pattern')].map(pattern => pattern.innerHTML.replace(/ground/g, ''))"
     )
@@ -184,17 +178,16 @@ def test_parts_of_a_step_differ_without_colour(browser, pages):
     assert len(dashes) == len(set(dashes)) == 5
 
 
-def test_it_prints_on_white_paper(browser, pages):
-    look_at(browser, pages["report"], scheme="dark")
+def test_it_prints_on_white_paper(browser, page):
+    look_at(browser, page, scheme="dark")
     dark = [{"name": "prefers-color-scheme", "value": "dark"}]
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print", "features": dark})
     assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     assert browser.execute_script(PALE) == []
 
 
-@pytest.mark.parametrize("page", ["report", "comparison"])
-def test_it_prints_on_four_pages(browser, pages, page):
-    look_at(browser, pages[page])
+def test_it_prints_on_four_pages(browser, page):
+    look_at(browser, page)
     # Letter and A4, in inches.
     for width, height in ((8.5, 11), (8.27, 11.69)):
         paper = {"printBackground": False, "paperWidth": width, "paperHeight": height}
@@ -236,8 +229,8 @@ def drag(browser, plot, begin, end, low=0.5, high=0.5):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_values_are_shown_at_the_pointer(browser, pages, scheme):
-    look_at(browser, pages["report"], scheme=scheme)
+def test_values_are_shown_at_the_pointer(browser, page, scheme):
+    look_at(browser, page, scheme=scheme)
     lines = plot_of(browser, "Gradient of the whole model")
     ActionChains(browser, 20).move_to_element(lines).perform()
     words, _ = shown_by(lines)
@@ -259,8 +252,8 @@ def test_values_are_shown_at_the_pointer(browser, pages, scheme):
     assert shown_by(memory)[0] == ["batch 100.1", "allocator GPU_0_bfc: 2 MiB"]
 
 
-def test_values_are_shown_by_the_keyboard(browser, pages, tmp_path):
-    look_at(browser, pages["report"])
+def test_values_are_shown_by_the_keyboard(browser, page, tmp_path):
+    look_at(browser, page)
     plot = plot_of(browser, "Time of each batch")
     browser.execute_script("arguments[0].focus()", plot)
     assert shown_by(plot)[0][0] == "batch: 100"
@@ -279,9 +272,8 @@ def test_values_are_shown_by_the_keyboard(browser, pages, tmp_path):
     assert shown_by(plot)[0] == ["update 2", "before clipping: 20", "after clipping: 1 (update 0)"]
 
 
-@pytest.mark.parametrize("page", ["report", "comparison"])
-def test_dragging_zooms_and_a_double_click_shows_all(browser, pages, page):
-    look_at(browser, pages[page])
+def test_dragging_zooms_and_a_double_click_shows_all(browser, page):
+    look_at(browser, page)
     plot = plot_of(browser, "Gradient of the whole model")
     before = shown_by(plot)[1]
     drag(browser, plot, 1 / 3, 2 / 3)
@@ -325,8 +317,8 @@ def heights_of(plot):
     )
 
 
-def test_dragging_up_zooms_the_values(browser, pages):
-    look_at(browser, pages["report"])
+def test_dragging_up_zooms_the_values(browser, page):
+    look_at(browser, page)
     steps = plot_of(browser, "Time of each batch")
     before, across = heights_of(steps), shown_by(steps)[1]
     top = float(before[-1].removesuffix(" ms"))
@@ -364,8 +356,8 @@ def test_dragging_up_zooms_the_values(browser, pages):
     assert shown_by(stages)[1] == lanes
 
 
-def test_a_finger_scrolls_over_charts(browser, pages):
-    look_at(browser, pages["report"], WIDTHS["phone"])
+def test_a_finger_scrolls_over_charts(browser, page):
+    look_at(browser, page, WIDTHS["phone"])
     browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
     plot = plot_of(browser, "Learning rate")
     middle = browser.execute_script(
@@ -390,12 +382,12 @@ def test_a_finger_scrolls_over_charts(browser, pages):
         browser.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
 
 
-def test_it_is_complete_without_its_script(browser, pages):
-    look_at(browser, pages["report"])
+def test_it_is_complete_without_its_script(browser, page):
+    look_at(browser, page)
     with_script = browser.execute_script(CHARTS)
     browser.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
     try:
-        look_at(browser, pages["report"])
+        look_at(browser, page)
         assert browser.execute_script(CHARTS) == with_script
         assert browser.find_elements(By.CSS_SELECTOR, ".tip, .plot[tabindex], .plot-frame button") == []
         assert not browser.find_element(By.ID, "keys").is_displayed()

@@ -93,25 +93,11 @@ def test_numbers_in_words(written, value, expected):
     assert written(value) == expected
 
 
-@pytest.mark.parametrize(
-    ("compared", "before", "after", "expected"),
-    [
-        pytest.param(formatting.change, 2.0, 3.0, "+50.0%", id="more"),
-        pytest.param(formatting.change, 2.0, 2.0, "0%", id="the same"),
-        pytest.param(formatting.change, 0.0, 2.0, "n/a", id="from nothing"),
-        pytest.param(formatting.change, 2.0, None, "n/a", id="to unknown"),
-        pytest.param(formatting.points, 0.5, 0.25, "-25.0 points", id="shares"),
-    ],
-)
-def test_changes_in_words(compared, before, after, expected):
-    assert compared(before, after) == expected
-
-
 @pytest.mark.parametrize("count", [1, 20, 500])
 def test_bars_add_up(count):
     steps = [step(number, 1 + number % 5) for number in range(count)]
     figures = figures_of(steps)
-    chart = step_chart(steps, figures, figures.longest)
+    chart = step_chart(steps, figures)
     assert min(count, MOST_BARS * 0.9) <= len(chart.bars) <= MOST_BARS
     assert bool(chart.note) == (count > MOST_BARS)
     assert chart.labels[0] == (pytest.approx(chart.bars[0].width / 2), chart.bars[0].cells[0])

@@ -117,10 +117,8 @@ def test_every_chart_is_told_in_words(tmp_path):
     assert all("aria-hidden" in attributes or attributes["class"] in inside for attributes in drawn)
 
 
-@pytest.mark.parametrize("other", [False, True], ids=["report", "comparison"])
-def test_it_needs_nothing_else(tmp_path, other):
-    run = make_run(tmp_path / "a")
-    page = Page(write_report(run, compare=make_run(tmp_path / "b") if other else None))
+def test_it_needs_nothing_else(tmp_path):
+    page = Page(write_report(make_run(tmp_path)))
     assert not {"link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
     assert not any({"src", "href", "xlink:href"} & attributes.keys() for _, attributes in page.tags)
     styles = page.rawdata + " ".join(str(attributes.get("style", "")) for _, attributes in page.tags)
@@ -251,46 +249,6 @@ def test_layers_are_drawn_and_variables_are_listed(tmp_path):
     assert "dense/bias" in page.words
 
 
-def test_two_runs_are_set_side_by_side(tmp_path):
-    runs = [make_run(tmp_path / name, scale=scale) for name, scale in (("old", 1.0), ("new", 0.5))]
-    path = write_report(runs[0], compare=runs[1])
-    assert path == runs[0] / "comparison.html"
-    page = Page(path)
-    assert "old and new compared" in page.words
-    assert "Step time, median 10 ms 5 ms -50.0%" in page.words
-    assert "Share: waiting for input 50% 50% 0 points" in page.words
-    assert "digits/dense/MatMul 1.5 ms 1.5 ms 0%" in page.words
-    assert "Share: compiling 2.5% 2.5%" in page.words
-    assert "optimizer 250 µs 250 µs 0%" in page.words
-    assert "Most memory held: GPU_0_bfc 8 MiB 8 MiB 0%" in page.words
-    assert "Collectives hidden behind computing 25% 25% 0 points" in page.words
-    assert "dense_1/kernel 0.0001 0.0001 0%" in page.words
-    assert any("A: before clipping" in label and "B: before clipping" in label for label in page.labels())
-
-
-def test_shares_of_0_in_all_runs_have_no_row(tmp_path):
-    computing = ProfileSummary(steps=tuple(StepTime(n, n, 9.0 * n, 9.0, compute=9.0) for n in range(3)))
-    for name in "ab":
-        write_window(tmp_path / name, computing)
-    words = Page(write_report(tmp_path / "a", compare=tmp_path / "b")).words
-    assert "Share: compute 100% 100%" in words
-    assert "Share: idle" not in words
-
-
-def test_several_runs_are_compared_with_the_first(tmp_path):
-    scales = {"old": 1.0, "wide": 0.5, "long": 2.0}
-    runs = [make_run(tmp_path / name, scale=scale) for name, scale in scales.items()]
-    page = Page(write_report(runs[0], compare=runs[1:]))
-    assert "old, wide and long compared A is old, B is wide, C is long." in page.words
-    assert "figure A B change to B C change to C" in page.words
-    assert "Step time, median 10 ms 5 ms -50.0% 20 ms +100.0%" in page.words
-    labels = [label for label in page.labels() if label.startswith("Step time over the run: median")]
-    assert len(labels) == 1 and all(f"{letter}: median" in labels[0] for letter in "ABC")
-    for others in ([], [runs[1]] * 25):
-        with pytest.raises(ValueError, match="`compare` is .* must be a path, or 1 to 24 of them"):
-            write_report(runs[0], compare=others)
-
-
 def test_workers_are_compared_in_the_window_that_all_have(tmp_path):
     run = make_run(tmp_path)
     rows = list(worker_rows(1, 24))
@@ -386,21 +344,15 @@ def _no_space(*_):
 
 
 def test_the_command(tmp_path, capsys):
-    one, other = make_run(tmp_path / "one"), make_run(tmp_path / "other")
+    one = make_run(tmp_path / "one")
     assert main(["report", str(one)]) == 0
     printed = capsys.readouterr()
     assert printed.out.strip() == str(one / "report.html")
     assert "explained by: keras-paragrad docs guides/profiling" in printed.err
-    assert main(["report", "--compare", str(one), str(other), "--output", str(tmp_path / "both.html")]) == 0
+    assert main(["report", str(one), "--output", str(tmp_path / "both.html")]) == 0
     assert (tmp_path / "both.html").exists()
-    assert main(["report", "--compare", str(one), str(other), str(one)]) == 0
-    assert "C is one" in Page(one / "comparison.html").words
-    assert main(["report", "--compare", str(one)]) == 2
-    assert "--compare takes two folders or more" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["report"])
-    with pytest.raises(SystemExit):
-        main(["report", str(one), "--compare", str(one), str(other)])
 
 
 def test_run_json_counts_more_than_a_window(tmp_path):
