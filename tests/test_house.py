@@ -36,16 +36,16 @@ LINES = {
     "cli": 1073,
     "compat": 3309,
     "distribution": 12319,
-    "engine": 11830,
+    "engine": 11811,
     "inputs": 1886,
-    "memory": 3524,
+    "memory": 3519,
     "per_example": 5589,
-    "privacy": 3223,
+    "privacy": 3212,
     "profiling": 6814,
     "storage": 2979,
     "top": 1258,
 }
-TOTAL, SLACK = 55087, 25
+TOTAL, SLACK = 55052, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -165,6 +165,6 @@ def test_rows_are_made_up_only_before_there_are_any():
         "per_example.mixing_layers",
         "per_example.mixing_losses",
         "per_example.proof",
-        "privacy.stored_examples",
+        "privacy.clipping",
     }
     assert users == before_data | {"engine.step.building"}

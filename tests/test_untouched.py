@@ -32,7 +32,7 @@ from keras_paragrad.memory.trial import Trials
 from keras_paragrad.per_example.mixing_layers import find_mixing_layer
 from keras_paragrad.per_example.mixing_losses import find_mixing
 from keras_paragrad.per_example.probing import units_for
-from keras_paragrad.privacy.stored_examples import layers_storing_examples
+from keras_paragrad.privacy.clipping import layers_storing_examples
 
 ROWS, SIZE = 8, 4
 X, Y = (np.random.default_rng(seed).normal(size=(ROWS, SIZE)).astype("float32") for seed in (0, 1))

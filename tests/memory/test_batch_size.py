@@ -16,7 +16,7 @@ from sample_models import counting
 
 from keras_paragrad import find_batch_size, microbatch, recompute
 from keras_paragrad.memory import available, batch_size, estimate_memory
-from keras_paragrad.memory.size_search import largest, nice_sizes
+from keras_paragrad.memory.batch_size import largest, nice_sizes
 from keras_paragrad.memory.trial import CannotTryError, PreparationCall, Trials, custom_objects_of, preparations_of
 
 WIDE = 256

@@ -638,7 +638,7 @@ _DISTRIBUTION = [
     ),
     _fault(
         "parameter servers count what each step adds to the metrics twice",
-        "engine/servers/metric_states.py",
+        "engine/servers/server_model.py",
         "self._total += added",
         "self._total += 2 * added",
         "distribution/servers/test_training.py::test_counts_are_exact_in_every_run_and_the_loss_falls",
@@ -885,7 +885,7 @@ _SHARDING = [
     ),
     _fault(
         "a place of an axis is taken on a mesh as DTensor takes it",
-        "engine/mesh/equivalents.py",
+        "engine/mesh/mesh_tracing.py",
         '    (gen_array_ops, "strided_slice", strided_slice),\n',
         "",
         "sharding/test_mesh.py::test_ends_where_one_device_ends",

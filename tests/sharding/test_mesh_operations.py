@@ -3,7 +3,7 @@
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.engine.mesh.equivalents import reverse, strided_slice
+from keras_paragrad.engine.mesh.mesh_tracing import reverse, strided_slice
 
 
 def drawn(*shape):
