@@ -184,7 +184,7 @@ class Round:
         while not done:
             assert self.starts < 3 * self.way.kills, "no end after so many starts"
             done = self._start(kill=self.starts < self.way.kills)
-        assert not (self.folder / "backups").exists(), "backups are left"
+        assert not list(self.folder.glob("backups/*")), "backups are left"
         results = [dict(np.load(self.folder / f"{worker}.npz")) for worker in range(self.way.workers)]
         return max(largest_difference(self.way.kind, result, expected) for result in results)
 

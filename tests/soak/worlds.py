@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -45,8 +46,7 @@ class Machines:
     def sizes(self) -> list[int]:
         """How many workers each world had, as the first machine said."""
         said = self._output(0).read_text(errors="replace") if self._output(0).exists() else ""
-        lines = [line for line in said.splitlines() if " come, with " in line]
-        return [int(line.partition(" come, with ")[2].split()[0]) for line in lines]
+        return list(map(int, re.findall(r" joined, with (\d+) worker", said)))
 
     def run(self, expected: dict[str, np.ndarray]) -> float:
         """Trains until it is done, and returns how far its end is from what is expected.
@@ -70,7 +70,7 @@ class Machines:
                 launcher.wait()
         results = [dict(np.load(path)) for path in self.folder.glob("result-*.npz")]
         assert results, "nobody was done"
-        assert not (self.folder / "backups").exists(), "backups are left"
+        assert not list(self.folder.glob("backups/*")), "backups are left"
         return max(self._difference(result, expected) for result in results)
 
     def _start(self, rank: int) -> None:
