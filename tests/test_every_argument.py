@@ -493,7 +493,7 @@ PUBLIC = {
     ),
     "write_report": Called(
         keras_paragrad.write_report,
-        {"log_dir": PATH, "output": PATH | NONE, "compare": PATH | NONE | taken("['word']")},
+        {"log_dir": PATH, "output": PATH | NONE},
         {"log_dir": "missing"},
         costs=True,
     ),

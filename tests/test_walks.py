@@ -15,7 +15,7 @@ from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
 from keras_paragrad.distribution import DistributedFit
 
 PACKAGE = f"{Path(keras_paragrad.__file__).parent}/"
-PAGE = Path(PACKAGE).parent / "docs" / "architecture.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 ROOMS = ("accumulation/", "engine/calls/", "engine/proof/", "engine/step/", "engine/training/")
 X, Y = np.random.default_rng(0).random((2, 32, 1), "float32")
 

@@ -61,6 +61,11 @@ class WaitClock:
         self._seconds.assign(0.0)
         return seconds
 
+    def add(self, seconds: float) -> None:
+        """Adds a wait outside of the step."""
+        if self._on.numpy():
+            self._seconds.assign_add(seconds)
+
     def wait(self, tensors: Sequence[Any], awaited: Sequence[Any]) -> None:
         """Traces operations that add up the time from when `tensors` are computed until `awaited` are."""
         zero = tf.constant(0.0, tf.float64)

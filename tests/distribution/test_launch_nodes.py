@@ -42,7 +42,7 @@ def wait_for(path):
         time.sleep(0.01)
 
 """
-SECONDS = 40
+SECONDS = 120
 
 
 def runs(pid: int) -> bool:

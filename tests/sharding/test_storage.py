@@ -258,7 +258,7 @@ def test_refusals():
         DistributedFit("mirrored", ["CPU:0"], shard="parameters")
     with pytest.raises(ValueError, match="there are no replicas that could each hold a shard"):
         DistributedFit("one_device", shard="optimizer")
-    with pytest.raises(ValueError, match="must be None, 'auto', 'optimizer' or 'parameters'"):
+    with pytest.raises(ValueError, match="must be None, 'optimizer' or 'parameters'"):
         DistributedFit(shard="weights")
     dist = sharded(exact=False)
     with dist.scope():

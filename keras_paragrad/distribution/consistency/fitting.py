@@ -3,6 +3,7 @@
 import functools
 import inspect
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from keras_paragrad.accumulation.exact_accumulation import with_those_of_updates
 from keras_paragrad.compat.data import Adapter, source_with_options
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Logs
+from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.compat.workers import all_or_none, barrier, gather
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.consistency.compare import check_same, check_same_weights, variables_to_compare
@@ -95,7 +97,12 @@ class AgreeEachEpoch(keras.callbacks.Callback):
 
     def _any(self, *mine: bool) -> list[bool]:
         """For each flag, whether it is true on any worker; all workers call this."""
-        return [bool(count) for count in gather(self._strategy, np.array(mine, np.int64)).sum(axis=0)]
+        begun = time.perf_counter()
+        counts = gather(self._strategy, np.array(mine, np.int64)).sum(axis=0)
+        if clock := WaitClock.of(self._strategy):
+            # Profiles tell a worker's own time from its waiting.
+            clock.add(time.perf_counter() - begun)
+        return [bool(count) for count in counts]
 
 
 def may_stop_within(callbacks: Sequence[keras.callbacks.Callback], hooks: Sequence[str]) -> bool:

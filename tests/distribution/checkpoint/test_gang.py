@@ -112,7 +112,7 @@ def test_a_chief_without_backups_does_not_begin_anew(story):
 
 def test_different_settings_stop_every_worker(story):
     for worker in story.finished:
-        assert "callbacks.Backup.every: 3 on worker 0, 4 on worker 1" in worker.notes["refused"][2]
+        assert "callbacks[1].every: 3 on worker 0, 4 on worker 1" in worker.notes["refused"][2]
 
 
 @pytest.mark.parametrize("worker", [0, 1])
