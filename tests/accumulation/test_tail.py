@@ -39,6 +39,11 @@ def test_tail(tail, updates, mode, known_length):
     assert largest_difference(model, whole) < 1e-6
 
 
+@pytest.mark.slow(10)
+def test_a_call_of_several_batches_of_known_number_takes_them_all():
+    test_tail("flush", 9, "several steps an execution", True)
+
+
 def test_carry_keeps_the_window_for_the_next_fit():
     data = DataCase((3, 4, 2, 5))
     model = build_model(lambda: AccumulatingOptimizer(inner(), 3, tail="carry"), run_eagerly=True)

@@ -257,7 +257,7 @@ _STEP = [
         "engine/step/execution.py",
         "return tf.logical_and(index < per_call, has_batch)",
         "return tf.logical_and(index < per_call - 1, has_batch)",
-        "accumulation/test_tail.py::test_tail",
+        "accumulation/test_tail.py::test_a_call_of_several_batches_of_known_number_takes_them_all",
     ),
     _fault(
         "a step is traced for one batch after another",
