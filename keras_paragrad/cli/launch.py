@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
         return launch(layout, command, supervision, rendezvous)
     except ValueError as error:
         return print_error("launch", error)
-    except ConnectionError as error:
+    except OSError as error:
         return print_error("launch", error, 1)
 
 

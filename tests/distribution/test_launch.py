@@ -505,3 +505,15 @@ time.sleep(0.3)
     process = launcher.start(script, "--workers", "2", "--max-restarts", "1")
     assert process.wait(SECONDS) == 0
     assert {*launcher.directory.iterdir()} == before
+
+
+def test_what_is_in_the_directory_of_logs_stays(launcher):
+    (launcher.directory / "logs").mkdir()
+    (launcher.directory / "logs" / "saved").write_text("the user's")
+    assert launcher.run("", "--workers", "2")[0] == 0
+    assert (launcher.directory / "logs" / "saved").read_text() == "the user's"
+
+
+def test_a_directory_of_logs_that_cannot_be_is_refused(launcher):
+    status, _, err = launcher.run("", "--workers", "2", "--log-dir", "train.py")
+    assert status == 1 and len(err) == 1 and "launch: error: " in err[0] and "train.py" in err[0]

@@ -195,7 +195,7 @@ def _renumber(value: Any, classes: set[str], numbers: dict[str, str], refers: bo
     """Numbers automatic names in order of appearance: `dense_7` and `dense_8` become `dense` and `dense#1`.
 
     A worker that has made another model before counts from a higher number. `refers` says that `value` is where configs
-    have names, which are automatic if they are those of `classes`, in lower case.
+    have names. A name is automatic if it is the name of one of `classes`, in lower case.
     """
     if isinstance(value, list):
         return [_renumber(item, classes, numbers, refers) for item in value]

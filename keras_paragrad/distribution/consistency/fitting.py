@@ -97,11 +97,11 @@ class AgreeEachEpoch(keras.callbacks.Callback):
 
     def _any(self, *mine: bool) -> list[bool]:
         """For each flag, whether it is true on any worker; all workers call this."""
-        begun = time.perf_counter()
+        start = time.perf_counter()
         counts = gather(self._strategy, np.array(mine, np.int64)).sum(axis=0)
         if clock := WaitClock.of(self._strategy):
             # Profiles tell a worker's own time from its waiting.
-            clock.add(time.perf_counter() - begun)
+            clock.add(time.perf_counter() - start)
         return [bool(count) for count in counts]
 
 

@@ -120,7 +120,7 @@ class Tally:
 
 
 def _sizes(batch: Batch) -> tf.Tensor:
-    """The sizes in a batch's shapes, and in those of the tensors that sparse and ragged ones consist of."""
+    """The sizes in the shapes of a batch's tensors, and of the dense parts of sparse and ragged tensors."""
     sizes = []
     for leaf in tf.nest.flatten(batch):
         sizes += [leaf.dense_shape] if isinstance(leaf, tf.SparseTensor) else []

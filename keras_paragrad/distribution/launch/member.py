@@ -31,14 +31,17 @@ class Output:
 
     Args:
         directory: The directory of the files; a temporary one, if `None`, which is removed after a run that went well.
+
+    Attributes:
+        saved: The path of a file that a process makes once it has written a backup.
     """
 
     def __init__(self, directory: str | None = None):
-        self._is_temporary = directory is None
-        self._directory = Path(directory or tempfile.mkdtemp(prefix="keras_paragrad_launch_"))
-        self._directory.mkdir(parents=True, exist_ok=True)
-        # Written by a process that has made a backup.
-        self.saved = self._directory / "saved"
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        self._temporary = Path(tempfile.mkdtemp(prefix="keras_paragrad_launch_"))
+        self._directory = Path(directory or self._temporary)
+        self.saved = self._temporary / "saved"
         self._write_lock = threading.Lock()
         console = Console(file=sys.stderr)
         with console.capture() as written:
@@ -65,10 +68,10 @@ class Output:
     def close(self, *, failed: bool) -> None:
         """Removes the temporary directory, except the files of a run that failed."""
         self.saved.unlink(missing_ok=True)
-        if self._is_temporary and not failed:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if not failed:
+            shutil.rmtree(self._temporary, ignore_errors=True)
         with contextlib.suppress(OSError):
-            self._directory.rmdir()
+            self._temporary.rmdir()
 
     def _write(self, data: bytes) -> None:
         # Bypass Python's buffer, which would retry a failed write at exit.

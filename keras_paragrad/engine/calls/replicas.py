@@ -274,7 +274,7 @@ def metrics_of_one_device(model: keras.Model) -> Generator[None]:
 
 
 def update_metrics_of(model: keras.Model, batch: LossArguments, replica_batch: ReplicaBatch) -> None:
-    """Updates the metrics with this replica's examples, or with those of all replicas."""
+    """Updates the metrics with this replica's examples, or with the examples of all replicas."""
     outputs = keras.tree.flatten(batch["y_pred"])
     if replica_count() == 1 or metrics_are_known(model) or not all(output.shape.rank for output in outputs):
         replica_batch.run(lambda: update_metrics(model, batch))

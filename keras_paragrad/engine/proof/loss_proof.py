@@ -250,7 +250,7 @@ USE_SUMS = (
 class MetricProof:
     """Compares the results of compiled metrics on parts of `size` rows with those on the whole.
 
-    `summed` says whether the states of parts are aggregated as those of replicas; otherwise parts run in sequence.
+    `summed` says whether the states of parts are aggregated as the states of replicas; if not, parts run in sequence.
     """
 
     def __init__(self, outputs: LossProof, size: int, summed: bool):

@@ -177,7 +177,7 @@ class PartFunction:
 
 
 def join_outputs(outputs: Sequence[Structure]) -> Structure:
-    """The outputs of a batch from those of its parts, with their masks."""
+    """Joins the outputs of the parts of a batch, with their masks."""
 
     def join(*pieces: Any) -> Any:
         masks: list[Any] = list(map(mask_of, pieces))
