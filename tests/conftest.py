@@ -117,9 +117,9 @@ def pytest_pyfunc_call(pyfuncitem):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    spent = tiers.Spent()
+    traced = tiers.Traced()
     result = yield
-    if refusal := spent.refusal(item):
+    if refusal := traced.refusal(item):
         pytest.fail(f"{item.name} {refusal}", pytrace=False)
     return result
 

@@ -88,9 +88,7 @@ LONG = {
 def marks_of(page):
     # Servers within a process stay there until it ends.
     own_process = [pytest.mark.own_process] if "in_process_cluster" in page.read_text() else []
-    # Whole scripts, which train several times.
-    slow = [pytest.mark.slow(12)] if page.parent.name == "migration" else []
-    return [*own_process, *slow, *([pytest.mark.long] if page in LONG else [])]
+    return [*own_process, *([pytest.mark.long] if page in LONG else [])]
 
 
 WITH_PYTHON = [

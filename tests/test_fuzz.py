@@ -23,7 +23,6 @@ SHORT = {
 }
 
 
-@pytest.mark.slow(25)
 @pytest.mark.few(4)
 @pytest.mark.parametrize("case", SHORT)
 def test_ends_where_one_device_ends(case):

@@ -109,7 +109,6 @@ class Compiles(keras.callbacks.Callback):
             self.model.make_train_function()
 
 
-@pytest.mark.slow(20)
 @pytest.mark.few(1)
 @pytest.mark.parametrize("change", [SetsMomentum, Freezes])
 def test_a_forced_trace_sees_what_changed(change, tmp_path):
@@ -144,7 +143,6 @@ def test_a_forced_trace_holds_for_the_last_window_without_the_callback():
     assert not hasattr(parts.optimizer, "rho")
 
 
-@pytest.mark.slow(10)
 @pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["on_epoch_end", "on_epoch_begin"])
 def test_compile_in_a_callback_keeps_what_other_callbacks_do(when):
@@ -366,7 +364,6 @@ IN_CALLBACKS = {
 
 
 @pytest.mark.own_process(seconds=240)
-@pytest.mark.slow(20)
 @pytest.mark.few(1)
 @pytest.mark.parametrize("way", IN_CALLBACKS)
 def test_evaluation_in_a_callback_is_traced_no_more_often_than_by_keras(way):

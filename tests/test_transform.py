@@ -52,7 +52,6 @@ IN_OTHER_WAYS = ("eager", "XLA", "accumulated, XLA", "two steps a call")
 
 
 # A sign that is lost shows with one of them, and a gradient that is transformed twice, or in parts, with the other.
-@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     ("way", "name"),
     [

@@ -172,7 +172,6 @@ class Counts(keras.Model):
         return super().compute_metrics(x, y, y_pred, sample_weight)
 
 
-@pytest.mark.slow(10)
 def test_a_proof_leaves_nothing_behind(monkeypatch):
     tried = []
 

@@ -88,7 +88,6 @@ WALKS = {
 
 
 # Each Python call is looked at.
-@pytest.mark.slow(12)
 @pytest.mark.parametrize("walk", WALKS)
 def test_a_batch_passes_the_files_that_are_listed_in_their_order(walk):
     section = PAGE.read_text().partition(f"#### {walk}\n")[2].partition("\n#")[0]

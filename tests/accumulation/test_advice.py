@@ -105,7 +105,6 @@ def test_accumulating_optimizers_that_compile_was_not_given():
     assert not any("callbacks=[" in str(each.message) for each in warned)
 
 
-@pytest.mark.slow(20)
 def test_several_optimizers():
     model = Adversarial()
     model.compile(keras.optimizers.Adam(), keras.optimizers.SGD())

@@ -85,7 +85,6 @@ def check(way, loss, targets, weights=None):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
 
 
-@pytest.mark.slow(6)
 @pytest.mark.parametrize(
     ("way", "weights"),
     [
@@ -100,7 +99,6 @@ def test_what_is_not_divided_remains_where_nothing_has_a_weight(way, weights):
     check(WAYS[way](), loss, X[:, :1], WEIGHTS[weights])
 
 
-@pytest.mark.slow(6)
 @pytest.mark.parametrize("way", ["windows", "slices"])
 def test_batches_without_a_label_of_a_stated_loss(way):
     targets = np.where(np.arange(2 * ROWS)[:, None] < ROWS + 8, -1, X[:, :1])

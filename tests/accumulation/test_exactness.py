@@ -30,7 +30,6 @@ def check(inner, data, steps, reduction, tail, epochs=2, strategy=None, **mode):
     assert largest_difference(accumulating, whole) < TOLERANCE
 
 
-@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     "mode",
     [

@@ -78,7 +78,6 @@ def in_shards(variable, loss):
     return on_replicas(variable, loss, shard="parameters", min_shard_bytes=1)
 
 
-@pytest.mark.slow(15)
 @pytest.mark.parametrize(
     ("way", "loss", "variable"),
     [

@@ -41,7 +41,6 @@ def check(data, size, reduction, inner=INNER, strategy=None, **mode):
 
 
 # Several steps an execution are plain ones.
-@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     "mode", [pytest.param("plain", marks=pytest.mark.long), *[mode for mode in MODES if mode != "plain"]]
 )

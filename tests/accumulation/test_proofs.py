@@ -237,7 +237,6 @@ GATES = {
 }
 
 
-@pytest.mark.slow(10)
 @pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("train", "gate", "at"),
@@ -351,7 +350,6 @@ def metric_model(*names):
     return lambda **how: model_of(metrics=[METRICS[name]() for name in names], **how)
 
 
-@pytest.mark.slow(10)
 def test_metrics_on_replicas_are_those_of_one_device():
     make = metric_model(*METRICS)
     both = on_replicas(make), whole(make)

@@ -21,7 +21,6 @@ def inner():
     return keras.optimizers.Adam(0.01)
 
 
-@pytest.mark.slow(10)
 @pytest.mark.covering
 @pytest.mark.parametrize("known_length", [False, True])
 # Several steps an execution are plain ones.
@@ -39,7 +38,6 @@ def test_tail(tail, updates, mode, known_length):
     assert largest_difference(model, whole) < 1e-6
 
 
-@pytest.mark.slow(10)
 def test_a_call_of_several_batches_of_known_number_takes_them_all():
     test_tail("flush", 9, "several steps an execution", True)
 

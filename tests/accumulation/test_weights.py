@@ -66,7 +66,6 @@ def masked_model(reduction):
     return build
 
 
-@pytest.mark.slow(10)
 @pytest.mark.covering
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])

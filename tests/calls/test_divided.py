@@ -74,7 +74,6 @@ WAYS = {
 }
 
 
-@pytest.mark.slow(10)
 @pytest.mark.parametrize("way", WAYS)
 def test_derivatives_are_those_of_a_loop(way):
     parts, rows, static, by_xla = WAYS[way]
@@ -121,7 +120,6 @@ def test_what_a_tape_asks_for_is_found_through_other_calls():
 
 
 @pytest.mark.own_process
-@pytest.mark.slow(10)
 @pytest.mark.parametrize("rows", [5, 1])
 def test_shares_of_replicas_give_the_derivatives_of_all_rows(rows):
     """Of one row, a replica has none."""

@@ -51,7 +51,6 @@ def compare(found, expected):
         np.testing.assert_allclose(history[name], values, rtol=5e-6, err_msg=name)
 
 
-@pytest.mark.slow(60)
 @pytest.mark.few(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_slices(name):
@@ -66,7 +65,6 @@ def test_slices_in_other_modes(name, mode):
 
 
 # With batches of 31, the last one has one row, and a replica none.
-@pytest.mark.slow(60)
 @pytest.mark.few(3)
 @pytest.mark.own_process
 @pytest.mark.parametrize(("rows", "size"), [(31, 3), (11, None)])
@@ -80,7 +78,6 @@ def clipping(**clip):
 
 
 # What a step does with weights after an update: averages, clips, reads them in the next phase. Each shard of a row.
-@pytest.mark.slow(60)
 @pytest.mark.few(1)
 @pytest.mark.own_process(seconds=300)
 @pytest.mark.parametrize(
@@ -97,7 +94,6 @@ def test_shards(name, shard, size, rows, optimizer):
     compare(found, fitted(name, rows, optimizer=optimizer))
 
 
-@pytest.mark.slow(60)
 def test_two_workers():
     for found in own_process.on_workers(whole_steps.trained, {"rows": 31, "shard": "parameters"}, seconds=300):
         assert found["error"] < 2e-6
@@ -168,7 +164,6 @@ FORMS = [
 ]
 
 
-@pytest.mark.slow(30)
 @pytest.mark.parametrize(("kind", "optimizer"), FORMS)
 def test_steps_in_other_forms(kind, optimizer):
     compare(fitted(kind, size=4, optimizer=optimizer), fitted(kind, optimizer=optimizer))

@@ -19,7 +19,6 @@ def compare(found, expected):
         np.testing.assert_allclose(found[1][name], values, rtol=1e-5, err_msg=name)
 
 
-@pytest.mark.slow(20)
 @pytest.mark.parametrize("name", STEPS)
 def test_in_slices(name):
     model = made(STEPS[name], jit_compile=False)
@@ -29,7 +28,6 @@ def test_in_slices(name):
 
 
 # With a last batch of two rows, of which each replica has one.
-@pytest.mark.slow(30)
 @pytest.mark.few(4)
 @pytest.mark.own_process
 @pytest.mark.parametrize("size", [None, 3])

@@ -38,7 +38,6 @@ def trained(make, rows, dist=None):
     return before, model.get_weights()
 
 
-@pytest.mark.slow(10)
 @pytest.mark.parametrize("make", [unmasked, masked])
 # With 17 rows the last batch has one, and the second replica none.
 @pytest.mark.parametrize("rows", [16, 17])

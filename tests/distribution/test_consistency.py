@@ -453,7 +453,6 @@ def found_in(request, name):
     return request.getfixturevalue("found_long" if name in LONG else "found")
 
 
-@pytest.mark.slow(55)
 @pytest.mark.parametrize(
     ("name", "says"),
     short_or_long(

@@ -42,7 +42,6 @@ def on_one_device(kind: str, **options: object):
     return train(world(1), kind, **options)
 
 
-@pytest.mark.slow(25)
 @pytest.mark.grappler
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bits_in_any_world(kind):
@@ -56,7 +55,6 @@ def test_the_same_bits_in_any_world(kind):
     assert history_in_slices["accuracy"] == history["accuracy"]
 
 
-@pytest.mark.slow(60)
 @pytest.mark.parametrize(("replicas", "kind"), [(3, "dense"), pytest.param(4, "convolutions", marks=pytest.mark.long)])
 def test_more_replicas(replicas, kind):
     """With three, the last one computes no part."""
@@ -66,7 +64,6 @@ def test_more_replicas(replicas, kind):
     assert (list(of(one[0])), one[1]) == (other["digest"], other["history"])
 
 
-@pytest.mark.slow(60)
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_workers(workers):
     one = on_one_device("dense", validated=True)
@@ -107,7 +104,6 @@ def test_optimizer_states_in_shards():
     assert (of(digest), history) == (of(one[0]), one[1])
 
 
-@pytest.mark.slow(30)
 def test_prepared_models_are_trained_alike():
     assert of(train(world(2), "dense", prepared=True)[0]) == of(on_one_device("dense")[0])
 
@@ -121,7 +117,6 @@ def test_rows_of_embeddings_are_summed_with_a_warning():
         dist.fit(model, np.ones((16, 7), "int32"), np.ones((16, 56)), verbose=0)
 
 
-@pytest.mark.slow(30)
 def test_batches_that_are_given_one_by_one():
     """By `train_on_batch`, of 21 rows, which two replicas and eight parts don't divide; outputs are regularized."""
     digests = []
@@ -163,7 +158,6 @@ def test_batch_statistics_of_fewer_rows_than_parts():
     np.testing.assert_allclose(model.layers[0].moving_variance.numpy(), np.full(4, 0.5), rtol=1e-6)
 
 
-@pytest.mark.slow(60)
 @pytest.mark.parametrize(
     ("before", "after", "shard"),
     [(1, 2, None), *(pytest.param(4, 3, shard, marks=pytest.mark.long) for shard in (None, "parameters"))],
@@ -178,7 +172,6 @@ def test_resumed_elsewhere_within_a_window(before, after, shard, tmp_path):
     assert (list(of(whole[0])), whole[1]) == (resumed["digest"], resumed["history"])
 
 
-@pytest.mark.slow(30)
 def test_another_kind_of_processor_is_said(tmp_path, caplog, monkeypatch):
     def trained(epochs):
         dist = world(1)
@@ -198,7 +191,6 @@ def test_another_kind_of_processor_is_said(tmp_path, caplog, monkeypatch):
     assert "64 here" in caplog.text
 
 
-@pytest.mark.slow(30)
 def test_the_digest_shows_another_order_of_additions(monkeypatch):
     def add_in_turn(part: PartFunction, sums: list[BatchPart]) -> BatchPart:
         return functools.reduce(lambda total, each: part._add([total, each]), sums)
@@ -216,7 +208,6 @@ def test_the_digest_shows_another_order_of_rows():
     assert reordered.data_order != expected.data_order
 
 
-@pytest.mark.slow(30)
 def test_files_have_the_digest_of_the_model(tmp_path, capsys):
     model, dist = build_model("dense"), world(1)
     compile_model(model)
@@ -277,7 +268,6 @@ def test_the_digest_shows_swapped_variables(tmp_path, capsys):
     assert "a checkpoint has no names of layers" in capsys.readouterr().out
 
 
-@pytest.mark.slow(30)
 def test_shards_and_their_backups_have_the_same_digest(tmp_path):
     """Shards are joined, without the padding of the last one."""
     dist, digests = world(2, shard="parameters", min_shard_bytes=1), []
@@ -379,7 +369,6 @@ def test_refused_models(name):
         dist.fit(model, x, x[:, :1], verbose=0)
 
 
-@pytest.mark.slow(30)
 def test_metrics_of_ones_own_get_whole_batches():
     x = np.random.default_rng(0).normal(size=(50, 4)).astype("float32")
 
@@ -399,7 +388,6 @@ def test_metrics_of_ones_own_get_whole_batches():
     np.testing.assert_allclose(one, shown(), rtol=1e-5)
 
 
-@pytest.mark.slow(30)
 def test_prepared_again_with_other_arguments():
     """The last `DistributedFit` counts, whatever an earlier one has filled."""
     model = compile_model(build_model("dense"))
@@ -481,7 +469,6 @@ def test_slices_on_replicas_need_whole_parts():
         dist.fit(model, *make_data("dense"), batch_size=64, verbose=0)
 
 
-@pytest.mark.slow(30)
 def test_transformed_gradients():
     """A transform gets the gradient of the whole batch, the same bits in any world."""
 

@@ -14,7 +14,6 @@ pytestmark = pytest.mark.fast
 
 
 @pytest.mark.not_fast
-@pytest.mark.slow(15)
 def test_a_healthy_machine(capsys):
     assert main(["doctor"]) == 0
     said = capsys.readouterr().out

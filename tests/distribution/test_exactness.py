@@ -46,7 +46,6 @@ def run(cell, way="ours"):
     return worst(call(train, {**cell, "way": way}, environments(cell), TIME_LIMIT))
 
 
-@pytest.mark.slow(35)
 @pytest.mark.parametrize(
     "cell",
     [*FEW, *(pytest.param(cell, marks=pytest.mark.long) for cell in CELLS)],

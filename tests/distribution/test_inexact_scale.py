@@ -71,7 +71,6 @@ def trained(case, dist):
     return model, dist.fit(model, X, Y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
 
 
-@pytest.mark.slow(20)
 @pytest.mark.own_process
 @pytest.mark.filterwarnings("ignore:With exact=False the loss of:UserWarning")
 @pytest.mark.parametrize(

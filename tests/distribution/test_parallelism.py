@@ -80,7 +80,6 @@ def test_it_is_planned_and_explained(dist):
         DistributedFit(strategy=Halves("CPU:1", 8), jit=True)
 
 
-@pytest.mark.slow(20)
 def test_training_is_that_of_keras_and_is_undone(dist):
     # Tracing takes longer than the steps.
     alone = build(run_eagerly=True)

@@ -111,7 +111,6 @@ def assert_close(found, expected, tolerance):
 
 
 # In `make test`, test_exactness.py has workers with two devices each.
-@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     "devices", [["CPU:0"], pytest.param(["CPU:0", "CPU:1"], marks=pytest.mark.long)], ids=["one", "two"]
 )

@@ -29,7 +29,6 @@ def variational(optimizer="sgd"):
     return model
 
 
-@pytest.mark.slow(20)
 def test_a_train_step_of_its_own_is_cut():
     """It draws its noise, so that slices draw other numbers than the batch."""
     model, accumulating = variational(), variational(AccumulatingOptimizer("sgd", 2, weighting="examples"))

@@ -34,7 +34,6 @@ def trained(dist):
     return model, history["loss"]
 
 
-@pytest.mark.slow(40)
 def test_fit_plans_tries_and_trains_the_same_step(capsys):
     alone, losses = trained(DistributedFit())
     dist = DistributedFit(fit_memory=True, device_bytes=budget(0.9))
@@ -55,7 +54,6 @@ def test_fit_plans_tries_and_trains_the_same_step(capsys):
     handle.undo()
 
 
-@pytest.mark.slow(60)
 @pytest.mark.own_process
 def test_replicas_plan_shards_too():
     alone, losses = trained(DistributedFit("none"))
@@ -121,7 +119,6 @@ def as_it_is(model):
     return StepBuilder.of(model).stages.split is None and not RECOMPUTATIONS.of(model)
 
 
-@pytest.mark.slow(30)
 def test_what_was_undone_is_applied_again(halved):
     dist, model = halved(), deep()
     dist.prepare(model, batch_size=ROWS).undo()
@@ -141,7 +138,6 @@ def test_what_was_undone_is_applied_again(halved):
     assert as_it_is(model)
 
 
-@pytest.mark.slow(30)
 def test_the_plan_of_one_takes_the_place_of_the_others(halved):
     model = deep()
     halved().prepare(model, batch_size=ROWS)
@@ -275,7 +271,6 @@ def test_refuses_where_there_is_no_choice():
         dist.fit(model, ragged.apply(tf.data.experimental.assert_cardinality(4)), verbose=0)
 
 
-@pytest.mark.slow(30)
 def test_each_model_keeps_its_plan(halved):
     dist, models, plans_of = halved(), [deep(), deep()], []
     for _ in range(2):
@@ -286,7 +281,6 @@ def test_each_model_keeps_its_plan(halved):
     assert not any(as_it_is(model) for model in models)
 
 
-@pytest.mark.slow(30)
 def test_what_the_user_cuts_is_planned_for(halved):
     dist, model = halved(0.6), deep()
     dist.prepare(model, batch_size=ROWS)

@@ -50,7 +50,6 @@ def rules_of(model):
 
 
 # Without XLA, a quantized one is in the next test but three.
-@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     ("jit_compile", "beside_plain"),
     [

@@ -227,7 +227,6 @@ def test_windows_of_uneven_micro_batches(clip, weighting):
     assert history[0]["loss"][0] == pytest.approx(plain("mask")[0].test_on_batch(EVEN, padded), rel=1e-6)
 
 
-@pytest.mark.slow(10)
 @pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_slices(jit_compile):
     (y,) = of_parts([EVEN])

@@ -110,7 +110,6 @@ def trained_in_a_graph(optimizer, quantity=None):
     return [variable.numpy() for variable in model.trainable_variables]
 
 
-@pytest.mark.slow(10)
 @pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("optimizer", "quantity"),

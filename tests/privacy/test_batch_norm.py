@@ -47,7 +47,6 @@ def randomized(model):
     return model
 
 
-@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     ("make", "size"),
     [

@@ -53,7 +53,6 @@ def test_epsilon_is_shown_everywhere(tmp_path, capsys):
     assert private.privacy.sampling_rate == rate
 
 
-@pytest.mark.slow(10)
 def test_noise_is_calibrated(caplog):
     x, y = some_data()
     private = build(target_epsilon=2.0, epochs=3, examples=len(x))

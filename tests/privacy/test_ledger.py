@@ -347,7 +347,6 @@ def test_a_key_gives_noise_to_one_update_alone():
     spent(private, (0.5, RATE, 14))
 
 
-@pytest.mark.slow(25)
 def test_another_training_has_another_key():
     """Of one seed, and with the same weights to begin with."""
     seed = 3

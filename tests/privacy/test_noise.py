@@ -52,7 +52,6 @@ def moves(seed=None, physical=None, jit=False, secure=False, updates=UPDATES, ea
     return -np.diff(kernels, axis=0).reshape(updates, -1), -np.diff(biases, axis=0)
 
 
-@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     ("physical", "jit", "secure"),
     [
@@ -82,7 +81,6 @@ def test_noise_is_normal_and_independent(physical, jit, secure):
     assert abs(np.corrcoef(one**2, other**2)[0, 1]) < 8 / np.sqrt(other.size)
 
 
-@pytest.mark.slow(10)
 def test_a_seed_repeats_noise_and_nothing_else_does():
     # Of a few updates, tracing would take nearly all of the time.
     few = functools.partial(moves, updates=3, eager=True)

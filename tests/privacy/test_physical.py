@@ -101,7 +101,6 @@ def check_by_hand(private, reference, dense, data):
         np.testing.assert_allclose(found, wanted, atol=2e-6)
 
 
-@pytest.mark.slow(20)
 @pytest.mark.parametrize("expected", [1, 12])
 def test_physical_batches_without_drawn_rows_are_not_computed(expected):
     """And the update is that of all: with regularizers once, and a sum divided by the expected batch size."""
@@ -116,7 +115,6 @@ def test_physical_batches_without_drawn_rows_are_not_computed(expected):
     check_by_hand(private, reference, *trained)
 
 
-@pytest.mark.slow(20)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["any number", "jit", "static", "subclassed"])
 def test_rows_of_physical_batches_follow_the_draw_where_they_can(kind):
@@ -156,7 +154,6 @@ def test_nothing_is_traced_again():
     assert len({len(drawn) for drawn in draws_of(private, 40)}) > 3
 
 
-@pytest.mark.slow(10)
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["dense", "convolution", "metrics", "own metrics"])
 def test_xla_compiles_the_loop_where_it_can(kind):

@@ -26,7 +26,6 @@ def test_published_values_of_privacy_loss_distributions(noise, rate, updates, pu
     assert found < epsilon(noise, rate, updates, 1e-5)
 
 
-@pytest.mark.slow(10)
 def test_budgets_of_privacy_loss_distributions():
     rate, delta = 0.01, 1e-5
     # The less noise there is, the longer it takes.

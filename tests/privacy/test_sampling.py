@@ -165,7 +165,6 @@ def test_class_weights(source):
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.slow(10)
 def test_training_is_the_same_from_any_source():
     x, y = some_data()
     results = []

@@ -58,7 +58,6 @@ class Stop(keras.callbacks.Callback):
 
 
 # In the middle of the first epoch, or of the second, before which one has been counted.
-@pytest.mark.slow(10)
 @pytest.mark.parametrize("batches", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_resumed_from_our_backup_equals_undisturbed(tmp_path, undisturbed, batches):
     backup = Backup(tmp_path, every=1, on_sigterm=False)
@@ -83,7 +82,6 @@ def test_resumed_from_keras_backup_equals_undisturbed(tmp_path, undisturbed):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow(10)
 @pytest.mark.few(1)
 @pytest.mark.parametrize("clip_norm", [0.5, {"hidden": 0.2, "out": 0.4}, AdaptiveClip(initial=0.5)], ids=str)
 @pytest.mark.parametrize("form", FORMATS)

@@ -39,7 +39,6 @@ CLIPS = {
 }
 
 
-@pytest.mark.slow(10)
 @pytest.mark.covering
 @pytest.mark.parametrize("physical", [None, 8])
 @pytest.mark.parametrize("mode", MODES)

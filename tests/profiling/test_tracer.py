@@ -39,7 +39,6 @@ class Count(keras.callbacks.Callback):
         self.ran += 1
 
 
-@pytest.mark.slow(15)
 def test_a_window_with_a_step_that_compiles_says_which_to_trace(tmp_path):
     def advice(schedule):
         callback, watched = profiler(tmp_path, schedule), GradientTelemetry(tmp_path, every=5)

@@ -41,7 +41,6 @@ def check_workers(log_dir, summaries, per_call):
     assert workers_view((first, second)).verdict.startswith("Worker 1")
 
 
-@pytest.mark.slow(10)
 def test_the_first_worker_is_traced(tmp_path):
     found, printed = trained(tmp_path, 1)
     # The last two of three windows.

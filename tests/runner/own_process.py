@@ -18,17 +18,10 @@ from typing import Any
 from runner import graphs
 
 _MARK = "KERAS_PARAGRAD_TEST_IN_OWN_PROCESS"
-# Of the processes that have returned something to this one.
-_spent: list[float] = []
 
 # Importing takes seconds, and starts none of the threads that could not be forked.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["keras", "keras_paragrad", "hypothesis", "pytest"])
-
-
-def processor_seconds() -> float:
-    """The processor time of the processes that were called from this one, and have answered."""
-    return sum(_spent)
 
 
 def is_this_one() -> bool:
@@ -165,18 +158,17 @@ def _received(ends: Sequence[Any], deadline: float) -> list[Any]:
         if not ready:
             raise RuntimeError("not done in time in a process of its own")
         for end in ready:
-            succeeded, results[id(end)], seconds = _word_of(end)
-            _spent.append(seconds)
+            succeeded, results[id(end)] = _word_of(end)
             if not succeeded:
                 raise RuntimeError(results[id(end)])
     return [results[id(end)] for end in ends]
 
 
-def _word_of(end: Any) -> tuple[bool, Any, float]:
+def _word_of(end: Any) -> tuple[bool, Any]:
     try:
         return end.recv()
     except EOFError:
-        return False, "a process of its own ended without a word", 0.0
+        return False, "a process of its own ended without a word"
 
 
 def _call(function: Callable[..., Any], argument: Any, environment: dict[str, str], end: Any) -> None:
@@ -188,7 +180,7 @@ def _call(function: Callable[..., Any], argument: Any, environment: dict[str, st
         result = True, function(argument)
     except Exception as error:
         result = False, f"{type(error).__name__}: {error}"
-    end.send((*result, time.process_time()))
+    end.send(result)
 
 
 def _run(function: Callable[..., Any], argument: Any, environment: dict[str, str], output: str) -> None:

@@ -3,30 +3,21 @@
 import functools
 import json
 import os
-import resource
-import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from runner import own_process
 
 TESTS = Path(__file__).parents[1]
 # The seconds of each module, written by `make durations`.
 RECORDED = TESTS / "durations.json"
-# The processor time of a test that states no other.
-SECONDS = 5
-# What `slowness` measures on the machine that the seconds are meant for.
-REFERENCE = 0.03
 # What `make test-fast` leaves out of the modules that are marked `fast`.
-NOT_FAST = ("not_fast", "slow", "long", "own_process")
+NOT_FAST = ("not_fast", "long", "own_process")
 
 # And `long`, which doctests are selected by as well, in pyproject.toml.
 MARKERS = (
     "fast: a module of `make test-fast`, as its tests trace no graph and take less than a second.",
     "not_fast: traces a graph or takes longer, in a module that is marked `fast`.",
-    "slow(seconds): part of `make test`, with more than 5 seconds of processor time, of which it takes no more than so "
-    "many.",
 )
 
 
@@ -77,44 +68,18 @@ def register(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder(Path(path)))
 
 
-class Spent:
-    """What a test takes: processor time, of this process and of those it starts, and graphs."""
+class Traced:
+    """How many graphs a test traces."""
 
     def __init__(self) -> None:
-        self._before = _seconds(), _graphs_made().total()
+        self._before = _graphs_made().total()
 
     def refusal(self, item: pytest.Item) -> str | None:
         """What is wrong with it, by the test's marks."""
-        seconds, graphs = _seconds() - self._before[0], _graphs_made().total() - self._before[1]
-        fast = item.get_closest_marker("fast") and not any(map(item.get_closest_marker, NOT_FAST))
-        if fast and graphs:
+        graphs = _graphs_made().total() - self._before
+        if graphs and item.get_closest_marker("fast") and not any(map(item.get_closest_marker, NOT_FAST)):
             return f"is in a `fast` module and has made {graphs} graphs. Mark it @pytest.mark.not_fast."
-        # With more cases drawn, or XLA's optimizations, they take as long as they need.
-        if any(map(item.get_closest_marker, ("long", "own_process"))) or "CASES" in os.environ:
-            return None
-        slow = item.get_closest_marker("slow")
-        limit = slow.args[0] if slow else SECONDS
-        # Other processes slow a machine down for minutes, so it is measured at this moment. What is left of noise stays
-        # below twice.
-        if seconds <= limit or seconds <= 2 * limit * slowness():
-            return None
-        return (
-            f"has taken {seconds:.1f} s of processor time, and may take {limit}. Make its case smaller, or mark it "
-            f"@pytest.mark.slow({round(2 * seconds)}), or @pytest.mark.long for `make test-all`."
-        )
-
-
-def _seconds() -> float:
-    children = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + children.ru_utime + children.ru_stime + own_process.processor_seconds()
-
-
-def slowness() -> float:
-    """How many times as long this machine takes as the one that the seconds are meant for, or 1 if it is faster."""
-    before = time.process_time()
-    for _ in range(5):
-        sum(range(2_000_000))
-    return max(1.0, (time.process_time() - before) / (5 * REFERENCE))
+        return None
 
 
 @functools.cache

@@ -76,7 +76,6 @@ def divided(found, end):
     return next(axes for path, axes in found["divided"].items() if path.endswith(end))
 
 
-@pytest.mark.slow(45)
 def test_ends_where_one_device_ends():
     by_hand, automatic = check(FEW)
     assert divided(by_hand, "convolved/kernel") == (None, None, None, "model")
@@ -102,7 +101,6 @@ def test_half_precision_ends_near_one_device():
     assert found[0]["weights"] <= 1e-2
 
 
-@pytest.mark.slow(15)
 def test_files_and_backups_hold_what_those_of_one_device_do(tmp_path):
     (found,) = own_process.call(meshed_training.saved, str(tmp_path), [{}], 180)
     assert max(found[what] for what in ("keras", "slots", "weights", "set")) == 0
@@ -121,7 +119,6 @@ WAYS = ["(4, 1)", "(2, 2)", "(1, 4)", "one device", "replicas", "shards"]
 PAIRS = [(before, after) for before in WAYS for after in WAYS if before != after]
 
 
-@pytest.mark.slow(25)
 @pytest.mark.parametrize(
     "pairs",
     [
@@ -142,7 +139,6 @@ def test_undone_between_two_fits_ends_where_one_device_ends(options):
     assert found <= CLOSE
 
 
-@pytest.mark.slow(40)
 @pytest.mark.parametrize(
     "cases",
     [

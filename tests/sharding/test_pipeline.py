@@ -79,7 +79,6 @@ def check(cases):
     return found
 
 
-@pytest.mark.slow(45)
 def test_ends_where_one_device_ends():
     found = dict(zip(FEW, check(FEW), strict=True))
     for case, each in found.items():
@@ -99,7 +98,6 @@ def test_undone_between_two_fits_ends_where_one_device_ends():
     assert found <= CLOSE
 
 
-@pytest.mark.slow(30)
 def test_columns_of_devices_end_where_one_device_ends():
     for case, each in zip(HYBRIDS, check(HYBRIDS), strict=True):
         # The first device of a stage has its variables.
@@ -112,7 +110,6 @@ def test_more_columns_end_where_one_device_ends():
     check(MORE_HYBRIDS)
 
 
-@pytest.mark.slow(20)
 @pytest.mark.parametrize("settings", [["jit"], pytest.param([], marks=pytest.mark.long)])
 def test_micro_batches_of_all_columns_find_the_state_that_those_before_left(settings):
     (found,) = own_process.call(pipelined_training.stateful_in_columns, settings, [{}], 120)
@@ -440,7 +437,6 @@ def test_batch_normalization_is_warned_of():
         prepared(model)
 
 
-@pytest.mark.slow(15)
 def test_files_are_those_of_one_device(tmp_path):
     (found,) = own_process.call(pipelined_training.saved, str(tmp_path), [{}], 180)
     assert max(found.values()) <= CLOSE, found

@@ -21,7 +21,6 @@ MORE = {
 }
 
 
-@pytest.mark.slow(40)
 @pytest.mark.parametrize("asked", [FEW, pytest.param(MORE, marks=pytest.mark.long)], ids=["few", "more"])
 def test_acts_as_on_one_device(asked):
     (found,) = own_process.call(placed_training.compared, asked, [{}], 60 + 30 * sum(map(len, asked.values())))
@@ -30,7 +29,6 @@ def test_acts_as_on_one_device(asked):
             assert max(differences) <= CLOSE, (scenario, way, differences)
 
 
-@pytest.mark.slow(10)
 @pytest.mark.parametrize("way", ["optimizer", pytest.param("parameters", marks=pytest.mark.long)])
 def test_a_loop_of_ones_own_does_not_update_shards(way):
     with pytest.raises(RuntimeError, match=r"in shards, and is to be updated.*dist.fit\(model"):

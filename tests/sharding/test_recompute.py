@@ -54,7 +54,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow(15)
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize(("name", "jit_compile"), CASES)
 def test_trains_as_without(name, jit_compile):
@@ -144,7 +143,6 @@ def in_slices(context):
     return both
 
 
-@pytest.mark.slow(10)
 def test_with_slices_and_accumulation():
     def run(context):
         # Eager steps take less than tracing them.

@@ -54,7 +54,6 @@ def nested():
 MODELS = {"convolutional": convolutional, "residual": residual, "nested": nested}
 
 
-@pytest.mark.slow(10)
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("choice", [{}, {"every": 1}, {"every": 3}], ids=["auto", "every", "every third"])
@@ -86,7 +85,6 @@ def kept_by(model, *inputs):
     return sum(_bytes(tensor) for tensor in tensors if tensor.shape not in weights)
 
 
-@pytest.mark.slow(20)
 @pytest.mark.grappler
 def test_keeps_what_is_expected(capsys):
     model, batch = transformer(), np.ones((8, 16, 16), "float32")

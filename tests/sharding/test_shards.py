@@ -120,7 +120,6 @@ def check_scaled(cases, devices, overflows):
             assert found["moved"] == [not overflow for overflow in overflows], found
 
 
-@pytest.mark.slow(20)
 def test_every_kind_of_optimizer():
     cases = [case for case in APPLIED if case.optimizer in KINDS]
     check_updates([cases[index] for index in sorted(covering.chosen(cases, 1))])
@@ -150,7 +149,6 @@ def test_every_optimizer_in_every_way():
     check_updates(APPLIED)
 
 
-@pytest.mark.slow(25)
 def test_two_replicas():
     check(FEW, 2)
 
@@ -172,7 +170,6 @@ def test_two_workers_with_two_devices():
     check([Case("mlp", "lamb", "parameters")], 2, workers=2)
 
 
-@pytest.mark.slow(25)
 @pytest.mark.parametrize("model", ["normalized", pytest.param("cnn", marks=pytest.mark.long)])
 def test_two_workers_with_synchronized_statistics(model):
     """The backward pass all-reduces them, after gathers that its graph came to have later."""
@@ -232,7 +229,6 @@ def test_a_layer_that_mixes_examples_gets_them_all(shard):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6)
 
 
-@pytest.mark.slow(25)
 def test_an_overflow_on_one_worker_is_an_update_on_none():
     """In the branch of a loss scale, workers gather what an optimizer needs whole, or none of them does."""
     check_scaled([Case("", "lamb", "parameters", ("ema_overwrite", "global_clipnorm"))], 1, [True, False, True, False])

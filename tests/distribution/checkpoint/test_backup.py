@@ -105,7 +105,6 @@ SHORT = {
 LONG = [("plain", "epoch"), ("accumulating", "epoch"), *((kind, 5) for kind in MAKERS)]
 
 
-@pytest.mark.slow(10)
 @pytest.mark.parametrize(
     ("kind", "every", "breaks"),
     [

@@ -39,7 +39,6 @@ def check_equal(found, expected):
 
 
 # In `make test` two replicas: each of them is traced.
-@pytest.mark.slow(35)
 @pytest.mark.parametrize("most", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_from_replicas_to_fewer_to_one_to_workers_and_back(tmp_path, most):
     # In the middle of a window each time.
@@ -69,7 +68,6 @@ def test_workers_with_disks_of_their_own(tmp_path):
     check_equal(ended, undisturbed())
 
 
-@pytest.mark.slow(10)
 def test_missing_and_damaged_shards_are_named(tmp_path):
     argument = {"directory": str(tmp_path)}
     (told,) = own_process.call(backed_up_shards.damaged_backups, argument, [{}], SECONDS)
@@ -116,7 +114,6 @@ def test_a_worker_killed_while_it_writes(worker, operations, tmp_path):
     check_equal(ended, undisturbed())
 
 
-@pytest.mark.slow(15)
 @pytest.mark.parametrize("shard", ["parameters", pytest.param("optimizer", marks=pytest.mark.long)])
 def test_killed_while_writing(shard):
     (told,) = own_process.call(backed_up_shards.killed_while_writing, {"shard": shard, "most": 200}, [{}], SECONDS)
@@ -136,7 +133,6 @@ def test_killed_while_writing(shard):
     assert len(told["left"]) == 4
 
 
-@pytest.mark.slow(15)
 @pytest.mark.parametrize(
     ("defect", "shard", "saved"),
     [

@@ -56,7 +56,6 @@ def assert_same(one, other):
         assert one == other or (one != one and other != other)
 
 
-@pytest.mark.slow(15)
 @pytest.mark.not_fast
 @examples(60, of=200)
 @given(STATES)

@@ -101,7 +101,6 @@ QUICK = ("accumulation", "replicas", "parameters in shards", "mesh")
 
 @pytest.mark.own_process(seconds=240)
 @pytest.mark.covering
-@pytest.mark.slow(20)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way not in QUICK)) for way in WAYS])
 def test_each_way_trains_as_on_arrays(way, kind, expected):

@@ -63,13 +63,11 @@ def check(name, way):
     assert shown < TOLERANCE or not outcome.logs
 
 
-@pytest.mark.slow(20)
 @pytest.mark.parametrize(("name", "way"), pairs(["accumulation", "slices", "recomputation", "telemetry"]))
 def test_one_device(name, way):
     check(name, way)
 
 
-@pytest.mark.slow(20)
 @pytest.mark.own_process(seconds=600)
 @pytest.mark.parametrize(("name", "way"), pairs(["replicas", "shards"]))
 def test_two_devices(name, way):

@@ -63,7 +63,6 @@ class Weights(keras.callbacks.Callback):
         self.on_train_batch_begin(0)
 
 
-@pytest.mark.slow(30)
 @pytest.mark.parametrize(
     ("size", "mode"),
     [
