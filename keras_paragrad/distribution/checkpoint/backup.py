@@ -300,7 +300,7 @@ class Backup(keras.callbacks.Callback):
         states = {name: copy_state(state, state_in_words(name)) for name, state in states.items()}
         built = model_variables.built_with(self.model) if overrides_train_step(self.model) else None
         replicas = self._strategy.num_replicas_in_sync
-        kernels = describe_kernels() if StepBuilder.of(self.model).stages.sums_replicas else None
+        kernels = describe_kernels() if StepBuilder.of(self.model).stages.ordered else None
         return Content(values, names, states, self.params.get("steps"), replicas=replicas, built=built, kernels=kernels)
 
     @property

@@ -153,7 +153,7 @@ class Resumption:
     @property
     def other_kernels(self) -> str:
         """How this process's kernels differ from the backup's, in deterministic training; else empty."""
-        ordered = StepBuilder.of(self.model).stages.sums_replicas
+        ordered = StepBuilder.of(self.model).stages.ordered
         return (
             kernel_differences(describe_kernels(), self._content.kernels) if ordered and self._content.kernels else ""
         )

@@ -132,7 +132,7 @@ class FirstBatchProof:
             return asked
         asked += questions.of_loss(model, rows, size, normalize)
         # Replicas and fixed parts update metrics with whole batches.
-        if in_sequence and not self.stages.sums_replicas and not metrics_are_known(model):
+        if in_sequence and not self.stages.ordered and not metrics_are_known(model):
             summed = summed and self.stages.split is not None
             asked.append(questions.of_metrics(model, rows, size, normalize, summed=summed))
         return asked

@@ -47,7 +47,6 @@ class FixedParts(NamedTuple):
         by_xla: Whether XLA compiles parts.
         for_replicas: Advice, for the error on replicas that don't get whole parts.
         replicas: The number of replicas among which the parts are divided.
-        sums_replicas: True: every replica has the gradient of the whole batch.
     """
 
     parts: int
@@ -57,7 +56,6 @@ class FixedParts(NamedTuple):
     by_xla: bool = False
     for_replicas: str = ""
     replicas: int = 1
-    sums_replicas: bool = True
 
     def on_replicas(self, replicas: int, *, prove: bool, by_xla: bool) -> "FixedParts":
         """The same parts, divided among `replicas` replicas."""
@@ -104,7 +102,7 @@ class FixedParts(NamedTuple):
         """The gradient of the whole batch, on every replica."""
         part = PartFunction(context._replace(by_xla=self.by_xla), self.parts, forward_backward)
         total = self._total(part, context.replica_batch, data)
-        return call_in_function(BatchPart.finish, total, by_xla=False)
+        return call_in_function(BatchPart.finish, total, by_xla=False)._replace(reduced=True)
 
     def evaluate(self, model: keras.Model, batch: ReplicaBatch, data: Batch, compute: ComputeLosses) -> LossSums:
         """The losses of the whole batch, on every replica; updates the metrics."""

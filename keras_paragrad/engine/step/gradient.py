@@ -85,6 +85,7 @@ class Gradient(NamedTuple):
         weight: The gradient's weight, or `None` if not requested.
         sums: Numerators and denominators of the losses in the logs, or `None` if Keras tracks them.
         show: For a whole batch, updates loss and metrics as Keras does after the update, and returns the logs.
+        reduced: Whether all of this is of the whole batch, on every replica, and not of the replica's part of it.
     """
 
     gradients: Gradients
@@ -92,6 +93,7 @@ class Gradient(NamedTuple):
     weight: Normalizer | None
     sums: LossSums | None = None
     show: Callable[[], StepLogs] | None = None
+    reduced: bool = False
 
     def counting_as_one(self) -> "Gradient":
         """The gradient with weight 1, so that all replicas count equally."""
@@ -281,7 +283,7 @@ def track_batch(model: keras.Model, loss: tf.Tensor, batch: LossArguments) -> St
 
 def scale_by_replica(model: keras.Model, gradient: Gradient, weigh_replica: WeighReplica | None) -> Gradient:
     """Replaces the factor `equal_share` of a gradient by `weigh_replica`'s, if given and the gradient has a weight."""
-    if gradient.weight is None or weigh_replica is None:
+    if gradient.weight is None or weigh_replica is None or gradient.reduced:
         return gradient
     factor = weigh_replica(gradient.weight) / equal_share(gradient.weight)
     _time_wait(gradient.gradients, factor)

@@ -6,7 +6,7 @@ window, which ends with an update. A part is any of these: a replica batch, a sl
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import keras
 import tensorflow as tf
@@ -92,7 +92,10 @@ class Take(NamedTuple):
 class Split(Protocol):
     """Fills the *split* stage: divides a batch into slices, and combines their gradients."""
 
-    normalize: LossNormalization
+    @property
+    def normalize(self) -> LossNormalization:
+        """Computes the weight of a slice."""
+        ...
 
     @property
     def prove(self) -> bool:
@@ -127,22 +130,13 @@ class Split(Protocol):
         ...
 
 
-class OrderedSplit(Protocol):
+@runtime_checkable
+class OrderedSplit(Split, Protocol):
     """A filler of the *split* stage that also sums over the replicas, in a fixed order."""
-
-    @property
-    def normalize(self) -> LossNormalization:
-        """Computes the weight of a part."""
-        ...
 
     @property
     def parts(self) -> int:
         """The number of parts of a batch; each replica computes some whole parts."""
-        ...
-
-    @property
-    def sums_replicas(self) -> bool:
-        """True: gradient, losses and weight are the whole batch's, on every replica."""
         ...
 
     def running(self) -> contextlib.AbstractContextManager[None]:
@@ -261,17 +255,16 @@ class Stages(NamedTuple):
             return bool(self.take and self.take.by_xla)
         transform = self.chain and self.chain.outside_xla
         slices = self.split and is_slower_in_xla_loop(model) and not overrides_train_step(model)
-        slices = slices or self.sums_replicas
-        return bool(model.jit_compile and (transform or slices))
+        return bool(model.jit_compile and (transform or slices or self.ordered))
 
     @property
-    def sums_replicas(self) -> bool:
-        """Whether the *split* stage is an `OrderedSplit`."""
-        return getattr(self.split, "sums_replicas", False)
+    def ordered(self) -> OrderedSplit | None:
+        """The filler of *split*, if it adds its parts in a fixed order."""
+        return self.split if isinstance(self.split, OrderedSplit) else None
 
     def running(self) -> contextlib.AbstractContextManager[None]:
         """Context in which steps are traced and run."""
-        return cast(OrderedSplit, self.split).running() if self.sums_replicas else contextlib.nullcontext()
+        return self.ordered.running() if self.ordered else contextlib.nullcontext()
 
     @property
     def prove(self) -> bool:

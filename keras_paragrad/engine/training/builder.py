@@ -129,7 +129,7 @@ class StepBuilder:
             install_transform(optimizer, self.stages.chain, shown=bool(self.stages.observe or self.stages.telemetry))
             save_states(self.model.optimizer, self.stages.transforms or ())
             self._installed.append(optimizer)
-        self._ordered = follow_data_order(self.model, self._ordered, follow=self.stages.sums_replicas)
+        self._ordered = follow_data_order(self.model, self._ordered, follow=self.stages.ordered is not None)
         # The first is `model.optimizer`.
         for outer in watched_optimizers(self.model)[1:] if self.stages.telemetry else []:
             install_transform(innermost_optimizer(outer), None, shown=True)

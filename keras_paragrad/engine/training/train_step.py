@@ -129,7 +129,7 @@ class TrainStep(NamedTuple):
 
     def _run_stages(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
         several = replica_count() > 1
-        replica_weight = ReplicaWeight(replica_batch) if several and not self.stages.sums_replicas else None
+        replica_weight = ReplicaWeight(replica_batch) if several else None
         # An accumulating optimizer weights the replicas itself.
         weigh = None if self._accumulator else replica_weight
         context = StepContext(self.model, replica_batch, weigh_replica=weigh)
@@ -140,7 +140,7 @@ class TrainStep(NamedTuple):
         losses = self._track_losses(gradient, replica_batch)
         # Whether gradients are all-reduced before the optimizer gets them.
         whole = gradient.weight is not None or self.stages.chain is not None
-        if weigh and whole:
+        if weigh and whole and not gradient.reduced:
             # The observer gets this replica's gradients without the factor by which they are weighted.
             weight = gradient.weight
             factor = tf.constant(1.0) if weight is None else weigh(weight) / equal_share(weight)
@@ -149,11 +149,11 @@ class TrainStep(NamedTuple):
         shared = AllReducedResults(self.model, losses) if self.stages.take and several else None
         if losses and shared is None:
             losses.track()
-        contribution = self._contribution(gradient.weight, replica_weight)
+        contribution = self._contribution(gradient, replica_weight)
         # Observe, transform and apply, within the optimizer: see `install_transform`.
         with self._accumulating():
             sums, optimizer, weights = None, self.model.optimizer, self.model.trainable_weights
-            if self.stages.sums_replicas:
+            if gradient.reduced:
                 apply_same(optimizer, gradient.gradients, weights, contribution)
             else:
                 also = shared.parts if shared else ()
@@ -172,19 +172,19 @@ class TrainStep(NamedTuple):
     def _track_losses(self, gradient: Gradient, replica_batch: ReplicaBatch) -> TrackedLosses | None:
         """The losses to log, or `None` where Keras tracks them."""
         if gradient.sums is not None:
-            same = self.stages.sums_replicas
-            return TrackedLosses(self.model, gradient.sums, self.window, ends=self.update, same=same)
+            return TrackedLosses(self.model, gradient.sums, self.window, ends=self.update, same=gradient.reduced)
         if gradient.show is None and (loss := gradient.loss) is not None:
             replica_batch.run(lambda: track_loss(self.model, loss, replica_batch.rows))
         return None
 
-    def _contribution(self, weight: Normalizer | None, replica_weight: ReplicaWeight | None) -> Contribution | None:
-        """The contribution of a gradient of this weight to an accumulation window, on this replica."""
+    def _contribution(self, gradient: Gradient, replica_weight: ReplicaWeight | None) -> Contribution | None:
+        """The contribution of a gradient to an accumulation window, on this replica."""
+        weight = gradient.weight
         if weight is None or self._accumulator is None:
             return None
         if self._accumulator.weighting != "uniform":
-            return Contribution.of(weight, same=self.stages.sums_replicas)
-        if replica_weight is None or weight.summed:
+            return Contribution.of(weight, same=gradient.reduced)
+        if replica_weight is None or weight.summed or gradient.reduced:
             return None
         # Micro-batches are weighted uniformly; this replica has a part of one.
         return Contribution.of(Normalizer(replica_weight(weight)))
