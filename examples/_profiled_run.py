@@ -25,7 +25,7 @@ def main():
         keras.callbacks.TensorBoard(folder),
         GradientTelemetry(folder, every=1),
         Throughput(folder),
-        Profiler(folder, schedule, on_signal=None),
+        Profiler(folder, schedule),
     ]
     dist.fit(model, *training, batch_size=64, epochs=EPOCHS, shuffle=False, callbacks=callbacks, verbose=0)
 

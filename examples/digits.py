@@ -13,7 +13,7 @@ from pathlib import Path
 from _child import ChildError, messages, run
 from _example import Progress, options, require
 
-require("sklearn", "jinja2", "tensorboard", "xprof")
+require("sklearn", "tensorboard", "xprof")
 
 import numpy as np
 from rich.console import Console

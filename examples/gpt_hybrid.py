@@ -13,7 +13,7 @@ from pydoc_data.topics import topics
 
 from _example import Progress, options, require
 
-require("jinja2", "xprof")
+require("xprof")
 
 import keras
 import numpy as np
@@ -107,7 +107,7 @@ def main() -> None:
         ExactAccumulation(),
         GradientTelemetry(folder),
         Throughput(folder),
-        Profiler(folder, schedule, on_signal=None),
+        Profiler(folder, schedule),
     ]
     with Progress("Training", epochs * batches) as progress:
         callbacks.append(progress.callback())

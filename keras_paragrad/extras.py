@@ -5,7 +5,6 @@ from collections.abc import Iterable
 
 EXTRAS = {
     "dp_accounting": "privacy",
-    "jinja2": "profile",
     "psutil": "profile",
     "pyarrow": "profile",
     "ray": "ray",
@@ -42,8 +41,8 @@ def explain_missing(feature: str, packages: Iterable[str], instead: str | None =
     Example:
 
     >>> from keras_paragrad.extras import explain_missing
-    >>> explain_missing("The report", ["jinja2"])
-    "The report needs jinja2, which is not installed. Run pip install 'keras_paragrad[profile]'."
+    >>> explain_missing("make_private", ["dp_accounting"])
+    "make_private needs dp_accounting, which is not installed. Run pip install 'keras_paragrad[privacy]'."
     """
     *others, last = packages
     missing = [package.partition(" ")[0] for package in (*others, last)]

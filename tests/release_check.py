@@ -103,7 +103,7 @@ def check_alone(python: str, wheel: Path, folder: Path) -> str:
 def check_extras(python: str, wheel: Path, folder: Path) -> str:
     """All extras for users together."""
     ours = install(python, f"{wheel}[{','.join(EXTRAS)}]", folder)
-    run(ours, "-P", "-c", "import keras_paragrad, dp_accounting, jinja2, ray, shtab, xprof", folder=folder)
+    run(ours, "-P", "-c", "import keras_paragrad, dp_accounting, ray, shtab, xprof", folder=folder)
     return ", ".join(EXTRAS)
 
 

@@ -9,9 +9,8 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from sample_models import log_directories
 
-from keras_paragrad import ExampleGradients, GradientTelemetry, write_report
+from keras_paragrad import ExampleGradients, GradientTelemetry
 from keras_paragrad.extras import EXTRAS, MissingExtraError, explain_missing, require
 from keras_paragrad.profiling.analysis.trace import read_trace
 
@@ -25,7 +24,6 @@ PROJECT = Path(__file__).parents[1] / "pyproject.toml"
     [
         ("pyarrow", lambda path: GradientTelemetry(file_format="parquet")),
         ("tensorboard", lambda path: ExampleGradients(log_dir=path)),
-        ("jinja2", lambda path: write_report(log_directories.make_run(path))),
         ("xprof", lambda path: read_trace(path / "made.xplane.pb")),
     ],
 )

@@ -73,7 +73,7 @@ def train(folder):
     callbacks = [
         GradientTelemetry(folder, every=2),
         Throughput(folder, interval=0.25),
-        Profiler(folder, schedule, summary=False, report=None, on_signal=None),
+        Profiler(folder, schedule, summary=False, report=None),
     ]
     model.fit(data, epochs=EPOCHS, verbose=0, callbacks=callbacks)
 

@@ -239,8 +239,6 @@ NAMES: dict[str, tuple[Hook, ...]] = {
             "tensorflow.python.eager.polymorphic_function.polymorphic_function", "Function._list_all_concrete_functions"
         ),
     ),
-    # The profiler's files.
-    "traces": (Hook("tensorflow.tsl.profiler.protobuf.xplane_pb2", "XSpace"),),
     # Where `fit` resumes.
     "backups": (_assigned("keras", "Model._initial_epoch"),),
 }

@@ -34,40 +34,9 @@ _file_numbers = itertools.count()
 Ints = Sequence[int] | np.ndarray
 
 
-class Table:
-    """A CSV or Parquet file with one value per row: the columns `step`, `epoch`, custom labels and `value`.
-
-    A CSV file is complete after every `append`. A Parquet file replaces its predecessor on `close`.
-
-    Args:
-        path: The file; its suffix, `.csv` or `.parquet`, gives the format.
-        labels: The names of the columns between `epoch` and `value`.
-        resume: Whether to append to an existing file.
-
-    Raises:
-        FileExistsError: There is a file in its place that has other columns.
-    """
-
-    def __init__(self, path: Path, labels: Sequence[str], resume: bool):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        columns = ["step", "epoch", *labels, "value"]
-        self._file = _Parquet(path, columns, resume) if path.suffix == ".parquet" else _Csv(path, columns, resume)
-
-    def append(self, steps: Ints, epochs: Ints, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
-        """Writes a row for each value; a report is the values of one step.
-
-        Args:
-            steps, epochs: Of each report, shape `(reports,)`.
-            labels: For each value of a report, what goes into the label columns.
-            values: Shape `(reports, len(labels))`.
-        """
-        self._file.append(steps, epochs, labels, values)
-
-    def close(self) -> None:
-        self._file.close()
-
-
 class _Csv:
+    """A table that is complete after every `append`."""
+
     def __init__(self, path: Path, columns: Sequence[str], resume: bool):
         self._path = path
         begin_csv(path, columns, resume)
@@ -86,6 +55,8 @@ class _Csv:
 
 
 class _Parquet:
+    """A table that replaces its predecessor on `close`."""
+
     def __init__(self, path: Path, columns: Sequence[str], resume: bool):
         import pyarrow
         from pyarrow import parquet
@@ -127,17 +98,24 @@ class _Parquet:
         return table
 
 
+def open_table(path: Path, labels: Sequence[str], resume: bool) -> _Csv | _Parquet:
+    """A table with one value per row: the columns `step`, `epoch`, custom labels and `value`.
+
+    Its `append` gets the steps and epochs of reports, the labels of a report's values, and values of the shape
+    `(reports, len(labels))`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    columns = ["step", "epoch", *labels, "value"]
+    return _Parquet(path, columns, resume) if path.suffix == ".parquet" else _Csv(path, columns, resume)
+
+
 def _finish(writer: Any, partial: Path, path: Path) -> None:
     writer.close()
     partial.replace(path)
 
 
 def begin_csv(path: Path, columns: Sequence[str], resume: bool) -> None:
-    """Starts a CSV file with its header; with `resume`, keeps the rows of an existing file with the same header.
-
-    Raises:
-        FileExistsError: `path` exists, with other columns.
-    """
+    """Starts a CSV file with its header; with `resume`, keeps the rows of an existing file with the same header."""
     header = f"{_quoted(columns)}\n"
     if path.exists():
         with path.open("rb") as file:
@@ -171,7 +149,7 @@ class Scalars:
             f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}.{next(_file_numbers)}{suffix}"
         )
         self._writer = tf.io.TFRecordWriter(str(log_dir / name))
-        self._write(tf.compat.v1.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._writer.write(tf.compat.v1.Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         self._writer.flush()
 
     def append(self, steps: np.ndarray, tags: Sequence[str], values: np.ndarray) -> None:
@@ -182,38 +160,42 @@ class Scalars:
             add = event.summary.value.add
             for tag, value in zip(tags, row, strict=True):
                 add(tag=tag, simple_value=value)
-            self._write(event)
+            self._writer.write(event.SerializeToString())
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
 
-    def _write(self, event: tf.compat.v1.Event) -> None:
-        self._writer.write(event.SerializeToString())
 
+class LogFiles:
+    """The table and the scalars of a callback in a log directory, which nothing is written to after a failure."""
 
-class FailureGuard:
-    """Calls functions that write files, until one fails; logs the failure of `name` once."""
+    def __init__(self, name: str, table: Path, labels: Sequence[str], resume: bool):
+        self._name, self._log_dir, self._failed = name, table.parent, False
+        self._table: Any = self._safely(lambda: open_table(table, labels, resume))
+        self._scalars: Any = self._safely(lambda: Scalars(self._log_dir, f".{table.stem}"))
 
-    def __init__(self, name: str):
-        self._name, self._failed = name, False
+    def describe(self, model: keras.Model) -> None:
+        """Writes `run.json`: the model, as far as it is built, and its setup."""
+        self._safely(lambda: write_run_info(self._log_dir, run_info(model)))
 
-    def __call__(self, write: Callable[[], Result]) -> Result | None:
-        """Returns the result of `write`, or `None` after a failure."""
+    def close(self) -> None:
+        """Closes the files that could be opened, even after a failure."""
+        for file in (self._table, self._scalars):
+            if file is not None:
+                self._failed = False
+                self._safely(file.close)
+
+    def _safely(self, write: Callable[[], Result]) -> Result | None:
+        """Returns the result of `write`, or `None` after a failure, which is logged once."""
         if self._failed:
             return None
         try:
             return write()
         except (OSError, tf.errors.OpError) as error:
             self._failed = True
-            _log.warning("%s is no longer written, and training continues: %s", self._name, error)
+            _log.warning("%s in %s is no longer written, and training continues: %s", self._name, self._log_dir, error)
             return None
-
-    def close(self, *files: Any) -> None:
-        """Closes the files that could be opened, even after a failure."""
-        for file in files:
-            if file is not None:
-                FailureGuard(self._name)(file.close)
 
 
 FILE = "run.json"
@@ -247,11 +229,7 @@ def run_info(model: keras.Model) -> RunInfo:
 
 
 def write_run_info(log_dir: Path, info: RunInfo) -> None:
-    """Writes `run.json`; an existing file that is not ours is left alone.
-
-    Raises:
-        OSError: It can't be written.
-    """
+    """Writes `run.json`; an existing file that is not ours is left alone."""
     log_dir.mkdir(parents=True, exist_ok=True)
     path = log_dir / FILE
     if path.exists() and not _is_ours(path):

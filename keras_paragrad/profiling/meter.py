@@ -25,12 +25,6 @@ class Meter:
 
     An unbuilt model gets its weights in its first step, so the vector is created while that step is traced. With
     several replicas Keras has built the model before, and the vector is created at once.
-
-    Args:
-        model: A compiled model.
-        every: Updates whose number is a multiple of this are measured.
-        on_update: Called with each measured vector.
-        on_weights: Called with the measured weights, once known.
     """
 
     def __init__(
@@ -78,10 +72,6 @@ class Meter:
 
     def watch(self, updated: Sequence[keras.Variable], known: Sequence[keras.Variable]) -> Sequence[keras.Variable]:
         """Chooses the measured weights in the first call.
-
-        Args:
-            updated: The weights of this update.
-            known: The weights that the optimizer was built with.
 
         Returns:
             The weights that `show` gets: all measured ones; with several optimizers, the updated ones.
@@ -147,13 +137,7 @@ class Meter:
         return tf.zeros([len(HEADER)], "float64") if self._vector is None else self._vector.value()
 
     def ran(self, watched: bool, batches: int, latest: tf.Tensor | None) -> None:
-        """Reads the vector after a call, if it may have changed.
-
-        Args:
-            watched: Whether the call was watched.
-            batches: How many batches it ran.
-            latest: The vector, or `None` if only its variable has it.
-        """
+        """Reads the vector after a call, if it may have changed."""
         if self._several and self._traced and not self._begun:
             self._begun = True
             self.begin()

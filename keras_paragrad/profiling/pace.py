@@ -1,7 +1,6 @@
 """Measures a train function for `Throughput`: step times, retraces, and examples and updates per second."""
 
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,17 +17,9 @@ from keras_paragrad.engine.telemetry.train_functions import (
     newest_trace,
 )
 
-_LATEST_CALLS = 1000
-
 
 class Clock:
-    """Wraps a train function and times its calls.
-
-    Args:
-        function: The train function.
-        on_end: Called after each call that ran, with the iterator and the times before and after.
-        on_failure: Called when a call fails, because Keras doesn't notify callbacks of failures.
-    """
+    """Wraps a train function and times its calls."""
 
     def __init__(
         self,
@@ -52,40 +43,8 @@ class Clock:
         return logs
 
 
-class StepTimes:
-    """The step times of an epoch's calls.
-
-    Example:
-
-    >>> from keras_paragrad.profiling.pace import StepTimes
-    >>> times = StepTimes()
-    >>> for seconds in (0.001, 0.002, 0.003):
-    ...     times.add(seconds)
-    >>> times.percentiles(of_epoch=True)
-    (2.0, 2.9)
-    """
-
-    def __init__(self):
-        self._seconds = array("d")
-
-    def add(self, seconds: float) -> None:
-        """Records a call whose steps took `seconds` each."""
-        self._seconds.append(seconds)
-
-    def percentiles(self, *, of_epoch: bool) -> tuple[float | None, float | None]:
-        """The median and the 95th percentile of all or the latest calls, in milliseconds, or `None` without any."""
-        if not self._seconds:
-            return None, None
-        median, high = np.percentile(self._seconds if of_epoch else self._seconds[-_LATEST_CALLS:], (50, 95)) * 1e3
-        return round(float(median), 6), round(float(high), 6)
-
-
 class Retraces:
-    """Counts the retraces of a train function's graphs; the first trace of each doesn't count.
-
-    Attributes:
-        count: The number of retraces.
-    """
+    """Counts the retraces of a train function's graphs; the first trace of each doesn't count."""
 
     def __init__(self):
         self.count = 0
@@ -127,10 +86,6 @@ def _traces(functions: Sequence[Any]) -> list[int]:
 
 class Pace:
     """Counts a model's steps, updates and examples within an epoch, and the time they take.
-
-    Args:
-        model: A built and compiled model.
-        batch_size: Examples per batch, if the model's loss metric doesn't count them.
 
     Attributes:
         start: When it last started counting, shifted by the time excluded since.

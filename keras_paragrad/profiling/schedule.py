@@ -83,39 +83,27 @@ DEFAULT = ProfileSchedule()
 
 
 class RequestSignal:
-    """Calls a function when this process receives a signal.
+    """Calls a function, between any two bytecode instructions of the main thread, when this process gets SIGUSR1."""
 
-    Args:
-        name: The signal's name, such as `"SIGUSR1"`, or `None` for no signal.
-        request: Called on each signal, in the main thread, between any two bytecode instructions.
-    """
+    # An aborted `fit` doesn't notify its callbacks, so the next `listen` removes its handler.
+    handler: ClassVar[Any] = None
 
-    # An aborted `fit` doesn't notify its callbacks, so the next `listen` restores its handler.
-    listening: "ClassVar[RequestSignal | None]" = None
-
-    def __init__(self, name: str | None, request: Callable[[], None]):
-        self._name = name
-        self._request = request
-        self._previous: Any = None
-
-    def listen(self) -> None:
+    @classmethod
+    def listen(cls, request: Callable[[], None]) -> None:
         """Installs the handler, unless the signal already has one."""
-        if RequestSignal.listening is not None:
-            RequestSignal.listening.stop()
-        RequestSignal.listening = self
-        number = getattr(signal, self._name or "", None)
+        cls.stop()
+        number = getattr(signal, "SIGUSR1", None)
         if number is None or threading.current_thread() is not threading.main_thread():
             return
-        previous = signal.getsignal(number)
-        if previous is not signal.SIG_DFL:
-            _log.info("%s already has a handler, so it does not request a trace window.", self._name)
+        if signal.getsignal(number) is not signal.SIG_DFL:
+            _log.info("SIGUSR1 already has a handler, so it does not request a trace window.")
             return
-        self._previous = previous
-        signal.signal(number, lambda *_: self._request())
+        cls.handler = lambda *_: request()
+        signal.signal(number, cls.handler)
 
-    def stop(self) -> None:
-        """Restores the previous handler."""
-        RequestSignal.listening = None
-        if self._previous is not None:
-            signal.signal(getattr(signal, self._name or ""), self._previous)
-            self._previous = None
+    @classmethod
+    def stop(cls) -> None:
+        """Removes the handler."""
+        if cls.handler is not None and signal.getsignal(signal.SIGUSR1) is cls.handler:
+            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        cls.handler = None

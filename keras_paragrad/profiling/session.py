@@ -24,17 +24,11 @@ _log = logging.getLogger("keras_paragrad")
 PROFILES = Path("plugins", "profile")
 SUMMARY = "keras_paragrad.json"
 TRACE = ".xplane.pb"
-_MIN_FREE = 100 * 2**20
-_PURPOSES = {"xprof": "read a trace", "tensorboard": "view one in TensorBoard", "jinja2": "write the report"}
+_PURPOSES = {"xprof": "read a trace", "tensorboard": "view one in TensorBoard"}
 
 
 class Session:
-    """Runs TensorFlow's profiler. A process can run one session at a time.
-
-    Raises:
-        RuntimeError: Another profiler is running; the message says which it may be.
-        OSError: The log directory can't be written to.
-    """
+    """Runs TensorFlow's profiler. A process can run one session at a time."""
 
     running: "ClassVar[Session | None]" = None
 
@@ -71,12 +65,7 @@ class Session:
             self._clear()
 
     def finish(self) -> Path:
-        """Stops the profiler, moves its trace to where TensorBoard finds it, and returns the trace's folder.
-
-        Raises:
-            OSError: The trace can't be written.
-            RuntimeError: The profiler wrote no trace, or was stopped from elsewhere.
-        """
+        """Stops the profiler, moves its trace to where TensorBoard finds it, and returns the trace's folder."""
         try:
             tf.profiler.experimental.stop(save=True)
             files = sorted(self._folder.rglob(f"*{TRACE}"))
@@ -107,11 +96,7 @@ class Session:
 
 
 class ProfilerPauses:
-    """The time that training was paused to start and stop sessions, per process; `Throughput` excludes it.
-
-    Attributes:
-        seconds: The total so far.
-    """
+    """The time that training was paused to start and stop sessions, per process; `Throughput` excludes it."""
 
     seconds: ClassVar[float] = 0.0
 
@@ -126,20 +111,11 @@ class ProfilerPauses:
             cls.seconds += time.perf_counter() - start
 
 
-def warn_of_missing(log_dir: Path, *, report: bool) -> None:
-    """Logs which packages are missing, jinja2 only if a `report` is to be written, and a full disk."""
-    missing = [name for name in _PURPOSES if not is_installed(name) and (report or name != "jinja2")]
+def warn_of_missing() -> None:
+    """Logs which packages are missing."""
+    missing = [f"{name} (to {purpose})" for name, purpose in _PURPOSES.items() if not is_installed(name)]
     if missing:
-        _log.warning("%s", explain_missing("Profiler", [f"{name} (to {_PURPOSES[name]})" for name in missing]))
-    existing = next(path for path in (log_dir.absolute(), *log_dir.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < _MIN_FREE:
-        _log.warning(
-            "The disk of %s has %.0f MiB left, and a trace may not fit. Free some space, or give Profiler another "
-            "log_dir.",
-            existing,
-            free / 2**20,
-        )
+        _log.warning("%s", explain_missing("Profiler", missing))
 
 
 def remove_oldest(log_dir: Path, keep: int) -> None:

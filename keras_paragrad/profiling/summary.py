@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, cast
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from types import UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,8 @@ class RunInfo:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "RunInfo":
-        """Restores a `RunInfo` from JSON data; earlier versions wrote no `compute_capability`."""
-        capability = data.get("compute_capability")
-        values = {
-            **data,
-            "devices": tuple(data["devices"]),
-            "compute_capability": None if capability is None else tuple(capability),
-        }
-        return cls(**cast("dict[str, Any]", values))
+        """Restores a `RunInfo` from JSON data."""
+        return _restored(cls, data)
 
 
 @dataclass(frozen=True)
@@ -180,7 +175,8 @@ class Communication:
         return self.hidden / self.milliseconds if self.milliseconds else 0.0
 
 
-class MemoryUse(NamedTuple):
+@dataclass(frozen=True)
+class MemoryUse:
     """The memory in use over the window.
 
     Attributes:
@@ -240,12 +236,6 @@ class PipelineTime:
     step: int
     duration: float
     work: tuple[StageWork, ...]
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "PipelineTime":
-        """Restores a `PipelineTime` from JSON data."""
-        values = {**data, "work": tuple(StageWork(**part) for part in data["work"])}
-        return cls(**cast("dict[str, Any]", values))
 
 
 @dataclass(frozen=True)
@@ -315,20 +305,18 @@ class ProfileSummary:
         >>> ProfileSummary.from_dict(summary.to_dict()) == summary
         True
         """
-        return cls(
-            run=RunInfo.from_dict(data["run"]),
-            steps=tuple(StepTime(**step) for step in data["steps"]),
-            operations=tuple(OperationTime(**operation) for operation in data["operations"]),
-            peak_memory=dict(data["peak_memory"]),
-            advice=Advice(**data["advice"]) if data["advice"] else None,
-            trace=data["trace"],
-            notes=tuple(data["notes"]),
-            # Earlier versions wrote none of these.
-            pipeline=PipelineTime.from_dict(data["pipeline"]) if data.get("pipeline") else None,
-            layers=tuple(LayerTime(**layer) for layer in data.get("layers", ())),
-            kinds=tuple(KindTime(**kind) for kind in data.get("kinds", ())),
-            communication=Communication(**data["communication"]) if data.get("communication") else None,
-            memory=tuple(
-                MemoryUse(name, tuple(batches), tuple(values)) for name, batches, values in data.get("memory", ())
-            ),
-        )
+        return _restored(cls, data)
+
+
+def _restored(kind: Any, data: Any) -> Any:
+    """What `asdict` has made JSON data of, by the type that it is annotated with."""
+    inner = get_args(kind)
+    if is_dataclass(kind):
+        types = get_type_hints(kind)
+        values = {field.name: _restored(types[field.name], data[field.name]) for field in fields(kind)}
+        return cast("Any", kind)(**values)
+    if get_origin(kind) is tuple:
+        return tuple(_restored(inner[0], value) for value in data)
+    if get_origin(kind) is UnionType and data is not None:
+        return _restored(inner[0], data)
+    return data

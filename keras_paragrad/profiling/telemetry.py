@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import keras
 import numpy as np
@@ -20,7 +19,7 @@ from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.extras import require
-from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table, run_info, write_run_info
+from keras_paragrad.profiling.log_files import LogFiles
 from keras_paragrad.profiling.meter import Meter
 from keras_paragrad.profiling.progress_line import check_show, hide_in_progress_bar
 from keras_paragrad.profiling.telemetry_reports import HEADER, QUANTITIES, Alarms, ReportReader, Reports, Weight
@@ -267,21 +266,12 @@ class GradientTelemetry(keras.callbacks.Callback):
             self._files.append(reports)
 
 
-class TelemetryFiles:
-    """Writes reports into a log directory: a table of weights, and scalars of layers and of the model.
-
-    Args:
-        log_dir: The directory.
-        file_format: `"csv"` or `"parquet"`.
-        resume: Whether an existing table belongs to the same training.
-    """
+class TelemetryFiles(LogFiles):
+    """Writes reports into a log directory: a table of weights, and scalars of layers and of the model."""
 
     def __init__(self, log_dir: Path, file_format: str, resume: bool) -> None:
-        self._guard = FailureGuard(f"Telemetry in {log_dir}")
-        path = log_dir / f"telemetry.{file_format}"
-        self._table: Any = self._guard(lambda: Table(path, ("layer", "variable", "quantity"), resume))
-        self._scalars: Any = self._guard(lambda: Scalars(log_dir, ".telemetry"))
-        self._log_dir = log_dir
+        columns = ("layer", "variable", "quantity")
+        super().__init__("Telemetry", log_dir / f"telemetry.{file_format}", columns, resume)
         self._labels: list[tuple[str, ...]] = []
         self._tags: list[str] = []
 
@@ -293,21 +283,12 @@ class TelemetryFiles:
         self._tags = [f"telemetry/{name}" for name in (*model, "update_ratio", "nonfinite")]
         self._tags += [f"telemetry_{name}/{layer}" for name in QUANTITIES for layer in layers]
 
-    def describe(self, model: keras.Model) -> None:
-        """Writes `run.json`: the model, as far as it is built, and its setup."""
-        self._guard(lambda: write_run_info(self._log_dir, run_info(model)))
-
     def append(self, reports: Reports) -> None:
-        self._guard(lambda: self._append(reports))
-
-    def close(self) -> None:
-        self._guard.close(self._table, self._scalars)
-
-    def _append(self, reports: Reports) -> None:
         """Writes reports as rows of the table and as scalars."""
         model = reports.model
         head = [model.gradient_norm, model.clipped_gradient_norm, reports.loss_scale, reports.learning_rate]
         rows = np.concatenate([np.stack(head, 1), *reports.weights], 1)
-        self._table.append(reports.steps, reports.epochs, self._labels, rows)
+        self._safely(lambda: self._table.append(reports.steps, reports.epochs, self._labels, rows))
         head += [model.update_ratio, model.nonfinite]
-        self._scalars.append(reports.steps, self._tags, np.concatenate([np.stack(head, 1), *reports.layers], 1))
+        scalars = np.concatenate([np.stack(head, 1), *reports.layers], 1)
+        self._safely(lambda: self._scalars.append(reports.steps, self._tags, scalars))

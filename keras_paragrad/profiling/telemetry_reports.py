@@ -22,12 +22,7 @@ _WARNINGS = {
 
 
 class Weight(NamedTuple):
-    """One of the model's weights.
-
-    Attributes:
-        layer: The path of its layer.
-        name: Its name within the layer.
-    """
+    """One of the model's weights."""
 
     layer: str
     name: str
@@ -92,11 +87,10 @@ class ReportReader:
     def __init__(self, weights: Sequence[Weight]):
         self.weights = tuple(weights)
         self.layers = tuple(dict.fromkeys(weight.layer for weight in weights))
-        belongs = [[weight.layer == layer for layer in self.layers] for weight in weights]
         # Weights layer by layer, and where each layer begins, for `np.add.reduceat`.
-        self._in_order = sorted(range(len(weights)), key=lambda position: self.layers.index(weights[position].layer))
-        sizes = [sum(column) for column in zip(*belongs, strict=True)]
-        self._starts = np.cumsum([0, *sizes[:-1]])
+        layers = np.array([self.layers.index(weight.layer) for weight in weights], int)
+        self._in_order = np.argsort(layers, kind="stable")
+        self._starts = np.searchsorted(np.sort(layers), range(len(self.layers)))
 
     def read(self, vectors: np.ndarray, epochs: Sequence[int]) -> Reports:
         """Parses the vectors of reports, of shape `(reports, size)`, with the epoch of each."""
@@ -130,38 +124,21 @@ class Alarms:
         self._log_sums, self._counts = np.zeros(count), np.zeros(count)
 
     def check(self, steps: np.ndarray, norms: np.ndarray, nonfinite: np.ndarray) -> Iterator[str]:
-        """Updates the statistics, and yields new warnings in the order of the reports.
-
-        Args:
-            steps: The reports' steps, shape `(reports,)`.
-            norms: Each layer's gradient norm before clipping, shape `(reports, layers)`.
-            nonfinite: Number of values of each layer's gradient that are not finite, shape `(reports, layers)`.
-        """
-        if not nonfinite.any() and self._all_healthy(norms):
-            self._log_sums += np.log(norms).sum(0)
-            self._counts += len(norms)
-            for consecutive in self._consecutive.values():
-                consecutive[:] = 0
-            return
+        """Updates the statistics, and yields new warnings in the order of the reports."""
         for step, norm, count in zip(steps, norms, nonfinite, strict=True):
             yield from self._check(int(step), norm, count)
-
-    def _all_healthy(self, norms: np.ndarray) -> bool:
-        """Whether all reports are certainly healthy, in one vectorized check."""
-        smallest, largest = norms.min(initial=np.inf), norms.max(initial=0)
-        known = self._counts > 0
-        means = np.exp(np.divide(self._log_sums, self._counts, out=np.zeros_like(self._counts), where=known))
-        lowest = min(smallest, means[known].min(initial=np.inf))
-        # Means and medians are at least the minimum, so a norm within the bound of the minimum is within theirs.
-        return bool(smallest > 0 and self.vanishing * largest <= smallest and largest <= self.exploding * lowest)
 
     def _check(self, step: int, norms: np.ndarray, nonfinite: np.ndarray) -> Iterator[str]:
         """Warnings of an update: layers with gradients that are non-finite, explode, vanish or are zero."""
         finite = np.isfinite(norms)
         alive = finite & (norms > 0)
+        means = np.exp(self._log_sums / np.maximum(self._counts, 1))
+        # The lower one; finite values have an infinite norm if their squares overflow.
+        median = np.percentile(norms[alive], 50, method="lower") if alive.any() else np.inf
+        explodes = ~finite | (self._counts > 0) & (norms > self.exploding * means)
         problems = {
             "non-finite": nonfinite > 0,
-            "exploding": self._explodes(norms, finite, alive) & (nonfinite == 0),
+            "exploding": (explodes | alive & (norms > self.exploding * median)) & (nonfinite == 0),
             "vanishing": self._lasts("vanishing", alive & (norms < self.vanishing * norms[alive].max(initial=0))),
             "dead": self._lasts("dead", (norms == 0) & alive.any()),
         }
@@ -176,18 +153,7 @@ class Alarms:
                     layers=names, step=step, exploding=self.exploding, vanishing=self.vanishing
                 )
 
-    def _explodes(self, norms: np.ndarray, finite: np.ndarray, alive: np.ndarray) -> np.ndarray:
-        means = np.exp(self._log_sums / np.maximum(self._counts, 1))
-        rises = (self._counts > 0) & (norms > self.exploding * means)
-        # Finite values have an infinite norm if their squares overflow.
-        return rises | ~finite | (alive & (norms > self.exploding * _lower_median(norms[alive])))
-
     def _lasts(self, kind: str, now: np.ndarray) -> np.ndarray:
         """Counts the reports in a row in which layers have a problem; returns which have had it for long enough."""
         self._consecutive[kind] = np.where(now, self._consecutive[kind] + 1, 0)
         return self._consecutive[kind] >= self.patience
-
-
-def _lower_median(values: np.ndarray) -> float:
-    """The lower median; infinity for an empty array."""
-    return np.sort(values)[(len(values) - 1) // 2] if len(values) else np.inf

@@ -21,18 +21,17 @@ PARTS = {
     "collective": "with other replicas",
     "idle": "idle (untraced Python)",
 }
-_BAR = 24
+_BAR, _MOST_OPERATIONS = 24, 5
 
 
 class WindowFigures(Printable):
-    """A window's summary with its longest operations, at most `most`, for `print` and for a rich console."""
+    """A window's summary with its longest operations, for `print` and for a rich console."""
 
     width = WIDTH
 
-    def __init__(self, summary: ProfileSummary, log_dir: str | Path, most: int = 5):
+    def __init__(self, summary: ProfileSummary, log_dir: str | Path):
         self.summary = summary
-        self.command = tensorboard_command(log_dir)
-        self.most = most
+        self.command = f"tensorboard --logdir {shlex.quote(str(log_dir))}"
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         summary = self.summary
@@ -40,13 +39,16 @@ class WindowFigures(Printable):
         if summary.steps:
             yield _parts_table(summary.steps)
         if summary.operations:
-            yield _operations_table(summary, self.most)
+            yield _operations_table(summary)
         if summary.pipeline:
             times = summary.pipeline
             yield Text(
                 f"Stages wait {times.bubble:.0%} of the time; {times.stages} of equal time would wait {times.ideal:.0%}"
             )
-        yield Text(f"Peak memory: {_peak_memory(summary)}")
+        peaks = {
+            name: "n/a" if peak is None else f"{peak / 2**20:,.0f} MiB" for name, peak in summary.peak_memory.items()
+        }
+        yield Text(f"Peak memory: {', '.join(f'{name} {peak}' for name, peak in peaks.items()) or 'n/a'}")
         if summary.advice:
             yield Text(f"{summary.advice.evidence}: {summary.advice.text}", "bold")
         for note in summary.notes:
@@ -59,11 +61,6 @@ def print_figures(figures: WindowFigures) -> None:
     # Ends the line of Keras's progress bar.
     print()
     show(figures)
-
-
-def tensorboard_command(log_dir: str | Path) -> str:
-    """The command that opens TensorBoard on a log directory, quoted for a shell."""
-    return f"tensorboard --logdir {shlex.quote(str(log_dir))}"
 
 
 def _headline(summary: ProfileSummary) -> str:
@@ -87,28 +84,18 @@ def _parts_table(steps: Sequence[StepTime]) -> Table:
     return table
 
 
-def _operations_table(summary: ProfileSummary, most: int) -> Table:
+def _operations_table(summary: ProfileSummary) -> Table:
     table = Table(box=None, pad_edge=False)
     for header in ("Operation", "Layer"):
         table.add_column(header, overflow="fold")
     for header in ("Count", "ms per step" if summary.steps else "ms", ""):
         table.add_column(header, justify="right")
-    for operation in summary.operations[:most]:
-        kind = VARIANT.sub("", operation.kind)
+    for operation in summary.operations[:_MOST_OPERATIONS]:
         table.add_row(
-            kind,
+            VARIANT.sub("", operation.kind),
             operation.layer or "-",
             str(operation.count),
             f"{summary.per_step(operation):.2f}",
             f"{operation.share:.0%}",
         )
     return table
-
-
-def _peak_memory(summary: ProfileSummary) -> str:
-    """The peak memory of each device, in a line."""
-    peaks = [
-        f"{device} {'n/a' if peak is None else f'{peak / 2**20:,.0f} MiB'}"
-        for device, peak in summary.peak_memory.items()
-    ]
-    return ", ".join(peaks) or "n/a"

@@ -3,6 +3,7 @@
 import csv
 import logging
 import time
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -18,13 +19,14 @@ from keras_paragrad.compat.types import BatchIterator, Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.engine.telemetry.train_functions import TracedGraph, batch_spec, gradient_graph
 from keras_paragrad.flops import flops_of
-from keras_paragrad.profiling.log_files import FailureGuard, Scalars, Table, begin_csv, run_info, write_run_info
+from keras_paragrad.profiling.log_files import LogFiles, begin_csv
 from keras_paragrad.profiling.memory import can_read_host_memory, device_memory, host_memory
-from keras_paragrad.profiling.pace import Clock, Pace, Retraces, StepTimes
+from keras_paragrad.profiling.pace import Clock, Pace, Retraces
 from keras_paragrad.profiling.progress_line import check_show, hide_in_progress_bar
 from keras_paragrad.profiling.session import ProfilerPauses
 
 _log = logging.getLogger("keras_paragrad")
+_LATEST_CALLS = 1000
 _IN_BATCH_LOGS = ("examples_per_second", "step_time_p50_ms", "step_time_p95_ms", "mfu")
 SHOWN = (
     *("examples_per_second", "updates_per_second", "step_time_p50_ms", "step_time_p95_ms", "time_to_first_step_s"),
@@ -131,7 +133,7 @@ class Throughput(keras.callbacks.Callback):
         """Starts counting the epoch's steps."""
         # `_last_end`: when the last call ended, 0 before the epoch's first. `_last_time`: the time of a step in it.
         self._epoch, self._last_end, self._last_time, self._epoch_ended = epoch, 0.0, None, False
-        self._times = StepTimes()
+        self._times = array("d")
         self._pace.begin(time.perf_counter())
         self._pauses = ProfilerPauses.seconds
 
@@ -168,7 +170,7 @@ class Throughput(keras.callbacks.Callback):
         self._epoch_ended = True
         # If the data ended within the last call, it took fewer steps.
         if self._last_time and (self.params.get("steps") is not None or self._per_call == 1):
-            self._times.add(self._last_time)
+            self._times.append(self._last_time)
         self._refresh(self._last_end, of_epoch=True)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
@@ -191,8 +193,10 @@ class Throughput(keras.callbacks.Callback):
         """
         # This runs in every step.
         if self._last_time:
-            self._times.add(self._last_time)
-        steps = self._per_call if self._per_call == 1 else self._steps_of_call()
+            self._times.append(self._last_time)
+        steps, total = self._per_call, self.params.get("steps")
+        if steps > 1 and total is not None:
+            steps = max(1, min(steps, total - self._pace.steps))
         self._pace.steps += steps
         paused, self._pauses = ProfilerPauses.seconds - self._pauses, ProfilerPauses.seconds
         compiled = self._first or self._retraces.traced()
@@ -211,13 +215,9 @@ class Throughput(keras.callbacks.Callback):
             self._after_compiling(iterator, end, steps)
         elif end - self._pace.start > self.interval:
             self._refresh(end, of_epoch=False)
-        if (total := self.params.get("steps")) is not None and self._pace.steps >= total:
+        if total is not None and self._pace.steps >= total:
             # Callbacks before this one may evaluate the model at the end of the epoch.
             self._end_epoch()
-
-    def _steps_of_call(self) -> int:
-        total = self.params.get("steps")
-        return self._per_call if total is None else max(1, min(self._per_call, total - self._pace.steps))
 
     def _after_compiling(self, iterator: BatchIterator, end: float, steps: int) -> None:
         """Logs retraces; after the first call, records its time and the FLOPs of a step, and restarts the clock."""
@@ -251,7 +251,8 @@ class Throughput(keras.callbacks.Callback):
     def _refresh(self, now: float, *, of_epoch: bool) -> None:
         """Updates `figures` and the values for the batches' logs, and writes them to files."""
         rates = self._pace.rates(now, of_epoch=of_epoch)
-        p50, p95 = self._times.percentiles(of_epoch=of_epoch)
+        times = self._times if of_epoch else self._times[-_LATEST_CALLS:]
+        p50, p95 = (np.percentile(times, (50, 95)) * 1e3).round(6).tolist() if times else (None, None)
         # A last, smaller batch counts as what it is.
         has_mfu = self.peak_flops and "flops_per_step" in self._constants and "examples_per_second" in rates
         figures = {
@@ -270,39 +271,25 @@ class Throughput(keras.callbacks.Callback):
             self._files.append(self._pace.update, self._epoch, self.figures)
 
 
-class ThroughputFiles:
-    """Writes `throughput.csv`, `retraces.csv` and scalars into a log directory.
-
-    Args:
-        log_dir: The directory.
-        resume: Whether existing files belong to the same training.
-    """
+class ThroughputFiles(LogFiles):
+    """Writes `throughput.csv`, `retraces.csv` and scalars into a log directory."""
 
     def __init__(self, log_dir: Path, resume: bool):
-        self._guard = FailureGuard(f"Throughput in {log_dir}")
-        self._table: Any = self._guard(lambda: Table(log_dir / "throughput.csv", ("quantity",), resume))
-        self._scalars: Any = self._guard(lambda: Scalars(log_dir, ".throughput"))
-        self._log_dir, self._retraces = log_dir, log_dir / "retraces.csv"
-        self._guard(lambda: begin_csv(self._retraces, ("step", "function", "signature"), resume))
-
-    def describe(self, model: keras.Model) -> None:
-        """Writes `run.json`: the model, as far as it is built, and its setup."""
-        self._guard(lambda: write_run_info(self._log_dir, run_info(model)))
+        super().__init__("Throughput", log_dir / "throughput.csv", ("quantity",), resume)
+        self._retraces = log_dir / "retraces.csv"
+        self._safely(lambda: begin_csv(self._retraces, ("step", "function", "signature"), resume))
 
     def append(self, step: int, epoch: int, figures: Mapping[str, float], *, scalars: bool = True) -> None:
         """Writes figures, by name, to the table, and as scalars."""
         labels, values = [(name,) for name in figures], np.array([list(figures.values())], float)
-        self._guard(lambda: self._table.append([step], [epoch], labels, values))
+        self._safely(lambda: self._table.append([step], [epoch], labels, values))
         if scalars:
             tags = [f"throughput/{name}" for name in figures]
-            self._guard(lambda: self._scalars.append(np.array([step]), tags, values))
+            self._safely(lambda: self._scalars.append(np.array([step]), tags, values))
 
     def append_retraces(self, step: int, traces: Iterable[TracedGraph]) -> None:
         def write() -> None:
             with self._retraces.open("a", newline="", encoding="utf-8") as lines:
                 csv.writer(lines, lineterminator="\n").writerows((step, *trace) for trace in traces)
 
-        self._guard(write)
-
-    def close(self) -> None:
-        self._guard.close(self._table, self._scalars)
+        self._safely(write)

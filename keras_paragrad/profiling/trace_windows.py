@@ -1,137 +1,208 @@
-"""Traces windows, which are ranges of batches: step markers, a window from its start to its summary, and the scheduler.
+"""Windows, which are ranges of batches: the first worker's are traced, and the batches of all workers are timed.
 
 A call is a call of the train function, which runs `steps_per_execution` batches.
 """
 
+import csv
 import json
 import logging
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import keras
 import tensorflow as tf
 
+from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 from keras_paragrad.compat.model import all_layers
+from keras_paragrad.compat.optimizer import find_accumulator, innermost_optimizer
+from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.extras import MissingExtraError
+from keras_paragrad.profiling.log_files import begin_csv
 from keras_paragrad.profiling.memory import PeakMemory
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, TraceWindow
 from keras_paragrad.profiling.session import SUMMARY, ProfilerPauses, Session, remove_oldest
-from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
-from keras_paragrad.profiling.updates import UpdateCount
+from keras_paragrad.profiling.summary import WORKER_FILES, ProfileSummary, RunInfo
 
 _log = logging.getLogger("keras_paragrad")
+
+
+class UpdateCount:
+    """Counts batches into updates: reads the optimizer's position once, then follows its schedule.
+
+    Attributes:
+        update: The update that the next batch belongs to, counted from 0.
+        position: The number of batches of this update that have run.
+        batches_per_update: How many batches the update takes.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer | None):
+        known = isinstance(optimizer, keras.optimizers.Optimizer)
+        self._optimizer: Any = (find_accumulator(optimizer) or innermost_optimizer(optimizer)) if known else None
+        self.update = self.position = 0
+        self.batches_per_update = 1
+        self.read()
+
+    def read(self) -> None:
+        """Reads `update` and `position` from the optimizer, which waits for the device."""
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
+        if isinstance(optimizer, AccumulatingOptimizer):
+            self.update = int(optimizer.iterations.numpy())
+            self.position = int(optimizer.window.position.numpy()) if optimizer.built else 0
+        elif optimizer.gradient_accumulation_steps:
+            self.update, self.position = divmod(self._batches_seen(), optimizer.gradient_accumulation_steps)
+        else:
+            self.update, self.position = self._batches_seen(), 0
+        self.batches_per_update = self._batches_of(self.update)
+
+    def _batches_seen(self) -> int:
+        # An optimizer's first variable counts its calls, even if `iterations` is overridden.
+        return int(self._optimizer.variables[0].numpy()) if self._optimizer is not None else 0
+
+    def _batches_of(self, update: int) -> int:
+        optimizer = self._optimizer
+        if isinstance(optimizer, AccumulatingOptimizer):
+            return optimizer.schedule.at(update)
+        return (optimizer.gradient_accumulation_steps if optimizer is not None else None) or 1
+
+    @property
+    def left(self) -> int:
+        """How many batches the update still needs."""
+        return max(self.batches_per_update - self.position, 1)
+
+    @property
+    def batches(self) -> int | None:
+        """How many batches the optimizer has seen, or `None` if it doesn't count them; waits for the device."""
+        if self._optimizer is None or isinstance(self._optimizer, AccumulatingOptimizer):
+            return None
+        return self._batches_seen()
+
+    def advance(self, batches: int) -> None:
+        """Counts a number of batches that have run, without waiting for the device."""
+        for _ in range(batches):
+            self.position += 1
+            if self.position >= self.batches_per_update:
+                self.update, self.position = self.update + 1, 0
+                self.batches_per_update = self._batches_of(self.update)
 
 
 class StepMarkers:
     """Marks each call from its start to the start of the next, so that the time of other callbacks is included.
 
-    A step marker is a step for TensorBoard. If an update takes several batches, the update is the step, with its
-    batches nested inside. The markers carry all metadata that the analysis needs.
-
-    Args:
-        updates: Counts batches into updates; positioned before the first call.
-        per_call: How many batches a call runs.
-        pulls: Batches taken from iterators per training batch: one for each replica.
+    Each is a step for TensorBoard, and carries all metadata that the analysis needs. Memory is sampled at each.
     """
 
     def __init__(self, updates: UpdateCount, per_call: int, pulls: int):
-        self._updates = updates
-        self._per_call = per_call
-        self._pulls = pulls
-        self._nested = updates.batches_per_update > 1 and per_call == 1
-        self._update: tf.profiler.experimental.Trace | None = None
+        self._updates, self._stats = updates, {"count": per_call, "pulls": pulls}
         self._call: tf.profiler.experimental.Trace | None = None
         self._batch = 0
+        self.memory = PeakMemory()
 
     def open(self, batch: int) -> None:
         """Marks the start of a call after `batch` batches, and the end of the previous one."""
-        self.close(batch, pauses=False)
         updates = self._updates
-        stats = {"batch": batch, "update": updates.update, "pulls": self._pulls}
-        if self._nested:
-            if self._update is None:
-                # Without `_r=1`, TensorBoard shows no steps.
-                self._update = tf.profiler.experimental.Trace("update", step_num=updates.update, _r=1)
-            self._call = tf.profiler.experimental.Trace("batch", **stats)
-        else:
-            # From these, the analysis numbers the updates of a call's batches.
-            stats |= {"count": self._per_call, "left": updates.left, "each": updates.batches_per_update}
-            self._call = tf.profiler.experimental.Trace("train", step_num=batch, _r=1, **stats)
+        if self._call is None:
+            # After a pause: the end of an epoch may have completed an update.
+            updates.read()
+        self.close(batch)
+        # From these, the analysis numbers the updates of a call's batches.
+        of_updates = {"update": updates.update, "left": updates.left, "each": updates.batches_per_update}
+        # Without `_r=1`, TensorBoard shows no steps.
+        self._call = tf.profiler.experimental.Trace(
+            "train", step_num=batch, _r=1, batch=batch, **of_updates, **self._stats
+        )
         self._batch = batch
+        self.memory.sample(batch)
 
-    def close(self, batch: int, *, pauses: bool = True) -> None:
-        """Marks the end of the last call, if open, and of its update, if complete or if training pauses.
+    def close(self, batch: int) -> None:
+        """Marks the end of the last call, if open.
 
         If `batch`, the number of batches that have run, is as before the call, the data had ended: no `ran` is set.
         """
-        update = self._updates.update
         if self._call is not None:
             if batch > self._batch:
                 self._call.set_metadata(ran=1)
                 self._updates.advance(batch - self._batch)
             self._call.__exit__(None, None, None)
             self._call = None
-        if self._update is not None and (pauses or self._updates.update != update):
-            self._update.__exit__(None, None, None)
-            self._update = None
-
-    def read(self) -> None:
-        """Rereads the optimizer's position: the end of an epoch may have completed an update."""
-        self._updates.read()
 
 
 class WindowTracer:
-    """Traces windows of a model's training, and keeps the newest `keep` on disk.
+    """Traces windows of a model's training, by schedule if there is one, and on demand; keeps the newest `keep`.
 
     Attributes:
         window: The open window, from its warm-up to its end, or `None`.
+        requested: Whether a window has been requested.
         traced: How many windows have been written.
     """
 
-    def __init__(self, model: keras.Model, log_dir: Path, run: RunInfo, keep: int):
+    def __init__(self, model: keras.Model, log_dir: Path, schedule: ProfileSchedule | None, run: RunInfo, keep: int):
         self.window: TraceWindow | None = None
+        self.requested = False
         self.traced = 0
-        # Why traces could not be read; each reason is logged once.
-        self._logged_reasons: set[str] = set()
+        self._schedule, self._index = schedule, 0
+        # Why traces could not be read, each of which is logged once.
+        self._logged_problems: set[str] = set()
         self._model = model
         self._log_dir = log_dir
         self._run = run
         self._keep = keep
         self._session: Session | None = None
         self._markers: StepMarkers | None = None
-        self._memory: PeakMemory | None = None
         self._layers = {layer.name: type(layer).__name__ for layer in all_layers(model)}
         self._pulls = replica_placement(model.distribute_strategy).local
 
-    def next_due(self) -> int:
-        """The batch count at which the open window needs its next `advance`; 0 if it needs one before every call."""
-        if self.window is None or self._markers is not None:
-            return 0
-        return self.window.begin
+    @property
+    def is_recording(self) -> bool:
+        """Whether a window is open, and its warm-up is over."""
+        return self._markers is not None
 
-    def advance(self, batch: int) -> bool:
-        """Advances the open window before a call, after `batch` batches; returns whether it stays open."""
-        if self.window is None:
-            return False
-        if self._markers is not None and batch >= self.window.end:
-            return False
-        if self._markers is None and batch >= self.window.begin:
+    def next_due(self, batch: int) -> float:
+        """The batch count at which `advance` has to be called next, once `batch` batches have run."""
+        if self.window is not None:
+            return 0 if self._markers is not None else self.window.begin
+        window = self._scheduled()
+        while window is not None and window.end <= batch:
+            # Another window or an evaluation overlapped it.
+            self._index += 1
+            window = self._scheduled()
+        return math.inf if window is None else window.warmup
+
+    def advance(self, batch: int) -> ProfileSummary | None:
+        """Opens, continues or closes a window before a call, if due; returns the summary of a closed one."""
+        closed = None
+        if self._markers is not None and self.window is not None and batch >= self.window.end:
+            closed = self.close(batch)
+        if self.window is None and (window := self._due(batch)):
+            self._open(window, batch)
+        if self._markers is None and self.window is not None and batch >= self.window.begin:
             self._begin(batch)
-        if self._markers is not None and self._memory is not None:
+        if self._markers is not None:
             self._markers.open(batch)
-            self._memory.sample(batch)
-        return True
+        return closed
+
+    def _due(self, batch: int) -> TraceWindow | None:
+        """The window to open now: a requested one, or the schedule's."""
+        if self.requested:
+            self.requested = False
+            return (self._schedule or DEFAULT).window_at(batch)
+        window = self._scheduled()
+        if window is None or not window.warmup <= batch < window.end:
+            return None
+        self._index += 1
+        return window
+
+    def _scheduled(self) -> TraceWindow | None:
+        return self._schedule.window(self._index) if self._schedule else None
 
     @ProfilerPauses.timed()
-    def open(self, window: TraceWindow, batch: int) -> None:
-        """Opens a window after `batch` batches, starting with the profiler's warm-up.
-
-        Raises:
-            RuntimeError: Another profiler is running.
-            OSError: The log directory can't be written to.
-        """
+    def _open(self, window: TraceWindow, batch: int) -> None:
+        """Opens a window after `batch` batches, starting with the profiler's warm-up."""
         # A call of several batches may have run past its start.
         delay = max(batch - window.begin, 0)
         self.window = TraceWindow(window.warmup, window.begin + delay, window.end + delay)
@@ -141,24 +212,19 @@ class WindowTracer:
     @ProfilerPauses.timed()
     def _begin(self, batch: int) -> None:
         """Starts recording. With one batch per call, a window has whole updates, and is postponed if one has begun."""
-        window = self.window
-        assert window is not None
+        assert self.window is not None
         updates = UpdateCount(self._model.optimizer)
         per_call = self._model.steps_per_execution
-        if per_call == 1 and updates.position:
-            self.window = TraceWindow(
-                window.warmup, batch + updates.left, batch + updates.left + window.end - window.begin
-            )
-            return
         if per_call == 1:
-            length = window.end - window.begin
-            batches = updates.batches_per_update
-            self.window = TraceWindow(window.warmup, batch, batch + -(-length // batches) * batches)
+            length, each = self.window.end - self.window.begin, updates.batches_per_update
+            begin = batch + updates.left if updates.position else batch
+            self.window = TraceWindow(self.window.warmup, begin, begin + -(-length // each) * each)
+            if begin > batch:
+                return
         # What the warm-up traced isn't kept.
         if self._session is not None:
             self._session.discard()
         self._session = Session(self._log_dir)
-        self._memory = PeakMemory()
         self._markers = StepMarkers(updates, per_call, self._pulls)
 
     def pause(self, batch: int) -> None:
@@ -166,31 +232,21 @@ class WindowTracer:
         if self._markers is not None:
             self._markers.close(batch)
 
-    def resume(self) -> None:
-        """Resumes after a pause: the end of an epoch may have applied an incomplete update."""
-        if self._markers is not None:
-            self._markers.read()
-
     @ProfilerPauses.timed()
     def close(self, batch: int) -> ProfileSummary | None:
-        """Closes the window after `batch` batches, and writes and returns its summary; `None` if it had not begun.
-
-        Raises:
-            OSError: The trace can't be written.
-        """
+        """Closes the window after `batch` batches, and writes and returns its summary; `None` if it had not begun."""
         self.pause(batch)
-        session, memory = self._session, self._memory
-        recording = self._markers is not None
-        self._session = self._markers = self._memory = self.window = None
-        if session is None or memory is None or not recording:
+        session, markers = self._session, self._markers
+        self._session = self._markers = self.window = None
+        if session is None or markers is None:
             if session is not None:
                 session.discard()
             return None
         folder = session.finish()
         self.traced += 1
-        summary = self._read(folder, memory.peaks())
+        summary = self._read(folder, markers.memory.peaks())
         trace = folder.relative_to(self._log_dir).as_posix()
-        summary = replace(summary, trace=trace, memory=summary.memory or memory.samples())
+        summary = replace(summary, trace=trace, memory=summary.memory or markers.memory.samples())
         try:
             (folder / SUMMARY).write_text(json.dumps(summary.to_dict()), "utf-8")
             remove_oldest(self._log_dir, self._keep)
@@ -207,16 +263,14 @@ class WindowTracer:
 
             return summarize(folder, run=self._run, layers=self._layers, peak_memory=peaks)
         # The trace itself is on disk for TensorBoard.
-        except MissingExtraError as error:
-            reason, note = str(error), f"The trace is in {folder}, but was not read. {error}"
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            note = (
-                f"The trace is in {folder}, but could not be read ({type(error).__name__}: {error}). "
-                "Run pip install -U 'keras_paragrad[profile]'."
-            )
-        if reason not in self._logged_reasons:
-            self._logged_reasons.add(reason)
+            found, fix = f"{type(error).__name__}: {error}", "pip install -U 'keras_paragrad[profile]'"
+            problem = f"could not be read ({found}). Run {fix}."
+            if isinstance(error, MissingExtraError):
+                problem = f"was not read. {error}"
+        note = f"The trace is in {folder}, but {problem}"
+        if problem not in self._logged_problems:
+            self._logged_problems.add(problem)
             _log.warning("%s", note)
         return ProfileSummary(run=self._run, peak_memory=peaks, notes=(note,))
 
@@ -224,57 +278,73 @@ class WindowTracer:
     def abandon(self) -> None:
         """Ends the open window and discards its trace."""
         session = self._session
-        self._session = self._markers = self._memory = self.window = None
+        self._session = self._markers = self.window = None
         if session is not None:
             session.discard()
 
 
-class WindowScheduler:
-    """Opens and closes trace windows, by schedule if there is one, and on demand.
+class WorkerSteps:
+    """Times this worker's batches, in every window of the schedule, into a separate file."""
 
-    Attributes:
-        requested: Whether a window has been requested.
-    """
-
-    def __init__(self, schedule: ProfileSchedule | None, tracer: WindowTracer):
-        self.schedule = schedule
-        self.tracer = tracer
-        self.requested = False
+    def __init__(self, model: keras.Model, log_dir: Path, schedule: ProfileSchedule):
+        strategy = model.distribute_strategy
+        clock = WaitClock.of(strategy)
+        if clock is None:
+            clock = WaitClock.attach(strategy)
+            # A step that was traced before has no clock.
+            model.make_train_function(force=True)
+        self._clock, self._schedule = clock, schedule
         self._index = 0
+        # Of a call of the train function that has begun: how many batches had run, and when.
+        self._call: tuple[int, float] | None = None
+        self._rows: list[tuple[int, int, float, float]] = []
+        self._path = log_dir / WORKER_FILES.replace("*", str(replica_placement(strategy).worker))
+        log_dir.mkdir(parents=True, exist_ok=True)
+        begin_csv(self._path, ("window", "batch", "milliseconds", "waiting"), resume=False)
 
     def next_due(self, batch: int) -> float:
-        """The batch count at which `advance` has to be called next, once `batch` batches have run."""
-        if self.tracer.window is not None:
-            return self.tracer.next_due()
-        window = self._scheduled()
-        while window is not None and window.end <= batch:
-            # Another window or an evaluation overlapped it.
+        """The batch count at which `advance` has to be called next; 0, which is past, within a window."""
+        if self._call is not None:
+            return 0
+        window = self._schedule.window(self._index)
+        return window.begin if window else float("inf")
+
+    def advance(self, batch: int) -> None:
+        """Before a call, after `batch` batches: times the previous call, and begins to time this one if one is due."""
+        was_timing = self._call is not None
+        self.pause(batch)
+        window = self._schedule.window(self._index)
+        if window is not None and batch >= window.end:
             self._index += 1
-            window = self._scheduled()
-        return math.inf if window is None else window.warmup
+            self._clock.switch(on=False)
+            self._write()
+            window = self._schedule.window(self._index)
+        if window is None or batch < window.begin:
+            return
+        if not was_timing:
+            self._clock.switch(on=True)
+        self._call = batch, time.perf_counter()
 
-    def advance(self, batch: int) -> ProfileSummary | None:
-        """Opens or closes a window before a call, if due; returns the summary of a closed one."""
-        closed = None
-        if self.tracer.window is not None and not self.tracer.advance(batch):
-            closed = self.tracer.close(batch)
-        if self.tracer.window is None:
-            window = self._due(batch)
-            if window is not None:
-                self.tracer.open(window, batch)
-                self.tracer.advance(batch)
-        return closed
+    def pause(self, batch: int) -> None:
+        """Times the last call, after which `batch` batches have run, as the next one begins or training pauses."""
+        if self._call is None:
+            return
+        first, begin = self._call
+        milliseconds, waiting = 1e3 * (time.perf_counter() - begin), 1e3 * self._clock.read()
+        for each in range(first, batch):
+            self._rows.append((self._index, each, milliseconds / (batch - first), waiting / (batch - first)))
+        self._call = None
 
-    def _due(self, batch: int) -> TraceWindow | None:
-        """The window to open now: a requested one, or the schedule's."""
-        if self.requested:
-            self.requested = False
-            return (self.schedule or DEFAULT).window_at(batch)
-        window = self._scheduled()
-        if window is None or not window.warmup <= batch < window.end:
-            return None
-        self._index += 1
-        return window
+    def close(self, batch: int) -> None:
+        """Writes the times, as training ends."""
+        self.pause(batch)
+        self._clock.switch(on=False)
+        self._write()
 
-    def _scheduled(self) -> TraceWindow | None:
-        return self.schedule.window(self._index) if self.schedule else None
+    def _write(self) -> None:
+        with self._path.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file, lineterminator="\n").writerows(
+                (window, batch, f"{milliseconds:.6g}", f"{waiting:.6g}")
+                for window, batch, milliseconds, waiting in self._rows
+            )
+        self._rows = []

@@ -1,11 +1,10 @@
 """`Profiler`: traces windows of a training run and summarizes them."""
 
+import functools
 import logging
 import math
-import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import keras
 
@@ -15,8 +14,6 @@ from keras_paragrad.arguments import (
     check_instance,
     check_integer,
     check_path,
-    check_text,
-    refusal,
 )
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.types import Logs
@@ -25,9 +22,7 @@ from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, RequestS
 from keras_paragrad.profiling.session import ProfilerPauses, Session, warn_of_missing
 from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.terminal import WindowFigures, print_figures
-from keras_paragrad.profiling.trace_windows import WindowScheduler, WindowTracer
-from keras_paragrad.profiling.updates import BatchesOfEpoch
-from keras_paragrad.profiling.worker_steps import WorkerSteps
+from keras_paragrad.profiling.trace_windows import UpdateCount, WindowTracer, WorkerSteps
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -47,7 +42,8 @@ class Profiler(keras.callbacks.Callback):
     is traced, and the batches of all are timed) and data of unknown length. A profiling failure is logged in one
     line, and training continues. Between windows, the overhead per batch is one comparison and one addition.
 
-    Request a window of a running training with `kill -USR1 PID`, or `trace_now()` from a callback.
+    Request a window of a running training with `kill -USR1 PID`, unless SIGUSR1 has a handler, or `trace_now()` from a
+    callback.
 
     Args:
         log_dir: Where traces go: TensorBoard's log directory.
@@ -55,9 +51,7 @@ class Profiler(keras.callbacks.Callback):
         summary: Whether to print a summary when a window closes: step time and its breakdown, the longest operations,
             memory, one recommendation, and the command that opens TensorBoard.
         report: `"html"` to write a self-contained report at the end of `fit`, or `None`.
-        on_signal: The signal that requests a window, or `None`. A signal that already has a handler is left alone.
         keep: How many windows to keep on disk; the oldest are removed.
-        operations: How many operations to print.
 
     Raises:
         ValueError: An argument is invalid. The message says what to write.
@@ -87,11 +81,9 @@ class Profiler(keras.callbacks.Callback):
         *,
         summary: bool = True,
         report: str | bool | None = "html",
-        on_signal: str | None = "SIGUSR1",
         keep: int = 5,
-        operations: int = 5,
     ):
-        check_internals("models", "traces")
+        check_internals("models")
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir, directory=True, example="logs")
         example = "ProfileSchedule(skip_first=10, active=20)"
@@ -100,15 +92,14 @@ class Profiler(keras.callbacks.Callback):
         )
         self.summary = check_flag("summary", summary)
         self.report = check_choice("report", report, ("html", None, False)) or None
-        self.on_signal = _check_signal(on_signal)
         self.keep = check_integer("keep", keep, example=5)
-        self.operations = check_integer("operations", operations, least=0, example=5)
         self.summaries: list[ProfileSummary] = []
-        warn_of_missing(self.log_dir, report=bool(self.report))
-        self._request_signal = RequestSignal(on_signal, self.trace_now)
-        self._scheduler: WindowScheduler | None = None
-        self._worker_steps: WorkerSteps | None = None
-        self._epoch: BatchesOfEpoch | None = None
+        warn_of_missing()
+        self._tracer: WindowTracer | None = None
+        # What follows the batches.
+        self._followers: list[WindowTracer | WorkerSteps] = []
+        # As the epoch began: how many batches had run, and how many the optimizer had seen.
+        self._epoch: tuple[int, int | None] | None = None
         self._warned: set[str] = set()
         # The batch count from which `_advance` is due.
         self._next: float = math.inf
@@ -121,8 +112,8 @@ class Profiler(keras.callbacks.Callback):
         """Requests a window that begins with the next batch; may be called from any thread while `fit` runs."""
         if not self._is_first_worker:
             _log.warning("%s", FIRST_WORKER_ALONE)
-        elif self._scheduler is not None:
-            self._scheduler.requested = True
+        elif self._tracer is not None:
+            self._tracer.requested = True
             self._next = 0
 
     def on_train_batch_begin(self, batch: int, logs: Logs | None = None) -> None:
@@ -152,89 +143,84 @@ class Profiler(keras.callbacks.Callback):
         self._safely(self._pause)
 
     def on_test_begin(self, logs: Logs | None = None) -> None:
-        """Closes the last step marker, which validation must not lengthen."""
+        """Closes an open window, as validation is no part of one."""
         self._safely(self._pause)
+        if self._tracer is not None and self._tracer.is_recording:
+            self._safely(self._close)
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Closes an open window, logs if none was traced, and writes the report."""
-        self._safely(self._request_signal.stop, "The signal handler was not restored")
-        self._safely(self._end_worker_steps, _NOT_TIMED)
+        self._safely(RequestSignal.stop, "The signal handler was not restored")
+        for follower in self._followers:
+            if isinstance(follower, WorkerSteps):
+                self._safely(functools.partial(follower.close, self._batches), _NOT_TIMED)
         self._safely(self._end)
-        self._scheduler = None
-        self._next = math.inf
+        self._tracer, self._followers, self._epoch, self._next = None, [], None, math.inf
 
     def _begin(self) -> None:
         """Prepares windows on the first worker, timing of batches if there are several, and the signal's handler."""
         Session.end_running()
         run = run_info(self.model)
         self._is_first_worker = run.worker == 0
+        self._tracer, self._followers = None, []
+        if (schedule := self.schedule) and run.workers > 1:
+            self._safely(lambda: self._followers.append(WorkerSteps(self.model, self.log_dir, schedule)), _NOT_TIMED)
         if self._is_first_worker:
-            self._scheduler = WindowScheduler(self.schedule, WindowTracer(self.model, self.log_dir, run, self.keep))
-            self._next = self._scheduler.next_due(0)
-        self._worker_steps = None
-        if self.schedule and run.workers > 1:
-            self._safely(self._begin_worker_steps, _NOT_TIMED)
+            self._tracer = WindowTracer(self.model, self.log_dir, self.schedule, run, self.keep)
+            self._followers.append(self._tracer)
+        self._update_next()
         # On other workers too: without a handler, the signal would kill the training.
-        self._request_signal.listen()
+        RequestSignal.listen(self.trace_now)
         if self._is_first_worker:
             self._safely(lambda: write_run_info(self.log_dir, run), "The run's description was not written")
 
-    def _begin_worker_steps(self) -> None:
-        assert self.schedule is not None
-        self._worker_steps = WorkerSteps(self.model, self.log_dir, self.schedule)
-        self._update_next()
-
-    def _end_worker_steps(self) -> None:
-        if self._worker_steps is not None:
-            self._worker_steps.close(self._batches)
-        self._worker_steps = None
-
     def _advance(self) -> None:
         """Before a call: times the previous one, and opens, continues or closes a window."""
-        if self._worker_steps is not None:
-            self._worker_steps.advance(self._batches)
-        closed = self._scheduler.advance(self._batches) if self._scheduler is not None else None
+        closed = [follower.advance(self._batches) for follower in self._followers]
         self._update_next()
-        self._add(closed)
+        for summary in closed:
+            self._add(summary)
 
     def _update_next(self) -> None:
         """Looks up the batch at which something is due next."""
-        self._next = self._worker_steps.next_due(self._batches) if self._worker_steps is not None else math.inf
-        if self._scheduler is not None:
-            self._next = min(self._next, self._scheduler.next_due(self._batches))
-            # A signal, which can arrive between any two lines, may have requested one meanwhile.
-            if self._scheduler.requested:
-                self._next = 0
+        self._next = min((follower.next_due(self._batches) for follower in self._followers), default=math.inf)
+        # A signal, which can arrive between any two lines, may have requested a window meanwhile.
+        if self._tracer is not None and self._tracer.requested:
+            self._next = 0
 
     def _pause(self) -> None:
         """Ends the last call: corrects the number of batches it ran, and closes its marker and its timing."""
-        if self._scheduler is None and self._worker_steps is None:
-            return
         if self._epoch is not None:
-            self._batches = self._epoch.correct(self._batches)
-        if self._scheduler is not None:
-            self._scheduler.tracer.pause(self._batches)
-        if self._worker_steps is not None:
-            self._worker_steps.pause(self._batches)
+            # The last call of an epoch may have got fewer batches than it asked for.
+            (begin, before), seen, ran = self._epoch, self._seen_batches(), self.params.get("steps")
+            ran = ran if seen is None or before is None else seen - before
+            self._batches = self._batches if ran is None else min(self._batches, begin + ran)
+        for follower in self._followers:
+            follower.pause(self._batches)
 
     def _resume(self) -> None:
-        if self._scheduler is None and self._worker_steps is None:
-            return
-        self._epoch = BatchesOfEpoch(self.model.optimizer, self._per_call, self.params.get("steps"), self._batches)
-        if self._scheduler is not None:
-            self._scheduler.tracer.resume()
+        self._epoch = self._batches, self._seen_batches()
+
+    def _seen_batches(self) -> int | None:
+        """How many batches the optimizer has seen, if that is needed to count those of an epoch."""
+        is_needed = self._per_call > 1 and not self.params.get("steps")
+        return UpdateCount(self.model.optimizer).batches if is_needed else None
 
     def _end(self) -> None:
         """Closes the open window, and writes the report, or warns that there was no window."""
-        if self._scheduler is None:
+        if self._tracer is None:
             return
-        tracer = self._scheduler.tracer
-        if tracer.window is not None:
-            self._add(tracer.close(self._batches))
-        if not tracer.traced:
+        self._close()
+        if not self._tracer.traced:
             self._warn_of_no_window()
         elif self.report:
             self._safely(lambda: _write_report(self.log_dir), "The report was not written")
+
+    def _close(self) -> None:
+        """Closes the open window."""
+        if self._tracer is not None and self._tracer.window is not None:
+            self._add(self._tracer.close(self._batches))
+            self._update_next()
 
     def _add(self, closed: ProfileSummary | None) -> None:
         """Keeps and prints the summary of a window, if one has been closed."""
@@ -242,7 +228,7 @@ class Profiler(keras.callbacks.Callback):
             return
         self.summaries.append(closed)
         if self.summary:
-            figures = WindowFigures(closed, self.log_dir, self.operations)
+            figures = WindowFigures(closed, self.log_dir)
             with ProfilerPauses.timed():
                 self._safely(lambda: print_figures(figures), "A window's summary was not printed")
 
@@ -279,10 +265,10 @@ class Profiler(keras.callbacks.Callback):
 
     def _abandon(self) -> None:
         """Stops tracing the open window, if there is one, and discards it; later windows are still traced."""
-        if self._scheduler is None:
+        if self._tracer is None:
             return
         try:
-            self._scheduler.tracer.abandon()
+            self._tracer.abandon()
         except Exception as error:
             self._warn_once(_NOT_TRACED, error)
         self._update_next()
@@ -292,12 +278,3 @@ def _write_report(log_dir: Path) -> None:
     from keras_paragrad.profiling.report import write_report
 
     _log.info("The report is in %s", write_report(log_dir))
-
-
-def _check_signal(name: Any) -> str | None:
-    """Checks that a signal can be handled; the default is accepted on every platform."""
-    name = check_text("on_signal", name, example="SIGUSR2", optional=True)
-    known = name in signal.Signals.__members__ and name not in ("SIGKILL", "SIGSTOP")
-    if not known and name not in ("SIGUSR1", None):
-        raise refusal("on_signal", name, "the name of a signal that can be handled, or None", "'SIGUSR2'")
-    return name

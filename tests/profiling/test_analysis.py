@@ -13,7 +13,7 @@ from keras_paragrad.distribution.hardware import describe
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
 from keras_paragrad.profiling.analysis import advice, summarize
-from keras_paragrad.profiling.analysis.advice import Finding, advise, recommendation
+from keras_paragrad.profiling.analysis.advice import Evidence, Finding, advise, recommendation
 from keras_paragrad.profiling.analysis.events import (
     Compiled,
     Coverage,
@@ -24,7 +24,6 @@ from keras_paragrad.profiling.analysis.events import (
     TracedCall,
     Work,
 )
-from keras_paragrad.profiling.analysis.evidence import Evidence
 from keras_paragrad.profiling.analysis.operations import (
     LayerNames,
     Operation,

@@ -10,8 +10,8 @@ from trainings import profiled
 
 from keras_paragrad import recompute
 from keras_paragrad.profiling.analysis import summarize
-from keras_paragrad.profiling.analysis.communication import communication
 from keras_paragrad.profiling.analysis.events import Marker, Trace
+from keras_paragrad.profiling.analysis.steps import communication
 from keras_paragrad.profiling.schedule import ProfileSchedule
 from keras_paragrad.profiling.summary import Communication, KindTime, RunInfo
 from keras_paragrad.profiling.tracer import Profiler

@@ -24,8 +24,8 @@ def fitted(capsys, callbacks, **options):
     ("columns", "show", "shown"),
     [
         (60, "auto", ()),
-        (80, "auto", ("mfu",)),
-        (90, "auto", ("gradient_norm",)),
+        (90, "auto", ("mfu",)),
+        (100, "auto", ("gradient_norm",)),
         (200, "auto", ("examples_per_second", "gradient_norm", "mfu")),
         (80, ("update_ratio", "retraces"), ("retraces", "update_ratio")),
     ],

@@ -45,10 +45,6 @@ def test_no_line_is_wider_than_it_may_be():
     assert max(map(len, str(WindowFigures(SUMMARY, "logs")).splitlines())) <= WIDTH
 
 
-def test_as_many_operations_as_are_asked_for():
-    assert "Mul        -" not in str(WindowFigures(SUMMARY, "logs", most=1))
-
-
 def test_without_steps_it_says_so():
     text = str(WindowFigures(ProfileSummary(notes=("There are no step markers.",)), "logs"))
     assert text.startswith("Profile without steps\nPeak memory: n/a\nThere are no step markers.")

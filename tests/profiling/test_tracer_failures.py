@@ -3,9 +3,7 @@
 import builtins
 import importlib.util
 import logging
-import shutil
 import signal
-import sys
 from pathlib import Path
 
 import keras
@@ -123,7 +121,7 @@ def test_another_profiler_after_a_fit_that_broke_off(tmp_path):
     assert len(callback.summaries[0].steps) == 4
 
 
-@pytest.mark.parametrize("missing", ["xprof", "tensorboard", "jinja2"])
+@pytest.mark.parametrize("missing", ["xprof", "tensorboard"])
 def test_a_missing_package_is_said_at_construction(tmp_path, caplog, monkeypatch, missing):
     there = importlib.util.find_spec
     monkeypatch.setattr(
@@ -134,12 +132,12 @@ def test_a_missing_package_is_said_at_construction(tmp_path, caplog, monkeypatch
 
 
 @pytest.mark.long
-def test_a_report_that_fails_is_no_window_that_was_not_traced(tmp_path, caplog, monkeypatch):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
+def test_a_report_that_fails_is_no_window_that_was_not_traced(tmp_path, caplog):
+    (tmp_path / "report.html").write_text("of another program")
     callback = profiler(tmp_path, report="html")
     caplog.clear()
     trained(callback)
-    assert_one_line(caplog, "The report was not written: ", "needs jinja2", "pip install 'keras_paragrad[profile]'")
+    assert_one_line(caplog, "The report was not written: ", "was not replaced. Write to another file")
     assert len(callback.summaries) == 1
 
 
@@ -180,12 +178,6 @@ def test_without_xprof_there_is_a_trace_all_the_same(tmp_path, caplog, monkeypat
     assert_one_line(caplog, "No module named 'xprof.", "pip install")
     assert callback.summaries[0].steps == () and callback.summaries[0].notes
     assert len(list(tmp_path.rglob("*.xplane.pb"))) == 1
-
-
-def test_a_nearly_full_disk_is_said_at_construction(tmp_path, caplog, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("Usage", (), {"free": 5 * 2**20}))
-    profiler(tmp_path / "not" / "there")
-    assert_one_line(caplog, "has 5 MiB left", "Free some space, or give Profiler another log_dir")
 
 
 def test_a_log_directory_that_cannot_be(tmp_path, caplog):

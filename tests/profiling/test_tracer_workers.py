@@ -7,8 +7,8 @@ import pytest
 from runner.own_process import on_workers
 from trainings.profiled import profiled_by_worker
 
+from keras_paragrad.profiling.report.lanes import workers_blocks
 from keras_paragrad.profiling.report.runs import read_workers
-from keras_paragrad.profiling.report.workers_view import workers_view
 from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.tracer import FIRST_WORKER_ALONE
 
@@ -38,7 +38,7 @@ def check_workers(log_dir, summaries, per_call):
     if per_call == 1:
         collectives = np.median([step.collective for step in summaries[-1].steps])
         assert np.median(first.waiting) == pytest.approx(collectives, rel=0.5)
-    assert workers_view((first, second)).verdict.startswith("Worker 1")
+    assert workers_blocks((first, second))[0]["text"][0].startswith("Worker 1")
 
 
 def test_the_first_worker_is_traced(tmp_path):

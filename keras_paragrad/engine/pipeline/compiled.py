@@ -1,4 +1,4 @@
-"""Compiles a stage of a pipeline with XLA, and reads the programs' names from a trace.
+"""Compiles a stage of a pipeline with XLA.
 
 A stage runs a *part* of a Functional model: consecutive operations. Tensors are passed by their index among the part's
 inputs, or among its outputs.
@@ -6,7 +6,6 @@ inputs, or among its outputs.
 
 import contextlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -21,7 +20,6 @@ from keras_paragrad.compat.layers import (
     with_mask,
 )
 from keras_paragrad.compat.model import added_losses_of
-from keras_paragrad.compat.private import XSpace
 from keras_paragrad.engine.step.segments import OperationFn, Part, Tensors
 
 _COMPILED = "_keras_paragrad_compiled_parts"
@@ -38,7 +36,6 @@ class _Trace(NamedTuple):
 class CompiledPart:
     """Runs a part of a Functional model as a function that XLA compiles, once for all calls in a graph.
 
-    Profiles tell stages apart by the function's name, which XLA gives to its program.
     `run` maps the values of the part's inputs, by index, to the values of its outputs; its argument `operation_fn` maps
     each operation to what is called in its place.
     """
@@ -116,11 +113,3 @@ class CompiledPart:
                 "store a loop's activations for its backward pass. Write DistributedFit(Pipeline(...), jit=False), or "
                 "give a recurrent layer unroll=True."
             )
-
-
-def program_names(file: Path) -> dict[str, str]:
-    """The names of XLA's programs in an `.xplane.pb`, by number; they contain the compiled functions' names."""
-    # xprof's reader reads only events.
-    planes = XSpace.FromString(file.read_bytes()).planes
-    metadata = [event for plane in planes if plane.name == "/host:metadata" for event in plane.event_metadata.values()]
-    return {str(event.id): event.name for event in metadata}

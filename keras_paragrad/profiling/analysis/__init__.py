@@ -1,25 +1,24 @@
 """`summarize`: reads a trace, and computes where the time of each step went."""
 
-import tempfile
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from keras_paragrad.compat.trace_files import write_events_within
-from keras_paragrad.profiling.analysis.advice import advise
-from keras_paragrad.profiling.analysis.communication import communication
-from keras_paragrad.profiling.analysis.events import Trace
-from keras_paragrad.profiling.analysis.evidence import Evidence
-from keras_paragrad.profiling.analysis.layers import kind_times, layer_times
-from keras_paragrad.profiling.analysis.memory import memory_use
+import numpy as np
+
+from keras_paragrad.profiling.analysis.advice import Evidence, advise
+from keras_paragrad.profiling.analysis.events import NANOSECONDS, Trace
 from keras_paragrad.profiling.analysis.operations import (
     Operation,
     compiled_operations,
+    kind_times,
+    layer_times,
     longest_operations,
     xprof_operations,
+    xprof_tool,
 )
-from keras_paragrad.profiling.analysis.steps import begin_of, pipeline_time, step_times, training_spans
+from keras_paragrad.profiling.analysis.steps import communication, pipeline_time, step_times
 from keras_paragrad.profiling.analysis.trace import read_trace, trace_files
-from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
+from keras_paragrad.profiling.summary import MemoryUse, ProfileSummary, RunInfo, StepTime
 
 _UNKNOWN = RunInfo()
 
@@ -46,30 +45,13 @@ def summarize(
     folder = Path(trace)
     file = trace_files(folder)[0]
     events = read_trace(file)
-    if (spans := training_spans(events)) is None:
-        return _summarize(folder, file, events, run, layers, peak_memory)
-    with tempfile.TemporaryDirectory() as copies:
-        # xprof's tables are of whole files, so it gets one without the events between training steps.
-        copy = Path(copies, file.name)
-        write_events_within(file, copy, spans)
-        return _summarize(folder, copy, read_trace(copy), run, layers, peak_memory)
-
-
-def _summarize(
-    folder: Path,
-    file: Path,
-    events: Trace,
-    run: RunInfo,
-    layers: Collection[str],
-    peak_memory: Mapping[str, int | None] | None,
-) -> ProfileSummary:
-    """Summarizes the events of a file, a trace in `folder` or a copy of one without pauses of training."""
     steps = step_times(events)
     operations = [*xprof_operations(file, events.runs), *compiled_operations(events.compiled)]
     longest = longest_operations(operations, layers)
     by_layer, collectives = layer_times(operations, layers, run.optimizer), communication(events)
-    # A stage's operations on the host don't show what its GPU does.
-    pipeline = None if events.has_device else pipeline_time(events.stages, steps, begin_of(events))
+    # A stage's operations on the host don't show what its GPU does, nor what XLA compiled.
+    hidden = events.has_device or events.compiled
+    pipeline = None if hidden else pipeline_time(events.stages, steps, events.begin)
     return ProfileSummary(
         run=run,
         steps=steps,
@@ -77,7 +59,7 @@ def _summarize(
         layers=by_layer,
         kinds=kind_times(operations),
         communication=collectives,
-        memory=memory_use(file, steps, begin_of(events)),
+        memory=_memory_use(file, steps, events.begin),
         peak_memory=dict(peak_memory or {}),
         advice=advise(Evidence(steps, longest, run, events, operations, by_layer, collectives, pipeline)),
         # From `plugins` on, as in a log directory.
@@ -96,10 +78,37 @@ def _notes(events: Trace, steps: int, operations: list[Operation]) -> list[str]:
         notes.append("TensorBoard shows no steps where a call runs several batches; these are from the trace itself.")
     if not events.has_device:
         notes.append("There is no GPU or TPU in this trace: compute ran on the host's CPUs.")
-    elif events.stages:
-        notes.append("The stages of a pipeline are shown on CPUs only: they were never measured on other devices.")
+    if events.stages and (events.has_device or events.compiled):
+        notes.append("The stages of a pipeline are shown on CPUs only, and where XLA doesn't compile them.")
     if events.compiled:
         notes.append("Operations compiled by XLA have no layer: the trace doesn't record it.")
     if not operations:
         notes.append("This trace has no operations.")
     return notes
+
+
+def _memory_use(file: Path, steps: Sequence[StepTime], origin: float) -> tuple[MemoryUse, ...]:
+    """The memory of each allocator by xprof's `memory_profile`, which keeps the largest of a thousand values.
+
+    TensorFlow's allocators for GPUs, and for the large tensors of CPUs with oneDNN, record what they hold.
+    """
+    profile = xprof_tool(file, "memory_profile") if steps else None
+    found = []
+    for name, memory in (profile or {}).get("memoryProfilePerAllocator", {}).items():
+        snapshots = memory.get("sampledTimelineSnapshots", [])
+        times = np.array([float(one["timeOffsetPs"]) / 1e3 for one in snapshots])
+        held = np.array([float(one["aggregationStats"]["heapAllocatedBytes"]) for one in snapshots])
+        batches = _in_batches((times - origin) / NANOSECONDS, steps)
+        inside = np.isfinite(batches)
+        if inside.any():
+            found.append(MemoryUse(name, tuple(batches[inside].tolist()), tuple(held[inside].tolist())))
+    return tuple(found)
+
+
+def _in_batches(times: np.ndarray, steps: Sequence[StepTime]) -> np.ndarray:
+    """Converts milliseconds after the first step's start to batches, 7.5 in the middle of 7; NaN outside of steps."""
+    begins, durations = (np.array([getattr(step, name) for step in steps]) for name in ("begins", "duration"))
+    batches = np.array([step.step for step in steps])
+    indices = np.clip(np.searchsorted(begins, times, side="right") - 1, 0, None)
+    fractions = (times - begins[indices]) / durations[indices]
+    return np.where((fractions >= 0) & (fractions < 1), np.round(batches[indices] + fractions, 4), np.nan)

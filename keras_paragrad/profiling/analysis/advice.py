@@ -3,21 +3,29 @@
 Each function decorated with `recommendation` looks for one cause of lost time. To add a cause, add a function here.
 """
 
+import functools
 import statistics
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from keras_paragrad.distribution.decisions.computation import faster_policy, gains_from_xla
-from keras_paragrad.profiling.analysis.events import NANOSECONDS, PYTHON_KINDS, Coverage
-from keras_paragrad.profiling.analysis.evidence import Evidence
-from keras_paragrad.profiling.analysis.operations import LayerNames, input_stages, slowest_input_stage
+from keras_paragrad.distribution.hardware import kind_of_device
+from keras_paragrad.profiling.analysis.events import NANOSECONDS, PYTHON_KINDS, Coverage, Trace
+from keras_paragrad.profiling.analysis.operations import LayerNames, Operation, input_stages, slowest_input_stage
 from keras_paragrad.profiling.summary import (
     LOSS,
     OPTIMIZER,
     VARIANT,
     Advice,
+    Communication,
     LayerTime,
+    OperationTime,
+    PipelineTime,
+    RunInfo,
+    StepTime,
+    shares_of,
 )
 
 _COMPUTE_BOUND = 0.4
@@ -36,6 +44,44 @@ _CHEAPER = {
     "EinsumDense": "fewer heads, or shorter sequences",
     "MultiHeadAttention": "shorter sequences, as attention compares each position with all",
 }
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The measurements of a trace window."""
+
+    steps: Sequence[StepTime]
+    operations: Sequence[OperationTime] = ()
+    run: RunInfo = RunInfo()
+    trace: Trace = field(default_factory=Trace)
+    recorded: Sequence[Operation] = ()
+    layers: Sequence[LayerTime] = ()
+    communication: Communication | None = None
+    pipeline: PipelineTime | None = None
+
+    @property
+    def total(self) -> float:
+        """The time of all batches, in milliseconds."""
+        return sum(step.duration for step in self.steps)
+
+    @functools.cached_property
+    def shares(self) -> dict[str, float]:
+        """Each part's fraction of the total."""
+        return shares_of(self.steps)
+
+    @property
+    def device_kind(self) -> str:
+        """The kind of device that holds the model; if unknown, the GPU or TPU of its process, or `""`."""
+        kinds = [kind_of_device(device.rpartition("/device:")[2]) for device in self.run.devices]
+        return self.run.device_kind or next((kind for kind in kinds if kind != "CPU"), "")
+
+    def share_of(self, fraction: float) -> float:
+        """Converts a fraction of the operations' time to a fraction of the step."""
+        return fraction * self.shares["compute"]
+
+    def part_of(self, layers: Iterable[LayerTime]) -> float:
+        """The fraction of the operations' time that some layers take."""
+        return sum(layer.total for layer in layers) / (sum(layer.total for layer in self.layers) or 1.0)
 
 
 class Finding(NamedTuple):

@@ -75,16 +75,7 @@ class FunctionCall(NamedTuple):
 
 
 class StageOperation(NamedTuple):
-    """An operation of a pipeline's stage, or a run of a program that XLA compiled of it.
-
-    Attributes:
-        stage: Number of the stage, from 0.
-        column: Number of the device among the stage's devices, from 0.
-        micro_batch: Number of the micro-batch; of a program it isn't known yet, and 0.
-        backward: Whether it belongs to the backward pass.
-        begin, end: In nanoseconds.
-        program: The program's id, the same for all micro-batches; empty for an operation.
-    """
+    """An operation of a pipeline's stage, on a device that is numbered among the stage's as its column."""
 
     stage: int
     column: int
@@ -92,59 +83,52 @@ class StageOperation(NamedTuple):
     backward: bool
     begin: float
     end: float
-    program: str = ""
 
 
 @dataclass
 class Trace:
-    """The events of a trace that make up a training step.
+    """The events of a trace that make up a training step."""
 
-    Attributes:
-        markers: The steps.
-        pulls: Requests for batches.
-        input: Waiting for batches.
-        operations: Operations on the CPU.
-        device: Operations on other devices.
-        collective: Collectives with other replicas.
-        device_compute, device_collectives: The operations of each of these devices, by its name.
-        runs: How often operations of the host ran, by name and kind.
-        host: All work of the host, with operations, by thread.
-        python_input: Python code of an input pipeline, as of a generator or a `PyDataset`.
-        python: Python code that a step calls, as by `tf.numpy_function`; among the operations, too.
-        python_calls: Calls from Python into TensorFlow, by thread.
-        lock_released: The parts of these calls that run with Python's interpreter lock released, by thread.
-        calls: Functions that were dispatched to other threads.
-        work: The parts of them that these threads ran.
-        compiled: Operations compiled by XLA and run on the CPU.
-        programs: Runs of programs that XLA compiled for the CPU, with their ids.
-        stages: Operations and programs on the CPU that belong to a stage of a pipeline.
-        functions: Calls of a `tf.function`.
-        graphs: When, and on which thread, Python began to build the graph of one.
-        has_device: Whether there is a GPU or TPU.
-    """
-
+    # Step markers, requests for batches, and waiting for these.
     markers: list[Marker] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)
     input: list[Span] = field(default_factory=list)
+    # Operations on the CPU and on other devices, collectives, and of each device both.
     operations: list[Span] = field(default_factory=list)
     device: list[Span] = field(default_factory=list)
     collective: list[Span] = field(default_factory=list)
     device_compute: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
     device_collectives: dict[str, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    # How often operations of the host ran, by name and kind.
     runs: Counter[str] = field(default_factory=Counter)
+    # All work of the host, with operations, by thread.
     host: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    # Python code of an input pipeline, as of a generator or a `PyDataset`, and of operations, as `tf.numpy_function`.
     python_input: list[Span] = field(default_factory=list)
     python: list[Span] = field(default_factory=list)
+    # By thread, calls from Python into TensorFlow, and their parts that run with Python's interpreter lock released.
     python_calls: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
     lock_released: dict[int, list[Span]] = field(default_factory=lambda: defaultdict(list))
+    # Functions that were dispatched to other threads, and the parts of them that these ran.
     calls: list[TracedCall] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     compiled: list[Compiled] = field(default_factory=list)
-    programs: list[tuple[str, Span]] = field(default_factory=list)
     stages: list[StageOperation] = field(default_factory=list)
     functions: list[FunctionCall] = field(default_factory=list)
+    # When, and on which thread, Python began to build the graph of a `tf.function`.
     graphs: list[tuple[float, int]] = field(default_factory=list)
     has_device: bool = False
+
+    @property
+    def steps(self) -> list[Marker]:
+        """The markers of batches in order, or those of steps where there are none."""
+        batches = [marker for marker in self.markers if "batch" in marker.stats]
+        return sorted(batches or self.markers, key=lambda marker: marker.begin)
+
+    @property
+    def begin(self) -> float:
+        """When the first step begins, in nanoseconds."""
+        return min((marker.begin for marker in self.steps), default=0.0)
 
     def compiling(self, line: int) -> list[FunctionCall]:
         """The outermost calls on a thread in which a function was traced and compiled."""
@@ -160,18 +144,7 @@ class Trace:
 
 
 class Coverage:
-    """The time that spans cover, counted once where they overlap.
-
-    Args:
-        spans: Pairs of beginning and end, in any order and any unit.
-
-    Example:
-
-    >>> from keras_paragrad.profiling.analysis.events import Coverage
-    >>> covered = Coverage([(0, 4), (2, 6), (9, 10)])
-    >>> float(covered.within(1, 10)), float((covered & Coverage([(5, 20)])).within(0, 30))
-    (6.0, 2.0)
-    """
+    """The time that spans cover, counted once where they overlap."""
 
     def __init__(self, spans: Iterable[Sequence[float]]):
         ordered = np.array(sorted((begin, end) for begin, end in spans if end > begin), dtype="float64").reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""The operations of a trace: which took longest, in which layer, and the stages of the input pipeline."""
+"""The operations of a trace: the longest, the times of layers and kinds, and the stages of the input pipeline."""
 
 import json
 import re
@@ -9,12 +9,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from keras_paragrad.profiling.analysis.events import NANOSECONDS, PYTHON_KINDS, Compiled
-from keras_paragrad.profiling.summary import OperationTime
+from keras_paragrad.profiling.analysis.trace import COLLECTIVE
+from keras_paragrad.profiling.summary import (
+    COLLECTIVES,
+    LOSS,
+    OPTIMIZER,
+    VARIANT,
+    KindTime,
+    LayerTime,
+    OperationTime,
+)
 
 MOST = 50
 # Stages that only wait for others.
 _WAITING_STAGES = ("Prefetch", "Root")
 _NUMBERED_SCOPE = re.compile(r"(.+)_\d+$")
+# Scopes in operations' names: TensorFlow's for gradients, `engine/calls/recomputed.py`'s, and Keras's for losses and
+# optimizers.
+_BACKWARD = ("gradient_tape", "gradients")
+_RECOMPUTED = re.compile(r"second_run(_\d+)?")
+_LOSS = "compile_loss"
+_UPDATE = re.compile(r"update_\d+(_\d+)*")
+_NUMBER = re.compile(r"_\d+$")
+_REST = "no layer named"
 
 
 class Operation(NamedTuple):
@@ -28,12 +45,7 @@ class Operation(NamedTuple):
 
 
 def xprof_operations(file: Path, runs: Mapping[str, int]) -> list[Operation]:
-    """The operations in an `.xplane.pb` file by xprof's `framework_op_stats`, without its row for idle time.
-
-    Args:
-        file: The file.
-        runs: How often each operation ran on the host, by name and kind.
-    """
+    """The operations in an `.xplane.pb` file by xprof's `framework_op_stats`, without its row for idle time."""
     tables = xprof_tool(file, "framework_op_stats") or []
     rows = [row for table in tables[:1] for row in _rows(table)]
     return [
@@ -85,12 +97,8 @@ def compiled_operations(compiled: list[Compiled]) -> list[Operation]:
         times[run.name] += length
         counts[run.name] += 1
         stack.append(run)
-    return [Operation(name, _kind_of_compiled(name), counts[name], time, False) for name, time in times.items()]
-
-
-def _kind_of_compiled(name: str) -> str:
-    stem = name.split(".")[0]
-    return "fusion" if stem.endswith("fusion") else stem
+    kinds = {name: "fusion" if (kind := name.split(".")[0]).endswith("fusion") else kind for name in times}
+    return [Operation(name, kinds[name], counts[name], time, False) for name, time in times.items()]
 
 
 def in_steps(operations: Sequence[Operation]) -> list[Operation]:
@@ -139,18 +147,6 @@ class LayerNames:
 
     TensorFlow appends a number to a repeated scope, and Keras numbers layers in the same way. Which of the two a number
     means is inferred from the unambiguous scopes.
-
-    Args:
-        layers: The names of the model's layers at all depths.
-        operations: The names of all operations in the trace.
-
-    Example:
-
-    >>> from keras_paragrad.profiling.analysis.operations import LayerNames
-    >>> names = ["model_1/dense_1/MatMul", "model_1/dense_1_1/MatMul", "gradient_tape/model_1/dense_1_1/Sum"]
-    >>> layers = LayerNames(["dense", "dense_1"], names)
-    >>> [layers.of(name) for name in [*names, "adam/truediv_5"]]
-    ['dense', 'dense_1', 'dense_1', '']
     """
 
     def __init__(self, layers: Collection[str], operations: Iterable[str]):
@@ -171,3 +167,57 @@ class LayerNames:
     def _without_number(scope: str) -> str:
         match = _NUMBERED_SCOPE.match(scope)
         return match[1] if match else ""
+
+
+def layer_times(operations: Sequence[Operation], layers: Collection[str], optimizer: str = "") -> tuple[LayerTime, ...]:
+    """Adds up the times of steps by layer and pass, longest first; empty if no operation is a layer's.
+
+    Operations outside of layers have entries of their own.
+    """
+    chosen = in_steps(operations)
+    optimizers = frozenset(re.findall(r"\w+", optimizer.lower()))
+    names = LayerNames(layers, [operation.name for operation in chosen])
+    times: dict[tuple[str, bool], dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for operation in chosen:
+        layer, scopes = names.of(operation.name), operation.name.split("/")[:-1]
+        # A name, and whether it is a layer's.
+        key = (layer, True) if layer else (_part_without_layer(operation, scopes, optimizers), False)
+        times[key][_pass_of(scopes) if layer or key[0] == LOSS else "other"] += operation.milliseconds
+    kinds: Mapping[str, str] = layers if isinstance(layers, Mapping) else {}
+    found = [
+        LayerTime(name, is_layer=is_layer, kind=kinds.get(name, "") if is_layer else "", **passes)
+        for (name, is_layer), passes in times.items()
+    ]
+    if not any(layer.is_layer for layer in found):
+        return ()
+    return tuple(sorted(found, key=lambda layer: -layer.total))
+
+
+def kind_times(operations: Sequence[Operation]) -> tuple[KindTime, ...]:
+    """The time of each kind of operation, in descending order."""
+    times: Mapping[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for operation in in_steps(operations):
+        of_kind = times[VARIANT.sub("", operation.kind)]
+        of_kind[0] += operation.milliseconds
+        of_kind[1] += operation.times
+    total = sum(time for time, _ in times.values()) or 1.0
+    found = [KindTime(kind, int(count), time, time / total) for kind, (time, count) in times.items()]
+    return tuple(sorted(found, key=lambda kind: -kind.milliseconds))
+
+
+def _pass_of(scopes: Sequence[str]) -> str:
+    """The pass that an operation belongs to, by the scopes in its name."""
+    if any(scope in _BACKWARD for scope in scopes):
+        return "backward"
+    return "recompute" if any(_RECOMPUTED.fullmatch(scope) for scope in scopes) else "forward"
+
+
+def _part_without_layer(operation: Operation, scopes: Sequence[str], optimizers: Collection[str]) -> str:
+    """What an operation outside of layers belongs to; `optimizers` are lower-case names of optimizer classes."""
+    if COLLECTIVE.search(operation.kind):
+        return COLLECTIVES
+    if _LOSS in scopes:
+        return LOSS
+    names = (_NUMBER.sub("", scope).replace("_", "") for scope in scopes)
+    is_update = any(_UPDATE.fullmatch(scope) for scope in scopes) or any(name in optimizers for name in names)
+    return OPTIMIZER if is_update else _REST

@@ -4,7 +4,6 @@ A line of a trace is a thread, and a span is the beginning and the end of an eve
 """
 
 import bisect
-import collections
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,13 +20,11 @@ from keras_paragrad.profiling.analysis.events import (
     TracedCall,
     Work,
 )
-from keras_paragrad.profiling.summary import PipelineTime, StageWork, StepTime
+from keras_paragrad.profiling.summary import Communication, PipelineTime, StageWork, StepTime
 
 # After a thread has waited this long for the interpreter lock, another releases it (`sys.getswitchinterval`); in
 # nanoseconds.
 _SWITCH_INTERVAL = 5_000_000
-# A longer time between the markers of two steps is a pause, in nanoseconds.
-_PAUSE = 1_000_000
 # Maps an interval in nanoseconds to its parts in milliseconds, by name.
 Parts = Callable[[float, float], dict[str, float]]
 
@@ -41,11 +38,11 @@ def step_times(trace: Trace) -> tuple[StepTime, ...]:
     xprof's order, with its host compute split up. A step that waits for Python's interpreter lock while Python makes
     batches waits for input too.
     """
-    markers = sorted(_innermost(trace.markers), key=lambda marker: marker.begin)
+    markers = trace.steps
     pulls = sorted(trace.pulls, key=lambda pull: pull.begin)
     parts: dict[int, Parts] = {}
     steps: list[StepTime] = []
-    origin = begin_of(trace)
+    origin = trace.begin
     for marker in markers:
         if marker.line not in parts:
             parts[marker.line] = _parts_on(trace, marker.line, markers)
@@ -54,29 +51,6 @@ def step_times(trace: Trace) -> tuple[StepTime, ...]:
             shares = parts[marker.line](batch.begin, batch.end)
             steps.append(StepTime(batch.number, batch.update, begins, duration, **shares))
     return tuple(steps)
-
-
-def begin_of(trace: Trace) -> float:
-    """The origin of `StepTime.begins`, in nanoseconds."""
-    return min((marker.begin for marker in _innermost(trace.markers)), default=0.0)
-
-
-def training_spans(trace: Trace) -> list[Span] | None:
-    """The spans in which steps run, if operations also run while training pauses, as in a validation; else `None`."""
-    markers = sorted((marker.begin, marker.end) for marker in trace.markers if "batch" in marker.stats)
-    if not markers:
-        return None
-    # Time before the first step counts to it.
-    spans = [(0.0, markers[0][1])]
-    for begin, end in markers[1:]:
-        if begin - spans[-1][1] < _PAUSE:
-            begin, _ = spans.pop()
-        spans.append((begin, end))
-    spans[-1] = (spans[-1][0], spans[-1][1] + _PAUSE)
-    begins = [begin for begin, _ in spans]
-    ran = [begin for begin, _ in (*trace.operations, *trace.device, *trace.collective)]
-    paused = any(begin > spans[bisect.bisect_right(begins, begin) - 1][1] for begin in ran)
-    return spans if paused else None
 
 
 def _work_of(trace: Trace, line: int) -> list[Span]:
@@ -111,18 +85,6 @@ def lock_waits(calls: Sequence[Span], executions: Sequence[Span]) -> list[Span]:
 
     A call waits once its work is done. Between calls, a thread is assumed to wait once the switch interval has passed,
     as a trace doesn't show whether it runs Python code itself. So this holds only while another thread runs Python.
-
-    Args:
-        calls: A thread's calls from Python into TensorFlow.
-        executions: The parts of these that run with the lock released.
-
-    Example:
-
-    >>> from keras_paragrad.profiling.analysis.steps import lock_waits
-    >>> lock_waits([(0, 90), (100, 104)], [(1, 20), (101, 104)])
-    [(20, 90)]
-    >>> lock_waits([(0, 10), (30_000_000, 30_000_010)], [])
-    [(5000010, 30000000)]
     """
     calls, executions = sorted(calls), sorted(executions)
     returned = itertools.accumulate((end for _, end in calls), max)
@@ -136,11 +98,6 @@ def lock_waits(calls: Sequence[Span], executions: Sequence[Span]) -> list[Span]:
         if done < end:
             waits.append((done, end))
     return waits
-
-
-def _innermost(markers: list[Marker]) -> list[Marker]:
-    """Markers of batches where there are any, and of steps otherwise."""
-    return [marker for marker in markers if "batch" in marker.stats] or markers
 
 
 class _Batch(NamedTuple):
@@ -169,17 +126,12 @@ def _batches(marker: Marker, pulls: list[Pull]) -> Iterator[_Batch]:
     replicas = int(stats.get("pulls", 1))
     split = len(filled) >= replicas and requested > 1
     count = min(requested, len(filled) // replicas) if split else requested
-    cuts = [marker.begin, *_cuts(marker, filled, count), marker.end]
-    for index, (begin, end) in enumerate(zip(cuts, cuts[1:], strict=False)):
-        yield _Batch(first + index, _update(stats, index), begin, end)
-
-
-def _cuts(marker: Marker, filled: list[float], count: int) -> list[float]:
-    """The boundaries between a marker's batches: where each is fetched, or else at equal intervals."""
+    # The batches are cut where each is fetched, or else at equal intervals.
+    cuts = [marker.begin + (marker.end - marker.begin) / count * index for index in range(count)]
     if len(filled) >= count > 1:
-        return [filled[index * len(filled) // count] for index in range(1, count)]
-    length = (marker.end - marker.begin) / count
-    return [marker.begin + length * index for index in range(1, count)]
+        cuts[1:] = [filled[index * len(filled) // count] for index in range(1, count)]
+    for index, (begin, end) in enumerate(zip(cuts, [*cuts[1:], marker.end], strict=True)):
+        yield _Batch(first + index, _update(stats, index), begin, end)
 
 
 def _update(stats: dict[str, str], index: int) -> int | None:
@@ -220,14 +172,25 @@ def _parts_on(trace: Trace, line: int, markers: list[Marker]) -> Parts:
     return parts
 
 
-def overlaps(trace: Trace) -> tuple[list[Span], list[Span], Coverage]:
-    """The steps of a trace, the collectives that begin in them, and when the host's processors compute in them."""
-    markers = sorted(_innermost(trace.markers), key=lambda marker: marker.begin)
+def communication(trace: Trace) -> Communication | None:
+    """How long collectives take in a trace's steps, summed over devices, in all and hidden; `None` without any.
+
+    Where GPUs or TPUs have collectives, the hidden part is the time in which the same device computes. Collectives of
+    the host are hidden by what any device of this process computes.
+    """
+    markers = trace.steps
     steps = [(marker.begin, marker.end) for marker in markers]
     working = Coverage(())
     for line in {marker.line for marker in markers}:
         working |= _host_work(trace, line, [(marker.begin, marker.end) for marker in markers if marker.line == line])
-    return steps, _clip(trace.collective, steps), Coverage(trace.operations) & working
+    computing = Coverage(trace.device) | (Coverage(trace.operations) & working)
+    pairs = [
+        (Coverage(spans) & Coverage(steps), Coverage(trace.device_compute[name]))
+        for name, spans in trace.device_collectives.items()
+    ] or [(Coverage(_clip(trace.collective, steps)), computing)]
+    total = sum(collectives.total for collectives, _ in pairs)
+    hidden = sum((collectives & compute).total for collectives, compute in pairs)
+    return Communication(total / NANOSECONDS, hidden / NANOSECONDS) if total else None
 
 
 def _host_work(trace: Trace, line: int, steps: list[Span]) -> Coverage:
@@ -255,11 +218,6 @@ def pipeline_time(
 ) -> PipelineTime | None:
     """How the stages overlap, or `None` if there are none.
 
-    Args:
-        operations: All operations of stages.
-        steps: The steps.
-        origin: When the first step begins, in nanoseconds.
-
     Example:
 
     >>> from keras_paragrad.profiling.analysis.events import StageOperation
@@ -270,19 +228,23 @@ def pipeline_time(
     >>> times.bubble, times.ideal
     (0.25, 0.25)
     """
-    operations = sorted(operations, key=lambda operation: operation.begin)
-    by_step = [(step, _within(operations, step, origin)) for step in steps]
-    by_step = [(step, inside) for step, inside in by_step if inside]
+    # By step, its operations.
+    by_step: list[tuple[StepTime, list[StageOperation]]] = []
+    for step in steps:
+        begin = origin + NANOSECONDS * step.begins
+        inside = [one for one in operations if begin <= one.begin < begin + NANOSECONDS * step.duration]
+        by_step += [(step, inside)] if inside else []
     if not by_step:
         return None
     # Devices, by stage and column.
     lanes = {(operation.stage, operation.column) for _, inside in by_step for operation in inside}
-    stages = 1 + max(stage for stage, _ in lanes)
-    columns = 1 + max(column for _, column in lanes)
-    by_step = [(step, _number_programs(inside, columns)) for step, inside in by_step]
+    stages, columns = 1 + max(stage for stage, _ in lanes), 1 + max(column for _, column in lanes)
     microbatches = 1 + max(operation.micro_batch for _, inside in by_step for operation in inside)
-    spans = [_span(inside) for _, inside in by_step]
-    busy = sum(_busy(inside, lane) for _, inside in by_step for lane in lanes)
+    busy, spans = 0.0, []
+    for _, inside in by_step:
+        spans.append((min(one.begin for one in inside), max(one.end for one in inside)))
+        for lane in lanes:
+            busy += Coverage((one.begin, one.end) for one in inside if (one.stage, one.column) == lane).total
     total = len(lanes) * sum(end - begin for begin, end in spans)
     by_length = sorted(zip(spans, by_step, strict=True), key=lambda pair: pair[0][1] - pair[0][0])
     (begin, end), (step, inside) = by_length[len(by_length) // 2]
@@ -297,36 +259,6 @@ def pipeline_time(
         duration=(end - begin) / NANOSECONDS,
         work=tuple(_work(inside, begin, _GAP * (end - begin))),
     )
-
-
-def _within(operations: Iterable[StageOperation], step: StepTime, origin: float) -> list[StageOperation]:
-    begin = origin + NANOSECONDS * step.begins
-    return [operation for operation in operations if begin <= operation.begin < begin + NANOSECONDS * step.duration]
-
-
-def _number_programs(operations: Iterable[StageOperation], columns: int) -> list[StageOperation]:
-    """Numbers the micro-batches that compiled programs run: the columns, a stage's devices, take turns, in order."""
-    runs: dict[str, int] = collections.Counter()
-    numbered = []
-    for operation in operations:
-        if operation.program:
-            number = operation.column + columns * runs[operation.program]
-            runs[operation.program] += 1
-            operation = StageOperation(operation.stage, operation.column, number, *operation[3:])
-        numbered.append(operation)
-    return numbered
-
-
-def _span(operations: Iterable[StageOperation]) -> tuple[float, float]:
-    spans = [(operation.begin, operation.end) for operation in operations]
-    return min(begin for begin, _ in spans), max(end for _, end in spans)
-
-
-def _busy(operations: Iterable[StageOperation], lane: tuple[int, int]) -> float:
-    spans = [
-        (operation.begin, operation.end) for operation in operations if (operation.stage, operation.column) == lane
-    ]
-    return Coverage(spans).within(*_span(operations)) if spans else 0.0
 
 
 def _work(operations: Iterable[StageOperation], origin: float, gap: float) -> list[StageWork]:

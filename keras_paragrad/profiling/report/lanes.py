@@ -1,71 +1,145 @@
-"""A chart of lanes: bars one below the other, along an axis of time."""
+"""The charts of a report whose bars are one below the other: layers, a pipeline's stages, and workers.
 
-from dataclasses import dataclass
+A box of a lane is its kind, its milliseconds and its name; and when it begins, if not where the last one ends.
+"""
 
-from keras_paragrad.profiling.report.formatting import Axis
+from collections.abc import Sequence
 
+import numpy as np
 
-@dataclass(frozen=True)
-class Box:
-    """A part of a lane: its position along it, in percent, and the number in it, `""` if there is none or no room.
+from keras_paragrad.profiling.report.lines import Block
+from keras_paragrad.profiling.report.runs import WorkerBatches
+from keras_paragrad.profiling.summary import COLLECTIVES, PASSES, PipelineTime, ProfileSummary
 
-    `kind` is its CSS class, which gives its colour.
-    """
-
-    kind: str
-    left: float
-    width: float
-    number: str
-    tooltip: str
-
-
-@dataclass(frozen=True)
-class Lane:
-    """One bar: its position in the chart, in percent.
-
-    Attributes:
-        name: The name, written to its left or above it.
-        top: The top of its boxes.
-        height: Their height.
-        boxes: Its parts.
-        name_top: The position of a name above it, or `None` for a name to its left.
-        is_apart: Whether it differs in kind from the others, so that its name is in italics.
-    """
-
-    name: str
-    top: float
-    height: float
-    boxes: tuple[Box, ...]
-    name_top: float | None = None
-    is_apart: bool = False
+MOST_TIMED_LAYERS = 50
+_MOST_LAYER_BARS = 15
+MOST_WORKERS = MOST_BATCHES = 16
+# Times of workers that differ by less are taken as equal.
+_NOTICEABLE = 1.1
 
 
-@dataclass(frozen=True)
-class LanesChart:
-    """Lanes, with their table.
+def layers_chart(summary: ProfileSummary) -> Block | None:
+    """The layers that take longest, each as a lane of its passes; `None` if the trace names no layer."""
+    # Waiting for other replicas would dwarf the layers' times.
+    layers = [layer for layer in summary.layers if layer.is_layer or layer.name != COLLECTIVES]
+    if not layers:
+        return None
+    batches, total = len(summary.steps) or 1, sum(layer.total for layer in layers) or 1.0
+    # By layer, milliseconds of each pass.
+    times = [[getattr(layer, name) / batches or None for name in PASSES] for layer in layers]
+    lanes = [
+        {
+            "name": layer.name,
+            "apart": not layer.is_layer,
+            "boxes": [(name, time, name) for name, time in zip(PASSES, passes, strict=True) if time],
+        }
+        for layer, passes in zip(layers[:_MOST_LAYER_BARS], times, strict=False)
+    ]
+    note = "Times of concurrent threads and devices are summed."
+    if len(lanes) < len(layers):
+        listed = "all" if len(layers) <= MOST_TIMED_LAYERS else f"{MOST_TIMED_LAYERS} of them"
+        note += f" The chart shows {len(lanes)} of {len(layers):,} layers; the table lists {listed}."
+    if any(not layer.is_layer for layer in layers):
+        note += " Entries in italics belong to no layer, or can't be attributed to one, such as custom gradients."
+    return {
+        "type": "lanes",
+        "title": f"Time {'per batch' if summary.steps else 'in the window'} by layer",
+        "above": True,
+        "lanes": lanes,
+        "legend": {name: name for column, name in enumerate(PASSES) if any(passes[column] for passes in times)},
+        "heads": [("layer", ""), ("total", "ms"), *((name, "ms") for name in PASSES), ("share", "share")],
+        "rows": [
+            (layer.name, layer.total / batches, *passes, layer.total / total)
+            for layer, passes in zip(layers[:MOST_TIMED_LAYERS], times, strict=False)
+        ],
+        "note": [note],
+    }
 
-    Attributes:
-        title: What the chart shows.
-        x_axis: The axis of time.
-        lanes: The lanes.
-        legend: The kinds of boxes, and their names.
-        heads: The column headers of the table.
-        rows: The cells of each row of the table.
-        description: A sentence for screen readers.
-        note: Remarks for readers.
-    """
 
-    title: str
-    x_axis: Axis
-    lanes: tuple[Lane, ...]
-    legend: tuple[tuple[str, str], ...]
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    description: str
-    note: str
+def stages_chart(times: PipelineTime) -> Block:
+    """The stages of a pipeline, with a lane for each device."""
+    lanes, rows = [], []
+    for key in sorted({(piece.stage, piece.column) for piece in times.work}):
+        name = f"stage {key[0]}{chr(ord('a') + key[1]) if times.columns > 1 else ''}"
+        work = sorted((piece for piece in times.work if (piece.stage, piece.column) == key), key=lambda one: one.begins)
+        boxes = []
+        for piece in work:
+            direction = "backward" if piece.backward else "forward"
+            number = piece.micro_batch
+            boxes.append((direction, piece.duration, f"micro-batch {number}, {direction}", piece.begins, number))
+        lanes.append({"name": name, "boxes": boxes})
+        sums = [sum(piece.duration for piece in work if piece.backward is back) for back in (False, True)]
+        rows.append((name, *sums))
+    devices = f" and up to {times.columns} devices each, a, b and so on" if times.columns > 1 else ""
+    return {
+        "type": "lanes",
+        "title": f"Stages in batch {times.step:,}",
+        "lanes": lanes,
+        "legend": {name: f"{name}, with the number of the micro-batch" for name in ("forward", "backward")},
+        "heads": [("stage", ""), ("forward", "ms"), ("backward", "ms")],
+        "rows": rows,
+        "note": (
+            *(
+                "Stages wait ",
+                (times.bubble, "share"),
+                " of the time between their first and last operation, over all ",
+            ),
+            *(f"batches. {times.stages} stages of equal time would wait ", (times.ideal, "share"), " with "),
+            f"{times.microbatches} micro-batches{devices}.",
+        ),
+    }
 
-    @property
-    def rows_high(self) -> float:
-        """The height of the chart, in rows of text."""
-        above = any(lane.name_top is not None for lane in self.lanes)
-        return (2.4 if above else 2.2) * len(self.lanes) + (0 if above else 1)
+
+def workers_blocks(workers: Sequence[WorkerBatches]) -> list[Block]:
+    """The first batches of the slowest workers by their medians of own work, and which of them the others wait for."""
+    if len(workers) < 2 or not any(worker.waiting.any() for worker in workers):
+        return []
+    own = [float(np.median(worker.own)) for worker in workers]
+    slowest = int(np.argmax(own))
+    number, others = workers[slowest].worker, float(np.median(np.delete(own, slowest)))
+    verdict = f"Worker {number} is the slowest: check its input, and what else runs on its machine."
+    if own[slowest] < _NOTICEABLE * others:
+        verdict = f"The workers are about equally fast; worker {number} is marginally the slowest."
+    evidence = (
+        *(f"worker {number} computes ", (own[slowest], "ms"), " per batch, the others ", (others, "ms")),
+        "; the rest is spent waiting (medians)",
+    )
+    # The slowest ones, in the workers' order.
+    drawn = [workers[index] for index in sorted(sorted(range(len(workers)), key=lambda one: -own[one])[:MOST_WORKERS])]
+    note = "Each lane begins with the worker's first batch. Waiting time is drawn at the end of each batch."
+    if len(drawn) < len(workers):
+        note += f" The {len(drawn)} slowest of {len(workers):,} workers are drawn."
+    lanes = []
+    for worker in drawn:
+        times = [*zip(worker.batches.tolist(), worker.own.tolist(), worker.waiting.tolist(), strict=True)][
+            :MOST_BATCHES
+        ]
+        boxes = [
+            (kind, time, f"batch {batch:,.0f}, {label}")
+            for batch, *both in times
+            for kind, time, label in zip(("compute", "collective"), both, ("its own work", "waiting"), strict=True)
+            if time > 0
+        ]
+        lanes.append({"name": f"worker {worker.worker}", "boxes": boxes})
+    first, *_, last = np.repeat(drawn[0].batches[:MOST_BATCHES], 2)
+    chart = {
+        "type": "lanes",
+        "title": f"Batches {first:,.0f} to {last:,.0f} of each worker",
+        "lanes": lanes,
+        "legend": {"compute": "its own work", "collective": "waiting for other workers"},
+        "heads": [
+            ("worker", ""),
+            *((name, "ms") for name in ("batch, median", "own work", "waiting")),
+            ("waiting share", "share"),
+        ],
+        "rows": [
+            (
+                str(worker.worker),
+                *(float(np.median(times)) for times in (worker.milliseconds, worker.own, worker.waiting)),
+                float(worker.waiting.sum() / (worker.milliseconds.sum() or 1.0)),
+            )
+            for worker in workers
+        ],
+        "note": [note],
+    }
+    return [{"type": "advice", "text": [verdict], "evidence": evidence}, chart]

@@ -1,256 +1,139 @@
-"""Line charts over the steps, with the same values as a table. A record is a `Series`, drawn as one line."""
+"""The charts of a report over the steps: of the whole model, and of a quantity of all layers. A `Series` is a line."""
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from keras_paragrad.profiling.report.formatting import (
-    MOST_POINTS,
-    Axis,
-    Formatter,
-    axis_for,
-    count,
-    number,
-    select_points,
-    size,
-    steps_axis,
-)
 from keras_paragrad.profiling.report.runs import Series
 
-# The most lines that a reader can distinguish by colour and dashes.
+Block = dict[str, Any]
+
+MOST_POINTS = 400
+# Points of a line in a cell of a table.
+_MOST_IN_CELL = 60
+# The most lines that a reader can tell apart by colour and dashes.
 MOST_LINES = 5
-_TABLE_ROWS = 12
-_NO_VALUE = "·"
+MOST_LAYERS = 100
+_LAYER_QUANTITIES = {
+    "gradient_norm": "Gradient by layer, L2 norm",
+    "clipped_gradient_norm": "Gradient after clipping by layer, L2 norm",
+    "weight_norm": "Weights by layer, L2 norm",
+    "update_ratio": "Update to weights by layer, ratio of L2 norms",
+    "nonfinite": "Values of the gradient that are not finite, by layer",
+}
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of a chart.
-
-    Attributes:
-        name: The legend entry.
-        style: The number of its colour and dashes.
-        pieces: The points of every gapless segment in SVG syntax, in a box of 10000 by 1000.
-        dots: Isolated points, in percent.
-        gaps: Positions of non-finite values, in percent.
-        smallest, largest: The extremes, with unit and step.
-        median, last: With their unit.
-        steps: The first step drawn, and the distance of each from the previous one, for `charts.js`.
-        values: The values drawn, with their units, for `charts.js`.
-    """
-
-    name: str
-    style: int
-    pieces: tuple[str, ...]
-    dots: tuple[tuple[float, float], ...]
-    gaps: tuple[float, ...]
-    smallest: str
-    median: str
-    largest: str
-    last: str
-    steps: str
-    values: str
-
-    @property
-    def stroke(self) -> str:
-        """The classes of its colour and dashes: the first five lines differ in both, later ones in either."""
-        turn, colour = divmod(self.style, MOST_LINES)
-        return f"line-{colour} dashes-{(colour + turn) % MOST_LINES}"
-
-
-@dataclass(frozen=True)
-class Mark:
-    """Marks a step where time was excluded: the kind of exclusion, and the position in percent."""
-
-    kind: str
-    position: float
-
-
-@dataclass(frozen=True)
-class LineChart:
-    """A chart of lines over the steps.
-
-    Attributes:
-        title: What it shows, with the unit.
-        step_unit: The unit of the steps axis.
-        x_axis: The axis of the steps.
-        y_axis: The axis of the values.
-        lines: The lines.
-        heads: The column headers of the table of values.
-        rows: Some steps, with the value of every line.
-        notes: What was left out.
-        marks: Where time was excluded from the values.
-        mark_legend: The legend entry of each kind of mark.
-    """
+class Chart(NamedTuple):
+    """A chart of whole-model quantities, with their lines' names; `logarithmic` is whether such an axis suits them."""
 
     title: str
-    step_unit: str
-    x_axis: Axis
-    y_axis: Axis
-    lines: tuple[Line, ...]
-    heads: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    notes: tuple[str, ...]
-    marks: tuple[Mark, ...] = ()
-    mark_legend: tuple[tuple[str, str], ...] = ()
+    quantities: Mapping[str, str]
+    unit: str = "number"
+    logarithmic: bool = False
 
-    @property
-    def extremes(self) -> tuple[tuple[str, ...], ...]:
-        """A row for every line: its name, smallest, median, largest and last value."""
-        return tuple((line.name or "value", line.smallest, line.median, line.largest, line.last) for line in self.lines)
 
-    @property
-    def description(self) -> str:
-        """One or two sentences for screen readers."""
-        lines = "; ".join(
-            f"{line.name or 'value'}: smallest {line.smallest}, largest {line.largest}, last {line.last}"
-            for line in self.lines
-        )
-        excluded = "".join(f" {entry}." for _, entry in self.mark_legend)
-        return f"{self.title}, over the {self.step_unit}s. {lines}.{excluded}"
+def model_charts(series: Sequence[Series], charts: Sequence[Chart], marks: Sequence[Block] = ()) -> list[Block]:
+    """The charts of whole-model quantities for which there are records."""
+    of_model = {record.quantity: record for record in series if not record.name}
+    blocks = []
+    for title, quantities, unit, logarithmic in charts:
+        found = [replace(of_model[key], name=name) for key, name in quantities.items() if key in of_model]
+        # Counts and shares that are 0 throughout say nothing; a gradient of 0 does.
+        if unit not in ("count", "share") or any(record.values.any() for record in found):
+            blocks.append(line_chart(title, unit, found, logarithmic=logarithmic, marks=marks))
+    return [block for block in blocks if block]
+
+
+def by_layer(telemetry: Sequence[Series]) -> list[Block]:
+    """The chart and the table of each quantity of all layers for which there are records."""
+    of_layers = [series for series in telemetry if series.name]
+    found = {name: [series for series in of_layers if series.quantity == name] for name in _LAYER_QUANTITIES}
+    return [_layers_block(quantity, layers) for quantity, layers in found.items() if layers]
+
+
+def _layers_block(quantity: str, layers: Sequence[Series]) -> Block:
+    title, unit = _LAYER_QUANTITIES[quantity], "count" if quantity == "nonfinite" else "number"
+    block: Block = {"type": "layers", "title": title, "unit": unit}
+    if unit == "count" and not any(layer.values.any() for layer in layers):
+        values = sum(len(layer.values) for layer in layers)
+        return {**block, "notes": [f"None: {values:,} counts in {len(layers):,} layers are all 0."]}
+    # Records of both whole layers and their variables: the variables are in the table only.
+    whole = [layer for layer in layers if not layer.variable] or layers
+    drawn, notes = _select(whole), []
+    if len(drawn) < len(whole):
+        notes.append(f"{len(drawn)} of {len(whole):,} layers are drawn: those that stand out.")
+    if len(layers) > MOST_LAYERS:
+        notes.append(f"The table has the first {MOST_LAYERS}; the file of the telemetry has all.")
+    lines = [_line(layer, _MOST_IN_CELL, 3) for layer in layers[:MOST_LAYERS]]
+    return {**block, "notes": notes, "chart": line_chart(title, unit, drawn, logarithmic=True), "lines": lines}
+
+
+def _select(layers: Sequence[Series]) -> list[Series]:
+    """Layers to draw: with non-finite values, then the largest and the smallest; in the model's order."""
+    ranks = [(len(layer.values) - len(layer.finite), layer.finite.max(initial=-math.inf)) for layer in layers]
+    ordered = sorted(range(len(layers)), key=lambda index: ranks[index], reverse=True)
+    # As many of the first in rank as of the last, or one more.
+    chosen = {*ordered[: MOST_LINES - MOST_LINES // 2], *ordered[-(MOST_LINES // 2) :]}
+    return [layers[index] for index in sorted(chosen)] if len(layers) > MOST_LINES else [*layers]
 
 
 def line_chart(
     title: str,
+    unit: str,
     series: Sequence[Series],
-    formatter: Formatter = number,
-    may_be_logarithmic: bool = True,
-    step_unit: str = "update",
-    excluded: Mapping[str, Series] | None = None,
-) -> LineChart | None:
-    """A chart of some series, or `None` if none of them has a value.
-
-    Args:
-        title: What it shows, with the unit.
-        series: At most `MOST_LINES` squared; their names are the legend.
-        formatter: Formats a value.
-        may_be_logarithmic: Whether a logarithmic axis is allowed.
-        step_unit: What the steps are: updates of the optimizer, or batches.
-        excluded: The seconds excluded from the values at each step, by description.
-    """
+    *,
+    counted: str = "update",
+    logarithmic: bool = False,
+    marks: Sequence[Block] = (),
+) -> Block | None:
+    """A chart of some series, or `None` if none of them has a value."""
     series = [record for record in series if len(record.values)]
     if not series:
         return None
-    finite = np.concatenate([record.finite for record in series])
-    values = [float(value) for value in finite]
-    y_axis = axis_for(values, formatter, may_be_logarithmic, binary=formatter is size)
-    marked = (excluded or {}).items()
-    drawn = [*series, *(record for _, record in marked)]
-    first, last = min(record.steps[0] for record in drawn), max(record.steps[-1] for record in drawn)
-    x_axis = steps_axis(math.floor(first), math.ceil(last), count)
-    return LineChart(
-        title=f"{title}, logarithmic" if y_axis.logarithmic else title,
-        step_unit=step_unit,
-        x_axis=x_axis,
-        y_axis=y_axis,
-        lines=tuple(_line(record, index, x_axis, y_axis, step_unit) for index, record in enumerate(series)),
-        heads=(step_unit, *(record.name or "value" for record in series)),
-        rows=_table(series, formatter),
-        notes=_notes(series, y_axis),
-        marks=tuple(
-            Mark(record.quantity, position)
-            for _, record in marked
-            # Rounded, so that marks remain distinguishable.
-            for position in sorted({float(round(x_axis.position(float(step)))) for step in record.steps})
-        ),
-        mark_legend=tuple(
-            (record.quantity, f"{name}, left out: {number(record.finite.sum())} s") for name, record in marked
-        ),
-    )
-
-
-def sparkline(series: Series, x_axis: Axis, y_axis: Axis) -> Line:
-    """A line of few points, for a table cell."""
-    return _line(series, 0, x_axis, y_axis, "update", most=80)
-
-
-def _line(series: Series, style: int, x_axis: Axis, y_axis: Axis, step_unit: str, most: int = MOST_POINTS) -> Line:
-    """A series drawn between the gaps of its non-finite values, with its statistics.
-
-    Args:
-        series: The series.
-        style: The number of its colour and dashes.
-        x_axis, y_axis: The axes.
-        step_unit: What the steps are, for the statistics.
-        most: The largest number of points to draw.
-    """
-    chosen = select_points(series.values, most)
-    steps, values = np.round(series.steps[chosen], 3), series.values[chosen]
-    finite = np.isfinite(values)
-    # Indices of neighbours that are all finite, or all not.
-    stretches = np.split(np.arange(len(values)), np.flatnonzero(np.diff(finite)) + 1)
-    points = [
-        [(x_axis.position(float(steps[index])), y_axis.position(float(values[index]))) for index in stretch]
-        for stretch in stretches
-        if finite[stretch[0]]
-    ]
-    return Line(
-        name=series.name,
-        style=style,
-        pieces=tuple(" ".join(_point(*point) for point in stretch) for stretch in points if len(stretch) > 1),
-        dots=tuple((x, round(100 - y, 2)) for stretch in points if len(stretch) == 1 for x, y in stretch),
-        gaps=tuple(x_axis.position(step) for step in steps[~finite]),
-        **_statistics(series, y_axis.formatter, step_unit),
-        steps=" ".join(f"{gap:.3f}".rstrip("0").rstrip(".") for gap in np.diff(steps, prepend=0)),
-        values="|".join(_format(float(value), y_axis.formatter) for value in values),
-    )
-
-
-def _point(x: float, y: float) -> str:
-    return f"{x * 100:.0f},{1000 - y * 10:.0f}"
-
-
-def _statistics(series: Series, formatter: Formatter, step_unit: str) -> dict[str, str]:
-    """The fields of `Line` that describe all values of a series, formatted."""
-    finite = series.finite
-    if not len(finite):
-        return dict.fromkeys(("smallest", "median", "largest", "last"), "not finite")
-    steps = series.steps[np.isfinite(series.values)]
-    low, high = int(np.argmin(finite)), int(np.argmax(finite))
-    return {
-        "smallest": f"{formatter(float(finite[low]))} ({step_unit} {_format_step(steps[low])})",
-        "median": formatter(float(np.median(finite))),
-        "largest": f"{formatter(float(finite[high]))} ({step_unit} {_format_step(steps[high])})",
-        "last": _format(float(series.values[-1]), formatter),
-    }
-
-
-def _format_step(step: float) -> str:
-    """Formats a step; fractional steps are truncated to tenths."""
-    return count(step) if float(step).is_integer() else f"{math.floor(10 * step) / 10:,.1f}"
-
-
-def _format(value: float, formatter: Formatter) -> str:
-    return formatter(value) if np.isfinite(value) else number(value)
-
-
-def _table(series: Sequence[Series], formatter: Formatter) -> tuple[tuple[str, ...], ...]:
-    """Rows of some evenly spaced steps, and their values."""
-    steps = np.unique(np.concatenate([record.steps for record in series]))
-    chosen = steps[np.unique(np.linspace(0, len(steps) - 1, _TABLE_ROWS).round().astype(int))]
-    columns = [dict(zip(record.steps, record.values, strict=True)) for record in series]
-    return tuple(
-        (
-            _format_step(step),
-            *(_format(float(column[step]), formatter) if step in column else _NO_VALUE for column in columns),
-        )
-        for step in chosen
-    )
-
-
-def _notes(series: Sequence[Series], y_axis: Axis) -> tuple[str, ...]:
-    """Notes on values that the chart leaves out, or draws at its edge."""
     notes = []
-    longest = max(len(record.values) for record in series)
-    if longest > MOST_POINTS:
-        notes.append(
-            f"{count(longest)} values, drawn as at most {MOST_POINTS} points: each span's smallest and largest."
-        )
-    nonfinite = sum(len(record.values) - len(record.finite) for record in series)
-    if nonfinite:
-        notes.append(f"{count(nonfinite)} values are NaN or infinite: marked ✕ at the upper edge.")
-    if y_axis.logarithmic and any((record.finite == 0).any() for record in series):
-        notes.append("Values of 0 lie on the lower edge.")
-    return tuple(notes)
+    if (longest := max(len(record.values) for record in series)) > MOST_POINTS:
+        notes.append(f"{longest:,} values, drawn as at most {MOST_POINTS} points: each span's smallest and largest.")
+    if nonfinite := sum(len(record.values) - len(record.finite) for record in series):
+        notes.append(f"{nonfinite:,} values are NaN or infinite: marked ✕ at the upper edge.")
+    chart = {"type": "lines", "title": title, "unit": unit, "counted": counted, "logarithmic": logarithmic}
+    return {**chart, "lines": [_line(record, MOST_POINTS, 6) for record in series], "marks": marks, "notes": notes}
+
+
+def _line(series: Series, most: int, digits: int) -> Block:
+    """At most `most` points of a series, with so many digits, and the statistics of all."""
+    steps, values = series.steps.astype(float), series.values.astype(float)
+    chosen, finite = select_points(values, most), np.flatnonzero(np.isfinite(values))
+    line = {
+        "name": series.name or "value",
+        "steps": np.round(steps[chosen], 3),
+        "values": [value if value.is_integer() else float(f"{value:.{digits}g}") for value in values[chosen].tolist()],
+        "last": values[-1],
+    }
+    if len(finite):
+        low, high, *_ = _extremes(values, finite)
+        line |= {"smallest": (values[low], steps[low]), "largest": (values[high], steps[high])}
+        line["median"] = float(np.median(values[finite]))
+    return line
+
+
+def select_points(values: np.ndarray, most: int = MOST_POINTS) -> np.ndarray:
+    """Indices of at most `most` values to draw, for `most` of at least 5: the extremes of equally long spans.
+
+    Each span keeps its smallest, its largest and its first non-finite value; the first and last value stay too.
+    """
+    if len(values) <= most:
+        return np.arange(len(values))
+    per_span = 2 if np.isfinite(values).all() else 3
+    spans = np.array_split(np.arange(len(values)), (most - 2) // per_span)
+    inside = [index for span in spans for index in _extremes(values, span)]
+    return np.unique([0, *inside, len(values) - 1])
+
+
+def _extremes(values: np.ndarray, span: np.ndarray) -> list[int]:
+    is_finite = np.isfinite(values[span])
+    finite, nonfinite = span[is_finite], span[~is_finite]
+    extremes = [finite[np.argmin(values[finite])], finite[np.argmax(values[finite])]] if len(finite) else []
+    return [*extremes, *nonfinite[:1]]

@@ -15,8 +15,8 @@ from keras_paragrad.plain_text import read_json
 from keras_paragrad.profiling.summary import WORKER_FILES, ProfileSummary, RunInfo
 
 TRACES = "*.xplane.pb"
-SUMMARIES = "keras_paragrad*.json"
-WHERE_TENSORBOARD_LOOKS = "plugins/profile/"
+SUMMARY = "keras_paragrad.json"
+PROFILES = "plugins/profile/"
 # Traces without a summary must be analysed, which can take seconds each.
 MOST_ANALYSED = 4
 MOST_WINDOWS = 40
@@ -25,7 +25,7 @@ MOST_RETRACES = 50
 
 @dataclass(frozen=True)
 class ProfiledWindow:
-    """A traced window, a range of batches; named by its folder, and by the summary's file if there are several."""
+    """A traced window, a range of batches, named by its folder."""
 
     name: str
     summary: ProfileSummary
@@ -33,15 +33,7 @@ class ProfiledWindow:
 
 @dataclass(frozen=True)
 class Series:
-    """A quantity over the steps.
-
-    Attributes:
-        quantity: Its name in the file.
-        name: The layer and its variable, or `""` for the whole model.
-        variable: The variable alone, or `""` for the whole layer.
-        steps: The steps, ascending, shape `(values,)`.
-        values: The values, perhaps not all finite, shape `(values,)`.
-    """
+    """A quantity over the steps."""
 
     quantity: str
     name: str
@@ -56,24 +48,8 @@ class Series:
 
 
 @dataclass(frozen=True)
-class Retrace:
-    """A retrace of a function, for a signature of shapes."""
-
-    step: str
-    function: str
-    signature: str
-
-
-@dataclass(frozen=True)
 class WorkerBatches:
-    """The batches of one worker in a window.
-
-    Attributes:
-        worker: Its number.
-        batches: The batches' numbers, ascending.
-        milliseconds: How long each took.
-        waiting: How long it waited for other workers in each.
-    """
+    """The batches of one worker in a window."""
 
     worker: int
     batches: np.ndarray
@@ -88,25 +64,24 @@ class WorkerBatches:
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of a log directory: windows in order, records, the last retraces, and notes on what is missing."""
+    """The contents of a log directory: windows in order, records, the last retraces, and notes on what is missing.
+
+    A retrace is its step, the function, and the signature of shapes.
+    """
 
     name: str
     info: RunInfo
     windows: tuple[ProfiledWindow, ...]
     telemetry: tuple[Series, ...]
     throughput: tuple[Series, ...]
-    retraces: tuple[Retrace, ...]
+    retraces: Sequence[tuple[str, ...]]
     retrace_count: int
     notes: tuple[str, ...]
     workers: tuple[WorkerBatches, ...] = ()
 
 
 def read_run(folder: Path) -> Run:
-    """Reads a log directory, or a folder of traces in it.
-
-    Raises:
-        FileNotFoundError: The folder doesn't exist, or holds nothing that a report could show.
-    """
+    """Reads a log directory, or a folder of traces in it."""
     if not folder.is_dir():
         problem = "is a file" if folder.exists() else "doesn't exist"
         raise FileNotFoundError(f"{folder} {problem}. Pass the log_dir of Profiler.")
@@ -139,59 +114,48 @@ def _nothing_to_report(folder: Path, notes: list[str]) -> str:
 
 def _windows(folder: Path, notes: list[str]) -> tuple[ProfiledWindow, ...]:
     """The newest windows, oldest first; analyses the newest traces without a summary. Adds notes on what is missing."""
-    traces = sorted({path.parent for pattern in (TRACES, SUMMARIES) for path in folder.rglob(pattern)})
+    found = sorted({path.parent for pattern in (TRACES, SUMMARY) for path in folder.rglob(pattern)})
     # A window still being traced, or whose run was killed, is in a hidden folder.
-    traces = [trace for trace in traces if not any(part.startswith(".") for part in trace.relative_to(folder).parts)]
-    roots = sorted({_root(trace, folder) for trace in traces})
-    if len(roots) > 1:
-        names = ", ".join(roots[:MOST_ANALYSED]) + (" and more" if len(roots) > MOST_ANALYSED else "")
+    traces = [trace for trace in found if not any(part.startswith(".") for part in trace.relative_to(folder).parts)]
+    runs = sorted({_relative(trace, folder).partition(PROFILES)[0] or "./" for trace in traces})
+    if len(runs) > 1:
+        names = ", ".join(runs[:MOST_ANALYSED]) + (" and more" if len(runs) > MOST_ANALYSED else "")
         notes.append(f"There are several runs: {names}. To see the telemetry of one, pass its folder.")
     if len(traces) > MOST_WINDOWS:
         notes.append(f"There are {len(traces)} traces; the {MOST_WINDOWS} newest are shown.")
-    windows: list[ProfiledWindow] = []
-    unsummarized = 0
-    for trace in reversed(traces[-MOST_WINDOWS:]):
-        summaries = _read_summaries(trace, notes)
-        if not summaries and any(trace.glob(TRACES)):
-            unsummarized += 1
-            summaries = _analyse(trace, notes) if unsummarized <= MOST_ANALYSED else {}
-        name = "" if trace == folder else trace.relative_to(folder).as_posix().removeprefix(WHERE_TENSORBOARD_LOOKS)
-        for file, summary in summaries.items():
-            full_name = f"{name} {file}".strip() if len(summaries) > 1 else name
-            windows.append(ProfiledWindow(full_name or ".", summary))
-    if unsummarized > MOST_ANALYSED:
+    traces = traces[-MOST_WINDOWS:]
+    unsummarized = [trace for trace in traces if not (trace / SUMMARY).exists()]
+    if len(unsummarized) > MOST_ANALYSED:
         notes.append(
-            f"{unsummarized} traces have no summary beside them; the {MOST_ANALYSED} newest of these are shown."
+            f"{len(unsummarized)} traces have no summary beside them; the {MOST_ANALYSED} newest of these are shown."
         )
-    return tuple(reversed(windows))
+    left_out = unsummarized[:-MOST_ANALYSED]
+    summaries = {trace: _summary(trace, notes) for trace in traces if trace not in left_out}
+    names = {trace: _relative(trace, folder).removeprefix(PROFILES) for trace in summaries}
+    return tuple(ProfiledWindow(names[trace], summary) for trace, summary in summaries.items() if summary)
 
 
-def _root(trace: Path, folder: Path) -> str:
-    """The log directory that a trace is in, relative to a folder around it."""
-    return trace.relative_to(folder).as_posix().partition(WHERE_TENSORBOARD_LOOKS)[0] or "./"
+def _relative(trace: Path, folder: Path) -> str:
+    return trace.relative_to(folder).as_posix()
 
 
-def _read_summaries(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
-    """The summaries in a trace folder, by file name in descending order; adds a note for each unreadable file."""
-    summaries: dict[str, ProfileSummary] = {}
-    for path in sorted(trace.glob(SUMMARIES), reverse=True):
-        try:
-            summaries[path.name] = ProfileSummary.from_dict(read_json(path.read_text("utf-8")))
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            notes.append(f"{path.name} in {trace.name} can't be read ({type(error).__name__}: {error}).")
-    return summaries
-
-
-def _analyse(trace: Path, notes: list[str]) -> dict[str, ProfileSummary]:
-    """Analyses a trace without a summary; adds a note if that fails."""
+def _summary(trace: Path, notes: list[str]) -> ProfileSummary | None:
+    """The summary beside a trace, or what its analysis finds; `None`, with a note, if it can't be read."""
+    try:
+        return ProfileSummary.from_dict(read_json((trace / SUMMARY).read_text("utf-8")))
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        notes.append(f"{SUMMARY} in {trace.name} can't be read ({type(error).__name__}: {error}).")
+        return None
     from keras_paragrad.profiling.analysis import summarize
 
     try:
-        return {"": summarize(trace)}
+        return summarize(trace)
     # A trace can be damaged in any way; the rest of the run is still shown.
     except Exception as error:
         notes.append(f"The trace {trace.name} can't be analysed ({type(error).__name__}: {error}).")
-        return {}
+        return None
 
 
 def _series(folder: Path, name: str, notes: list[str]) -> tuple[Series, ...]:
@@ -220,7 +184,8 @@ def read_series(folder: Path, name: str) -> tuple[Series, ...]:
     Incomplete rows, such as the last one of a killed run, are skipped. Of two values for one step, as written by a run
     that resumed from a checkpoint, the later one counts.
     """
-    columns: dict[tuple[str, str, str], tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+    # By quantity, name and variable, the value of each step.
+    columns: dict[tuple[str, str, str], dict[float, float]] = defaultdict(dict)
     for row in _rows(folder, name):
         try:
             step, value = float(row["step"]), float(row["value"])
@@ -230,22 +195,19 @@ def read_series(folder: Path, name: str) -> tuple[Series, ...]:
             continue
         # Otherwise the row is truncated, or belongs to another file.
         if math.isfinite(step):
-            columns[key][0].append(step)
-            columns[key][1].append(value)
-    return tuple(_sorted_series(*key, *map(np.array, pair)) for key, pair in columns.items())
+            columns[key][step] = value
+    return tuple(Series(*key, *np.array(sorted(found.items())).T) for key, found in columns.items())
 
 
 def read_workers(folder: Path, count: int) -> tuple[WorkerBatches, ...]:
     """The batches of a run's workers in the newest window that all of them timed, in order; empty for one worker."""
-    by_worker = [_batches_by_window(folder / WORKER_FILES.replace("*", str(worker))) for worker in range(count)]
-    known = {worker: windows for worker, windows in enumerate(by_worker) if windows}
-    if count < 2 or not known:
-        return ()
-    shared = set.intersection(*(set(windows) for windows in known.values()))
-    if not shared:
+    files = {worker: folder / WORKER_FILES.replace("*", str(worker)) for worker in range(count)}
+    known = {worker: windows for worker, path in files.items() if (windows := _batches_by_window(path))}
+    shared = set.intersection(*map(set, known.values())) if known else set()
+    if count < 2 or not shared:
         return ()
     rows = {worker: windows[max(shared)] for worker, windows in known.items()}
-    batches = sorted(set.intersection(*(set(batches) for batches in rows.values())))
+    batches = sorted(set.intersection(*map(set, rows.values())))
     return tuple(
         WorkerBatches(worker, np.array(batches), *np.array([found[batch] for batch in batches]).T)
         for worker, found in rows.items()
@@ -277,15 +239,14 @@ def drop_uninformative(series: Sequence[Series]) -> tuple[Series, ...]:
     return tuple(record for record in series if not is_uninformative(record))
 
 
-def read_retraces(folder: Path) -> tuple[tuple[Retrace, ...], int]:
+def read_retraces(folder: Path) -> tuple[list[tuple[str, ...]], int]:
     """The last retraces of a run, and their total number."""
-    columns = ("step", "function", "signature")
-    retraces = [
-        Retrace(*(str(row[column]) for column in columns))
+    rows = (
+        tuple(row.get(column) or "" for column in ("step", "function", "signature"))
         for row in _rows(folder, "retraces")
-        if all(row.get(column) for column in columns)
-    ]
-    return tuple(retraces[-MOST_RETRACES:]), len(retraces)
+    )
+    whole = [row for row in rows if all(row)]
+    return whole[-MOST_RETRACES:], len(whole)
 
 
 def _rows(folder: Path, name: str) -> Iterable[Mapping[str, str]]:
@@ -309,9 +270,3 @@ def _parquet_rows(path: Path) -> Iterator[Mapping[str, str]]:
 
     with parquet.ParquetFile(path) as file:
         yield from itertools.chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())
-
-
-def _sorted_series(quantity: str, name: str, variable: str, steps: np.ndarray, values: np.ndarray) -> Series:
-    """A series in the order of steps, with the last of several values for one step."""
-    ordered, last = np.unique(steps[::-1], return_index=True)
-    return Series(quantity, name, variable, ordered, values[::-1][last])

@@ -70,7 +70,7 @@ def test_values_that_are_no_numbers_stay(tmp_path):
 
 def test_no_file_is_no_series(tmp_path):
     assert read_series(tmp_path, "telemetry") == ()
-    assert read_retraces(tmp_path) == ((), 0)
+    assert read_retraces(tmp_path) == ([], 0)
 
 
 def test_the_last_retraces_are_kept(tmp_path):
@@ -78,4 +78,4 @@ def test_the_last_retraces_are_kept(tmp_path):
     retraces, count = read_retraces(tmp_path)
     assert count == 60
     assert len(retraces) == MOST_RETRACES
-    assert retraces[-1].signature == "float32[59]"
+    assert retraces[-1][-1] == "float32[59]"

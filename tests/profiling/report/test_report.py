@@ -3,12 +3,14 @@
 import base64
 import dataclasses
 import hashlib
-import html.parser
 import json
 import re
-import sys
 
+import hypothesis
+import numpy as np
 import pytest
+from hypothesis import strategies as st
+from runner.covering import examples
 from sample_models.log_directories import (
     TELEMETRY,
     THROUGHPUT,
@@ -25,108 +27,125 @@ from sample_models.log_directories import (
 import keras_paragrad
 from keras_paragrad.cli.main import main
 from keras_paragrad.profiling.report import write_report
+from keras_paragrad.profiling.report.lines import line_chart, select_points
+from keras_paragrad.profiling.report.runs import Series
 from keras_paragrad.profiling.summary import LayerTime, OperationTime, ProfileSummary, StepTime
 
 pytestmark = pytest.mark.fast
 
-EMPTY = {"meta", "link", "br", "img", "input", "hr", "wbr"}
+cases = examples(60, of=200)
+anything = st.floats(allow_nan=True, allow_infinity=True)
 
 
-class Page(html.parser.HTMLParser):
-    """A page taken apart; fails where an element isn't closed."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.open, self.tags, self.text, self.scripts = [], [], "", []
-        self.feed(path.read_text(encoding="utf-8"))
-        assert not self.open
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in EMPTY:
-            self.open.append(tag)
-        if tag == "wbr":
-            self.text = self.text.removesuffix(" ")
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if "script" in self.open:
-            self.scripts.append(data)
-        elif "style" not in self.open:
-            self.text += data + " "
-
-    def labels(self):
-        return [attributes["aria-label"] for tag, attributes in self.tags if attributes.get("role") == "img"]
-
-    @property
-    def words(self):
-        return re.sub(r"\s+", " ", self.text)
+def data_of(path):
+    """The data in a report, which its script draws."""
+    text = path.read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script id="data" type="application/json">(.*)</script>\n', text)[1])
 
 
-def test_it_says_what_was_measured(tmp_path):
-    page = Page(write_report(make_run(tmp_path)))
+def blocks_of(page, kind):
+    """All blocks of a kind, in order."""
+    inside = page.get("blocks", ()) if isinstance(page, dict) else page
+    found = [block for section in page.get("sections", ()) for block in blocks_of(section, kind)]
+    for block in inside:
+        found += ([block] if block["type"] == kind else []) + blocks_of(block, kind)
+    return found
+
+
+def words_of(path):
+    return json.dumps(data_of(path), ensure_ascii=False)
+
+
+def titles(path):
+    return [chart["title"] for chart in blocks_of(data_of(path), "lines")]
+
+
+def test_it_has_what_was_measured(tmp_path):
+    path = write_report(make_run(tmp_path))
+    page, words = data_of(path), words_of(path)
+    assert page["headlines"] == [
+        ["Step time, median", 10, "ms"],
+        ["Step time, 95th percentile", 30, "ms"],
+        ["Waiting for input", 0.5, "share"],
+        ["Computing", 0.25, "share"],
+        ["Examples per second, median", 12003, "number"],
+        ["Updates per second, median", 401, "number"],
+        ["Time to the first step", 1500, "ms"],
+        ["FLOPs per step", 3e9, "FLOP"],
+        ["Retraces", 1, "count"],
+    ]
+    (steps,) = blocks_of(page, "steps")
+    assert steps["steps"][0] == [100, 25, 10, 5, 0.75, 0.25, 2.5, 1, 0.5]
+    assert sum(steps["shares"].values()) == pytest.approx(1)
+    stages, layers, workers = blocks_of(page, "lanes")
+    assert stages["lanes"][0]["boxes"][0] == ["forward", 1, "micro-batch 0, forward", 0, 0]
+    assert [lane["name"] for lane in stages["lanes"]] == ["stage 0a", "stage 0b", "stage 1a", "stage 1b"]
+    assert stages["rows"] == [[lane["name"], 2, 4] for lane in stages["lanes"]]
+    assert layers["rows"][0] == ["block_with_a_long_name/multi_head_attention_1", 1.5, 0.5, 0.8, 0.2, None, 30 / 57.75]
+    assert [lane["apart"] for lane in layers["lanes"][:4]] == [False, False, True, False]
+    assert workers["rows"] == [["0", 10, 3, 7, 0.7], ["1", 10, 8, 2, 0.2]]
+    tables = {table["caption"]: table["rows"] for table in blocks_of(page, "table")}
+    assert tables["Time by kind of operation"][0] == ["Kind0", 1.5, 0.1, 40]
+    assert tables["Time by kind of operation"][-1] == ["3 other kinds", pytest.approx(2.7), pytest.approx(0.12), 120]
+    assert tables["Operations that took longest"][0] == ["digits/dense/MatMul", 1.5, 0.6, 40, "MatMul", "dense"]
+    assert tables["Peak memory"] == [["host", 3 * 2**30]]
+    lines = {chart["title"]: chart for chart in blocks_of(page, "lines")}
+    memory = lines["Memory in use in the window"]["lines"][0]
+    assert memory["name"] == "allocator GPU_0_bfc"
+    assert (memory["largest"], memory["median"]) == ([8 * 2**20, 100.875], 4.5 * 2**20)
+    norms = blocks_of(page, "layers")[0]["chart"]["lines"][2]
+    assert norms["values"][7] == "∞" and norms["last"] == 0.001
+    assert [mark["seconds"] for mark in lines["Step time over the run"]["marks"]] == [2, 8]
     for expected in (
         "Profile of digits",
-        "Step time, median 10 ms",
-        "95th percentile 30 ms",
-        "waiting for input: 50%",
-        "collectives: 10%",
-        "prefetch(tf.data.AUTOTUNE). Because: 50% of the step waits for input",
-        "digits/dense/MatMul 1.5 ms 60% 40 MatMul dense",
+        "prefetch(tf.data.AUTOTUNE).",
+        '["Collectives take ", [2, "ms"], " per batch. ", [0.25, "share"], " of this time is hidden',
         "<b>loss</b> & more",
-        "block_with_a_long_name/multi_head_attention_1 1.5 ms 500 µs 800 µs 200 µs – 52%",
         "The chart shows 15 of 20 layers; the table lists all.",
-        "Kind0 1.5 ms 10% 40",
-        "3 other kinds 2.7 ms 12% 120",
-        "Collectives take 2 ms per batch. 25% of this time is hidden",
-        "allocator GPU_0_bfc 1 MiB (batch 100) 4.5 MiB 8 MiB (batch 100.8)",
-        "host 3 GiB",
         "Layer names are those of the graph.",
-        "Time to the first step 1.5 s",
-        "FLOPs per step 3 GFLOP",
-        "63 one_step_on_data float32[17, 784]",
+        '["63", "one_step_on_data", "float32[17, 784]"]',
         "AccumulatingOptimizer(Adam)",
         "1,234,567",
         "2026-01-02 03:04:05 UTC",
         "Worker 1 is the slowest: check its input",
-        "worker 1 computes 8 ms per batch, the others 3 ms; the rest is spent waiting",
+        '["worker 1 computes ", [8, "ms"], " per batch, the others ", [3, "ms"]',
         "Batches 100 to 115 of each worker",
-        "0 10 ms 3 ms 7 ms 70% 1 10 ms 8 ms 2 ms 20%",
-        "Learning rate",
-        "Loss scale",
-        "Update to weights by layer",
         "1 values are NaN or infinite",
     ):
-        assert expected in page.words, expected
-
-
-def test_every_chart_is_told_in_words(tmp_path):
-    page = Page(write_report(make_run(tmp_path)))
-    labels = page.labels()
-    charts = [attributes for tag, attributes in page.tags if tag == "figure"]
-    assert len(labels) == len(charts) >= 12
-    assert any("Median 10 ms, 95th percentile 30 ms" in label for label in labels)
-    assert any("after clipping: smallest 1 (update 0)" in label for label in labels)
-    drawn = [attributes for tag, attributes in page.tags if tag == "svg" and "role" not in attributes]
-    inside = {"free", "view", "content"}
-    assert all("aria-hidden" in attributes or attributes["class"] in inside for attributes in drawn)
+        assert expected in words, expected
 
 
 def test_it_needs_nothing_else(tmp_path):
-    page = Page(write_report(make_run(tmp_path)))
-    assert not {"link", "img", "iframe", "object"} & {tag for tag, _ in page.tags}
-    assert not any({"src", "href", "xlink:href"} & attributes.keys() for _, attributes in page.tags)
-    styles = page.rawdata + " ".join(str(attributes.get("style", "")) for _, attributes in page.tags)
-    assert re.findall(r"url\(([^)]*)\)|@import", styles) == []
-    (policy,) = [attributes["content"] for _, attributes in page.tags if "http-equiv" in attributes]
-    (script,) = page.scripts
+    text = write_report(make_run(tmp_path)).read_text(encoding="utf-8")
+    assert not re.search(r"<(link|img|iframe|object)|\b(src|href)=|@import|url\((?!#)", text)
+    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)[1]
+    _, script = re.findall(r"<script[^>]*>(.*?)</script>", text, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+
+
+@cases
+@hypothesis.given(st.lists(anything, min_size=1, max_size=300), st.integers(5, 60))
+# A peak within a span.
+@hypothesis.example([0.0] * 45 + [1.0] + [0.0] * 100, 12)
+def test_thinning_keeps_the_extremes(drawn, most):
+    values = np.array(drawn)
+    found = select_points(values, most)
+    assert len(found) <= most
+    assert (np.diff(found) > 0).all()
+    assert found[0] == 0
+    assert found[-1] == len(values) - 1
+    finite = values[np.isfinite(values)]
+    if len(finite):
+        assert {finite.min(), finite.max()} <= set(values[found])
+    assert np.isfinite(values).all() == np.isfinite(values[found]).all()
+
+
+def test_a_line_has_the_values_of_its_steps():
+    steps = np.arange(1000.0) * 3 + 7
+    (line,) = line_chart("Norm", "number", [Series("gradient_norm", "", "", steps, np.sin(steps))])["lines"]
+    assert (line["steps"][0], line["steps"][-1]) == (7, 3004)
+    assert line["values"] == pytest.approx(np.sin(line["steps"]).tolist(), rel=1e-5)
 
 
 @pytest.mark.not_fast
@@ -142,10 +161,10 @@ def test_its_size_is_bounded_and_its_extremes_are_kept(tmp_path):
     write_rows(tmp_path / "throughput.csv", THROUGHPUT, throughput_rows(3000))
     path = write_report(tmp_path)
     assert path.stat().st_size < 1e6
-    words = Page(path).words
+    words = words_of(path)
     assert "There are 60 traces; the 40 newest are shown." in words
     assert "The 3 newest of 40 windows follow in detail." in words
-    assert "of 1,000 batches are drawn: the shortest and the longest of each span." in words
+    assert all(chart["count"] == 1000 and len(chart["steps"]) <= 60 for chart in blocks_of(data_of(path), "steps"))
     assert "3,000 values, drawn as at most 400 points" in words
     assert "5 of 120 layers are drawn" in words
     assert "1 values are NaN or infinite" in words
@@ -154,10 +173,10 @@ def test_its_size_is_bounded_and_its_extremes_are_kept(tmp_path):
 def test_the_newest_window_comes_first(tmp_path):
     for index, scale in enumerate([1.0, 2.0]):
         write_window(tmp_path, summary(scale=scale), f"plugins/profile/2026_01_01_00_00_0{index}")
-    words = Page(write_report(tmp_path)).words
-    assert "Step time, median 20 ms" in words
+    words = words_of(write_report(tmp_path))
+    assert '["Step time, median", 20, "ms"]' in words
     assert words.index("Window 2026_01_01_00_00_01") < words.index("Window 2026_01_01_00_00_00")
-    assert "2026_01_01_00_00_00 20 10 ms 30 ms 50% 7.5% 2.5% 25% 10% 5.0%" in words
+    assert '["2026_01_01_00_00_00", 20, 10, 30, 0.5, 0.075, 0.025, 0.25, 0.1, 0.05]' in words
 
 
 def test_the_first_worker_is_the_one_at_the_top(tmp_path):
@@ -165,36 +184,36 @@ def test_the_first_worker_is_the_one_at_the_top(tmp_path):
     second = summary(scale=2.0)
     second = dataclasses.replace(second, run=dataclasses.replace(second.run, worker=1))
     write_window(tmp_path, second, "plugins/profile/2026_01_02_03_04_06-worker-1")
-    words = Page(write_report(tmp_path)).words
-    assert "Step time, median 10 ms" in words
+    words = words_of(write_report(tmp_path))
+    assert '["Step time, median", 10, "ms"]' in words
     assert "Window 2026_01_02_03_04_06-worker-1" in words
 
 
 def test_several_runs_in_a_folder_are_named(tmp_path):
     for name in ("one", "other"):
         make_run(tmp_path / name)
-    words = Page(write_report(tmp_path)).words
+    words = words_of(write_report(tmp_path))
     assert "There are several runs: one/, other/. To see the telemetry of one, pass its folder." in words
-    assert "several runs" not in Page(write_report(tmp_path / "one")).words
+    assert "several runs" not in words_of(write_report(tmp_path / "one"))
 
 
 def test_telemetry_alone_will_do(tmp_path):
     write_rows(tmp_path / "telemetry.csv", TELEMETRY, telemetry_rows(5, 2))
-    words = Page(write_report(tmp_path)).words
+    words = words_of(write_report(tmp_path))
     assert "No part of this run was traced." in words
     assert "Gradient by layer" in words
 
 
 def test_what_was_run_is_not_made_up(tmp_path):
     write_window(tmp_path, ProfileSummary(steps=summary().steps))
-    words = Page(write_report(tmp_path)).words
-    assert "What was run not known: neither run.json nor a summary of ours is there" in words
+    words = words_of(write_report(tmp_path))
+    assert "not known: neither run.json nor a summary of ours is there" in words
     assert "float32" not in words
 
 
 def test_a_window_without_steps_says_so(tmp_path):
     write_window(tmp_path, ProfileSummary(notes=("No steps: the trace holds only the compilation.",)))
-    words = Page(write_report(tmp_path)).words
+    words = words_of(write_report(tmp_path))
     assert "This trace shows no steps." in words
     assert "the trace holds only the compilation" in words
 
@@ -203,16 +222,16 @@ def test_a_summary_that_is_broken_is_named(tmp_path):
     make_run(tmp_path)
     path = write_window(tmp_path, summary(), "plugins/profile/2026_09_09_09_09_09")
     path.write_text(path.read_text()[:100])
-    words = Page(write_report(tmp_path)).words
+    words = words_of(write_report(tmp_path))
     assert "keras_paragrad.json in 2026_09_09_09_09_09 can't be read (ValueError" in words
-    assert "Step time, median 10 ms" in words
+    assert '["Step time, median", 10, "ms"]' in words
 
 
 def test_a_file_without_its_end_is_named(tmp_path):
     make_run(tmp_path)
     (tmp_path / "telemetry.csv").unlink()
     (tmp_path / "telemetry.parquet").write_bytes(b"PAR1 and no more")
-    words = Page(write_report(tmp_path)).words
+    words = words_of(write_report(tmp_path))
     assert "telemetry can't be read: it is damaged, or its run has not ended (ArrowInvalid" in words
     assert "Throughput" in words
 
@@ -225,13 +244,16 @@ def test_what_was_not_clipped_is_drawn_once(tmp_path):
         for quantity in ("gradient_norm", "clipped_gradient_norm")
     ]
     write_rows(tmp_path / "telemetry.csv", TELEMETRY, rows)
-    assert len(Page(write_report(tmp_path)).labels()) == 2
+    page = data_of(write_report(tmp_path))
+    (whole,) = blocks_of(page, "lines")
+    assert [line["name"] for line in whole["lines"]] == ["before clipping"]
+    assert [block["title"] for block in blocks_of(page, "layers")] == ["Gradient by layer, L2 norm"]
 
 
 def test_a_loss_without_a_scale_has_no_chart_of_it(tmp_path):
     rows = [(number, 0, "", "", quantity, 1.0) for number in range(5) for quantity in ("loss_scale", "learning_rate")]
     write_rows(tmp_path / "telemetry.csv", TELEMETRY, rows)
-    words = Page(write_report(tmp_path)).words
+    words = words_of(write_report(tmp_path))
     assert "Learning rate" in words
     assert "Loss scale" not in words
 
@@ -243,10 +265,9 @@ def test_layers_are_drawn_and_variables_are_listed(tmp_path):
         for variable in ("kernel", "bias", "")
     ]
     write_rows(tmp_path / "telemetry.csv", TELEMETRY, rows)
-    page = Page(write_report(tmp_path))
-    (label,) = page.labels()
-    assert "over the updates. dense: smallest 1 (update 0)" in label
-    assert "dense/bias" in page.words
+    (block,) = blocks_of(data_of(write_report(tmp_path)), "layers")
+    assert [line["name"] for line in block["chart"]["lines"]] == ["dense"]
+    assert [line["name"] for line in block["lines"]] == ["dense/kernel", "dense/bias", "dense"]
 
 
 def test_workers_are_compared_in_the_window_that_all_have(tmp_path):
@@ -256,11 +277,11 @@ def test_workers_are_compared_in_the_window_that_all_have(tmp_path):
     write_rows(run / "worker_1_batches.csv", WORKER, [*rows[:25], (1, 101)])
     # Of an earlier run, with more workers.
     write_rows(run / "worker_2_batches.csv", WORKER, worker_rows(2, 24))
-    words = Page(write_report(run)).words
+    words = words_of(write_report(run))
     assert "Batches 100 to 100 of each worker" in words
     assert "worker 2" not in words
     (run / "worker_1_batches.csv").unlink()
-    words = Page(write_report(run)).words
+    words = words_of(write_report(run))
     assert "There are files of 1 of 2 workers. Copy worker_*_batches.csv of all to" in words
     assert "of each worker" not in words
 
@@ -268,7 +289,7 @@ def test_workers_are_compared_in_the_window_that_all_have(tmp_path):
 def test_equal_workers_are_said_to_be_equal(tmp_path):
     run = make_run(tmp_path)
     write_rows(run / "worker_0_batches.csv", WORKER, worker_rows(1, 24))
-    assert "The workers are about equally fast" in Page(write_report(run)).words
+    assert "The workers are about equally fast" in words_of(write_report(run))
 
 
 def test_what_is_0_throughout_has_no_chart(tmp_path):
@@ -277,8 +298,7 @@ def test_what_is_0_throughout_has_no_chart(tmp_path):
     gone = {"nonfinite": 0.0, "gradient_norm": 0.0}
     write_rows(tmp_path / "telemetry.csv", TELEMETRY, [(0, 0, "", "", *pair) for pair in gone.items()])
     # A gradient of 0 is worth knowing.
-    drawn = [label.partition(",")[0] for label in Page(write_report(tmp_path)).labels()]
-    assert drawn == ["Throughput", "Gradient of the whole model"]
+    assert titles(write_report(tmp_path)) == ["Throughput, examples per second", "Gradient of the whole model, L2 norm"]
 
 
 def test_it_goes_where_it_is_told(tmp_path):
@@ -307,12 +327,6 @@ def test_what_cannot_be_shown_is_said(tmp_path, make, expected, capsys):
         write_report(tmp_path / "logs")
     assert main(["report", str(tmp_path / "logs")]) == 1
     assert re.search(expected, capsys.readouterr().err)
-
-
-def test_a_missing_library_is_named(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    assert main(["report", str(make_run(tmp_path))]) == 1
-    assert "pip install 'keras_paragrad[profile]'" in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch, capsys):
@@ -359,9 +373,9 @@ def test_run_json_counts_more_than_a_window(tmp_path):
     make_run(tmp_path)
     found = json.loads((tmp_path / "run.json").read_text())
     (tmp_path / "run.json").write_text(json.dumps({**found, "model": "renamed"}))
-    words = Page(write_report(tmp_path)).words
+    words = words_of(write_report(tmp_path))
     assert "Profile of renamed" in words
-    assert keras_paragrad.__version__ in words
+    assert f"Made by keras_paragrad {keras_paragrad.__version__}." in (tmp_path / "report.html").read_text("utf-8")
 
 
 def test_operations_times_are_those_of_a_step(tmp_path):
@@ -369,6 +383,6 @@ def test_operations_times_are_those_of_a_step(tmp_path):
     steps = tuple(StepTime(step, step, 4.0 * step, 4.0, compute=4.0) for step in range(10))
     write_window(tmp_path / "steps", ProfileSummary(steps=steps, operations=operations))
     write_window(tmp_path / "none", ProfileSummary(operations=operations))
-    with_steps, without = (Page(write_report(tmp_path / name)).words for name in ("steps", "none"))
-    assert "self time per batch" in with_steps and "m/first/MatMul 3 ms 75" in with_steps
-    assert "self time per batch" not in without and "m/first/MatMul 30 ms 75" in without
+    with_steps, without = (words_of(write_report(tmp_path / name)) for name in ("steps", "none"))
+    assert "self time per batch" in with_steps and '["m/first/MatMul", 3, 0.75' in with_steps
+    assert "self time per batch" not in without and '["m/first/MatMul", 30, 0.75' in without

@@ -12,7 +12,7 @@ from oracles.telemetry_loops import X, Y, expected, inner
 from pyarrow import parquet
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from keras_paragrad.profiling.log_files import Table
+from keras_paragrad.profiling.log_files import open_table
 from keras_paragrad.profiling.report import write_report
 from keras_paragrad.profiling.telemetry import GradientTelemetry
 from keras_paragrad.profiling.throughput import Throughput, ThroughputFiles
@@ -127,14 +127,14 @@ def test_throughput_alone_says_what_was_trained(tmp_path):
 
 def test_a_training_that_is_killed_leaves_the_parquet_file_before(tmp_path):
     labels, path = ("layer",), tmp_path / "telemetry.parquet"
-    first = Table(path, labels, resume=False)
+    first = open_table(path, labels, resume=False)
     first.append([1], [0], [("a",)], np.array([[2.0]]))
     first.close()
-    killed = Table(path, labels, resume=True)
+    killed = open_table(path, labels, resume=True)
     killed.append([2], [0], [("a",)], np.array([[3.0]]))
-    killed._file._finish.detach()
+    killed._finish.detach()
     assert parquet.read_table(path)["step"].to_pylist() == [1]
-    broken_off = Table(path, labels, resume=True)
+    broken_off = open_table(path, labels, resume=True)
     broken_off.append([2], [0], [("a",)], np.array([[4.0]]))
     del broken_off
     assert parquet.read_table(path)["value"].to_pylist() == [2.0, 4.0]
