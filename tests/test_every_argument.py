@@ -267,7 +267,17 @@ PUBLIC = {
         {"quantile": HALF, "initial": ABOVE_0, "learning_rate": ABOVE_0, "count_noise": ABOVE_0 | NONE},
     ),
     "ExactAccumulation": Called(
-        keras_paragrad.ExactAccumulation, {"prove": FLAG, "callbacks": taken("[]", "()", "empty array")}
+        keras_paragrad.ExactAccumulation,
+        {
+            "steps": COUNT | LARGE | NONE,
+            "prove": FLAG,
+            "callbacks": taken("[]", "()", "empty array"),
+            "weighting": WEIGHTING,
+            "tail": NOTHING,
+            "accumulator_dtype": NONE,
+            "skip_nonfinite": FLAG,
+        },
+        {"steps": 2},
     ),
     "estimate_memory": Called(
         keras_paragrad.estimate_memory,

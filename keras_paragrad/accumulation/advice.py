@@ -1,21 +1,59 @@
 """Checks an accumulating optimizer's arguments and its model, with errors that suggest code."""
 
 import difflib
+from typing import Any, NamedTuple
 
 import keras
 
-from keras_paragrad.arguments import MOST_PARTS, check_integer, refusal
+from keras_paragrad.accumulation.window import Steps, StepsSchedule
+from keras_paragrad.arguments import (
+    MOST_PARTS,
+    check_choice,
+    check_choice_or_function,
+    check_flag,
+    check_integer,
+    refusal,
+)
 from keras_paragrad.compat.model import other_optimizers, overrides_train_step
-from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator, unwrap_loss_scale
+from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator
 from keras_paragrad.compat.state import warn
 from keras_paragrad.compat.types import Config
-from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
+from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
 # Slices of a batch are always weighted by their normalizers, never uniformly.
 SLICE_WEIGHTINGS = tuple(name for name in WEIGHTINGS if name != "uniform")
 TAILS = ("flush", "carry", "drop")
 ACCUMULATOR_DTYPES = ("float32", "float64", "bfloat16", "float16", None)
+
+
+class WindowOptions(NamedTuple):
+    """The arguments of an `AccumulatingOptimizer`, beside the optimizer that it wraps."""
+
+    steps: Steps = 1
+    weighting: str | DivisorFunction = "auto"
+    tail: str = "flush"
+    accumulator_dtype: str | None = "float32"
+    skip_nonfinite: bool = False
+
+    @classmethod
+    def checked(cls, *arguments: Any) -> "WindowOptions":
+        """Checks the arguments, in this order."""
+        steps, weighting, tail, accumulator_dtype, skip_nonfinite = arguments
+        return cls(
+            StepsSchedule(steps).steps,
+            check_choice_or_function("weighting", weighting, WEIGHTINGS, PARAMETERS),
+            check_choice("tail", tail, TAILS),
+            check_choice("accumulator_dtype", accumulator_dtype, ACCUMULATOR_DTYPES),
+            check_flag("skip_nonfinite", skip_nonfinite),
+        )
+
+    @property
+    def described(self) -> str:
+        """The arguments that aren't the default ones, as they are typed."""
+        return ", ".join(
+            f"{name}={value!r}" for name, value in self._asdict().items() if value != self._field_defaults[name]
+        )
 
 
 def check_parts(deterministic: object) -> int:
@@ -67,8 +105,8 @@ def _optimizer_refusal(value: object) -> ValueError:
 def missing_accumulation_message(model: keras.Model) -> str:
     """The error for a model compiled without an accumulating optimizer; ends with code that calls the model `model`."""
     problem = (
-        "ExactAccumulation() needs a model that is compiled with an AccumulatingOptimizer; this one has "
-        f"{_optimizer_name(model.optimizer)}."
+        f"{model.name!r} is compiled with {_optimizer_name(model.optimizer)}, and ExactAccumulation() doesn't say how "
+        "many micro-batches an update takes."
     )
     if overrides_train_step(model) and other_optimizers(model):
         return (
@@ -78,55 +116,21 @@ def missing_accumulation_message(model: keras.Model) -> str:
             "keras_paragrad.microbatch(model, size=4)"
         )
     if model.optimizer is None:
-        return f"{problem} Write model.compile(keras_paragrad.AccumulatingOptimizer('adam', steps=4), loss=...)."
-    return f"{problem} Write this before fit(), with the other arguments of your compile():\n{_recompile_code(model)}"
+        return f"{problem} Write model.compile('adam', loss=...), and ExactAccumulation(steps=4)."
+    # What its own step divides by has to be stated, and nearly all divide by the number of examples.
+    stated = ", weighting='examples'" if overrides_train_step(model) else ""
+    return f"{problem} Write callbacks=[keras_paragrad.ExactAccumulation(steps=4{stated})]."
 
 
-def recommend_callback(name: str, model: keras.Model | None) -> None:
-    """Warns that an accumulating optimizer is inexact without `ExactAccumulation`.
-
-    Args:
-        name: The optimizer's name.
-        model: The model that it trains, or `None` if unknown.
-    """
-    if model is not None and any(find_accumulator(inner) for inner in other_optimizers(model)):
-        warn(
-            f"{name}, which {type(model).__name__} isn't compiled with, weights all micro-batches equally, and its "
-            "windows continue across epochs. ExactAccumulation() takes the model's own optimizer alone. Use the inner "
-            "optimizer, give fit() the batch_size of an update, and write keras_paragrad.microbatch(model, size=4), "
-            "with the number of rows that fit into memory. For even micro-batches, write weighting='uniform'.",
-        )
-        return
+def recommend_callback(name: str) -> None:
+    """Warns that an accumulating optimizer of this name is inexact without `ExactAccumulation`."""
     warn(
         f"{name} weights all micro-batches equally, and its windows continue across epochs, so uneven or weighted "
         "micro-batches and an epoch's last ones are not trained on as one batch. In fit(), pass "
         "callbacks=[keras_paragrad.ExactAccumulation()], which is faster as well. In a custom training loop, write "
         "weighting='uniform', and call optimizer.flush() to close the last window.",
     )
-    if model is not None:
-        warn_of_batch_statistics(model)
 
 
 def _optimizer_name(optimizer: keras.optimizers.Optimizer | None) -> str:
     return "no optimizer" if optimizer is None else type(optimizer).__name__
-
-
-def _recompile_code(model: keras.Model) -> str:
-    """The code that compiles a model with its one optimizer wrapped, to accumulate."""
-    scales = isinstance(model.optimizer, keras.optimizers.LossScaleOptimizer)
-    # A LossScaleOptimizer belongs outside the wrapper; compile() adds it again if the dtype policy requires it.
-    name = "model.optimizer.inner_optimizer" if scales else "model.optimizer"
-    # What its own step divides by has to be stated, and nearly all divide by the number of examples.
-    stated = ", weighting='examples'" if overrides_train_step(model) else ""
-    wrapped = f"keras_paragrad.AccumulatingOptimizer({name}, steps=4{stated})"
-    return "\n".join(
-        [
-            *_turn_off_own(unwrap_loss_scale(model.optimizer), name),
-            f"model.compile({wrapped}, loss=model.loss)",
-        ]
-    )
-
-
-def _turn_off_own(optimizer: keras.optimizers.Optimizer, name: str) -> list[str]:
-    """Lines that turn off Keras's own accumulation in an optimizer."""
-    return [f"{name}.gradient_accumulation_steps = None"] if accumulation_steps(optimizer) > 1 else []

@@ -2,35 +2,31 @@
 
 import contextlib
 import functools
-import inspect
-import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from keras_paragrad.accumulation.advice import (
-    ACCUMULATOR_DTYPES,
-    TAILS,
-    WEIGHTINGS,
-    check_inner_optimizer,
-    recommend_callback,
-)
+from keras_paragrad.accumulation.advice import WindowOptions, check_inner_optimizer, recommend_callback
 from keras_paragrad.accumulation.host import HostSchedule
 from keras_paragrad.accumulation.window import GradientWindow, Steps, StepsSchedule
-from keras_paragrad.arguments import check_choice, check_choice_or_function, check_flag, check_text
+from keras_paragrad.arguments import check_text
 from keras_paragrad.compat.collectives import OnReplicas, cross_replica, first_replica_value, replica_count, run_if
-from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import WrappingOptimizer, build_optimizer, warn_of_summed_rows
+from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Config, Gradients
-from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
+from keras_paragrad.engine.losses.weightings import DivisorFunction
 from keras_paragrad.engine.step.apply import apply_everywhere
 from keras_paragrad.engine.step.interception import installed_transform
 from keras_paragrad.engine.telemetry.watch import observe_gradient
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.storage.storage import computing_with, mesh_of
 from keras_paragrad.storage.updating import install_storages, squared_norms
+
+# What accumulates in an optimizer's place while `fit` runs with `ExactAccumulation(steps=...)`. It is kept with the
+# optimizer, so that the next `fit` compiles nothing and continues an open window.
+ACCUMULATOR = Slot["AccumulatingOptimizer | None"]("accumulator", None)
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
@@ -89,8 +85,6 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     accumulates = True
     _with_gradient: dict[int, bool]
-    # Returns the model whose `fit` has built the optimizer, or `None`.
-    _model: Callable[[], keras.Model | None]
 
     def __init__(
         self,
@@ -103,18 +97,10 @@ class AccumulatingOptimizer(WrappingOptimizer):
         skip_nonfinite: bool = False,
         name: str | None = None,
     ):
-        schedule = StepsSchedule(steps)
-        weighting = check_choice_or_function("weighting", weighting, WEIGHTINGS, PARAMETERS)
-        tail = check_choice("tail", tail, TAILS)
-        accumulator_dtype = check_choice("accumulator_dtype", accumulator_dtype, ACCUMULATOR_DTYPES)
-        skip_nonfinite = check_flag("skip_nonfinite", skip_nonfinite)
+        options = WindowOptions.checked(steps, weighting, tail, accumulator_dtype, skip_nonfinite)
         super().__init__(check_inner_optimizer(inner_optimizer), name=check_text("name", name, optional=True))
-        self.steps = schedule.steps
-        self.schedule = schedule
-        self.weighting = weighting
-        self.tail = tail
-        self.accumulator_dtype = accumulator_dtype
-        self.skip_nonfinite = skip_nonfinite
+        self.steps, self.weighting, self.tail, self.accumulator_dtype, self.skip_nonfinite = options
+        self.schedule = StepsSchedule(self.steps)
         self._window: GradientWindow | None = None
         self._strategy = tf.distribute.get_strategy()
         # How many `gathering` contexts are open: replicas' traces are interleaved, so each opens one.
@@ -123,7 +109,6 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self.__dict__["_with_gradient"] = {}
         # Whether `_advise` has warned.
         self._advised = False
-        self.__dict__["_model"] = lambda: None
 
     def build(self, variables: Sequence[keras.Variable]) -> None:
         """Creates the accumulators and the inner optimizer's state for the model's trainable `variables`."""
@@ -132,10 +117,6 @@ class AccumulatingOptimizer(WrappingOptimizer):
         # Variables created in a trace are initialized inside a `tf.cond`, which fails on several devices.
         with tf.init_scope():
             super().build(variables)
-            # Errors advise on the model, which Keras doesn't pass to its optimizer: the `fit` that calls this has it.
-            # Written to `__dict__` to bypass Keras's tracking.
-            frame = fit_frame(inspect.currentframe())
-            self.__dict__["_model"] = weakref.ref(frame.f_locals["self"]) if frame else lambda: None
             self._strategy = tf.distribute.get_strategy()
             self._window = GradientWindow(self, self.accumulator_dtype)
             install_storages(self.inner_optimizer, variables)
@@ -158,6 +139,10 @@ class AccumulatingOptimizer(WrappingOptimizer):
             ValueError: All gradients are `None`, or the optimizer was not built with one of the variables.
         """
         if len(grads) == 0:
+            return
+        if self.in_fit_alone and not self._gathering:
+            # A `fit` that failed has left it in the optimizer's place.
+            self.inner_optimizer.apply(grads, trainable_variables)
             return
         if trainable_variables is not None:
             build_optimizer(self, trainable_variables)
@@ -182,6 +167,25 @@ class AccumulatingOptimizer(WrappingOptimizer):
                 if contribution is None:
                     self._advise()
                 self.end_micro_batch()
+
+    @property
+    def options(self) -> WindowOptions:
+        """The arguments, beside the inner optimizer."""
+        return WindowOptions(self.steps, self.weighting, self.tail, self.accumulator_dtype, self.skip_nonfinite)
+
+    @property
+    def in_fit_alone(self) -> bool:
+        """Whether it wraps the inner optimizer while a `fit` with `ExactAccumulation(steps=...)` runs."""
+        return ACCUMULATOR.of(self.inner_optimizer) is self
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the window holds gradients."""
+        return self.built and int(self.window.position.numpy()) > 0
+
+    def trains(self, model: keras.Model) -> bool:
+        """Whether it is built for the model's trainable variables, or not built."""
+        return not self.built or list(map(id, self.trainable_variables)) == list(map(id, model.trainable_variables))
 
     @property
     def gradient_weight(self) -> keras.Variable:
@@ -254,7 +258,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         Returns:
             Whether the window held any gradients.
         """
-        if not self.built or int(self.window.position.numpy()) == 0:
+        if not self.is_open:
             return False
         with computing_with(self.trainable_variables):
             self._compiled("update", lambda: self._strategy.run(self.end_micro_batch, args=(True,)))()
@@ -297,7 +301,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """Warns once that `ExactAccumulation` is missing: the micro-batch came without a weight."""
         if self.weighting != "uniform" and not self.schedule.is_always_one and not self._advised:
             self._advised = True
-            recommend_callback(self.name, self._model())
+            recommend_callback(self.name)
 
     def get_config(self) -> Config:
         """The constructor's arguments, serialized."""

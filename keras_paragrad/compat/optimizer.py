@@ -132,6 +132,19 @@ def warn_of_summed_rows(
         )
 
 
+def replace_optimizer(
+    model: keras.Model, before: keras.optimizers.Optimizer, after: keras.optimizers.Optimizer
+) -> None:
+    """Puts an optimizer in the place of another, which the model or its `LossScaleOptimizer` calls."""
+    # Bypass tracking, as `compile` does.
+    if model.optimizer is before:
+        vars(model)["optimizer"] = after
+    else:
+        vars(model.optimizer)["inner_optimizer"] = after
+        # It scales the loss, and the others don't.
+        after.loss_scale_factor = None
+
+
 class UnreducedOptimizers:
     """Optimizers that don't sum gradients over replicas, until `restore`: the gradients are summed already."""
 
@@ -192,6 +205,9 @@ _METHODS = (
     "set_weights",
     "update_step",
 )
+# In configs, which Keras prints in its error where a file needs what isn't imported.
+_NOTE = "to load this"
+_HOW_TO_LOAD = "import keras_paragrad before keras.models.load_model(path), or load_model(path, compile=False)"
 # The attributes through which `tf.train.Checkpoint` finds an optimizer's state.
 _STATE = ("_variables", "_iterations", "_learning_rate", "_inner_optimizers")
 
@@ -277,7 +293,8 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
 
     def get_config(self) -> Config:
         """The constructor's arguments, serialized."""
-        return {"inner_optimizer": keras.saving.serialize_keras_object(self.inner_optimizer), "name": self.name}
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        return {_NOTE: _HOW_TO_LOAD, "inner_optimizer": inner, "name": self.name}
 
     @classmethod
     def from_config(cls, config: Config, custom_objects: dict[str, Any] | None = None):
@@ -287,6 +304,7 @@ class WrappingOptimizer(keras.optimizers.Optimizer):
             if isinstance(value, dict)
             else value
             for name, value in config.items()
+            if name != _NOTE
         }
         return cls(**arguments)
 

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from keras_paragrad.accumulation.exact_accumulation import wrapping
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.data import check_is_batched
@@ -328,6 +329,10 @@ class DistributedFit(InNotebooks):
             The model's `History`.
         """
         request = FitArguments(*arguments, **options)
+        with wrapping(request.model, request.callbacks or ()):
+            return self._fit(request)
+
+    def _fit(self, request: FitArguments) -> keras.callbacks.History:
         model = request.model
         self._parallelism.check(model, self._run)
         if overrides_fit(model):

@@ -3,7 +3,6 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from oracles.whole_batches import largest_difference
 from sample_models.cases import DataCase, build_model
 
@@ -21,17 +20,6 @@ def test_the_optimizer_alone_says_once_what_the_callback_would_add():
         fit(model)
         fit(model)
     assert [str(each.message).count("ExactAccumulation()") for each in said if "keras" in str(each.message)] == [1]
-
-
-@pytest.mark.filterwarnings("always")
-@pytest.mark.parametrize("mirrored", [False, True], ids=["one-device", "strategy"])
-def test_the_optimizer_alone_warns_of_batch_normalization(mirrored):
-    strategy = tf.distribute.MirroredStrategy(["CPU:0"]) if mirrored else tf.distribute.get_strategy()
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((5,)), keras.layers.BatchNormalization(), keras.layers.Dense(2)])
-        model.compile(AccumulatingOptimizer("sgd", 2), "mse")
-    with pytest.warns(UserWarning, match="with the statistics of each micro-batch"):
-        model.fit(np.ones((4, 5)), np.ones((4, 2)), batch_size=2, verbose=0)
 
 
 def test_a_window_of_one_micro_batch_is_exact_alone():

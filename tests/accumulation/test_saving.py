@@ -160,3 +160,11 @@ def test_config(steps):
             name="accumulating",
         )
     )
+
+
+def test_a_file_says_how_to_load_it(tmp_path, monkeypatch):
+    build_model(carrying).save(tmp_path / "model.keras")
+    monkeypatch.delitem(keras.saving.get_custom_objects(), "keras_paragrad>AccumulatingOptimizer")
+    with pytest.raises(Exception, match=r"import keras_paragrad before keras.models.load_model\(path\), or"):
+        keras.models.load_model(tmp_path / "model.keras")
+    keras.models.load_model(tmp_path / "model.keras", compile=False)

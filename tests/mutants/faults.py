@@ -46,6 +46,27 @@ def _fault(name: str, file: str, old: str, new: str, *tests: str) -> Fault:
 
 _ACCUMULATION = [
     _fault(
+        "an optimizer that was wrapped for a fit stays wrapped",
+        "accumulation/exact_accumulation.py",
+        "    replace_optimizer(model, found, found.inner_optimizer)\n",
+        "",
+        "accumulation/test_steps.py::test_as_with_both",
+    ),
+    _fault(
+        "a file of an open window is compiled without the window",
+        "accumulation/exact_accumulation.py",
+        'accumulator.is_open and "optimizer" in config',
+        "False",
+        "accumulation/test_steps.py::test_a_file_of_an_open_window_has_the_window_and_another_the_users_optimizer",
+    ),
+    _fault(
+        "the order of the data is forgotten when the optimizer is wrapped",
+        "engine/step/data_order.py",
+        "kept if alike else DataOrder()",
+        "DataOrder()",
+        "accumulation/test_steps.py::test_the_order_of_the_data_is_followed_through",
+    ),
+    _fault(
         "a micro-batch counts for one row more than it has",
         "engine/step/apply.py",
         'value = tf.cast(normalizer.value, "float32")',

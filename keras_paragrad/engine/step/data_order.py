@@ -9,6 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from keras_paragrad.compat.optimizer import innermost_optimizer
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.compat.variables import SavedVariables
 
@@ -40,14 +41,18 @@ class DataOrder(SavedVariables):
 def follow_data_order(model: keras.Model, before: Any, *, follow: bool) -> keras.optimizers.Optimizer | None:
     """Attaches a `DataOrder` to a model's optimizer if `follow`, and returns the optimizer; otherwise, returns `None`.
 
-    `before` is the optimizer that the last call returned; if it is another one, its checksum is detached.
+    `before` is the optimizer that the last call returned. Its checksum moves to another one that wraps it, or that it
+    wraps, and is else detached.
     """
     optimizer = model.optimizer if follow and model.compiled else None
+    kept = None
     if before is not None and before is not optimizer:
+        kept = vars(before)[_ATTRIBUTE]
         delattr(before, _ATTRIBUTE)
     if optimizer is not None and DataOrder.of(model) is None:
+        alike = kept is not None and innermost_optimizer(before) is innermost_optimizer(optimizer)
         with tf.init_scope(), model.distribute_strategy.scope():
-            setattr(optimizer, _ATTRIBUTE, DataOrder())
+            setattr(optimizer, _ATTRIBUTE, kept if alike else DataOrder())
     return optimizer
 
 

@@ -1,4 +1,4 @@
-"""Says what the start of `fit` is busy with, once it takes longer than ten seconds."""
+"""Says what the start of `fit` is busy with, once it takes longer than five seconds."""
 
 import contextlib
 import inspect
@@ -13,7 +13,7 @@ from typing import TextIO
 from keras_paragrad.compat.model import fit_frame
 
 # In seconds: how long a start may be silent, and how often the line is written anew.
-DELAY, INTERVAL = 10.0, 1.0
+DELAY, INTERVAL = 5.0, 1.0
 
 _log = logging.getLogger("keras_paragrad")
 # Replicas are traced on separate threads, which announce nothing.

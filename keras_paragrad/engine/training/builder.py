@@ -53,8 +53,8 @@ class StepBuilder:
         self._installed: list[keras.optimizers.Optimizer] = []
         # The optimizer that keeps the order of the data.
         self._ordered: keras.optimizers.Optimizer | None = None
-        # The names of the stages that the callbacks of the running `fit` have filled.
-        self._of_callbacks: dict[Fillers, tuple[str, ...]] = {}
+        # The names of the stages that the callbacks of the running `fit` have filled, and what to call at its end.
+        self._of_callbacks: dict[Fillers, tuple[tuple[str, ...], Callable[[], object] | None]] = {}
         # Returns the iterator of the running `fit`, if known.
         self._reads: Callable[[], EpochIterator | None] = lambda: None
 
@@ -101,16 +101,22 @@ class StepBuilder:
         """The fillers of the filled stages, by name."""
         return {name: getattr(self.stages, name) for name in self.stages.filled}
 
-    def begin_fit(self, fillers: Fillers) -> None:
-        """Fills stages until `end_fit`; calls `fillers` again if a callback calls `compile` during this `fit`."""
+    def begin_fit(self, fillers: Fillers, end: Callable[[], object] | None = None) -> None:
+        """Fills stages until `end_fit`, which calls `end`, also after a `fit` that failed.
+
+        Calls `fillers` again if a callback calls `compile` during this `fit`.
+        """
         filled = fillers()
         self.fill(**filled)
-        self._of_callbacks[fillers] = tuple(filled)
+        self._of_callbacks[fillers] = tuple(filled), end
         self.build()
 
     def end_fit(self, fillers: Fillers) -> None:
         """Empties the stages that `begin_fit` filled."""
-        self.fill(**dict.fromkeys(self._of_callbacks.pop(fillers, ())))
+        names, end = self._of_callbacks.pop(fillers, ((), None))
+        if end:
+            end()
+        self.fill(**dict.fromkeys(names))
 
     def _install(self) -> None:
         """Replaces the model's `make_train_function` while a stage is filled or batches are to be skipped."""
