@@ -58,7 +58,8 @@ def pytest_configure(config):
     )
     config.addinivalue_line(
         "markers",
-        "few(count): of the test's cases, `make test` runs the first so many. The others are marked `long`.",
+        "few(count, *also): of the test's cases, `make test` runs the first so many, and those with these ids. The "
+        "others are marked `long`.",
     )
     config.addinivalue_line(
         "markers",

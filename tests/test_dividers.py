@@ -112,6 +112,7 @@ def train(model, divider=None, weighting="auto", size=FIRST):
     return model.fit(X, Y, **options, batch_size=ROWS, epochs=2, shuffle=False, verbose=0).history["loss"]
 
 
+@pytest.mark.few(0, "Model-divider0")
 @pytest.mark.parametrize(
     ("kind", "divider"), [(keras.Model, IN_TWO), (OfItsOwn, dataclasses.replace(IN_TWO, divides_steps=True))]
 )
@@ -144,6 +145,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", REFUSED)
 def test_it_is_refused_in_its_own_words(case):
     built_with, says = REFUSED[case]
@@ -162,6 +164,7 @@ def test_where_no_weighting_can_be_stated_none_is_asked_for():
         train(built(layer=Centered()), states_none)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("how", [{"loss": compares}, {"kind": ByLabels}, {"kind": OfItsOwn, "layer": Centered()}])
 def test_calls_of_layers_are_divided_where_it_says_so(how):
     """And where the loss can't be; by a layer that mixes examples, whole batches are passed on."""

@@ -58,6 +58,7 @@ def component(name, mirrored):
     return model, model.fit
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["accumulation", "microbatch", "telemetry"])
 def test_an_epoch_without_a_batch_is_refused(name):
     model, fit = component(name, None)
@@ -83,6 +84,7 @@ def refuses_dry_data(name, mirrored=None):
     assert fit(X, Y, batch_size=8, epochs=1, verbose=0).history["loss"][0] > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["none", "mesh", "pipeline"])
 def test_a_generator_that_ran_dry_is_refused(name):
     refuses_dry_data(name)

@@ -39,6 +39,7 @@ def parts_of(name):
     return frozenset(check._FOUND)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("name", CASES)
 def test_a_component_works_without_the_names_of_other_parts(name):
     parts = parts_of(name)
@@ -126,12 +127,14 @@ def test_without_a_name_of_workers_a_plan_for_them_refuses_before_it_connects(mo
         _plan_for(monkeypatch, hardware, options, lambda *_: pytest.fail("it connects"))
 
 
+@pytest.mark.long
 def test_workers_train_without_the_names_of_other_parts():
     for difference, parts in own_process.on_workers(parts_on_clusters.on_a_worker, None, seconds=120):
         assert difference < TOLERANCE
         assert set(parts) == CLUSTERS["workers"][2]
 
 
+@pytest.mark.long
 def test_a_parameter_server_trains_without_the_names_of_other_parts():
     ((difference, parts),) = own_process.call(parts_on_clusters.with_a_server, None, [{}], seconds=120)
     assert difference < TOLERANCE

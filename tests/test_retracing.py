@@ -61,6 +61,7 @@ def test_tensorflow_takes_no_functions_of_ours_for_one_that_is_traced_again(wrap
     assert sum("triggered tf.function retracing" in message for message in said) == warnings
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("windows", [False, True])
 def test_a_first_step_is_traced_once(windows, monkeypatch):
     """TensorFlow traces a function again that makes variables, as those of optimizers, metrics and windows."""
@@ -109,7 +110,7 @@ class Compiles(keras.callbacks.Callback):
             self.model.make_train_function()
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("change", [SetsMomentum, Freezes])
 def test_a_forced_trace_sees_what_changed(change, tmp_path):
     # Tracing takes longer than the steps.
@@ -143,7 +144,7 @@ def test_a_forced_trace_holds_for_the_last_window_without_the_callback():
     assert not hasattr(parts.optimizer, "rho")
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("when", ["on_epoch_end", "on_epoch_begin"])
 def test_compile_in_a_callback_keeps_what_other_callbacks_do(when):
     one = build("sgd", frozen=True)
@@ -161,7 +162,7 @@ def test_compile_in_a_callback_keeps_what_other_callbacks_do(when):
 
 def test_compile_in_a_callback_with_an_optimizer_that_does_not_accumulate():
     model = build(accumulated("sgd"))
-    with pytest.raises(ValueError, match="needs a model that is compiled with an AccumulatingOptimizer"):
+    with pytest.raises(ValueError, match="doesn't say how many micro-batches an update takes"):
         fit(model, 4, [ExactAccumulation(), Compiles(lambda: "sgd", "on_epoch_end")])
 
 

@@ -101,6 +101,7 @@ def test_on_replicas():
     check(model, expected)
 
 
+@pytest.mark.long
 def test_several_run_in_their_order():
     model = made(inner, run_eagerly=True)
     first, second = transform_gradients(model, Remembering()), transform_gradients(model, doubled)
@@ -154,6 +155,7 @@ def test_a_file_without_state_leaves_it_as_it_begins(tmp_path):
     assert int(handle.state["updates"]) == 1
 
 
+@pytest.mark.long
 def test_after_the_noise_of_a_private_model():
     built = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")

@@ -110,6 +110,7 @@ def test_keras_before_3_16_counts_one_update_too_many_an_epoch():
     assert int(fit(build()).optimizer.iterations) == (8 if keras.version() < "3.16" else 6)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_component_counts_the_updates(way):
     check(WAYS[way]())
@@ -125,6 +126,7 @@ def off(model, other):
     return max(np.max(np.abs(one - two)) for one, two in zip(model.get_weights(), other.get_weights(), strict=True))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "make",
     [lambda: kp.wrap(keras.Sequential(layers())), lambda: keras.Sequential(layers(kp.PerExampleGradients))],

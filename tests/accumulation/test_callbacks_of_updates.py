@@ -82,6 +82,7 @@ def model_of(steps=None, **options):
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_they_see_and_do_what_they_do_with_whole_batches(replicas):
     """Of 40 rows, the last window has one micro-batch; the rate finder stops in the second epoch."""
@@ -107,6 +108,7 @@ def test_they_see_and_do_what_they_do_with_whole_batches(replicas):
 ENDS = {"flush": [0, 1, 2, 0, 1, 2], "carry": [0, 1, 0, 1], "drop": [0, 1, 0, 1]}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("steps_per_execution", "tail", "known_length"),
     [

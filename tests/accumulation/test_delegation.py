@@ -78,6 +78,7 @@ def test_multi_optimizer():
     assert largest_difference(accumulating, whole) < 1e-6
 
 
+@pytest.mark.long
 def test_callbacks_that_set_the_learning_rate():
     data = DataCase((4,) * 4)
     rates = []
@@ -100,6 +101,7 @@ def test_callbacks_that_set_the_learning_rate():
     np.testing.assert_allclose(rates, [0.25, 0.0125, 0.000625], rtol=1e-6)
 
 
+@pytest.mark.long
 def test_steps_of_one_is_the_inner_optimizer():
     data = DataCase((3, 5, 2, 4))
     accumulating = build_model(lambda: AccumulatingOptimizer(keras.optimizers.Adam(0.01), 1))
@@ -124,6 +126,7 @@ def test_nothing_but_accumulators_changes_between_updates():
     assert not all(np.array_equal(a, b) for a, b in zip(seen[3], seen[2], strict=True))
 
 
+@pytest.mark.long
 def test_permuted_micro_batches_make_the_same_update():
     batches = DataCase((3, 5, 2, 6), weighted=True).batches()
 

@@ -85,6 +85,7 @@ def check(way, loss, targets, weights=None):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
 
 
+@pytest.mark.few(0, "replicas-negative", "windows-no weight", "slices-no weight")
 @pytest.mark.parametrize(
     ("way", "weights"),
     [
@@ -99,6 +100,7 @@ def test_what_is_not_divided_remains_where_nothing_has_a_weight(way, weights):
     check(WAYS[way](), loss, X[:, :1], WEIGHTS[weights])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["windows", "slices"])
 def test_batches_without_a_label_of_a_stated_loss(way):
     targets = np.where(np.arange(2 * ROWS)[:, None] < ROWS + 8, -1, X[:, :1])

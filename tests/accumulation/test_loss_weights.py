@@ -78,6 +78,7 @@ def in_shards(variable, loss):
     return on_replicas(variable, loss, shard="parameters", min_shard_bytes=1)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("way", "loss", "variable"),
     [
@@ -111,6 +112,7 @@ def test_evaluation_on_replicas_takes_them_too():
         np.testing.assert_allclose(results["loss"], results["a_loss"] + value * results["b_loss"], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_under_privacy():
     def private(weights):
         model, _ = model_of(float)

@@ -59,7 +59,7 @@ def mixing_model(name, *more):
     return functools.partial(model_of, functools.partial(MIXING[name], name="mixes"), *more)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MIXING)
 def test_layers_that_mix_rows_get_whole_batches(name, caplog):
     caplog.set_level("INFO", "keras_paragrad")
@@ -113,7 +113,7 @@ def comparing_model(name):
     return functools.partial(model_of, loss=COMPARING[name][0]()), COMPARING[name][1]
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", COMPARING)
 def test_losses_that_compare_examples_get_whole_batches(name, caplog):
     caplog.set_level("INFO", "keras_paragrad")
@@ -150,7 +150,7 @@ def test_large_outputs_are_proved_on_fewer_rows(monkeypatch):
     assert "On 8 rows of the first batch" in refusal_in_windows(functools.partial(model_of, loss=marked), y=MISSING)
 
 
-@pytest.mark.covering
+@pytest.mark.few(1)
 @pytest.mark.parametrize("train", [in_slices, in_windows, on_replicas])
 @pytest.mark.parametrize("loss", [by_row, mixing.OfElements()], ids=["rows", "elements"])
 def test_a_loss_with_a_value_for_each_example_is_divided(train, loss, caplog):
@@ -176,7 +176,7 @@ STATES = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1, "slow mean of much")
 @pytest.mark.parametrize("name", STATES)
 def test_states_of_layers(name, caplog):
     caplog.set_level("INFO", "keras_paragrad")
@@ -237,7 +237,7 @@ GATES = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(1, "in_slices-layer-begin")
 @pytest.mark.parametrize(
     ("train", "gate", "at"),
     [

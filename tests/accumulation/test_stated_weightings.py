@@ -138,7 +138,7 @@ def written(weighting):
     return weighting.__name__ if callable(weighting) else repr(weighting)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_windows_need_what_the_error_names(name):
     make, data, right, _ = case(name)
@@ -174,7 +174,7 @@ def test_fixed_parts_need_one():
     check(in_slices, make, how={"deterministic": 10, "weighting": right}, **data)
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(1, "mean")
 @pytest.mark.parametrize("name", LOSSES)
 def test_what_is_wrong_is_refused_if_another_fits(name):
     make, data, right, wrong = case(name)
@@ -237,6 +237,7 @@ NUMBERS_OF_BATCHES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", NUMBERS_OF_BATCHES)
 def test_a_loss_of_one_number(name):
     more, loss, right = NUMBERS_OF_BATCHES[name]

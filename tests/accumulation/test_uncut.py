@@ -158,7 +158,7 @@ def batches(*sizes):
     return data.apply(tf.data.experimental.assert_cardinality(len(sizes)))
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [

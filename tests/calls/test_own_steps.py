@@ -51,7 +51,7 @@ def compare(found, expected):
         np.testing.assert_allclose(history[name], values, rtol=5e-6, err_msg=name)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_slices(name):
     compare(fitted(name, size=4), fitted(name))
@@ -65,7 +65,7 @@ def test_slices_in_other_modes(name, mode):
 
 
 # With batches of 31, the last one has one row, and a replica none.
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.own_process
 @pytest.mark.parametrize(("rows", "size"), [(31, 3), (11, None)])
 @pytest.mark.parametrize("name", KINDS)
@@ -164,6 +164,7 @@ FORMS = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "optimizer"), FORMS)
 def test_steps_in_other_forms(kind, optimizer):
     compare(fitted(kind, size=4, optimizer=optimizer), fitted(kind, optimizer=optimizer))

@@ -192,12 +192,13 @@ def check(name, batch_size=12, rows=25, size=None, dist=None, **mode):
         np.testing.assert_allclose(history[key], values, rtol=1e-5, err_msg=key)
 
 
+@pytest.mark.few(2, "hardest triplets", "masks")
 @pytest.mark.parametrize("name", CASES)
 def test_in_slices(name):
     check(name, size=5, jit_compile=False)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", [{"run_eagerly": True}, {"jit_compile": True}], ids=["eager", "xla"])
 @pytest.mark.parametrize("name", CASES)
 def test_in_slices_in_other_modes(name, mode):
@@ -205,8 +206,8 @@ def test_in_slices_in_other_modes(name, mode):
 
 
 # The last batch has one row, so that a replica has none.
+@pytest.mark.few(2)
 @pytest.mark.own_process
-@pytest.mark.few(6)
 @pytest.mark.parametrize("how", [{}, {"shard": "parameters", "min_shard_bytes": 16}, {"jit": True}])
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("name", CASES)
@@ -264,6 +265,7 @@ def of_partners():
     return model
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("partners", "first", "prove"), [(False, 4, True), (True, 12, True)])
 def test_layers_that_were_not_tried_get_whole_batches(partners, first, prove):
     """In a first batch of one slice, and where a few rows can't be computed."""

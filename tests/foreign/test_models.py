@@ -55,6 +55,7 @@ def test_slices(name):
     assert error(in_slices(name), reference(name).trained) < TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", models("recomputed"))
 def test_recomputation(name):
     assert error(recomputed(name), reference(name).trained) < TOLERANCE
@@ -85,6 +86,7 @@ def test_wrapped(name):
     assert np.abs(shown - wanted).max() < NORMS_TOLERANCE.get(name, TOLERANCE) * wanted.max()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", models("watched"))
 def test_watched(name, tmp_path):
     # Reading the trace of a large model takes xprof many seconds.

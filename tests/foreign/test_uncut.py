@@ -52,6 +52,7 @@ def test_a_train_step_of_its_own_is_spread(mirrored):
     assert int(model.optimizer.iterations.numpy()) == 2
 
 
+@pytest.mark.long
 def test_a_train_step_of_its_own_is_looked_at(tmp_path):
     plain, seen = variational(), variational()
     options = {"batch_size": 4, "epochs": 2, "shuffle": False, "verbose": 0}

@@ -32,6 +32,7 @@ def run(component, tests, fails, monkeypatch, seconds):
 
 
 # Two replicas are refused most.
+@pytest.mark.long
 @shipped
 @pytest.mark.parametrize(
     "component", [pytest.param(each, marks=[pytest.mark.long] * (each != "two replicas")) for each in COMPONENTS]

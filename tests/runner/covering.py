@@ -35,7 +35,10 @@ def mark_long(items: Iterable[pytest.Function]) -> None:
 def _kept(cases: Sequence[pytest.Function]) -> Collection[int]:
     few, covering = (cases[0].get_closest_marker(name) for name in ("few", "covering"))
     if few:
-        return range(few.args[0])
+        count, *also = few.args
+        named = [index for index, case in enumerate(cases) if case.callspec.id in also]
+        assert len(named) == len(also), f"{cases[0].nodeid}: not all of {also} are cases of it"
+        return {*range(count), *named}
     if not covering:
         return range(len(cases))
     rows = [[_key(value) for value in case.callspec.params.values()] for case in cases]

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.skipif(not TESTS.exists(), reason="this wheel of Keras 
 OPTIONS = ["-q", "--tb=short", "-W", "ignore", "-c", "/dev/null", "--rootdir", str(SOURCES.parents[1])]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "suite", ["DataParallelDistributionTest", "ModelParallelDistributionTest", "DataShardingIntegrationTest"]
 )

@@ -54,7 +54,7 @@ def nested():
 MODELS = {"convolutional": convolutional, "residual": residual, "nested": nested}
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("choice", [{}, {"every": 1}, {"every": 3}], ids=["auto", "every", "every third"])
 @pytest.mark.parametrize("name", MODELS)
