@@ -88,25 +88,28 @@ def train(name, small, jit_compile):
 
 
 def estimate(name):
-    """Prints the estimate for one device, in bytes."""
+    """Prints the estimate for one device, in bytes, without the graph's."""
     import keras
 
-    from keras_paragrad import DistributedFit
+    from keras_paragrad import DistributedFit, recompute
 
     model = model_of(name, small=False)
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    print(DistributedFit("none").estimate(model, BATCHES[name])[None, "recomputed" in name].total)
+    if "recomputed" in name:
+        recompute(model)
+    column = DistributedFit("none").estimate(model, BATCHES[name])[None]
+    print(column.total - column.graph)
 
 
 def estimate_shards(case):
-    """Prints the estimate of a case of `sharding.py` for all its devices, in bytes."""
+    """Prints the estimate of a case of `sharding.py` for all its devices, in bytes, without the graph's."""
     from keras_paragrad.memory import estimate_memory
 
     sharding.make_devices()
     model = sharding.prepared(case, sharding.WIDTH)
     found = estimate_memory(model, sharding.BATCH, sharding.DEVICES)
-    # The column without recomputation still has the recomputation that the model itself asks for.
-    print(sharding.DEVICES * found[sharding.CASES[case].shard].total)
+    column = found[sharding.CASES[case].shard]
+    print(sharding.DEVICES * (column.total - column.graph))
 
 
 def in_own_process(arguments, onednn="0"):

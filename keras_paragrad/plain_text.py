@@ -44,6 +44,22 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{ending}"
 
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def bytes_in_words(size: float) -> str:
+    """A number of bytes with a unit.
+
+    Example:
+
+    >>> from keras_paragrad.plain_text import bytes_in_words
+    >>> bytes_in_words(512), bytes_in_words(3 * 2**20 // 2)
+    ('512 B', '1.5 MiB')
+    """
+    power = next((power for power in range(len(_UNITS) - 1) if size < 999.5 * 1024**power), len(_UNITS) - 1)
+    return f"{round(size):,} B" if power == 0 else f"{size / 1024**power:.3g} {_UNITS[power]}"
+
+
 class InNotebooks:
     """Base of printable objects: a notebook shows the text of `print`, in columns."""
 

@@ -32,20 +32,20 @@ BELOW = {
 # How many lines each folder may have, and the modules beside them. What adds to one takes from another: their sum is
 # `TOTAL`, which is only lowered. A folder that has 25 fewer than its number gets a lower one.
 LINES = {
-    "accumulation": 1394,
+    "accumulation": 1401,
     "cli": 1073,
     "compat": 3296,
     "distribution": 12334,
     "engine": 11804,
-    "inputs": 1886,
-    "memory": 3519,
-    "per_example": 5589,
-    "privacy": 3212,
+    "inputs": 1608,
+    "memory": 3407,
+    "per_example": 5424,
+    "privacy": 3179,
     "profiling": 5279,
     "storage": 2979,
-    "top": 1257,
+    "top": 1273,
 }
-TOTAL, SLACK = 53622, 25
+TOTAL, SLACK = 53057, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -163,7 +163,7 @@ def test_rows_are_made_up_only_before_there_are_any():
     users = {name.split(".", 1)[1] for name in SOURCES if made_up in imported(name)}
     before_data = {
         "per_example.mixing_layers",
-        "per_example.mixing_losses",
+        "per_example.units",
         "per_example.proof",
         "privacy.clipping",
     }

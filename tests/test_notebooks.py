@@ -46,7 +46,7 @@ def window():
 
 SHOWN = {
     DistributedFit: (DistributedFit, "Plan: no strategy"),
-    Estimate: (lambda: Estimate(NAME, 8, 1, 8, [MemoryBreakdown(None, False, *[1024] * 9, 4096)], []), "Peak"),
+    Estimate: (lambda: Estimate(NAME, 8, 1, 8, [MemoryBreakdown(None, *[1024] * 10, 4096)]), "Peak"),
     Explanation: (lambda: Explanation(make_plan(MACHINE, Options()), MACHINE), "To start it: python train.py"),
     LayoutTable: (layout, "one device: 8 B"),
     MemoryPlan: (lambda: MemoryPlan(NAME, 8, 1, 4096), "4 KiB on each"),

@@ -119,8 +119,3 @@ def test_a_layer_that_xla_cannot_compile_is_run_without_it(without_xla):
         plain = function(without_xla, *arguments, jit_compile=False)
         for a, b in zip(keras.tree.flatten(ours), keras.tree.flatten(plain), strict=True):
             np.testing.assert_array_equal(a, b)
-
-
-def test_vectorized_jacobians_need_layers_that_xla_compiles(without_xla):
-    with pytest.raises(ValueError, match="can't compile Dense .* Write mode='reverse'"):
-        input_jacobian(without_xla, X, "vectorized")

@@ -25,13 +25,13 @@ from keras_paragrad.engine.proof.model_proof import ModelProof, PartsOfBatch
 from keras_paragrad.engine.telemetry.train_functions import gradient_graph
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.engine.trials import trial
-from keras_paragrad.inputs.chunks import Execution, bytes_of_gradient
+from keras_paragrad.inputs.run import Execution, bytes_of_gradient
 from keras_paragrad.inputs.selection import Selection
 from keras_paragrad.memory import estimate_memory
 from keras_paragrad.memory.trial import Trials
 from keras_paragrad.per_example.mixing_layers import find_mixing_layer
-from keras_paragrad.per_example.mixing_losses import find_mixing
 from keras_paragrad.per_example.probing import units_for
+from keras_paragrad.per_example.units import find_mixing
 from keras_paragrad.privacy.clipping import layers_storing_examples
 
 ROWS, SIZE = 8, 4
@@ -84,7 +84,7 @@ def divisible_calls(model):
 
 
 def bytes_per_row(model):
-    Execution(model, Selection.of(model, 0, [X], None), 0, False).bytes_per_row([X], bytes_of_gradient)
+    Execution(model, Selection.of(model, 0, [X], None), 0, False, []).bytes_per_row([X], bytes_of_gradient)
 
 
 def recompute_where_it_pays(model):

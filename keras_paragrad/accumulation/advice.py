@@ -1,7 +1,8 @@
 """Checks an accumulating optimizer's arguments and its model, with errors that suggest code."""
 
 import difflib
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 
@@ -19,6 +20,8 @@ from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator
 from keras_paragrad.compat.state import warn
 from keras_paragrad.compat.types import Config
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
+
+Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 
 WEIGHTINGS = ("auto", "uniform", "examples", "sample_weight", "mask", "sum")
 # Slices of a batch are always weighted by their normalizers, never uniformly.
@@ -47,6 +50,10 @@ class WindowOptions(NamedTuple):
             check_choice("accumulator_dtype", accumulator_dtype, ACCUMULATOR_DTYPES),
             check_flag("skip_nonfinite", skip_nonfinite),
         )
+
+    def applied_to(self, kind: Callable[..., Optimizer], inner: keras.optimizers.Optimizer) -> Optimizer:
+        """An optimizer of a class that wraps `inner`, with these arguments."""
+        return kind(inner, **self._asdict())
 
     @property
     def described(self) -> str:

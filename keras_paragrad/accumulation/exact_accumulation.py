@@ -137,7 +137,7 @@ class ExactAccumulation(keras.callbacks.Callback):
         if accumulator is None or accumulator.options != self._options or not accumulator.trains(model):
             _warn_of_dropped(model, accumulator)
             with model.distribute_strategy.scope():
-                accumulator = AccumulatingOptimizer(inner, **self._options._asdict())
+                accumulator = self._options.applied_to(AccumulatingOptimizer, inner)
                 if inner.built:
                     build_optimizer(accumulator, model.trainable_variables)
             ACCUMULATOR.attach(inner, accumulator)

@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=devices, default=1, metavar="N", help="number of devices (default: 1)")
     parser.add_argument("--length", type=positive, metavar="N", help="the size of the inputs' axes of unknown size")
     gigabytes = finite_number(above=0, most=MOST_DESCRIBED)
-    parser.add_argument("--memory-gb", type=gigabytes, metavar="GB", help="memory of a device, in GiB (default: here)")
+    parser.add_argument("--memory-gb", type=gigabytes, metavar="GIB", help="memory of a device, in GiB (default: here)")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
 
 

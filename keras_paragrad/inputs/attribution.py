@@ -92,17 +92,14 @@ def _check_baseline(row: object) -> np.ndarray:
 class _Path(NamedTuple):
     """Integrates the gradient along the line from the baseline to each row, times the difference of the two.
 
-    As a `Differentiate`, it is called with the function to differentiate and `free`, the values of its inputs for a
-    chunk of rows; it needs no extra arrays and no check.
+    A `Differentiate` without extra arrays.
     """
 
     # A row for each input, or one number for all.
     baseline: list[np.ndarray]
     steps: int
 
-    def __call__(
-        self, function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any], check: tf.Tensor
-    ) -> Derivative:
+    def __call__(self, function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any]) -> Derivative:
         starts = [
             tf.broadcast_to(tf.cast(row, x.dtype), x.shape) for row, x in zip(self._rows(free), free, strict=True)
         ]
@@ -114,10 +111,7 @@ class _Path(NamedTuple):
         def add(step: tf.Tensor, sums: list[tf.Tensor]):
             pairs = zip(starts, differences, strict=True)
             inputs = [start + tf.cast(positions[step], start.dtype) * difference for start, difference in pairs]
-            with tf.GradientTape(watch_accessed_variables=False) as tape:
-                tape.watch(inputs)
-                scalars = function.scalars(inputs)
-            gradients = function.check_connected(tape.gradient(scalars, inputs))
+            gradients = function.gradients(inputs)
             pairs = zip(sums, gradients, strict=True)
             return step + 1, [total + tf.cast(weights[step], total.dtype) * gradient for total, gradient in pairs]
 

@@ -10,15 +10,14 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import LARGEST, check_integer, did_you_mean, quote, refusal
 from keras_paragrad.compat.types import Structure
-from keras_paragrad.inputs.layer_outputs import LayerOutput, outputs_exchanged
-from keras_paragrad.inputs.names import Spelling, distinct_names, indices_of, spellings
-from keras_paragrad.inputs.selection import InputLeaf, Selection, embedding_hint
+from keras_paragrad.inputs.layer_outputs import LayerOutput, checked_rows, outputs_exchanged
+from keras_paragrad.inputs.selection import InputLeaf, Selection, embedding_hint, indices_of, labels, spellings
 
 # The argument `output`: a name or number, labels, or a function of the outputs.
 OutputChoice = str | int | Sequence[int] | np.ndarray | tf.Tensor | Callable[[Any], tf.Tensor] | None
 # The same, checked.
 Output = str | int | Callable[[Any], Any] | np.ndarray | None
-_WRITE_A_FUNCTION = "Write a function of the outputs, such as output=lambda outputs: outputs[0]."
+_KEEP_ROWS = "Keep the first axis: output=lambda y: tf.reduce_sum(y, axis=-1)."
 
 
 class RowFunction(NamedTuple):
@@ -47,7 +46,8 @@ class RowFunction(NamedTuple):
         for source in self.selection.inputs:
             inputs[source.number] = values[id(source)]
         outputs = self._call(inputs, lambda source, _: values[id(source)])
-        return _check_value(_select(self.model, outputs, self.output, self.labels), self._rows)
+        value = _select(self.model, outputs, self.output, self.labels)
+        return checked_rows(value, self._rows, "The output", _KEEP_ROWS)
 
     def free_values(self) -> list[tf.Tensor]:
         """The sources' own values, to differentiate at: the inputs, and the layers' outputs in a call of the model."""
@@ -101,6 +101,13 @@ class RowFunction(NamedTuple):
             )
         return tf.reshape(value, [-1])
 
+    def gradients(self, free: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+        """The gradient of each row's scalar with respect to `free`."""
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            tape.watch(free)
+            scalars = self.scalars(free)
+        return self.check_connected(tape.gradient(scalars, free))
+
     def check_connected(self, gradients: Sequence[tf.Tensor | tf.IndexedSlices | None]) -> list[tf.Tensor]:
         """Returns the gradients as tensors; refuses an output that does not depend on one of the sources."""
         tensors, sources = [], self.selection.sources
@@ -123,15 +130,15 @@ class Derivative(NamedTuple):
 
     Attributes:
         values: A tensor `(rows, ...)` for each source.
-        is_valid: Whether they passed the check, if one was asked for.
+        is_valid: Whether two ways to compute it agree, where there are two.
     """
 
     values: Sequence[tf.Tensor]
     is_valid: tf.Tensor | bool = True
 
 
-# Takes the function, its `free_values`, the other arrays that were cut into chunks, and whether to check the result.
-Differentiate = Callable[[RowFunction, list[tf.Tensor], Sequence[tf.Tensor], tf.Tensor], Derivative]
+# Takes the function, its `free_values`, and the other arrays that were cut into chunks.
+Differentiate = Callable[[RowFunction, list[tf.Tensor], Sequence[tf.Tensor]], Derivative]
 
 
 @contextlib.contextmanager
@@ -170,37 +177,28 @@ def _to_array(value: object) -> np.ndarray | None:
 
 def _check_labels(labels: np.ndarray) -> np.ndarray:
     """Validates labels; returns them as a vector of int32."""
-    if labels.ndim > 1 and labels.shape[1:] != (1,):
-        one_hot = labels.ndim == 2 and labels.shape[1] > 1
-        advice = " Write np.argmax(labels, axis=-1) for one-hot labels." if one_hot else ""
-        raise ValueError(f"`output` has shape {labels.shape}, and labels must have shape (rows,) or (rows, 1).{advice}")
-    if labels.dtype.kind not in "iu":
-        advice = " If they are whole numbers, write labels.astype('int32')." if labels.dtype.kind == "f" else ""
-        raise ValueError(f"`output` has labels of dtype {labels.dtype}, which must be integers.{advice}")
-    if not labels.size:
-        raise ValueError("`output` has no labels. Pass one per row.")
-    if labels.min() < 0 or labels.max() > np.iinfo("int32").max:
-        wrong = labels.min() if labels.min() < 0 else labels.max()
-        raise refusal("output", int(wrong), "labels that count from 0, one for each row; leave out rows without one")
-    return labels.reshape(-1).astype("int32")
+    flat = labels.reshape(-1)
+    is_vector = labels.ndim == 1 or labels.shape[1:] == (1,)
+    if not is_vector or flat.dtype.kind not in "iu" or not flat.size:
+        raise ValueError(
+            f"`output` has labels of dtype {labels.dtype} and shape {labels.shape}, and must have an integer for each "
+            "row, of shape (rows,) or (rows, 1). Write labels.astype('int32') if they are whole numbers, or "
+            "np.argmax(labels, axis=-1) if they are one-hot."
+        )
+    for label in (flat.min(), flat.max()):
+        if not 0 <= label <= np.iinfo("int32").max:
+            expected = "labels that count from 0, one for each row; leave out rows without one"
+            raise refusal("output", int(label), expected)
+    return flat.astype("int32")
 
 
-def _select(model: keras.Model, outputs: Structure, output: Output, labels: tf.Tensor | None) -> Structure:
+def _select(model: keras.Model, outputs: Structure, output: Output, row_labels: tf.Tensor | None) -> Structure:
     """The value that the checked argument `output` selects or computes from the model's outputs."""
     if callable(output):
         return output(outputs)
-    known, leaves = _output_names(model, outputs), keras.tree.flatten(outputs)
-    if isinstance(output, str):
-        return leaves[_output_number(output, known)]
-    if len(leaves) != 1 and isinstance(output, np.ndarray):
-        raise ValueError(
-            f"`output` has one label per row, and the model has {len(leaves)} outputs. Build a model with only the "
-            "output that the labels are for, such as keras.Model(model.inputs, model.outputs[0]), and pass that."
-        )
-    if len(leaves) != 1:
-        names = distinct_names(known)
-        write = f"Set output= to one of {', '.join(map(repr, names))}." if all(names) else _functions_of(known)
-        raise ValueError(f"The model has {len(leaves)} outputs. {write}")
+    leaves = keras.tree.flatten(outputs)
+    if isinstance(output, str) or len(leaves) != 1:
+        return leaves[_output_number(model, outputs, output)]
     (value,) = leaves
     if output is None:
         return value
@@ -213,55 +211,29 @@ def _select(model: keras.Model, outputs: Structure, output: Output, labels: tf.T
                 f"`output` has label {output[row]} for row {row}, which is out of range for the last axis of the "
                 f"model's output, of shape {value.shape}.{advice}"
             )
-        return tf.gather(value, labels, axis=-1, batch_dims=1)
+        return tf.gather(value, row_labels, axis=-1, batch_dims=1)
     if size is None or not -size <= output < size:
         raise ValueError(f"`output` is {output}, which is out of range for the model's output, of shape {value.shape}.")
     return value[..., output]
 
 
-def _output_names(model: keras.Model, outputs: Structure) -> list[Spelling]:
-    """The name and path of each flattened output."""
+def _output_number(model: keras.Model, outputs: Structure, output: Output) -> int:
+    """The index of the output that has the name or path `output`; refuses what names none of several, or more."""
     paths = [path for path, _ in keras.tree.flatten_with_path(outputs)]
-    names = list(getattr(model, "output_names", None) or [])
-    return spellings(paths, names if len(names) == len(paths) else [None] * len(paths))
-
-
-def _output_number(name: str, known: list[Spelling]) -> int:
-    """The index of the output with a name or path."""
-    matches = indices_of(name, known)
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        same = [known[index] for index in matches]
-        paths = [name for name, spelling in zip(distinct_names(known), known, strict=True) if name and spelling in same]
-        write = f"Write output={' or '.join(map(repr, paths))}." if len(paths) == len(same) else _functions_of(same)
-        raise ValueError(f"`output` is {quote(name)}, which is the name of {len(matches)} outputs. {write}")
-    names = [path for path in distinct_names(known) if path]
-    has = f"are {', '.join(map(repr, names))}" if names else "have no names"
-    raise ValueError(
-        f"`output` is {quote(name)}, and the model's outputs {has}.{did_you_mean(name, names)} {_WRITE_A_FUNCTION}"
-    )
-
-
-def _functions_of(known: Sequence[Spelling]) -> str:
-    """The advice to pick one of some outputs by a function, for a message."""
-    codes = [output.code("outputs") for output in known if output.path]
-    return f"Write output=lambda outputs: {', or '.join(codes)}." if codes else _WRITE_A_FUNCTION
-
-
-def _check_value(value: Any, rows: int | None) -> tf.Tensor:
-    """Validates the output to differentiate; returns it as a tensor `(rows, ...)` of real numbers."""
-    if keras.tree.is_nested(value):
-        raise ValueError("`output` returns several tensors. Return one, and call input_jacobian() once for each.")
-    value = tf.convert_to_tensor(value)
-    if not value.dtype.is_floating:
-        raise ValueError(f"The output has dtype {value.dtype.name}, which has no derivative. Return real numbers.")
-    shape = value.shape
-    if shape.rank and shape[0] is None:
-        value = tf.ensure_shape(value, [rows, *shape[1:]])
-    if not value.shape.is_fully_defined() or not value.shape.rank or value.shape[0] != rows:
+    if isinstance(output, np.ndarray):
         raise ValueError(
-            f"The output of {rows} rows has shape {shape}, and must have shape ({rows}, ...), with values for each row "
-            "that depend on no other row. Keep the first axis: output=lambda y: tf.reduce_sum(y, axis=-1)."
+            f"`output` has one label per row, and the model has {len(paths)} outputs. Build a model with only the "
+            "output that the labels are for, such as keras.Model(model.inputs, model.outputs[0]), and pass that."
         )
-    return value
+    names = list(getattr(model, "output_names", None) or [])
+    known = spellings(outputs, names if len(names) == len(paths) else [None] * len(paths))
+    if isinstance(output, str) and len(matches := indices_of(output, known)) == 1:
+        return matches[0]
+    unique = [name for name in labels(known) if name]
+    choices = ", ".join([*map(repr, unique), *([] if len(unique) == len(paths) else ["a function of the outputs"])])
+    path = paths[-1] or (0,)
+    raise ValueError(
+        f"`output` is {quote(output)}, which names no single one of the model's {len(paths)} outputs."
+        f"{did_you_mean(output, unique)} Set output= to one of {choices}, as in output=lambda outputs: "
+        f"outputs{''.join(f'[{key!r}]' for key in path)}."
+    )

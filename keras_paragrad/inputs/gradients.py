@@ -87,15 +87,7 @@ def input_gradients(
         Simonyan, Vedaldi and Zisserman, *Deep Inside Convolutional Networks*, 2013, https://arxiv.org/abs/1312.6034.
     """
     options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
-    return differentiate(model, x, [_gradient], options)
-
-
-def _gradient(function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any], check: tf.Tensor) -> Derivative:
-    """Differentiates each row's scalar with respect to `free`, the inputs' values; has no extra arrays and no check."""
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(free)
-        scalars = function.scalars(free)
-    return Derivative(function.check_connected(tape.gradient(scalars, free)))
+    return differentiate(model, x, [lambda function, free, _: Derivative(function.gradients(free))], options)
 
 
 def hessian_vector_product(
@@ -157,9 +149,7 @@ def hessian_vector_product(
     )
 
 
-def _hessian_vector_product(
-    function: RowFunction, free: list[tf.Tensor], extra: Sequence[tf.Tensor], check: tf.Tensor
-) -> Derivative:
+def _hessian_vector_product(function: RowFunction, free: list[tf.Tensor], extra: Sequence[tf.Tensor]) -> Derivative:
     """Each row's Hessian times its vector, in `extra`: the gradient of the derivative along that vector."""
     if [vector.shape for vector in extra] != [tensor.shape for tensor in free]:
         raise ValueError(
@@ -168,11 +158,8 @@ def _hessian_vector_product(
         )
     with tf.GradientTape(watch_accessed_variables=False) as outer:
         outer.watch(free)
-        with tf.GradientTape(watch_accessed_variables=False) as inner:
-            inner.watch(free)
-            scalars = function.scalars(free)
         with refuse_missing_derivatives(_NO_DERIVATIVE):
-            gradients = function.check_connected(inner.gradient(scalars, free))
+            gradients = function.gradients(free)
         pairs = zip(gradients, extra, strict=True)
         directional = tf.add_n(
             [tf.reduce_sum(gradient * tf.cast(vector, gradient.dtype)) for gradient, vector in pairs]

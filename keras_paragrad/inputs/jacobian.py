@@ -1,6 +1,5 @@
 """`input_jacobian`: the derivatives of all outputs of a row with respect to that row's inputs."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,17 +7,15 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice
-from keras_paragrad.compat.model import layer_without_xla
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.inputs.function import Derivative, OutputChoice, RowFunction, refuse_missing_derivatives
 from keras_paragrad.inputs.rows import OutFiles
 from keras_paragrad.inputs.run import DerivativeOptions, differentiate
 from keras_paragrad.inputs.selection import Wrt
 
-MODES = ("auto", "forward", "reverse", "vectorized")
+MODES = ("auto", "forward", "reverse")
 _NO_DERIVATIVE = "TensorFlow can't differentiate a gradient: {}. Write mode='reverse'."
-# Parallel passes keep the cores busy: one at a time took 1.1 (dense, convolution) to 1.5 (attention under XLA) times as
-# long. More than four at a time were no faster, and take more memory.
+# Passes side by side keep the cores busy. More than four were no faster, and take more memory.
 _PARALLEL_PASSES = 4
 
 
@@ -43,14 +40,13 @@ def input_jacobian(
     Args:
         model: A Keras model in which no row affects another row's output.
         x: The inputs; see `input_gradients`.
-        mode: `"forward"`, `"reverse"` or `"vectorized"`. The last takes all outputs at once, by `tf.vectorized_map`
-            under XLA, with the memory of one chunk per output. `"auto"`: forward if a row has fewer input than output
-            entries and the model supports forward mode, otherwise reverse.
+        mode: `"forward"` or `"reverse"`. `"auto"`: forward if a row has fewer input than output entries and the model
+            supports forward mode, otherwise reverse.
         output: What to differentiate; see `input_gradients`. Here it may be of any shape `(rows, ...)`.
         batch_size: Rows per chunk, on all replicas together. A chunk's Jacobians have `batch_size` x outputs x inputs
             entries. If `None`, chosen by the memory that a row takes; see `input_gradients`.
         wrt: The inputs or layers to differentiate with respect to; see `input_gradients`.
-        jit_compile: Whether to compile with XLA; `"auto"` follows the model. `mode="vectorized"` always uses XLA.
+        jit_compile: Whether to compile with XLA; `"auto"` follows the model.
         out: Files to write the results to; see `input_gradients`.
         stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar, 2 for one line at the end, 0 for neither.
@@ -61,7 +57,7 @@ def input_jacobian(
 
     Raises:
         ValueError: As for `input_gradients`; or forward mode is requested and some gradient in the model is not
-            differentiable, or XLA can't compile the vectorized model.
+            differentiable.
 
     Example:
 
@@ -74,36 +70,16 @@ def input_jacobian(
     Reference:
         Griewank and Walther, *Evaluating Derivatives*, 2nd edition, SIAM 2008, chapter 3.
     """
-    if check_choice("mode", mode, MODES) == "vectorized":
-        if jit_compile is False:
-            raise ValueError(
-                "mode='vectorized' needs XLA: without it, TensorFlow's batched matrix products write out of bounds. "
-                "Remove jit_compile, or write mode='reverse'."
-            )
-        if isinstance(model, keras.Model) and (layer := layer_without_xla(model)) is not None:
-            raise ValueError(
-                f"mode='vectorized' needs XLA, which can't compile {type(layer).__name__} {layer.name!r}. Write "
-                "mode='reverse'."
-            )
-        jit_compile = True
+    check_choice("mode", mode, MODES)
     options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
     methods = [Jacobian("auto"), Jacobian("reverse")] if mode == "auto" else [Jacobian(mode)]
-    try:
-        estimate = functools.partial(_bytes_of_jacobian, vectorized=mode == "vectorized")
-        return differentiate(model, x, methods, options, estimate=estimate)
-    except tf.errors.InvalidArgumentError as error:
-        if mode != "vectorized":
-            raise
-        raise ValueError(
-            "XLA can't compile this model with mode='vectorized', as with recurrent layers. Write mode='reverse'."
-        ) from error
+    return differentiate(model, x, methods, options, estimate=_bytes_of_jacobian)
 
 
-def _bytes_of_jacobian(forward: float, inputs: float, outputs: int, *, vectorized: bool) -> float:
+def _bytes_of_jacobian(forward: float, inputs: float, outputs: int) -> float:
     """The `EstimateBytes` of a Jacobian."""
     # The concurrent backward passes beside the forward pass; and the result stacked, transposed and as an array.
-    passes = outputs if vectorized else _PARALLEL_PASSES
-    return (1 + passes / 2) * forward + 3 * outputs * inputs
+    return (1 + _PARALLEL_PASSES / 2) * forward + 3 * outputs * inputs
 
 
 class Jacobian(NamedTuple):
@@ -120,10 +96,7 @@ class Jacobian(NamedTuple):
 
     mode: str
 
-    def __call__(
-        self, function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any], check: tf.Tensor
-    ) -> Derivative:
-        """Differentiates `function` at `free`; `check` says whether to compare forward with reverse mode."""
+    def __call__(self, function: RowFunction, free: list[tf.Tensor], extra: Sequence[Any]) -> Derivative:
         with tf.GradientTape(persistent=True, watch_accessed_variables=False) as outer:
             with tf.GradientTape(persistent=True, watch_accessed_variables=False) as inner:
                 inner.watch(free)
@@ -144,15 +117,13 @@ class Jacobian(NamedTuple):
                 pulled = pull(seed) if mode == "forward" else []
 
         is_valid = tf.constant(True)
-        if mode == "vectorized":
-            jacobians = [_vectorized(inner, flat, tensor) for tensor in free]
-        elif mode == "reverse":
+        if mode == "reverse":
             stacks = _map_seeds(lambda index: pull(_one_hot_seed(flat, index)), _row_size(flat), free)
             jacobians = [tf.transpose(stack, [1, 0, *range(2, stack.shape.rank)]) for stack in stacks]
         else:
             jacobians = [_push_forward(outer, seed, *pair) for pair in zip(pulled, free, strict=True)]
             tolerance = 1e-3 if function.model.compute_dtype in ("float32", "float64") else 0.1
-            is_valid = tf.cond(check, lambda: _error(jacobians, seed, pull(seed)) < tolerance, lambda: is_valid)
+            is_valid = _error(jacobians, seed, pulled) < tolerance
         shapes = [[*output.shape, *tensor.shape[1:]] for tensor in free]
         return Derivative([tf.reshape(*pair) for pair in zip(jacobians, shapes, strict=True)], is_valid)
 
@@ -167,7 +138,7 @@ def _push_forward(tape: tf.GradientTape, seed: tf.Tensor, pulled: tf.Tensor, ten
         tensor: The input.
     """
 
-    def push(index: tf.Tensor | int) -> list[tf.Tensor]:
+    def push(index: tf.Tensor) -> list[tf.Tensor]:
         with refuse_missing_derivatives(_NO_DERIVATIVE):
             (derivative,) = tape.gradient(pulled, [seed], [_one_hot_seed(tensor, index)])
         if derivative is None:
@@ -176,13 +147,6 @@ def _push_forward(tape: tf.GradientTape, seed: tf.Tensor, pulled: tf.Tensor, ten
 
     (stack,) = _map_seeds(push, _row_size(tensor), [seed])
     return tf.transpose(stack, [1, 2, 0])
-
-
-def _vectorized(tape: tf.GradientTape, flat: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
-    try:
-        return tape.batch_jacobian(flat, tensor)
-    except ValueError as error:
-        raise ValueError("TensorFlow can't vectorize an operation of the model. Write mode='reverse'.") from error
 
 
 def _error(jacobians: Sequence[tf.Tensor], seed: tf.Tensor, pulled: Sequence[tf.Tensor]) -> tf.Tensor:
@@ -206,39 +170,18 @@ def _row_size(tensor: tf.Tensor) -> int:
     return count
 
 
-def _one_hot_seed(like: tf.Tensor, index: tf.Tensor | int) -> tf.Tensor:
+def _one_hot_seed(like: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
     """A tensor like `like` that is one at entry `index` of each row and zero elsewhere."""
     row = tf.one_hot(index, _row_size(like), dtype=like.dtype)
     return tf.broadcast_to(tf.reshape(row, [1, *like.shape[1:]]), like.shape)
 
 
 def _map_seeds(
-    run_pass: Callable[[tf.Tensor | int], list[tf.Tensor]], count: int, like: Sequence[tf.Tensor]
+    run_pass: Callable[[tf.Tensor], list[tf.Tensor]], count: int, like: Sequence[tf.Tensor]
 ) -> list[tf.Tensor]:
     """Runs a pass for each seed by its index, some in parallel; stacks their results, `(count, ...)` each.
 
     `like` has a tensor of the shape and dtype of each result of a pass.
     """
-    rounds = -(-count // _PARALLEL_PASSES)
-    # Spread evenly over the rounds. An index past the last seed gives a zero seed, whose result is dropped.
-    per_round = -(-count // rounds)
-
-    def run_round(first: tf.Tensor | int) -> list[tf.Tensor]:
-        results = [run_pass(first + offset) for offset in range(per_round)]
-        return [tf.stack(tensors) for tensors in zip(*results, strict=True)]
-
-    if rounds == 1:
-        return run_round(0)
-
-    def write(index: tf.Tensor, arrays: list[tf.TensorArray]):
-        results = run_round(index * per_round)
-        return index + 1, [array.write(index, result) for array, result in zip(arrays, results, strict=True)]
-
-    arrays = [tf.TensorArray(tensor.dtype, rounds, element_shape=[per_round, *tensor.shape]) for tensor in like]
-    _, arrays = tf.while_loop(
-        lambda index, _: index < rounds, write, (0, arrays), maximum_iterations=rounds, parallel_iterations=1
-    )
-    return [
-        tf.reshape(array.stack(), [rounds * per_round, *tensor.shape])[:count]
-        for array, tensor in zip(arrays, like, strict=True)
-    ]
+    specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in like]
+    return tf.map_fn(run_pass, tf.range(count), fn_output_signature=specs, parallel_iterations=_PARALLEL_PASSES)

@@ -10,7 +10,9 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import attributes, call_method, mask_of, with_mask
 from keras_paragrad.compat.types import Structure
 
-_NAME_IT = "pass the tensor through keras.layers.Identity(name=...), and name that layer"
+_NAME_ANOTHER = (
+    "Name a layer around or after it, or pass one tensor through keras.layers.Identity(name=...), and name that."
+)
 
 
 class LayerOutput(NamedTuple):
@@ -54,7 +56,12 @@ def outputs_exchanged(
                 if source.layer is layer and source.call in (None, number):
                     mask = mask_of(outputs)
                     try:
-                        value = _check_output(source, outputs, rows, graph)
+                        value = checked_rows(outputs, rows, f"The output of layer {source.name!r}", _NAME_ANOTHER)
+                        if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not graph:
+                            raise ValueError(
+                                f"The layer {source.name!r} is called in a loop, a branch or a tf.function, so its "
+                                f"output can't be taken. {_NAME_ANOTHER}"
+                            )
                     except ValueError as error:
                         refused.append(error)
                         raise
@@ -75,53 +82,31 @@ def outputs_exchanged(
                 raise refused[0] from None
             raise
     for source in sources:
-        _check_calls(source, calls[id(source.layer)])
+        times = calls[id(source.layer)]
+        if times <= (source.call or 0) or (source.call is None and times > 1):
+            name = source.name if source.call is None else f"{source.name}:{source.call}"
+            write = f"Write wrt={f'{source.name}:0'!r} for its first call." if times else "Name a layer that is."
+            raise ValueError(
+                f"`wrt` is {name!r}, and that layer is called {times} times when the model is called with "
+                f"training=False. {write}"
+            )
 
 
-def _check_calls(source: LayerOutput, calls: int) -> None:
-    """Refuses a layer that isn't called as often as the source states."""
-    if source.call is None and calls > 1:
-        raise ValueError(
-            f"The layer {source.name!r} is called {calls} times when the model is called. Write "
-            f"wrt={f'{source.name}:0'!r} for its first call, and so on to {f'{source.name}:{calls - 1}'!r}."
-        )
-    if calls <= (source.call or 0):
-        requested = source.name if source.call is None else f"{source.name}:{source.call}"
-        times = f"called {calls} time{'s' * (calls > 1)}" if calls else "not called"
-        write = f"Write wrt={f'{source.name}:0'!r} for its first call." if calls else "Name a layer that is."
-        raise ValueError(
-            f"`wrt` is {requested!r}, and that layer is {times} when the model is called with training=False. {write}"
-        )
-
-
-def _check_output(source: LayerOutput, outputs: Any, rows: int | None, graph: tf.Graph) -> tf.Tensor:
-    """Validates a layer's output; returns it as a tensor `(rows, ...)` of real numbers."""
-    if keras.tree.is_nested(outputs):
-        raise ValueError(
-            f"The layer {source.name!r} gives {len(keras.tree.flatten(outputs))} tensors. To differentiate with "
-            f"respect to one of them, {_NAME_IT}."
-        )
-    if not isinstance(outputs, tf.Tensor):
-        raise ValueError(
-            f"The layer {source.name!r} gives a {type(outputs).__name__}. Name a layer that gives a tensor."
-        )
-    if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not graph:
-        raise ValueError(
-            f"The layer {source.name!r} is called in a loop, a branch or a tf.function, so its output can't "
-            "be taken. Name the layer that calls it."
-        )
-    if not outputs.dtype.is_floating:
-        raise ValueError(
-            f"The output of layer {source.name!r} is {outputs.dtype.name}, and only real values have a gradient. Name "
-            "a layer after it, such as an embedding."
-        )
-    shape = outputs.shape
-    if shape.rank and shape[0] is None:
-        outputs = tf.ensure_shape(outputs, [rows, *shape[1:]])
-    if not outputs.shape.is_fully_defined() or not outputs.shape.rank or outputs.shape[0] != rows:
-        raise ValueError(
-            f"The output of layer {source.name!r} has shape {shape} for {rows} rows, and must have shape "
-            f"({rows}, ...), of known sizes, with values for each row that depend on no other row. Name another layer, "
-            "or fix the sizes that are None."
-        )
-    return outputs
+def checked_rows(value: Any, rows: int | None, name: str, advice: str) -> tf.Tensor:
+    """Returns `value` as a tensor `(rows, ...)` of real numbers; refuses others, with `name` and `advice`."""
+    if keras.tree.is_nested(value):
+        found = f"{len(keras.tree.flatten(value))} tensors"
+    elif not isinstance(value, tf.Tensor):
+        found = f"a {type(value).__name__}"
+    elif not value.dtype.is_floating:
+        found = f"{value.dtype.name}, which has no derivative"
+    else:
+        found = f"of shape {value.shape} for {rows} rows"
+        if value.shape.rank and value.shape[0] is None:
+            value = tf.ensure_shape(value, [rows, *value.shape[1:]])
+        if value.shape.is_fully_defined() and value.shape.rank and value.shape[0] == rows:
+            return value
+    raise ValueError(
+        f"{name} is {found}, and must be one tensor of real numbers of shape ({rows}, ...), of known sizes, with "
+        f"values for each row that depend on no other row. {advice}"
+    )

@@ -60,8 +60,12 @@ class InputRows:
         """Yields all rows in padded chunks of one size: at most `batch_size`, rounded up to a `multiple`."""
         size = None
         for batch in _rebatch(itertools.chain([self.first], self._batches), -(-batch_size // multiple) * multiple):
-            size = size or -(-len(batch[0]) // multiple) * multiple
-            yield _pad(batch, size)
+            rows = len(batch[0])
+            size = size or -(-rows // multiple) * multiple
+            # Its own rows, repeated, are valid inputs.
+            yield Chunk(
+                [np.take(leaf, np.arange(size) % rows, axis=0) for leaf in batch] if rows < size else batch, rows
+            )
 
     def _checked_arrays(self, batches: Iterator[Structure]) -> Iterator[list[np.ndarray]]:
         """Yields each batch as a list of arrays; rejects a batch whose nesting or row shape differs from the first."""
@@ -126,79 +130,45 @@ def _concatenate(pieces: list[list[np.ndarray]]) -> list[np.ndarray]:
     return pieces[0] if len(pieces) == 1 else [np.concatenate(leaves) for leaves in zip(*pieces, strict=True)]
 
 
-def _pad(batch: list[np.ndarray], size: int) -> Chunk:
-    """A chunk of `size` rows, padded by repeating its own rows, which are valid inputs."""
-    rows = len(batch[0])
-    if rows < size:
-        batch = [np.take(leaf, np.arange(size) % rows, axis=0) for leaf in batch]
-    return Chunk(batch, rows)
-
-
-class GrowingArray:
-    """An array that rows are appended to, without a second full copy at the end.
-
-    Args:
-        rows: How many rows there will be, or `None` if that isn't known.
-    """
+class InMemory:
+    """An array that rows are appended to, without a second full copy at the end; `rows` is how many there will be."""
 
     def __init__(self, rows: int | None):
-        self._expected = rows
-        self._rows = 0
-        self._array: np.ndarray | None = None
+        self._expected, self._rows, self._array = rows, 0, np.empty(0)
 
     def append(self, part: np.ndarray) -> None:
         """Copies rows to the end of the array, which grows if it is too short."""
-        if self._array is None:
+        start, self._rows = self._rows, self._rows + len(part)
+        if not start:
             self._array = np.empty((self._expected or len(part), *part.shape[1:]), part.dtype)
-        end = self._rows + len(part)
-        if end > len(self._array):
+        if self._rows > len(self._array):
             # Grows in small steps to waste little memory: the system remaps a large array without copying it.
-            self._array.resize((end + end // 32, *part.shape[1:]), refcheck=False)
-        self._array[self._rows : end] = part
-        self._rows = end
+            self._array.resize((self._rows + self._rows // 32, *part.shape[1:]), refcheck=False)
+        self._array[start : self._rows] = part
 
     def result(self) -> np.ndarray:
-        assert self._array is not None, "a result has at least one row"
-        if len(self._array) > self._rows:
-            self._array.resize((self._rows, *self._array.shape[1:]), refcheck=False)
+        self._array.resize((self._rows, *self._array.shape[1:]), refcheck=False)
         return self._array
 
 
 class NpyFile:
-    """A `.npy` file that rows are appended to. It is readable at any time, and holds the rows written so far.
-
-    Args:
-        path: The file. An existing file is replaced by a new one with the first rows, so that arrays mapped from the
-            old one stay intact.
-    """
+    """A `.npy` file that rows are appended to. It is readable at any time, and holds the rows written so far."""
 
     def __init__(self, path: Path):
-        self._path = path
-        self._rows = 0
+        self._path, self._rows = path, 0
 
     def append(self, part: np.ndarray) -> None:
-        """Writes rows to the end of the file; the first call creates the file atomically, through a temporary file."""
-        if self._rows:
-            with self._path.open("r+b") as file:
-                self._write(file, part)
-            return
-        temporary = self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        with temporary.open("xb") as file:
-            try:
-                self._write(file, part)
-                file.flush()
-                temporary.replace(self._path)
-            except BaseException:
-                temporary.unlink(missing_ok=True)
-                raise
-
-    def _write(self, file: BinaryIO, part: np.ndarray) -> None:
-        """Appends rows, and then counts them in the header, so that the file is readable at any time."""
-        self._write_header(file, part)
-        file.seek(0, os.SEEK_END)
-        file.write(np.ascontiguousarray(part).data)
-        self._rows += len(part)
-        self._write_header(file, part)
+        """Writes rows to the end of the file, and then counts them in its header."""
+        # A file of that name is replaced by one with rows: arrays that are mapped from the old one keep it.
+        new = None if self._rows else self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        with (new or self._path).open("wb" if new else "r+b") as file:
+            self._write_header(file, part)
+            file.seek(0, os.SEEK_END)
+            file.write(np.ascontiguousarray(part).data)
+            self._rows += len(part)
+            self._write_header(file, part)
+        if new:
+            new.replace(self._path)
 
     def _write_header(self, file: BinaryIO, part: np.ndarray) -> None:
         # NumPy pads the header for any number of rows, so its length never changes.
@@ -212,14 +182,14 @@ class NpyFile:
         return np.load(self._path, mmap_mode="r")
 
 
-def make_sinks(out: OutFiles, nesting: Nesting, rows: int | None, x: FitData) -> list[GrowingArray] | list[NpyFile]:
+def make_sinks(out: OutFiles, nesting: Nesting, rows: int | None, x: FitData) -> list[InMemory] | list[NpyFile]:
     """Makes a sink, which rows are appended to, for each result: a file if `out` is given, or an array in memory.
 
     `out` and `nesting` are nested as the results are; `rows` is the number of all rows, if it is known. Refuses files
     that `x` is memory-mapped from, and one file for several results.
     """
     if out is None:
-        return [GrowingArray(rows) for _ in keras.tree.flatten(nesting)]
+        return [InMemory(rows) for _ in keras.tree.flatten(nesting)]
     try:
         keras.tree.assert_same_structure(out, nesting)
         paths = [check_path("out", path) for path in keras.tree.flatten(out)]
@@ -227,20 +197,17 @@ def make_sinks(out: OutFiles, nesting: Nesting, rows: int | None, x: FitData) ->
         example = keras.tree.map_structure(lambda number: f"{number}.npy", nesting)
         raise refusal("out", out, "a file for each result, nested as they are", repr(example)) from None
     files = [os.path.realpath(path) for path in paths]
-    if inputs := set(files) & _memory_mapped_files(x):
+    mapped = {os.path.realpath(file) for leaf in keras.tree.flatten(x) for file in _mapped_files(leaf)}
+    if inputs := set(files) & mapped:
         raise ValueError(f"`out` names {inputs.pop()}, which the rows are read from. Name another file.")
     if duplicates := {file for file in files if files.count(file) > 1}:
         raise ValueError(f"`out` names {duplicates.pop()} twice. Name a separate file for each result.")
     return [NpyFile(path) for path in paths]
 
 
-def _memory_mapped_files(x: object) -> set[str]:
-    """The paths of the files that arrays in a nested structure are mapped from."""
-    files = set()
-    for array in keras.tree.flatten(x):
-        # Slices and plain views of a mapped array have it as their base.
-        while isinstance(array, np.ndarray):
-            if isinstance(array, np.memmap) and array.filename is not None:
-                files.add(os.path.realpath(array.filename))
-            array = array.base
-    return files
+def _mapped_files(array: object) -> Iterator[str]:
+    """The files that an array, or what it is a view of, is mapped from."""
+    while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap) and array.filename is not None:
+            yield str(array.filename)
+        array = array.base

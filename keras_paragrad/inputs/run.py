@@ -1,21 +1,40 @@
-"""Differentiates any number of rows, chunk by chunk, and collects the results."""
+"""The driver of all derivatives: any number of rows, in chunks, through one compiled function on every replica.
 
+The *leaves* of a chunk are its arrays: the flattened inputs of the model, then what the derivative takes besides, such
+as vectors or labels.
+"""
+
+import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice, check_flag, check_instance, check_integer
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.data import is_batched
+from keras_paragrad.compat.model import all_layers, compile_if_supported
 from keras_paragrad.compat.types import FitData
-from keras_paragrad.inputs.chunks import EstimateBytes, Execution, bytes_of_gradient, rows_within_budget
-from keras_paragrad.inputs.function import Differentiate, check_output
+from keras_paragrad.engine.tracing.effects import assigned_resources
+from keras_paragrad.engine.tracing.gradient_functions import releasing
+from keras_paragrad.engine.tracing.untouched import trace_untouched
+from keras_paragrad.inputs.function import Differentiate, Output, RowFunction, check_output
 from keras_paragrad.inputs.rows import Chunk, InputRows, OutFiles, make_sinks, to_arrays
 from keras_paragrad.inputs.selection import Selection, Wrt
+from keras_paragrad.memory.cost import bytes_of_results
+from keras_paragrad.per_example.mixing_layers import find_mixing_layer
 from keras_paragrad.plain_text import counted
+
+# From the bytes of a row's forward pass, the bytes of its differentiated inputs and the number of its output entries,
+# estimates the bytes needed to differentiate it.
+EstimateBytes = Callable[[float, float, int], float]
+
+# Larger chunks are no faster for small rows: a few thousand already amortize the overhead.
+MOST_ROWS = 8192
+BUDGET = 256 * 2**20
 
 
 class DerivativeOptions(NamedTuple):
@@ -45,6 +64,12 @@ class DerivativeOptions(NamedTuple):
         return checked
 
 
+def bytes_of_gradient(forward: float, inputs: float, outputs: int) -> float:
+    """The `EstimateBytes` of a gradient."""
+    # Much of the forward pass is freed early, making room for the backward pass. The rest is copies of the result.
+    return forward + 4 * inputs
+
+
 def differentiate(
     model: keras.Model,
     x: FitData,
@@ -58,7 +83,7 @@ def differentiate(
     Args:
         model: The model.
         x: The rows; see `InputRows`.
-        methods: How to differentiate a chunk. The first whose result on the first chunk is valid is used for all.
+        methods: How to differentiate a chunk. From one that raises an error on, the next is used.
         options: The arguments of the public function.
         extra: Nested arrays, cut into chunks with `x`, which the methods get too.
         estimate: Estimates the memory of a row, to choose the size of chunks.
@@ -77,11 +102,11 @@ def differentiate(
     structure = rows.structure[0] if extras else rows.structure
     selection = Selection.of(model, structure, rows.first, options.wrt)
     sinks = make_sinks(options.out, selection.nesting, rows.count, (x, extra))
-    execution = Execution(model, selection, options.output, options.jit_compile)
+    execution = Execution(model, selection, options.output, options.jit_compile, methods)
     execution.build(rows.first)
     size = options.batch_size or rows_within_budget(execution.bytes_per_row(rows.first, estimate))
     chunks = rows.chunks(size, model.distribute_strategy.num_replicas_in_sync)
-    results = _run_all(chunks, rows.count, execution, methods, options.verbose)
+    results = _run_all(chunks, rows.count, execution, options.verbose)
     # The first chunk runs eagerly here, so that errors are raised at the call even for streamed results.
     results = itertools.chain([next(results)], results)
     if options.stream:
@@ -93,14 +118,13 @@ def differentiate(
 
 
 def _run_all(
-    chunks: Iterator[Chunk], count: int | None, execution: Execution, methods: Sequence[Differentiate], verbose: int
+    chunks: Iterator[Chunk], count: int | None, execution: "Execution", verbose: int
 ) -> Iterator[list[np.ndarray]]:
     """Yields the results of each chunk, in order and without padding; `count` is the number of rows, if known."""
     bar = keras.utils.Progbar(count, verbose=verbose, unit_name="row")
     done = 0
     for chunk in chunks:
-        results = execution.run(chunk) if done else execution.run_first(chunk, methods)
-        yield [result[: chunk.rows] for result in results]
+        yield [result[: chunk.rows] for result in execution.run(chunk)]
         done += chunk.rows
         bar.update(done, finalize=False)
     bar.target = done
@@ -118,4 +142,178 @@ def _check_labels_fit(labels: np.ndarray, x: object) -> None:
     if len(labels) != rows:
         raise ValueError(
             f"`output` has {counted(len(labels), 'label')}, and `x` has {counted(rows, 'row')}. Pass one label per row."
+        )
+
+
+class Execution:
+    """Compiles a derivative for the first chunk, and runs it on every chunk.
+
+    Args:
+        model: The model.
+        selection: The inputs that are differentiated.
+        output: The output that is differentiated.
+        jit_compile: Whether to compile with XLA; `"auto"` follows the model.
+        methods: How to differentiate a chunk.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        selection: Selection,
+        output: Output,
+        jit_compile: bool | str,
+        methods: Sequence[Differentiate],
+    ):
+        self._methods = methods
+        self.model, self.selection, self.output = model, selection, output
+        self.jit_compile = compile_if_supported(
+            model, model.jit_compile if jit_compile == "auto" else bool(jit_compile)
+        )
+        self.strategy = model.distribute_strategy
+        self._function: Any = None
+
+    def build(self, first: list[np.ndarray]) -> None:
+        """Builds the model on the first row, if it is not built; refuses a model that mixes rows."""
+        inputs = self._cast(first, slice(0, 1))[: len(self.selection.names)]
+        nested = functools.partial(keras.tree.pack_sequence_as, self.selection.structure)
+        if not self.model.built:
+            with self.strategy.scope(), keras.StatelessScope():
+                self.model(nested(inputs))
+        specs = nested([tf.TensorSpec((None, *leaf.shape[1:]), leaf.dtype) for leaf in inputs])
+        if layer := find_mixing_layer(self.model, specs, training=False):
+            raise ValueError(
+                f"The output of {layer!r} for one row depends on the other rows, so a row has no derivative of its "
+                "own. Don't reduce over the batch axis 0, or differentiate with a tf.GradientTape."
+            )
+
+    def run(self, chunk: Chunk) -> list[np.ndarray]:
+        """The results of a chunk, one array for each source of the derivative, by the first method without an error."""
+        leaves = self._distribute(chunk)
+        while True:
+            try:
+                self._function = self._function or self._compile(self._methods[0], leaves)
+                values, is_valid = self._function(leaves)
+                if not self._gather(is_valid).all():
+                    raise ValueError(
+                        "Forward mode and reverse mode disagree: TensorFlow can't differentiate some gradient in this "
+                        "model, such as bilinear resizing's or, under XLA, max-pooling's. Write mode='reverse'."
+                    )
+                return [self._gather(value) for value in values]
+            except Exception:
+                # If the error is not specific to this method, the last one raises it again.
+                if len(self._methods) == 1:
+                    raise
+            self._methods, self._function = self._methods[1:], None
+
+    def bytes_per_row(self, first: list[np.ndarray], estimate: EstimateBytes) -> float:
+        """An estimated upper bound of the bytes to differentiate a row, from a trace of the forward pass."""
+        rows = min(len(first[0]), MOST_ROWS)
+        specs = [tf.TensorSpec((rows, *leaf.shape[1:]), leaf.dtype) for leaf in self._cast(first, slice(0, 1))]
+
+        # The entries of a row of each source, set by the trace.
+        sizes: list[int] = []
+
+        def forward(leaves: list[tf.Tensor]):
+            function, _ = self._row_function(leaves)
+            free = function.free_values()
+            sizes[:] = [tensor.shape[1:].num_elements() or 0 for tensor in free]
+            return function(free)
+
+        traced = trace_untouched(self.model, forward, specs)
+        return estimate(
+            bytes_of_results(traced.graph) / rows, 4 * sum(sizes), traced.outputs[0].shape[1:].num_elements()
+        )
+
+    def _compile(self, method: Differentiate, leaves: list[tf.Tensor]) -> Callable[..., Any]:
+        """A function that differentiates a chunk on all replicas, for one shape."""
+
+        def derivative(leaves: list[tf.Tensor]):
+            function, extra = self._row_function(leaves)
+            free = function.free_values()
+            values, is_valid = method(function, free, extra)
+            pairs = zip(values, free, strict=True)
+            # With an axis, as `_gather` concatenates the replicas' results.
+            return [tf.cast(value, tensor.dtype) for value, tensor in pairs], tf.reshape(is_valid, [1])
+
+        def replica(leaves: list[tf.Tensor]):
+            # XLA compiles per replica: a single function would use one replica's variables for all.
+            compiled = tf.function(derivative, jit_compile=True, autograph=False) if self.jit_compile else derivative
+            return compiled(leaves)
+
+        function = tf.function(releasing(lambda *leaves: self.strategy.run(replica, args=leaves)), autograph=False)
+        try:
+            # Concrete, so that another shape raises instead of retracing.
+            concrete = function.get_concrete_function(leaves)
+        except ValueError as error:
+            if refusal := _saved_loop_refusal(self.model, error):
+                raise refusal from error
+            raise
+        _check_no_assignments(self.model, concrete.graph)
+        return concrete
+
+    def _row_function(self, leaves: Sequence[tf.Tensor]) -> tuple[RowFunction, list[tf.Tensor]]:
+        """The row function of a chunk, and the leaves that are neither inputs nor labels."""
+        count = len(self.selection.names)
+        inputs, extra, labels = list(leaves[:count]), list(leaves[count:]), None
+        if isinstance(self.output, np.ndarray):
+            *extra, labels = extra
+        return RowFunction(self.model, self.selection, self.output, inputs, labels), extra
+
+    def _cast(self, leaves: list[np.ndarray], rows: slice) -> list[np.ndarray]:
+        """Selects rows of the leaves, and casts the inputs that are differentiated to their dtypes."""
+        leaves = [leaf[rows] for leaf in leaves]
+        for source in self.selection.inputs:
+            leaves[source.number] = leaves[source.number].astype(source.dtype, copy=False)
+        return leaves
+
+    def _distribute(self, chunk: Chunk) -> list[tf.Tensor]:
+        """A chunk's inputs, cast, and split equally over the replicas."""
+        leaves = self._cast(chunk.leaves, slice(None))
+        size = len(leaves[0]) // self.strategy.num_replicas_in_sync
+
+        def replica_part(context: tf.distribute.experimental.ValueContext):
+            start = context.replica_id_in_sync_group * size
+            return [tf.constant(leaf[start : start + size]) for leaf in leaves]
+
+        return self.strategy.experimental_distribute_values_from_function(replica_part)
+
+    def _gather(self, value: tf.Tensor) -> np.ndarray:
+        """Concatenates a result of all replicas along the rows, as an array."""
+        parts = [part.numpy() for part in self.strategy.experimental_local_results(value)]
+        if len(parts) < self.strategy.num_replicas_in_sync:
+            raise ValueError(
+                "The model's strategy has replicas in other processes, whose results can't be read here. Load the "
+                "model without the strategy, and give each process its own rows."
+            )
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def rows_within_budget(bytes_per_row: float) -> int:
+    """The rows that fit into `BUDGET`: at least one, and at most `MOST_ROWS`."""
+    return int(min(max(BUDGET // max(bytes_per_row, 1), 1), MOST_ROWS))
+
+
+def _saved_loop_refusal(model: keras.Model, error: ValueError) -> ValueError | None:
+    """The error in place of TensorFlow's internal one for the gradient of a loop in a loaded SavedModel."""
+    names = [layer.name for layer in all_layers(model) if isinstance(layer, keras.layers.TFSMLayer)]
+    if not names or "without handle data" not in str(error):
+        return None
+    return ValueError(
+        f"TensorFlow can't differentiate the SavedModel of {', '.join(map(repr, names))} in a graph: it has a loop, "
+        "such as an LSTM's, and was differentiated eagerly before. Make the layer anew, with "
+        "keras.layers.TFSMLayer(filepath), or export its model again with unroll=True for its recurrent layers."
+    )
+
+
+def _check_no_assignments(model: keras.Model, graph: tf.Graph) -> None:
+    """Refuses a model that assigns to a variable in inference mode; random seeds may advance."""
+    names = {id(variable.handle): variable.name.split(":")[0] for variable in graph.variables}
+    paths = {names.get(id(resource), "a table") for resource in assigned_resources(graph)}
+    assigned = sorted(path for path in paths if not path.endswith("seed_generator_state"))
+    if assigned:
+        raise ValueError(
+            f"{model.name!r} assigns to {', '.join(assigned)} when it is called with training=False, so a row's "
+            "derivatives would depend on the rows before it, and later predictions would differ from earlier ones. In "
+            "the layer's call(), assign only `if training:`; build the same model with stateful=False, and copy the "
+            "weights: for old, new in zip(model.trainable_variables, stateless.trainable_variables): new.assign(old)."
         )

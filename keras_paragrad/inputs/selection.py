@@ -3,28 +3,22 @@
 Sources are all inputs, or what `wrt` names. Inputs of integers are refused.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 
 from keras_paragrad.arguments import check_integer, did_you_mean, quote, refusal
-from keras_paragrad.engine.step.segments import calls_of, functional_of
+from keras_paragrad.compat.layers import children
 from keras_paragrad.inputs.layer_outputs import LayerOutput
-from keras_paragrad.inputs.names import (
-    Spelling,
-    distinct_names,
-    indices_of,
-    layers_by_path,
-    layers_named,
-    spellings,
-)
 
 # The argument `wrt`: names or numbers of inputs, and names of layers, nested as the result is to be.
 Wrt: TypeAlias = str | int | Sequence["Wrt"] | Mapping[str, "Wrt"] | None
 # Integers, nested as inputs or results are.
 Nesting: TypeAlias = int | Sequence["Nesting"] | Mapping[str, "Nesting"]
+# The names of a leaf of nested inputs or outputs, or of a layer: its path first.
+Spellings: TypeAlias = list[str]
 
 
 class InputLeaf(NamedTuple):
@@ -66,8 +60,8 @@ class Selection(NamedTuple):
         `leaves` are arrays: some rows of each input in `structure`, and perhaps further arrays.
         """
         declared = _declared_inputs(model, structure)
-        known = spellings(_paths(structure), [getattr(tensor, "name", None) for tensor in declared])
-        names = [label or f"input {number}" for number, label in enumerate(distinct_names(known))]
+        known = spellings(structure, [getattr(tensor, "name", None) for tensor in declared])
+        names = [label or f"input {number}" for number, label in enumerate(labels(known))]
         nesting = structure if wrt is None else wrt
         try:
             flat = keras.tree.flatten(nesting)
@@ -93,12 +87,10 @@ class Selection(NamedTuple):
 
     @property
     def inputs(self) -> list[InputLeaf]:
-        """The inputs to differentiate with respect to."""
         return [source for source in self.sources if isinstance(source, InputLeaf)]
 
     @property
     def layers(self) -> list[LayerOutput]:
-        """The layers whose outputs to differentiate with respect to."""
         return [source for source in self.sources if isinstance(source, LayerOutput)]
 
     def nested(self, results: list[Any]) -> Any:
@@ -106,21 +98,61 @@ class Selection(NamedTuple):
         return keras.tree.pack_sequence_as(self.nesting, results)
 
 
-def _paths(structure: Nesting) -> list[tuple[str | int, ...]]:
-    return [path for path, _ in keras.tree.flatten_with_path(structure)]
+def spellings(structure: Any, names: Sequence[str | None]) -> list[Spellings]:
+    """The path of each leaf of a nested structure, and its key in a dict, or else its name in `names`.
+
+    An index in a list is no path: it would be mistaken for the number of an input.
+    """
+    known = []
+    for (path, _), name in zip(keras.tree.flatten_with_path(structure), names, strict=True):
+        joined = ["/".join(map(str, path))] if any(isinstance(key, str) for key in path) else []
+        name = path[-1] if path and isinstance(path[-1], str) else name
+        known.append(joined + [name] * bool(name))
+    return known
+
+
+def indices_of(name: str, known: Sequence[Spellings]) -> list[int]:
+    """The indices of what has `name` as its path, or if there are none, of what is spelled so."""
+    first = [index for index, names in enumerate(known) if names[:1] == [name]]
+    return first or [index for index, names in enumerate(known) if name in names]
+
+
+def labels(known: Sequence[Spellings]) -> list[str | None]:
+    """The shortest spelling that no other has; `None` without one."""
+    return [
+        next((name for name in reversed(names) if indices_of(name, known) == [index]), None)
+        for index, names in enumerate(known)
+    ]
 
 
 def _declared_inputs(model: keras.Model, structure: Nesting) -> list[keras.KerasTensor | None]:
     """The model's symbolic input for each leaf of the structure, by its key or its position; `None` if unknown."""
     tensors = list(getattr(model, "inputs", None) or [])
     by_name = {tensor.name: tensor for tensor in tensors}
-    keys = [path[-1] if path else None for path in _paths(structure)]
+    keys = [path[-1] if path else None for path, _ in keras.tree.flatten_with_path(structure)]
     if len(set(keys)) == len(keys) and all(key in by_name for key in keys):
         return [by_name[key] for key in keys]
     return tensors if len(tensors) == len(keys) else [None] * len(keys)
 
 
-def _find(model: keras.Model, known: list[Spelling], names: list[str], wanted: object) -> int | LayerOutput:
+def _layers_of(model: keras.Model) -> tuple[list[keras.layers.Layer], list[Spellings]]:
+    """The layers at every depth, each once, and the end of the path of each, from its whole to the name."""
+
+    def walk(layer: keras.layers.Layer, above: tuple[str, ...]) -> Iterator[tuple[keras.layers.Layer, tuple[str, ...]]]:
+        for child in children(layer):
+            if not isinstance(child, keras.layers.InputLayer):
+                yield child, (*above, child.name)
+                yield from walk(child, (*above, child.name))
+
+    found: dict[int, tuple[keras.layers.Layer, tuple[str, ...]]] = {}
+    for layer, path in walk(model, ()):
+        if id(layer) not in found or len(path) < len(found[id(layer)][1]):
+            found[id(layer)] = layer, path
+    known = [["/".join(path[start:]) for start in range(len(path))] for _, path in found.values()]
+    return [layer for layer, _ in found.values()], known
+
+
+def _find(model: keras.Model, known: list[Spellings], names: list[str], wanted: object) -> int | LayerOutput:
     """Finds what one leaf of `wrt`, `wanted`, names: returns the index of an input, or a layer's output."""
     if not isinstance(wanted, str):
         try:
@@ -128,28 +160,27 @@ def _find(model: keras.Model, known: list[Spelling], names: list[str], wanted: o
         except ValueError:
             expected = f"one of the inputs {names}, or its number, or the name of a layer"
             raise refusal("wrt", wanted, expected) from None
-    layers = layers_by_path(model)
+    layers, paths = _layers_of(model)
     # "embedding:0" is the first call of a layer, unless a layer has that very name.
     name, _, number = wanted.rpartition(":")
-    by_call = bool(name) and number.isdecimal() and not layers_named(wanted, layers)
+    by_call = bool(name) and number.isdecimal() and not indices_of(wanted, paths)
     inputs = indices_of(wanted, known)
-    matching = layers_named(name if by_call else wanted, layers)
+    matching = indices_of(name if by_call else wanted, paths)
     if len(inputs) + len(matching) == 1:
         call = int(number) if by_call else None
-        return inputs[0] if inputs else LayerOutput(wanted if call is None else name, matching[0][1], call)
+        return inputs[0] if inputs else LayerOutput(wanted if call is None else name, layers[matching[0]], call)
     if inputs or matching:
-        options = [*(f"{index} for the input {known[index].code('x')}" for index in inputs)]
-        options += [f"{path!r} for the layer" for path, _ in matching]
+        options = [f"{index} for the input {names[index]}" for index in inputs]
+        options += [f"{paths[index][0]!r} for the layer" for index in matching]
         raise ValueError(
             f"`wrt` is {quote(wanted)}, and {len(options)} inputs or layers of {model.name!r} have that name. Write "
             f"wrt={', or '.join(options)}. Give layers with the same path distinct names."
         )
-    paths = [path for path, _ in layers]
-    meant = did_you_mean(wanted, [*names, *paths, *(layer.name for _, layer in layers)])
+    meant = did_you_mean(wanted, [*names, *(name for spelled in paths for name in (spelled[0], spelled[-1]))])
     unbuilt = "" if model.built else " Layers that build() makes are there once the model was called."
     raise ValueError(
         f"`wrt` is {quote(wanted)}, and {model.name!r} has no input or layer of that name.{meant} The inputs are "
-        f"{names}, and the layers {quote(paths)}.{unbuilt}"
+        f"{names}, and the layers {quote([spelled[0] for spelled in paths])}.{unbuilt}"
     )
 
 
@@ -170,22 +201,10 @@ def _dtype_refusal(model: keras.Model, name: str, dtype: str, real: list[str]) -
 
 def embedding_hint(model: keras.Model) -> str:
     """How to differentiate with respect to the outputs of a model's embeddings; empty without embeddings."""
-    layers = layers_by_path(model)
-    embeddings = [(path, layer) for path, layer in layers if isinstance(layer, keras.layers.Embedding)]
-    if not embeddings:
+    layers, paths = _layers_of(model)
+    unique = [label or spelled[0] for label, spelled in zip(labels(paths), paths, strict=True)]
+    names = [name for name, layer in zip(unique, layers, strict=True) if isinstance(layer, keras.layers.Embedding)]
+    if not names:
         return ""
-    functional = functional_of(model)
-    calls = calls_of(functional) if functional else []
-    names: list[str] = []
-    for path, layer in embeddings:
-        shortest = layer.name if len(layers_named(layer.name, layers)) == 1 else path
-        own = [call for call in calls if call.operation is layer]
-        # An embedding that is shared with the output layer also maps vectors to tokens, without adding an axis.
-        numbers = [
-            number
-            for number, call in enumerate(own)
-            if len(call.outputs[0].shape) == len(call.input_tensors[0].shape) + 1
-        ]
-        names += [f"{shortest}:{number}" for number in numbers] if len(own) > 1 else [shortest]
     wrt = repr(names[0]) if len(names) == 1 else repr(names)
     return f"To differentiate with respect to what the embedding gives, write wrt={wrt}."

@@ -5,7 +5,6 @@ import platform
 import resource
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import tensorflow as tf
@@ -132,7 +131,8 @@ def memory_of_device(device_bytes: int | None, steps: int) -> int:
 def cannot_try_on_gpus() -> str:
     """Why no other process can train on the GPUs of this one, and what to write; empty if one can."""
     gpus = tf.config.get_visible_devices("GPU")
-    if not gpus or _grows(gpus):
+    grows = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH", "").lower() == "true"
+    if not gpus or grows or all(tf.config.experimental.get_memory_growth(gpu) for gpu in gpus):
         return ""
     return (
         f"This process has reserved the memory of {gpus[0].name.rpartition('device:')[2]}, as TensorFlow does by "
@@ -140,8 +140,3 @@ def cannot_try_on_gpus() -> str:
         "tf.config.list_physical_devices('GPU'): tf.config.experimental.set_memory_growth(gpu, True)\nbefore the "
         "first tensor, or set TF_FORCE_GPU_ALLOW_GROWTH=true."
     )
-
-
-def _grows(gpus: Sequence[tf.config.PhysicalDevice]) -> bool:
-    by_environment = os.environ.get("TF_FORCE_GPU_ALLOW_GROWTH", "").lower() == "true"
-    return by_environment or all(tf.config.experimental.get_memory_growth(gpu) for gpu in gpus)

@@ -4,6 +4,7 @@ import bisect
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import keras
@@ -18,10 +19,9 @@ from keras_paragrad.compat.model import overrides_fit
 from keras_paragrad.compat.types import FitData, Specs, Structure
 from keras_paragrad.memory.available import STEP_SHARE, memory_of_device
 from keras_paragrad.memory.breakdown import breakdowns_of
-from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.memory.traced_step import traced_step
 from keras_paragrad.memory.trial import CannotTryError, Trials, first_rows, warn_untried
-from keras_paragrad.plain_text import Printable, counted
+from keras_paragrad.plain_text import Printable, bytes_in_words, counted
 
 _log = logging.getLogger("keras_paragrad")
 # Rows of the data that are repeated to make trial batches.
@@ -47,6 +47,7 @@ class SizeTried(NamedTuple):
     fits: bool
 
 
+@dataclass(repr=False, eq=False)
 class SizesTried(Printable):
     """The sizes that were tried, for `print`.
 
@@ -55,8 +56,8 @@ class SizesTried(Printable):
         device_bytes: The bytes that training could take.
     """
 
-    def __init__(self, sizes: list[SizeTried], device_bytes: int):
-        self.sizes, self.device_bytes = sizes, device_bytes
+    sizes: list[SizeTried]
+    device_bytes: int
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         table = Table(title=f"Of {bytes_in_words(self.device_bytes)}", title_justify="left")
@@ -128,8 +129,8 @@ def find_batch_size(
     >>> model = keras.Sequential([keras.Input((256,)), keras.layers.Dense(1024), keras.layers.Dense(1)])
     >>> model.compile("adam", loss="mse")
     >>> x, y = np.ones((5000, 256), "float32"), np.ones((5000, 1), "float32")
-    >>> find_batch_size(model, x, y, device_bytes=20_000_000, steps=0, verbose=0)
-    1280
+    >>> find_batch_size(model, x, y, device_bytes=100 * 2**20, steps=0, verbose=0)
+    640
     """
     check_internals("models", "steps", "segments", "memory")
     check_instance("model", model, keras.Model, "a compiled keras.Model")
@@ -233,11 +234,25 @@ def find_size(
     """
     guess = _Guess(sizes, estimate, device_bytes)
     tried: list[SizeTried] = []
-    problem = None
-    found = None
+
+    def search(measure: Callable[[int], int | None], limit: int, how: str = "") -> int | None:
+        """The largest size that fits by `measure`, whose results are appended to `tried`."""
+
+        def bytes_of(size: int) -> int | None:
+            used = measure(size)
+            fits = used is not None and used <= limit
+            estimated, measured = (used, None) if how else (guess.estimated(size), used)
+            tried.append(SizeTried(size, estimated, measured, fits))
+            takes = f"take{'s' if size == 1 else ''} {'more than' if used is None else f'{bytes_in_words(used)} of'}"
+            log(f"{counted(size, 'row')} {takes} {bytes_in_words(limit)}{how}{'' if fits else ', too much'}.")
+            return used
+
+        return largest(sizes, limit, bytes_of, guess.first, guess.line)
+
+    problem = found = None
     if begin:
         try:
-            found = _by_trials(sizes, device_bytes, begin(), guess, tried, log)
+            found = search(begin(), device_bytes)
         except CannotTryError as error:
             problem = str(error).rstrip(".")
             warn_untried(log.asked_by, model.name, error)
@@ -245,7 +260,7 @@ def find_size(
         if guess.problem:
             untried = f" It can't be tried either: {problem}." if problem else ""
             raise ValueError(f"{log.asked_by} can't estimate what {model.name!r} takes. {guess.problem}{untried}")
-        found = _by_estimate(sizes, int(STEP_SHARE * device_bytes), guess, tried, log)
+        found = search(guess.estimate, int(STEP_SHARE * device_bytes), " by the estimate")
     if found is None:
         raise ValueError(
             f"Not even {counted(sizes[0], 'row')} of {model.name!r} can be trained in "
@@ -253,48 +268,6 @@ def find_size(
             "DistributedFit(shard='parameters')."
         )
     return BatchSize(found, SizesTried(tried, device_bytes))
-
-
-def _by_trials(
-    sizes: Sequence[int],
-    device_bytes: int,
-    measure: Callable[[int], int | None],
-    guess: "_Guess",
-    tried: list[SizeTried],
-    log: TrialLog,
-) -> int | None:
-    """Searches for the largest size that trains within the memory; appends each trial to `tried`."""
-
-    def bytes_of(size: int) -> int | None:
-        measured = measure(size)
-        fits = measured is not None and measured <= device_bytes
-        tried.append(SizeTried(size, guess.estimated(size), measured, fits))
-        took = "more than" if measured is None else f"{bytes_in_words(measured)} of"
-        log(f"{_rows_in_words(size)} {took} {bytes_in_words(device_bytes)}{'' if fits else ', too much'}.")
-        return measured
-
-    return largest(sizes, device_bytes, bytes_of, guess.first, guess.line)
-
-
-def _by_estimate(
-    sizes: Sequence[int], limit: int, guess: "_Guess", tried: list[SizeTried], log: TrialLog
-) -> int | None:
-    """Searches for the largest size whose estimate is at most `limit`; appends each estimate to `tried`."""
-
-    def bytes_of(size: int) -> int:
-        estimated = guess.estimate(size)
-        tried.append(SizeTried(size, estimated, None, estimated <= limit))
-        return estimated
-
-    found = largest(sizes, limit, bytes_of, guess.first, guess.line)
-    if found:
-        estimated = bytes_in_words(guess.estimate(found))
-        log(f"{_rows_in_words(found)} {estimated} of {bytes_in_words(limit)}, by the estimate.")
-    return found
-
-
-def _rows_in_words(size: int) -> str:
-    return f"{counted(size, 'row')} take{'s' if size == 1 else ''}"
 
 
 class _Guess:
@@ -388,13 +361,11 @@ def largest(
 
 def _rows_at(limit: int, points: Sequence[tuple[int, int]], line: tuple[float, float] | None) -> float:
     """The rows whose expected cost is `limit`, by the last two points, or by one point and a line of bytes per row."""
-    (rows, used), constant = points[-1], line[0] if line else 0.0
-    others = [point for point in points[:-1] if point[0] != rows]
+    rows, used = points[-1]
+    others = [(other, there) for other, there in points[:-1] if other != rows]
     if others:
         other, used_there = others[-1]
-        slopes = [(used - used_there) / (rows - other)]
+        slope = (used - used_there) / (rows - other)
     else:
-        # The line's constant or its slope may be wrong: extrapolate with each, and the measured point, and average.
-        slopes = [(used - constant) / rows, *(line[1:] if line else ())]
-    expected = [rows + (limit - used) / slope if slope > 0 else float("inf") for slope in slopes]
-    return sum(expected) / len(expected)
+        slope = line[1] if line else used / rows
+    return rows + (limit - used) / slope if slope > 0 else float("inf")

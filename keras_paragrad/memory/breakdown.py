@@ -16,6 +16,8 @@ from keras_paragrad.memory.traced_step import TracedStep
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 
 SHARDS = (None, "optimizer", "parameters")
+# Bytes that TensorFlow takes for its first step, besides tensors, and for each operation of its graph, as seen on CPUs.
+_RUNTIME, _OF_OPERATION = 64 * 2**20, 32 * 2**10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +26,6 @@ class MemoryBreakdown:
 
     Attributes:
         shard: What is sharded: `None`, `"optimizer"` or `"parameters"`.
-        recompute: Whether parts of the model are recomputed in the backward pass.
         parameters: Trainable weights; under `"parameters"` this device's shards.
         gathered: The weights of the largest layer, gathered for its call.
         non_trainable: Weights that aren't trained, such as statistics and seeds.
@@ -35,11 +36,11 @@ class MemoryBreakdown:
         ema: Moving averages of the weights.
         activations: All other tensors of the forward and backward pass, at their peak.
         update: Tensors that the optimizer computes for its update, at their peak.
+        graph: The graph and what TensorFlow takes for its first step; on a GPU, the host has them.
         total: The peak: at most the sum, as activations, gradients and the update peak at different times.
     """
 
     shard: str | None
-    recompute: bool
     parameters: int
     gathered: int
     non_trainable: int
@@ -49,17 +50,18 @@ class MemoryBreakdown:
     ema: int
     activations: int
     update: int
+    graph: int
     total: int
 
     @property
     def held(self) -> int:
         """What batches of any size take: the variables, and gradients with their sums over slices."""
         variables = self.parameters + self.non_trainable + self.slots + self.accumulators + self.ema
-        return variables + 2 * self.parameters + self.gathered
+        return variables + 2 * self.parameters + self.gathered + self.graph
 
 
 def breakdowns_of(
-    model: keras.Model, step: TracedStep, replicas: int, *, recompute: bool = False, least: int = MIN_SHARD_BYTES
+    model: keras.Model, step: TracedStep, replicas: int, *, least: int = MIN_SHARD_BYTES
 ) -> list[MemoryBreakdown]:
     """The memory of a device for each value of `shard`.
 
@@ -67,15 +69,14 @@ def breakdowns_of(
         model: The model.
         step: Its traced step, with the rows of one device.
         replicas: Number of devices.
-        recompute: Whether the step was traced with recomputation.
         least: The size of a variable, in bytes, from which it is sharded.
     """
     peaks = _peaks(step)
-    return [_breakdown(model, step, peaks, shard, replicas, recompute, least) for shard in SHARDS]
+    return [_breakdown(model, step, peaks, shard, replicas, least) for shard in SHARDS]
 
 
 def _breakdown(
-    model: keras.Model, step: TracedStep, peaks: Peaks, shard: str | None, replicas: int, recompute: bool, least: int
+    model: keras.Model, step: TracedStep, peaks: Peaks, shard: str | None, replicas: int, least: int
 ) -> MemoryBreakdown:
     """The bytes on a device under one value of `shard`; `peaks` are without gathered weights."""
     weight_sharding = Sharding(replicas if shard == "parameters" else 1, least)
@@ -84,9 +85,12 @@ def _breakdown(
         kind: sum(state_sharding.local_bytes(variable) for variable in variables)
         for kind, variables in optimizer_variables(step.optimizers).items()
     }
+    # Logical CPU devices share a graph.
+    on_gpu = bool(tf.config.get_visible_devices("GPU"))
     constant = {
         "parameters": sum(weight_sharding.local_bytes(variable) for variable in model.trainable_variables),
         "non_trainable": sum(map(variable_bytes, model.non_trainable_variables)),
+        "graph": 0 if on_gpu else (_RUNTIME + _OF_OPERATION * step.block.size) // replicas,
         **state,
     }
     sharded = [
@@ -103,7 +107,6 @@ def _breakdown(
     update = peaks.update // state_sharding.shards
     return MemoryBreakdown(
         shard,
-        recompute,
         gathered=max(
             (_gathered_bytes(*group, weight_sharding) for group in _layers_with_gathered_weights(model, step)),
             default=0,

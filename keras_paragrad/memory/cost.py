@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import tensorflow as tf
 
-from keras_paragrad.memory.blocks import Block
+from keras_paragrad.memory.blocks import Block, Resized, block_of
 from keras_paragrad.memory.liveness import ALIASES, known_value
 from keras_paragrad.memory.traced_step import TracedStep
 
@@ -68,6 +68,11 @@ def cost_of(step: TracedStep) -> StepCost:
     values: dict[int, int | bool | None] = {}
     gradient = _cost(step.block, values, slice(0, step.updates_from))
     return StepCost(gradient, _cost(step.block, values, slice(step.updates_from, None)))
+
+
+def bytes_of_results(graph: tf.Graph) -> float:
+    """The bytes of everything that a graph computes, with its functions, and with loops as often as they run."""
+    return _cost(block_of(graph, Resized(1)).block, {}, slice(None)).bytes
 
 
 def _cost(block: Block, values: dict[int, int | bool | None], part: slice) -> Cost:

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from typing import NamedTuple
 
 import keras
-import tensorflow as tf
 
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.compat.variables import variable_bytes
@@ -25,8 +24,6 @@ from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 _log = logging.getLogger("keras_paragrad")
 # A step that is estimated to take less than this share is not tried.
 _CERTAIN = 0.5
-# Bytes that TensorFlow takes for its first step, besides tensors, and for each operation of its graph, as seen on CPUs.
-_RUNTIME, _OF_OPERATION = 64 * 2**20, 32 * 2**10
 
 
 def plan_memory(
@@ -106,7 +103,11 @@ def _recomputations(model: keras.Model, left_out: list[str]) -> Iterable[tuple[s
         return
     known: list[list[str]] = [[]]
     for form in ("auto", "all"):
-        recomputation = recomputation_of(model, form)
+        try:
+            recomputation = recomputation_of(model, form)
+        except ValueError as error:
+            left_out.append(f"No recomputation: {error}")
+            return
         if recomputation.names not in known:
             known.append(recomputation.names)
             yield form, recomputation
@@ -130,9 +131,6 @@ class _Estimator(NamedTuple):
         with recomputation.in_effect() if recomputation else nullcontext():
             steps = traced_steps(self.model, self.sizes, self.batch_spec, flops_of_operation)
         batch_bytes = sum(steps[0].block.input_sizes)
-        # On a GPU, the host has the graph.
-        on_gpu = bool(tf.config.get_visible_devices("GPU"))
-        graph = 0 if on_gpu else (_RUNTIME + _OF_OPERATION * steps[0].block.size) // self.replicas
         speed = measure_speed()
         candidates = []
         for slices, rows, step in zip(self.slices, self.sizes, steps, strict=True):
@@ -142,7 +140,7 @@ class _Estimator(NamedTuple):
                     # With several slices, the sums of their gradients live, and the batch that they are cut from.
                     held = column.parameters + batch_bytes if slices > 1 else 0
                     seconds = self._seconds(gradient, update, column, slices, speed)
-                    estimated = Measured(column.total + held + graph, seconds)
+                    estimated = Measured(column.total + held, seconds)
                     candidates.append(Candidate(Choice(form, slices, column.shard), rows, estimated))
         return sorted(candidates, key=lambda candidate: candidate.estimated.seconds), steps[0].batch
 

@@ -5,10 +5,9 @@ import logging
 from collections.abc import Callable
 
 from keras_paragrad.memory.available import STEP_SHARE
-from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.memory.plan_table import Candidate, MemoryPlan, way_in_words
 from keras_paragrad.memory.trial import CannotTryError, Measured, warn_untried
-from keras_paragrad.plain_text import counted
+from keras_paragrad.plain_text import bytes_in_words, counted
 
 _log = logging.getLogger("keras_paragrad")
 # Ways that are tried, though a trial says that they take too much, before all are refused.

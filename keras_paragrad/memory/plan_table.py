@@ -1,16 +1,15 @@
 """`MemoryPlan`: the ways to train a model in the memory of its devices, as a table."""
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.memory.trial import Measured
-from keras_paragrad.plain_text import Printable, counted
+from keras_paragrad.plain_text import Printable, bytes_in_words, counted
 
 # Rows of the table after the chosen one.
 _SHOWN_AFTER = 4
@@ -50,6 +49,7 @@ class Candidate:
     why_not: str = ""
 
 
+@dataclass(repr=False, eq=False)
 class MemoryPlan(Printable):
     """The ways to train a model in the memory of its devices, from the fastest on, for `print` or a rich console.
 
@@ -65,13 +65,15 @@ class MemoryPlan(Printable):
         trials: Number of trials.
     """
 
-    def __init__(self, model: str, batch_size: int, replicas: int, device_bytes: int):
-        self.model, self.batch_size, self.replicas, self.device_bytes = model, batch_size, replicas, device_bytes
-        self.candidates: list[Candidate] = []
-        self.chosen: Candidate | None = None
-        self.recomputed: dict[str | None, list[str]] = {}
-        self.left_out: list[str] = []
-        self.trials = 0
+    model: str
+    batch_size: int
+    replicas: int
+    device_bytes: int
+    candidates: list[Candidate] = field(default_factory=list)
+    chosen: Candidate | None = None
+    recomputed: dict[str | None, list[str]] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    trials: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON's types, in bytes and seconds."""

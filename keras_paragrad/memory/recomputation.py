@@ -135,25 +135,18 @@ def select_layers(
     if not chosen:
         raise refusal("layers", layers, f"at least one of the {_EXPECTED}", _EXAMPLE)
     for index, layer in enumerate(chosen):
-        if any(layer is other for other in chosen[:index]):
-            raise ValueError(f"`layers` has {layer.name!r} twice. Write it once.")
-        check_layer(model, layer)
-    for layer in chosen:
-        nested = next((inner for inner in all_layers(layer) if any(inner is other for other in chosen)), None)
+        _check_layer(model, layer)
+        others = {id(other): other.name for other in chosen[:index] + chosen[index + 1 :]}
+        nested = next((others[id(inner)] for inner in (layer, *all_layers(layer)) if id(inner) in others), None)
         if nested is not None:
             raise ValueError(
-                f"`layers` has {layer.name!r} and {nested.name!r}, which is a part of it and is recomputed with it. "
-                "Leave one of them out."
+                f"`layers` has {layer.name!r}, and {nested!r} too, which is recomputed with it. Leave one of them out."
             )
     return chosen
 
 
-def check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
-    """Refuses a layer that can't be recomputed.
-
-    Raises:
-        ValueError: The message says why.
-    """
+def _check_layer(model: keras.Model, layer: keras.layers.Layer) -> None:
+    """Refuses a layer that can't be recomputed."""
     if not any(layer is known for known in all_layers(model)):
         raise ValueError(f"{layer.name!r} is not a layer of {model.name!r}, nor of a layer in it.")
     if isinstance(layer, keras.layers.InputLayer):

@@ -23,6 +23,7 @@ from keras_paragrad.engine.step.segments import (
 )
 from keras_paragrad.memory.measure import ModelCost, PartCost, measure_parts
 from keras_paragrad.per_example.wrapper import PerExampleGradients
+from keras_paragrad.plain_text import bytes_in_words
 
 # Number of sizes tried for the largest segment.
 _TRIED = 40
@@ -191,8 +192,8 @@ def cut_for_least_memory(model: keras.Model, *, where_it_pays: bool = True) -> C
     if not chosen or after > _WORTHWHILE * before:
         segments = [segment.without_recomputation() for segment in segments]
         expects = (
-            f"recompute: nothing in {model.name!r} runs again. Its parts keep about {_mega(before)} MB for an example, "
-            "and recomputing them would free little of it."
+            f"recompute: nothing in {model.name!r} runs again. Its parts keep about {bytes_in_words(before)} for an "
+            "example, and recomputing them would free little of it."
         )
         return _make_cut(functional, parts, segments, expects)
     added_work = sum(sum(cost.work for cost in costs.parts[first:last]) for first, last, _ in chosen) / costs.work
@@ -200,8 +201,8 @@ def cut_for_least_memory(model: keras.Model, *, where_it_pays: bool = True) -> C
     listed = ", ".join(names if len(names) <= 4 else [*names[:2], "...", names[-1]])
     expects = (
         f"recompute: {len(chosen)} of {len(segments)} segments of {model.name!r} run again: {listed}. Kept for the "
-        f"backward pass, for an example: about {_mega(after)} MB instead of {_mega(before)} MB. Time of a step: about "
-        f"{added_work:+.0%}."
+        f"backward pass, for an example: about {bytes_in_words(after)} instead of {bytes_in_words(before)}. Time of a "
+        f"step: about {added_work:+.0%}."
     )
     return _make_cut(functional, parts, segments, expects)
 
@@ -255,8 +256,3 @@ def check_nesting(layer: keras.layers.Layer, other: keras.layers.Layer) -> None:
             "gradients are computed from the inputs that each layer keeps. To save memory there, train in smaller "
             "batches with AccumulatingOptimizer, or name layers before the PerExampleGradients layer."
         )
-
-
-def _mega(count: float) -> str:
-    """A number of bytes in megabytes, for a message, without the unit."""
-    return f"{count / 1e6:.3g}" if count < 999.5e6 else f"{count / 1e6:,.0f}"

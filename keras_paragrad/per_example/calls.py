@@ -30,7 +30,6 @@ class Call:
         batched: For each of the flattened arguments and keywords, whether it has a row for each example; `None` if
             unknown.
         by_xla: Whether XLA compiles the step, for rules with a faster algorithm in that case.
-        beside_plain: Whether the weights' plain gradient is computed in the same graph.
         outputs: The call's floating-point output tensors, in flattened order.
         cotangents: The loss's gradient with respect to each of `outputs` (to the input of the layer's activation, for
             rules with `before_activation`); set by the backward pass, `None` before it.
@@ -47,7 +46,6 @@ class Call:
     recorded: Any = None
     batched: Sequence[bool] | None = None
     by_xla: bool = False
-    beside_plain: bool = False
     outputs: Sequence[tf.Tensor] = ()
     cotangents: list[tf.Tensor] | None = None
     gradients: list[tf.Tensor] | None = None

@@ -45,8 +45,6 @@ class Capture:
 
     def __init__(self, layer: keras.layers.Layer, units: Sequence[Unit], anchor: tf.Tensor, detached: bool = False):
         self.layer, self.units, self.anchor, self.by_xla = layer, units, anchor, compiled_by_xla()
-        # Whether the same graph computes the weights' plain gradients too.
-        self.beside_plain = not detached and not tf.executing_eagerly()
         self.graph = tf.compat.v1.get_default_graph()
         self.calls: dict[int, list[Call]] = {id(unit.layer): [] for unit in units}
         self.reads = WeightReads(layer.trainable_variables, detached)
@@ -118,7 +116,7 @@ class Capture:
             training = called_for_training()
             calls = self.calls[id(layer)]
             rerun = functools.partial(_rerun, layer, original, training)
-            call = Call(layer, arguments, keywords, training, rerun, by_xla=self.by_xla, beside_plain=self.beside_plain)
+            call = Call(layer, arguments, keywords, training, rerun, by_xla=self.by_xla)
             # Which arguments have rows is only known of as many calls as were seen when the model was probed.
             call.batched = batched[len(calls)] if len(calls) < len(batched) else None
             calls.append(call)

@@ -13,7 +13,8 @@ from keras_paragrad.compat.layers import outermost_layer
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step, summed_by_keras
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import GradientTensor, Structure
-from keras_paragrad.engine.losses.terms import LossTerm, recorded_terms
+from keras_paragrad.engine.losses.divisors import SIZE, SUM, DivisorKey, divisor_of
+from keras_paragrad.engine.losses.terms import MEANS, LossTerm, recorded_terms
 from keras_paragrad.engine.step.gradient import replica_weight_of
 from keras_paragrad.per_example.capture import Capture
 from keras_paragrad.per_example.probing import units_for
@@ -126,7 +127,7 @@ class LossRecord:
         self._check_masked_mean()
         # Of a custom loss, the reduction can't be observed.
         summed = not self._is_custom and self._has_summed_losses()
-        divisors = {} if self._is_custom else {_kind(term): _divisor(term, batch) for term in self.terms}
+        divisors = {} if self._is_custom else dict(_divisor_of(term, batch) for term in self.terms)
         if len(divisors) > 1:
             raise ValueError(
                 "The losses of this model's outputs have different reductions "
@@ -134,8 +135,8 @@ class LossRecord:
                 "example's share of the gradient into its own. Use reduction='sum_over_batch_size' for all of them."
             )
         if not divisors:
-            divisors = {("sum",): tf.constant(1.0)} if summed else self._declared_divisor(batch)
-        if summed and ("sum",) not in divisors:
+            divisors = {SUM: tf.constant(1.0)} if summed else self._declared_divisor(batch)
+        if summed and SUM not in divisors:
             raise ValueError(
                 "A layer calls add_loss() with one value per example, which Keras sums, while the compiled loss is a "
                 "mean, so no single factor turns an example's share of the gradient into its own. Write "
@@ -145,13 +146,14 @@ class LossRecord:
         weight = None if self.model is None else replica_weight_of(self.model)
         if weight is None:
             # Keras divides by the number of replicas, unless the loss is a sum.
-            weight = 1.0 if kind == ("sum",) else 1 / replica_count()
+            weight = 1.0 if kind == SUM else 1 / replica_count()
         # The weight is zero on a replica without examples.
         return tf.math.divide_no_nan(divisor, weight * self._loss_scale())
 
     def warn_of_masks(self) -> None:
         """Warns where an example's norm depends on the masks of the others."""
-        masked = [term.loss.name for term in self.terms if _kind(term) == ("mean",) and term.mask is not None]
+        means = [term for term in self.terms if term.loss.reduction in MEANS or term.sample_weight is None]
+        masked = [term.loss.name for term in means if not term.is_sum and term.mask is not None]
         if masked and self.masked_mean == "batch":
             warn_once(
                 self.model,
@@ -213,7 +215,7 @@ class LossRecord:
             )
         return summed
 
-    def _declared_divisor(self, batch: tf.Tensor) -> dict[tuple[Any, ...], tf.Tensor]:
+    def _declared_divisor(self, batch: tf.Tensor) -> dict[DivisorKey, tf.Tensor]:
         """The divisor of a loss that the model computes itself: its batch's size, or 1 for a sum."""
         if self.reduction is None and self._is_custom:
             raise ValueError(
@@ -221,8 +223,8 @@ class LossRecord:
                 "examples is unknown. Write PerExampleGradients(..., loss_reduction='sum_over_batch_size'), or 'sum'."
             )
         if self.reduction == "sum":
-            return {("sum",): tf.constant(1.0)}
-        return {("mean",): tf.cast(batch, "float32")}
+            return {SUM: tf.constant(1.0)}
+        return {SIZE: tf.cast(batch, "float32")}
 
     def _loss_scale(self) -> tf.Tensor:
         """What the optimizer multiplies the loss by; 1 without a loss scale."""
@@ -231,19 +233,13 @@ class LossRecord:
         return one if optimizer is None else tf.cast(optimizer.scale_loss(one), "float32")
 
 
-def _kind(term: LossTerm) -> tuple[Any, ...]:
-    """How a loss is reduced, as a key: losses of equal keys have the same divisor."""
-    if term.is_sum:
-        return ("sum",)
+def _divisor_of(term: LossTerm, batch: tf.Tensor) -> tuple[DivisorKey, tf.Tensor]:
+    """The key of what a loss is divided by, and how often an example's share of it is in its own loss."""
+    key, divisor = divisor_of(term)
+    if key == SUM:
+        return key, divisor
+    rows = tf.cast(batch, "float32")
     if term.loss.reduction == "mean_with_sample_weight" and term.sample_weight is not None:
-        return ("weights", id(term.sample_weight))
-    return ("mean",)
-
-
-def _divisor(term: LossTerm, batch: tf.Tensor) -> tf.Tensor:
-    """What a loss is divided by in a batch, on this replica."""
-    kind, *_ = _kind(term)
-    if kind == "sum":
-        return tf.constant(1.0)
-    batch = tf.cast(batch, "float32")
-    return batch * tf.reduce_mean(tf.cast(term.weights, "float32")) if kind == "weights" else batch
+        return key, divisor * rows / tf.cast(tf.size(term.weights), "float32")
+    # A masked mean, too, is of the examples.
+    return SIZE, rows

@@ -1,10 +1,8 @@
 """`PerExampleGradients`: a layer wrapper that computes per-example gradients during training."""
 
 import collections
-import difflib
 import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -32,7 +30,6 @@ MASKED_MEANS = ("batch", "example")
 _TRANSFORM = "lambda norms: tf.cast(norms < 10.0, 'float32')"
 # Most calls that may be waiting for a backward pass; some never get one.
 _MOST_PENDING_STEPS = 16
-_LAYER_ARGUMENTS = ("activity_regularizer", "autocast", "dtype", "input_dim", "input_shape", "name", "trainable")
 
 
 @keras.saving.register_keras_serializable(package="keras_paragrad")
@@ -131,7 +128,6 @@ class PerExampleGradients(keras.layers.Wrapper):
                 f"{layer.name!r} contains a PerExampleGradients layer. Remove one of the two: the outer one has the "
                 "gradients of all weights."
             )
-        _check_arguments(kwargs)
         # The wrapper itself is float32; casting inputs and weights is left to the wrapped layers.
         super().__init__(layer, **{"dtype": "float32", "autocast": False, **kwargs})
         self.supports_masking = layer.supports_masking
@@ -323,18 +319,3 @@ class PerExampleGradients(keras.layers.Wrapper):
                 "return one weight per norm."
             )
         return tf.cast(weights, "float32")
-
-
-def _check_arguments(arguments: Mapping[str, object]) -> None:
-    """Refuses arguments that neither the wrapper nor a Keras layer has."""
-    known = [name for name in inspect.signature(PerExampleGradients).parameters if name not in ("layer", "kwargs")]
-    for name in arguments:
-        if name in (*known, *_LAYER_ARGUMENTS):
-            continue
-        close = difflib.get_close_matches(name, known, 1)
-        meant = f"Did you mean {close[0]}=? " if close else ""
-        by_batch = "An optimizer clips the gradient of a batch, and clip_norm= clips each example's gradient. "
-        raise ValueError(
-            f"There is no argument {name}. {meant}{by_batch if 'norm' in name or 'clip' in name else ''}"
-            f"The arguments are {', '.join(known)}."
-        )

@@ -65,11 +65,11 @@ class Privacy(InNotebooks):
     def __init__(self, settings: Settings, releases: Releases):
         self.settings = settings
         self._releases = releases
-        self._examples = settings.examples
+        self.examples_if_known = settings.examples
         self._noise: float | None = settings.noise_multiplier
 
     def __repr__(self) -> str:
-        if self._examples is None and not self.entries():
+        if self.examples_if_known is None and not self.entries():
             return "<Privacy: before fit(), how many examples there are is unknown>"
         return f"<Privacy: {self.statement()}>"
 
@@ -114,28 +114,23 @@ class Privacy(InNotebooks):
         Raises:
             ValueError: `fit` hasn't seen the data yet, and the number wasn't stated.
         """
-        if self._examples is None:
+        if self.examples_if_known is None:
             raise ValueError(
                 "The number of examples is unknown until fit() gets the data. To state it before, write "
                 "make_private(..., examples=60_000)."
             )
-        return self._examples
-
-    @property
-    def known_examples(self) -> int | None:
-        """Number of examples, or `None` before it is known."""
-        return self._examples
+        return self.examples_if_known
 
     def set_examples(self, examples: int) -> None:
         """Sets the number of examples in the data; refuses one that differs from the stated or an earlier one."""
-        if self._examples not in (None, examples):
+        if (known := self.examples_if_known) not in (None, examples):
             raise ValueError(
-                f"The data have {examples} examples, and epsilon is computed for {self._examples}, as stated or as in "
-                "an earlier fit(). Pass the same data, or call make_private(model, ...) again, which adds to what was "
+                f"The data have {examples} examples, and epsilon is computed for {known}, as stated or as in an "
+                "earlier fit(). Pass the same data, or call make_private(model, ...) again, which adds to what was "
                 "spent."
             )
         self.settings.check_examples(examples)
-        self._examples = examples
+        self.examples_if_known = examples
 
     @property
     def sampling_rate(self) -> float:
@@ -212,11 +207,6 @@ class Privacy(InNotebooks):
         event = (self.event_of_update, further) if further else None
         return epsilon_of(entries, self.settings.delta, self.settings.accountant, event)
 
-    def epsilon_after(self, updates: int) -> float:
-        """Epsilon of a number of updates: the ones already made, then further ones with the current settings."""
-        entries = self.entries()
-        return self.epsilon_of(entries, max(0, updates - sum(entry.updates for entry in entries)))
-
     @property
     def updates_left(self) -> int | None:
         """How many more updates the budget allows, or `None` without a `target_epsilon`."""
@@ -282,7 +272,7 @@ class Privacy(InNotebooks):
         for entry in entries:
             if not entry.is_unknown and entry.updates:
                 counts[entry.event] = counts.get(entry.event, 0) + entry.updates
-        current = self.event_of_update if self._examples is not None else None
+        current = self.event_of_update if self.examples_if_known is not None else None
         if not counts and current is not None:
             counts[current] = 0
         sentences = []

@@ -172,7 +172,6 @@ class PrivateModel(PerExampleModel):
             per_example.__dict__["state"] = ClipState(
                 settings.clip_norm, settings.expected_batch_size, self._log_clip_norm
             )
-        # Last, as older files lack it.
         self._ledger = self._add_state("ledger", (ROWS, WORDS), "int64")
         # Bypasses Keras's tracking: none of this is state of the model, and no file may hold the key.
         releases = Releases(self, self._updates, self._ledger)
@@ -216,10 +215,7 @@ class PrivateModel(PerExampleModel):
     def load_own_variables(self, store: Mapping[str, np.ndarray]) -> None:
         """Loads the weights, and adds their ledger to the model's."""
         self._releases.entries()
-        stored = {name: store[name] for name in store.keys()}  # noqa: SIM118
-        # Files of earlier versions lack the ledger, which is the last variable.
-        last = str(len(self._non_trainable_variables) - 1)
-        super().load_own_variables({last: np.zeros((ROWS, WORDS), np.int64), **stored})
+        super().load_own_variables(store)
         self._releases.sync()
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
@@ -252,7 +248,8 @@ class PrivateModel(PerExampleModel):
 
         Args:
             x: Arrays, a `keras.utils.PyDataset`, or a `tf.data.Dataset` of batches with random access.
-            y, sample_weight, class_weight: As in `keras.Model.fit`. An example's weight scales its loss.
+            y, sample_weight, class_weight: As in `keras.Model.fit`, beside arrays; batches of other data have all of
+                these. An example's weight scales its loss.
             epochs: Of examples / expected_batch_size updates each.
             verbose, callbacks, initial_epoch, validation_data, validation_steps, validation_batch_size,
                 validation_freq: As in `keras.Model.fit`. Epsilon doesn't cover validation data.
@@ -369,7 +366,7 @@ class PrivateModel(PerExampleModel):
     def get_config(self) -> Config:
         """The constructor's arguments, serialized, with the number of examples if it is known."""
         # The layer's config has the clip norm.
-        settings = {**vars(self.privacy.settings), "clip_norm": None, "examples": self.privacy.known_examples}
+        settings = {**vars(self.privacy.settings), "clip_norm": None, "examples": self.privacy.examples_if_known}
         return {**super().get_config(), "settings": settings}
 
     @classmethod

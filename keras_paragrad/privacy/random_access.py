@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.data import ArrayRows, adapter_of, reads_arrays
-from keras_paragrad.compat.types import Batch, Dataset, FitData, Structure
+from keras_paragrad.compat.types import Batch, Dataset, FitData
 from keras_paragrad.plain_text import counted
 
 # Examples that `digest_of_examples` reads.
@@ -30,18 +30,16 @@ def examples_of(
     x: FitData, y: FitData = None, sample_weight: FitData = None, class_weight: dict[int, float] | None = None
 ) -> Examples:
     """The examples in the data that `fit` gets; refuses data that can only be read in sequence, or of unknown size."""
-    if isinstance(x, keras.utils.PyDataset | tf.data.Dataset) and (y is not None or sample_weight is not None):
-        raise ValueError(
-            f"{type(x).__name__} has the targets and sample weights in its batches, and y or sample_weight is passed "
-            "as well. Leave them out, and let batches be (x, y, sample_weight)."
-        )
-    if isinstance(x, keras.utils.PyDataset):
+    if isinstance(x, keras.utils.PyDataset | tf.data.Dataset):
+        if any(given is not None for given in (y, sample_weight, class_weight)):
+            raise ValueError(
+                f"{type(x).__name__} has the targets and sample weights in its batches, and y, sample_weight or "
+                "class_weight is passed as well. Leave them out, and let batches be (x, y, sample_weight)."
+            )
+        if isinstance(x, tf.data.Dataset):
+            return _from_dataset(x)
         batches: Any = x
-        return _Batches(
-            len(batches), lambda index: _with_class_weight(tuple(batches[index]), class_weight), type(x).__name__
-        )
-    if isinstance(x, tf.data.Dataset):
-        return _from_dataset(x, class_weight)
+        return _Batches(len(batches), lambda index: tuple(batches[index]), type(x).__name__)
     if isinstance(x, Iterator) or callable(x):
         raise ValueError(
             "A generator yields examples in its own order, and each update needs a random sample of them all. "
@@ -121,7 +119,7 @@ class _Batches:
         return draws.map(tf.autograph.experimental.do_not_convert(take))
 
 
-def _from_dataset(dataset: Dataset, class_weight: dict[int, float] | None) -> _Batches:
+def _from_dataset(dataset: Dataset) -> _Batches:
     """The batches of a `tf.data.Dataset`, read by their indices."""
     batches = int(dataset.cardinality())
     if batches < 0:
@@ -143,27 +141,9 @@ def _from_dataset(dataset: Dataset, class_weight: dict[int, float] | None) -> _B
                 "filters examples or reads them from files or generators, or pass arrays. TensorFlow says: "
                 + error.message[:200]
             ) from error
-        return _with_class_weight(batch if isinstance(batch, tuple) else (batch,), class_weight)
+        return batch if isinstance(batch, tuple) else (batch,)
 
     return _Batches(batches, read, "the tf.data.Dataset")
-
-
-def _with_class_weight(batch: tuple[Structure, ...], class_weight: dict[int, float] | None) -> tuple[Structure, ...]:
-    """A batch whose sample weights are multiplied by the weights of its labels' classes."""
-    if class_weight is None:
-        return batch
-    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    if keras.tree.is_nested(y):
-        raise ValueError(
-            "`class_weight` is for models with one output. Give each output its sample_weight, in the batches of the "
-            "data."
-        )
-    # Labels are integers, or one-hot on the last axis.
-    labels = np.asarray(y)
-    if labels.ndim > 1:
-        labels = labels.argmax(-1) if labels.shape[-1] > 1 else labels.reshape(len(labels), -1)[:, 0]
-    weights = np.array([class_weight.get(int(label), 1.0) for label in labels], np.float32)
-    return x, y, weights if sample_weight is None else weights * np.asarray(sample_weight)
 
 
 def _rows_in(batch: Batch, name: str) -> int:

@@ -6,8 +6,9 @@ import pytest
 import tensorflow as tf
 
 from keras_paragrad import hessian_vector_product, input_gradients, input_jacobian
-from keras_paragrad.inputs import chunks
-from keras_paragrad.inputs.chunks import MOST_ROWS, bytes_in_graph, rows_within_budget
+from keras_paragrad.inputs import run
+from keras_paragrad.inputs.run import MOST_ROWS, rows_within_budget
+from keras_paragrad.memory.cost import bytes_of_results
 
 layers = keras.layers
 
@@ -20,10 +21,10 @@ def bytes_of(model, rows=1):
     traced = tf.function(lambda x: model(x, training=False), autograph=False).get_concrete_function(
         tf.TensorSpec((rows, *model.input_shape[1:]), "float32")
     )
-    return bytes_in_graph(traced.graph, traced.inputs[:1])
+    return bytes_of_results(traced.graph)
 
 
-def test_what_depends_on_the_inputs_is_counted_and_grows_with_the_rows():
+def test_what_is_computed_is_counted_and_grows_with_the_rows():
     # A product, a sum with the bias and a tanh of 4 numbers; a product and a sum of 2.
     assert bytes_of(dense()) == 4 * (3 * 4 + 2 * 2)
     assert bytes_of(dense(), rows=5) == 5 * bytes_of(dense())
@@ -42,7 +43,7 @@ def test_a_chunk_has_at_least_one_row_and_at_most_8192():
 
 @pytest.mark.parametrize("derivative", [input_gradients, input_jacobian, hessian_vector_product])
 def test_large_rows_come_in_small_chunks(derivative, monkeypatch):
-    monkeypatch.setattr(chunks, "BUDGET", 1500)
+    monkeypatch.setattr(run, "BUDGET", 1500)
     model, x = dense(), np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
     rest = {"vector": x} if derivative is hessian_vector_product else {}
     if derivative is not input_jacobian:

@@ -94,7 +94,7 @@ def test_equals_a_tape_around_each_row(name, mode):
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["few inputs", "convolution", "attention"])
-@pytest.mark.parametrize("mode", ["forward", "reverse", "vectorized"])
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_under_xla(name, mode):
     model = MODELS[name]()
     # No part of a batch is left, as XLA would compile once more for it.
@@ -109,7 +109,7 @@ def test_under_xla(name, mode):
     st.integers(1, 8),
     st.sampled_from(["auto", "forward", "reverse"]),
 )
-# More seeds than passes are made side by side.
+# More seeds than passes that are made side by side.
 @example(2, 11, 3, 2, "reverse")
 @example(9, 2, 3, 2, "forward")
 def test_any_sizes(inputs, outputs, count, batch_size, mode):
@@ -178,16 +178,6 @@ def test_where_forward_mode_cannot_be_had(build):
             input_jacobian(model, x, "forward", jit_compile=jit_compile)
 
 
-@pytest.mark.long
-def test_vectorized_is_compiled_or_refused():
-    model = recurrent()
-    x = rows(model, 3)
-    with pytest.raises(ValueError, match="needs XLA"):
-        input_jacobian(model, x, "vectorized", jit_compile=False)
-    with pytest.raises(ValueError, match="mode='reverse'"):
-        input_jacobian(model, x, "vectorized")
-
-
 def test_an_unknown_mode_is_refused():
-    with pytest.raises(ValueError, match="must be 'auto', 'forward', 'reverse' or 'vectorized'"):
+    with pytest.raises(ValueError, match="must be 'auto', 'forward' or 'reverse'"):
         input_jacobian(dense(2, 3), np.ones((2, 2)), "backward")

@@ -79,7 +79,7 @@ def test_integrated_gradients_add_up_to_the_difference_of_each_rows_own_score():
 
 
 @pytest.mark.few(1)
-@pytest.mark.parametrize("mode", ["auto", "forward", "reverse", "vectorized"])
+@pytest.mark.parametrize("mode", ["auto", "forward", "reverse"])
 def test_jacobians(mode):
     model = build()
     rows = np.arange(ROWS)
@@ -125,13 +125,13 @@ def test_replicas_take_the_labels_of_their_rows():
         (LABELS + 1, r"label 4 for row 0, .*out of range.* shape \(7, 4\)"),
         (LABELS - 1, "`output` is -1, and must be labels that count from 0"),
         (LABELS + 2**40, "must be labels that count from 0"),
-        (LABELS.astype("float32"), r"of dtype float32.*write labels.astype\('int32'\)"),
-        (LABELS > 1, "of dtype bool"),
-        (LABELS.astype(str), "must be integers"),
+        (LABELS.astype("float32"), r"of dtype float32.*Write labels.astype\('int32'\)"),
+        (LABELS > 1, "of dtype bool .*must have an integer for each row"),
+        (LABELS.astype(str), "must have an integer for each row"),
         (np.eye(CLASSES, dtype="int32")[LABELS], r"shape \(7, 4\).*np.argmax\(labels, axis=-1\)"),
-        (np.ones((ROWS, 1, 2), "int32"), r"labels must have shape \(rows,\) or \(rows, 1\)"),
+        (np.ones((ROWS, 1, 2), "int32"), r"of shape \(rows,\) or \(rows, 1\)"),
         ([[1], [2, 3]], "`output` is"),
-        (np.zeros(0, "int32"), "no labels"),
+        (np.zeros(0, "int32"), r"shape \(0,\)"),
     ],
 )
 def test_labels_that_are_refused(labels, says):

@@ -127,7 +127,7 @@ def test_a_call_of_several_and_a_layer_within_a_layer():
     check(input_gradients(model, x, wrt="inner"), expected)
     check(input_gradients(model, x, wrt={"it": "block/inner"})["it"], expected)
     check(input_gradients(model, x, wrt="block"), expected)
-    with pytest.raises(ValueError, match="'shared' is called 2 times.*Write wrt='shared:0'.*to 'shared:1'"):
+    with pytest.raises(ValueError, match="'shared', and that layer is called 2 times.*Write wrt='shared:0' for"):
         input_gradients(model, x, wrt="shared")
     with pytest.raises(ValueError, match="`wrt` is 'shared:2', and that layer is called 2 times"):
         input_gradients(model, x, wrt="shared:2")
@@ -218,15 +218,15 @@ def refused(kind):
 @pytest.mark.parametrize(
     ("kind", "wrt", "says"),
     [
-        ("several", "given", r"'given' gives 3 tensors.*keras.layers.Identity\(name=...\)"),
+        ("several", "given", r"'given' is 3 tensors.*keras.layers.Identity\(name=...\)"),
         ("integers", "given", "output of layer 'given' is int"),
-        ("loop", "inner", "'inner' is called in a loop.*Name the layer that calls it"),
-        ("unused", "given", "`wrt` is 'given', and that layer is not called"),
+        ("loop", "inner", "'inner' is called in a loop.*Name a layer around or after it"),
+        ("unused", "given", "`wrt` is 'given', and that layer is called 0 times"),
         ("twice", "given", "2 inputs or layers of .* Write wrt='a/given' for the layer, or 'b/given' for the layer"),
         ("input", "x", "Write wrt=0 for the input x, or 'part/x' for the layer"),
-        ("rows", "given", r"'given' has shape \(.*\) for 2 rows"),
+        ("rows", "given", r"'given' is of shape \(.*\) for 2 rows"),
         ("rows", "gievn", r"no input or layer of that name. Did you mean 'given'\?"),
-        ("rows", "given:1", "`wrt` is 'given:1', and that layer is called 1 time when .* Write wrt='given:0'"),
+        ("rows", "given:1", "`wrt` is 'given:1', and that layer is called 1 times when .* Write wrt='given:0'"),
     ],
 )
 def test_layers_that_are_refused(kind, wrt, says):

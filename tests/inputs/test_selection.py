@@ -63,7 +63,7 @@ def test_a_function_of_several_outputs():
     check(input_gradients(model, x, function), reference(model, x, function))
 
 
-@pytest.mark.parametrize("mode", ["forward", "reverse", "vectorized"])
+@pytest.mark.parametrize("mode", ["forward", "reverse"])
 def test_jacobians_nest_like_the_inputs(mode):
     model, x = two_inputs(), data()
     found = input_jacobian(model, x, mode, output="class", batch_size=4)
@@ -105,14 +105,14 @@ def test_a_subclassed_model():
 @pytest.mark.parametrize(
     ("output", "says"),
     [
-        (None, "2 outputs. Set output= to one of 'class', 'value'"),
+        (None, "2 outputs. Set output= to one of 'class', 'value', as in output=lambda outputs: outputs\\['value'\\]"),
         (1, "2 outputs"),
-        ("score", "outputs are 'class', 'value'"),
+        ("score", "'score', which names no single one of the model's 2 outputs"),
         ("vlaue", "Did you mean 'value'"),
         ("class", r"shape \(None, 3\), and a gradient needs one number per row. Write output=0"),
-        (lambda y: tf.reduce_sum(y["class"]), r"of 7 rows has shape \(\)"),
-        (lambda y: tf.reduce_mean(y["class"], axis=0), r"of 7 rows has shape \(3,\)"),
-        (lambda y: y, "several tensors"),
+        (lambda y: tf.reduce_sum(y["class"]), r"of shape \(\) for 7 rows"),
+        (lambda y: tf.reduce_mean(y["class"], axis=0), r"of shape \(3,\) for 7 rows"),
+        (lambda y: y, "The output is 2 tensors"),
         (lambda y: tf.argmax(y["class"], axis=1), "int64, which has no derivative"),
         (1.5, "`output` is 1.5"),
     ],
@@ -218,7 +218,12 @@ def test_the_layers_that_the_message_names(kind):
         input_gradients(model, x)
     # Every input is of integers: none is left that could be named.
     assert "To exclude it" not in str(caught.value)
-    found = input_gradients(model, x, wrt=followed(str(caught.value)))
+    wrt = followed(str(caught.value))
+    if any(len(names) > 1 for names in tables.values()):
+        with pytest.raises(ValueError, match=f"called 2 times .* Write wrt='{wrt}:0' for its first call"):
+            input_gradients(model, x, wrt=wrt)
+        wrt = [f"{wrt}:0", f"{wrt}:1"]
+    found = input_gradients(model, x, wrt=wrt)
     with tf.GradientTape() as tape:
         total = tf.reduce_sum(model(x))
     kernels = [table.embeddings.value for table in tables]
@@ -264,9 +269,9 @@ def of_one_name(kind):
 def test_a_name_of_two_outputs_is_refused():
     model, (_, second) = of_one_name("list")
     x = normal(5, 3)
-    write = r"Write output=lambda outputs: outputs\[0\], or outputs\[1\]"
-    for output, says in [("head", "'head', which is the name of 2 outputs"), (None, "has 2 outputs")]:
-        with pytest.raises(ValueError, match=says + r"\. " + write):
+    write = r"Set output= to one of a function of the outputs, as in output=lambda outputs: outputs\[1\]"
+    for output in ("head", None):
+        with pytest.raises(ValueError, match=rf"{output}.*, which names no single one of the model's 2.*{write}"):
             input_gradients(model, x, output)
     check(input_gradients(model, x, lambda outputs: outputs[1]), reference(model, x, second))
 
@@ -276,10 +281,9 @@ def test_paths_of_nested_outputs():
     x = normal(5, 3)
     for path, function in zip(["left/head", "right/head"], functions, strict=True):
         check(input_gradients(model, x, path), reference(model, x, function))
-    with pytest.raises(ValueError, match="'head', which is the name of 2 outputs. Write output='left/head' or 'right/"):
-        input_gradients(model, x, "head")
-    with pytest.raises(ValueError, match="Set output= to one of 'left/head', 'right/head'"):
-        input_gradients(model, x)
+    for output in ("head", None):
+        with pytest.raises(ValueError, match="Set output= to one of 'left/head', 'right/head', as in"):
+            input_gradients(model, x, output)
 
 
 def test_a_name_of_two_inputs_is_refused():
@@ -291,5 +295,5 @@ def test_a_name_of_two_inputs_is_refused():
     check(input_gradients(Product(), x, wrt="left/x"), x["right"]["x"])
     check(input_gradients(Product(), x, wrt=1), x["left"]["x"])
     for derivative in (input_gradients, input_jacobian):
-        with pytest.raises(ValueError, match=r"wrt=0 for the input x\['left'\]\['x'\], or 1 for the input"):
+        with pytest.raises(ValueError, match="wrt=0 for the input left/x, or 1 for the input"):
             derivative(Product(), x, wrt="x")

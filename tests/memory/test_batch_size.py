@@ -69,7 +69,7 @@ def test_finds_the_largest_in_few_trials(limit, guess, kills):
     assert len(asked) <= (14 if kills else 6) and len(set(asked)) == len(asked)
 
 
-def test_estimates_first_and_says_what_it_tried(monkeypatch, capsys, caplog):
+def test_estimates_first_and_says_what_it_tried(no_graph, monkeypatch, capsys, caplog):
     trials = Simulated(600_000, 4000, kills=True)
     monkeypatch.setattr(batch_size, "Trials", trials)
     model = made()
@@ -86,7 +86,7 @@ def test_estimates_first_and_says_what_it_tried(monkeypatch, capsys, caplog):
     assert f"{found}" == str(int(found)) and json.dumps(found) == str(int(found))
 
 
-def test_goes_by_the_estimate_alone_if_it_may_not_try(capsys):
+def test_goes_by_the_estimate_alone_if_it_may_not_try(no_graph, capsys):
     model = made()
     found = find_batch_size(model, X, Y, device_bytes=3_000_000, max_batch_size=100_000, steps=0, verbose=0)
     assert (
@@ -95,7 +95,7 @@ def test_goes_by_the_estimate_alone_if_it_may_not_try(capsys):
     assert not capsys.readouterr().out
 
 
-def test_says_why_it_did_not_try(monkeypatch, caplog):
+def test_says_why_it_did_not_try(no_graph, monkeypatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
     local = type("Local", (keras.layers.Layer,), {"call": lambda self, inputs: inputs, "__module__": "__main__"})
     model = keras.Sequential([keras.Input((WIDE,)), local(), keras.layers.Dense(1)])

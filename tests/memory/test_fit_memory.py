@@ -90,10 +90,8 @@ def test_variables_are_held_as_chosen(shard, monkeypatch):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
-def test_the_chosen_slices_are_applied(ways, monkeypatch):
+def test_the_chosen_slices_are_applied(ways, no_graph, monkeypatch):
     monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._make_trial", lambda *_: exactly)
-    monkeypatch.setattr(plans, "_RUNTIME", 0)
-    monkeypatch.setattr(plans, "_OF_OPERATION", 0)
     dist = DistributedFit(fit_memory=True, device_bytes=int(0.4 * whole(ways)))
     model = deep()
     handle = dist.prepare(model, batch_size=ROWS)
@@ -105,11 +103,9 @@ def test_the_chosen_slices_are_applied(ways, monkeypatch):
 
 
 @pytest.fixture
-def halved(ways, monkeypatch):
+def halved(ways, no_graph, monkeypatch):
     """Plans in 40% of the memory of a step of `deep`, with trials that take what was estimated."""
     monkeypatch.setattr("keras_paragrad.distribution.replicas.memory._make_trial", lambda *_: exactly)
-    monkeypatch.setattr(plans, "_RUNTIME", 0)
-    monkeypatch.setattr(plans, "_OF_OPERATION", 0)
     return lambda share=0.4, **options: DistributedFit(
         fit_memory=True, device_bytes=int(share * whole(ways)), **options
     )

@@ -11,7 +11,7 @@ from sample_models.mixing import Updating
 from keras_paragrad import per_example_norms, wrap
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.per_example.mixing_layers import find_mixing_layer
-from keras_paragrad.per_example.mixing_losses import ASSIGNS, COMPARES, find_mixing
+from keras_paragrad.per_example.units import ASSIGNS, COMPARES, find_mixing
 from keras_paragrad.privacy.clipping import layers_storing_examples
 
 X, Y = np.random.default_rng(0).normal(size=(6, 4)).astype("float32"), np.array([0, 1] * 3)

@@ -1,16 +1,13 @@
 """Every rule gives what a forward and backward pass for each example gives."""
 
 import functools
-import os
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import hypothesis
 import keras
 import pytest
-import tensorflow as tf
 from keras import layers
 from oracles.every_example import check
 from runner.covering import examples
@@ -92,7 +89,7 @@ def with_channels_last(case):
     return case._replace(make=functools.partial(case.make, data_format="channels_last"), shape=(*sizes, channels))
 
 
-@pytest.mark.parametrize("kind", ["Conv1D", "Conv2D", "DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv2D"])
+@pytest.mark.parametrize("kind", ["DepthwiseConv1D", "DepthwiseConv2D", "SeparableConv2D"])
 @examples(2)
 @hypothesis.given(data=hypothesis.strategies.data())
 def test_a_convolution_folded_into_channels(kind, data):
@@ -100,7 +97,6 @@ def test_a_convolution_folded_into_channels(kind, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(folded, "CHUNK", data.draw(hypothesis.strategies.sampled_from([1, 300, folded.CHUNK])))
         patch.setattr(folded, "FEW_TAPS", data.draw(hypothesis.strategies.sampled_from([0, folded.FEW_TAPS])))
-        patch.setattr(convolution.ConvolutionRule, "costs_less_folded", lambda rule, call: True)
         check(case.model(), case.inputs(), False, beside_plain=data.draw(hypothesis.strategies.booleans()))
 
 
@@ -113,25 +109,6 @@ def test_a_convolution_with_taps_on_both_sides(kind, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convolution, "MANY_TAPS", 2)
         check(case.model(), case.inputs(), True, beside_plain=data.draw(hypothesis.strategies.booleans()))
-
-
-def test_grouped_gradients_are_asked_for_where_they_exist(monkeypatch):
-    found_out = folded.has_grouped_gradients.__wrapped__
-    assert found_out()
-
-    def refuse(**arguments):
-        raise tf.errors.InvalidArgumentError(None, None, "Only grouped convolutions of oneDNN have gradients")
-
-    monkeypatch.setattr(tf.raw_ops, "Conv2DBackpropFilter", refuse)
-    assert not found_out()
-
-
-@pytest.mark.long
-def test_without_onednn_there_are_no_grouped_gradients():
-    program = "from keras_paragrad.per_example.rules import folded; print(folded.has_grouped_gradients())"
-    environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
-    printed = subprocess.check_output([sys.executable, "-c", program], env=environment, text=True, timeout=120)
-    assert printed.split()[-1] == "False"
 
 
 TABLE = "docs/internals/rules_table.py"

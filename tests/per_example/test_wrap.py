@@ -496,20 +496,7 @@ def test_the_models_own_fit_says_once_that_it_does_not_clip():
     wrapped.fit(x, y, verbose=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (
-            {"clipnorm": 1.0},
-            r"no argument clipnorm. Did you mean clip_norm=\? An optimizer clips the gradient of a batch",
-        ),
-        (
-            {"quantitty": "norms"},
-            r"no argument quantitty. Did you mean quantity=\? The arguments are quantity, clip_norm",
-        ),
-        ({"batch": 3}, "no argument batch. The arguments are quantity"),
-    ],
-)
-def test_an_unknown_argument_is_named(options, says):
-    with pytest.raises(ValueError, match=says):
-        wrap(network(), **options)
+@pytest.mark.parametrize("name", ["clipnorm", "batch"])
+def test_an_unknown_argument_is_named(name):
+    with pytest.raises(ValueError, match=f"Unrecognized keyword arguments passed to PerExampleGradients: .*{name}"):
+        wrap(network(), **{name: 1.0})

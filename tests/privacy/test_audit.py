@@ -38,7 +38,7 @@ def attacked(actual_noise):
     private.compile(keras.optimizers.SGD(1e-3), "mse", run_eagerly=True)
     data = np.eye(CANARIES, dtype="float32"), np.ones((CANARIES, 1), "float32")
     private.privacy.set_examples(CANARIES)
-    claimed = private.privacy.epsilon_after(UPDATES)
+    claimed = private.privacy.epsilon_of([], UPDATES)
     # What a mistake in the noise would do.
     private.privacy._noise = actual_noise
     private.fit(*data, sample_weight=there.astype("float32"), verbose=0)

@@ -153,16 +153,20 @@ def test_weights_of_zero_are_still_examples():
         np.testing.assert_array_equal(present_rows(batch), draw.present)
 
 
-@pytest.mark.parametrize("source", ["arrays", "PyDataset", "tf.data"])
-def test_class_weights(source):
+def test_class_weights():
     x, y = some_data(EXAMPLES)
     weights = {0: 0.5, 2: 3.0}
-    rows = examples_of(*sources(x, y)[source], class_weight=weights)
+    rows = examples_of(x, y, class_weight=weights)
     sampling = PoissonSampling((1, 2), EXAMPLES, 0.5, EXAMPLES)
     draw = sampling.draw(0)
     *_, found = next(iter(private_batches(rows, sampling, lambda: range(1))))
     expected = [weights.get(label, 1.0) for label in y[draw.indices]] * draw.present
     np.testing.assert_array_equal(found, expected)
+    for source in ("PyDataset", "tf.data"):
+        with pytest.raises(
+            ValueError, match=r"class_weight is passed as well. .* let batches be \(x, y, sample_weight\)"
+        ):
+            examples_of(*sources(x, y)[source], class_weight=weights)
 
 
 def test_training_is_the_same_from_any_source():

@@ -237,57 +237,6 @@ def test_slices_take_the_memory_of_a_slice():
     assert estimate_memory(model, 4096)[None].activations == whole
 
 
-def blocks(count):
-    hidden = inputs = keras.Input((32, 64))
-    for index in range(count):
-        body = keras.Input((32, 64))
-        inner = keras.layers.Dense(64)(
-            keras.layers.Dense(256, activation="gelu")(keras.layers.LayerNormalization()(body))
-        )
-        hidden = keras.Model(body, body + inner, name=f"block_{index}")(hidden)
-    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Flatten()(hidden)))
-    model.compile("sgd", "mse")
-    return model
-
-
-@pytest.mark.long
-def test_recomputed_blocks_keep_their_inputs_alone():
-    estimates = [estimate_memory(blocks(count), 16) for count in (3, 7)]
-    assert estimates[1].recomputed == [f"block_{index}" for index in range(7)]
-    one = 16 * 32 * 64 * 4
-    kept, recomputed = ([each[None, again].activations for each in estimates] for again in (False, True))
-    assert recomputed[1] - recomputed[0] == pytest.approx(4 * one, rel=0.05)
-    # The product, and what GELU and the normalization keep of it.
-    assert kept[1] - kept[0] > 4 * 15 * one
-    assert "recompute: block_0, block_1, ..., block_6" in str(estimates[1])
-    alone = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-    alone.compile("sgd", "mse")
-    with pytest.raises(KeyError, match="no column with recomputation"):
-        estimate_memory(alone, 8)[None, True]
-
-
-class OfBlocks(keras.Model):
-    """Its order is not known, so that `recompute(model)` can't cut it."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = [keras.Sequential([keras.layers.Dense(512, "gelu"), keras.layers.Dense(64)]) for _ in range(3)]
-
-    def call(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def test_of_a_subclassed_model_blocks_that_are_alike_are_recomputed():
-    model = OfBlocks()
-    model(np.ones((2, 64)))
-    model.compile("sgd", "mse")
-    estimate = estimate_memory(model, 256)
-    assert estimate.recomputed == [block.name for block in model.blocks]
-    assert estimate[None, True].activations < 0.6 * estimate[None].activations
-
-
 @pytest.mark.long
 @pytest.mark.own_process
 def test_a_distributed_fit_estimates_for_its_replicas():

@@ -365,8 +365,8 @@ def two_blocks():
     [
         (["blok_1"], "'blok_1', and no layer of .* Layers: .'block_1', 'block_0'"),
         (["inner"], "2 layers named 'inner'. Pass the layers themselves"),
-        (["block_0", "own_0"], "'own_0', which is a part of it"),
-        (["block_0", "block_0"], "'block_0' twice"),
+        (["block_0", "own_0"], "'own_0' too, which is recomputed with it. Leave one"),
+        (["block_0", "block_0"], "'block_0', and 'block_0' too"),
         (["cell"], "a cell of 'rnn'.*Name 'rnn' instead"),
         ([L.Dense(1, name="other")], "'other' is not a layer of"),
         ([], "at least one of"),

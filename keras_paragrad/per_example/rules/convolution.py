@@ -87,44 +87,6 @@ class ConvolutionRule(Convolutional):
         cotangent = call.cotangent * tf.reshape(weights, [-1, *[1] * (call.cotangent.shape.rank - 1)])
         return _kernel_gradient(call.layer, call.input, cotangent)
 
-    fold = staticmethod(folded.grouped_gradients)
-
-    def folded(self, calls: Sequence[Call]) -> tf.Tensor | None:
-        """The kernel's gradients by folding, which a single call caches; `None` for several, or if it costs more."""
-        (call, *others), layer = calls, calls[0].layer
-        if others or not self.folds(call):
-            return None
-        if call.gradients is None:
-            call.gradients = [self.fold(call.input, call.cotangent, Geometry.of(layer), layer.kernel.shape)]
-        return call.gradients[0]
-
-    def folded_squared_norms(self, calls: Sequence[Call]) -> tf.Tensor | None:
-        (call, *others), layer = calls, calls[0].layer
-        # Cached gradients, or ones that are needed anyway, only have to be squared.
-        if others or not call.beside_plain or call.gradients is not None or not self.folds(call):
-            return super().folded_squared_norms(calls)
-        return folded.grouped_squared_norms(call.input, call.cotangent, Geometry.of(layer), layer.kernel.shape)
-
-    def folds(self, call: Call) -> bool:
-        """Whether the gradients are computed with the batch folded into the channels: see `folded.py`."""
-        foldable = folded.can_fold(call) and max(call.layer.dilation_rate) == 1
-        return foldable and self.costs_less_folded(call) and folded.has_grouped_gradients()
-
-    def costs_less_folded(self, call: Call) -> bool:
-        """Whether folding moves less memory than im2col or ghost norms."""
-        shape: Any = call.layer.kernel.shape
-        positions, pixels = (tensor.shape[1:-1].num_elements() for tensor in (call.cotangent, call.input))
-        if positions is None or pixels is None:
-            return False
-        rows, columns = math.prod(shape[:-1]), shape[-1]
-        # With oneDNN on two cores, norms of 64 examples in milliseconds, folded and laid out: 32x32x16 and 3x3 taps 2.9
-        # and 4.5; 28x28x8 and 5x5 2.5 and 5.2; 32x32x32 and 7x7 with stride 2 11.4 and 19.2; 16x16x32 and 3x3 2.9 and
-        # 2.9; but 32x32x32 and 3x3 with stride 2 3.7 and 3.3, and 16x16x16 and 3x3 with 32 filters 2.2 and 1.9.
-        window_entries = positions * rows * call.layer.groups
-        folded_sides = pixels * call.input.shape[-1] + positions * columns
-        costs_less = window_entries > 3 * folded_sides + 2 * rows * columns
-        return costs_less and math.prod(shape[:-2]) > 1 and not _is_ghost(positions, shape)
-
 
 @register_rule(keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)
 class DepthwiseRule(ConvolutionRule):
@@ -133,18 +95,20 @@ class DepthwiseRule(ConvolutionRule):
     def groups(self, layer: keras.layers.Layer, inputs: Any) -> int:
         return inputs.shape[-1]
 
-    # Overridden, as `_kernel_gradient` and `folded.grouped_squared_norms` are for convolutions over channels.
     def kernel_sum(self, call: Call, weights: tf.Tensor) -> tf.Tensor:
+        # `_kernel_gradient` is for convolutions over channels.
         return Convolutional.kernel_sum(self, call, weights)
 
-    fold = staticmethod(folded.depthwise_gradients)
-
-    def folded_squared_norms(self, calls: Sequence[Call]) -> tf.Tensor | None:
-        return Convolutional.folded_squared_norms(self, calls)
-
-    def folds(self, call: Call) -> bool:
-        # Their products have one column per channel, where a matmul reuses nothing.
-        return folded.can_fold(call)
+    def folded(self, calls: Sequence[Call]) -> tf.Tensor | None:
+        # Their products have one column per channel, where a matmul reuses nothing. A single call caches the result.
+        (call, *others), layer = calls, calls[0].layer
+        if others or not folded.can_fold(call):
+            return None
+        if call.gradients is None:
+            call.gradients = [
+                folded.depthwise_gradients(call.input, call.cotangent, Geometry.of(layer), layer.kernel.shape)
+            ]
+        return call.gradients[0]
 
 
 @register_rule(keras.layers.Conv1DTranspose, keras.layers.Conv2DTranspose, keras.layers.Conv3DTranspose)

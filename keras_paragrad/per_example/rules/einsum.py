@@ -82,16 +82,6 @@ class Axes(NamedTuple):
             columns="".join(axis for axis in kernel if axis in outputs and axis not in inputs),
         )
 
-    @property
-    def are_of_matrices(self) -> bool:
-        """Whether Keras multiplies one matrix per example by one kernel matrix.
-
-        If so, the plain gradient is a batched matmul summed over the batch.
-        """
-        in_order = self.inputs[1:] == self.positions + self.rows and self.outputs[1:] == self.positions + self.columns
-        sizes = len(self.positions), len(self.rows), len(self.columns)
-        return in_order and sizes in ((1, 1, 1), (1, 1, 2), (1, 2, 1))
-
 
 class LowRankEinsum(LowRank):
     """The kernel is W + s A B, where A has the axes of W but for the last, which B has.
@@ -157,14 +147,7 @@ class EinsumRule(Linear):
         axes = Axes.of(call.layer.equation, call.input.shape.rank)
         left = _sort_axes(call.input, axes.inputs, axes.groups, axes.positions, axes.rows)
         right = _sort_axes(call.cotangent, axes.outputs, axes.groups, axes.positions, axes.columns)
-        # XLA shares the products too, but sums their squares more slowly than it computes inner products.
-        shared = call.beside_plain and not call.by_xla and call.input.dtype == call.layer.compute_dtype
-        if not (shared and axes.are_of_matrices and left.shape.is_fully_defined()):
-            return Product(left, right)
-        # Written as in the layer and its gradient: otherwise TensorFlow does not deduplicate the operations.
-        inputs = tf.reshape(call.input, [-1, *left.shape[2:]])
-        outputs = tf.reshape(call.cotangent, [right.shape[0], *right.shape[2:]])
-        return Product(tf.reshape(inputs, left.shape), tf.reshape(outputs, right.shape), is_computed=True)
+        return Product(left, right)
 
     def columns(self, call: Call) -> list[int]:
         axes = Axes.of(call.layer.equation, call.input.shape.rank)

@@ -1,10 +1,9 @@
-"""Per-example gradients of convolution kernels, with the batch folded into the channels.
+"""Per-example gradients of depthwise kernels, with the batch folded into the channels.
 
 A tap is a spatial position of the kernel. A chunk is the examples that are folded together.
 
-Groups of channels do not mix, and a depthwise convolution does not mix channels. So examples can be stacked as the
-groups of one image, and the image's kernel gradient holds each example's gradient.
-Rochette et al., https://arxiv.org/abs/1912.06015.
+A depthwise convolution does not mix channels. So examples can be stacked as the channels of one image, and the image's
+kernel gradient holds each example's gradient. Rochette et al., https://arxiv.org/abs/1912.06015.
 """
 
 import functools
@@ -18,9 +17,7 @@ from keras_paragrad.compat.types import Scalar
 from keras_paragrad.per_example.calls import Call
 from keras_paragrad.per_example.rules.windows import Geometry, pad_images
 
-# Input entries of the examples that are folded together. With oneDNN on two cores, norms of 64 examples of 32x32x16 and
-# 3x3 taps took 2.6 ms in chunks of this size, 3.5 in chunks a fourth as large and 3.0 at once; of 32x32x32 with
-# stride 2 they took 3.8, 5.5 and 3.9.
+# Input entries of the examples that are folded together.
 CHUNK = 2**19
 # Examples per chunk if the images' size is unknown.
 EXAMPLES = 32
@@ -45,8 +42,10 @@ def traced_once(compute: Callable[..., tf.Tensor]) -> Callable[..., tf.Tensor]:
 
 
 @traced_once
-def grouped_gradients(inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]) -> tf.Tensor:
-    """The per-example kernel gradients of a convolution; each example becomes its own set of groups.
+def depthwise_gradients(
+    inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]
+) -> tf.Tensor:
+    """The per-example kernel gradients of a depthwise convolution.
 
     Args:
         inputs: The layer's inputs, `(batch, *spatial, channels)` with one or two spatial axes.
@@ -57,37 +56,6 @@ def grouped_gradients(inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geomet
     Returns:
         `(batch, *shape)`
     """
-    *taps, channels, filters = shape
-
-    def compute_chunk(count: Scalar, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
-        gradients = _chunk_gradients(count, inputs, cotangents, geometry, shape)
-        split = tf.reshape(gradients, [*taps, channels, count, filters])
-        rank = len(shape)
-        return tf.transpose(split, [rank - 1, *range(rank - 1), rank])
-
-    return _map_chunks(compute_chunk, inputs, cotangents, shape)
-
-
-@traced_once
-def grouped_squared_norms(
-    inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]
-) -> tf.Tensor:
-    """The squared norms of `grouped_gradients`, `(batch,)`, with only a chunk of gradients in memory at once."""
-    *_, filters = shape
-
-    def compute_chunk(count: Scalar, inputs: tf.Tensor, cotangents: tf.Tensor) -> tf.Tensor:
-        gradients = _chunk_gradients(count, inputs, cotangents, geometry, shape)
-        sums = tf.reduce_sum(tf.square(gradients), [0, 1, 2])
-        return tf.reduce_sum(tf.reshape(sums, [count, filters]), 1)
-
-    return _map_chunks(compute_chunk, inputs, cotangents, [])
-
-
-@traced_once
-def depthwise_gradients(
-    inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]
-) -> tf.Tensor:
-    """The per-example kernel gradients of a depthwise convolution; arguments as for `grouped_gradients`."""
     *taps, channels, multiplier = shape
     by_convolution = geometry.dilation[0] > 1 or math.prod(taps) > FEW_TAPS
     compute_image = _depthwise_gradient_by_convolution if by_convolution else _depthwise_gradient
@@ -112,39 +80,6 @@ def can_fold(call: Call) -> bool:
     supported_steps = set(strides) <= {stride} and set(dilations) <= {dilation} and 1 in (stride, dilation)
     on_cpu = not call.by_xla and not tf.config.list_logical_devices("GPU")
     return supported_layout and supported_steps and on_cpu and call.input.dtype == tf.float32
-
-
-@functools.cache
-def has_grouped_gradients() -> bool:
-    """Whether TensorFlow has the gradient of grouped convolutions on CPUs, which requires oneDNN."""
-
-    @tf.function(autograph=False)
-    def gradient_of_two_groups() -> tf.Tensor:
-        image = tf.reshape(tf.range(1.0, 19.0), [1, 3, 3, 2])
-        return tf.raw_ops.Conv2DBackpropFilter(
-            input=image, filter_sizes=[1, 1, 1, 2], out_backprop=image, strides=[1, 1, 1, 1], padding="VALID"
-        )
-
-    with tf.init_scope(), tf.device("CPU:0"):
-        try:
-            squares = tf.reduce_sum(tf.square(tf.reshape(tf.range(1.0, 19.0), [9, 2])), 0)
-            return bool(tf.reduce_all(tf.reshape(gradient_of_two_groups(), [2]) == squares))
-        except tf.errors.InvalidArgumentError:
-            return False
-
-
-def _chunk_gradients(
-    count: Scalar, inputs: tf.Tensor, cotangents: tf.Tensor, geometry: Geometry, shape: Sequence[int]
-) -> tf.Tensor:
-    """The gradients of a chunk of `count` examples, `(*taps, channels, count x filters)` with two axes of taps."""
-    *taps, channels, filters = shape
-    return tf.raw_ops.Conv2DBackpropFilter(
-        input=_stack_channels(inputs),
-        filter_sizes=[*_two_axes(taps), channels, count * filters],
-        out_backprop=_stack_channels(cotangents),
-        strides=[1, *_two_axes(geometry.strides), 1],
-        padding=geometry.padding.upper(),
-    )
 
 
 def _depthwise_gradient(image: tf.Tensor, cotangent: tf.Tensor, geometry: Geometry, multiplier: int) -> tf.Tensor:

@@ -29,22 +29,18 @@ class Product(NamedTuple):
     Attributes:
         left: `(batch, groups, positions, rows)`.
         right: `(batch, groups, positions, columns)`.
-        is_computed: Whether the plain gradient computes the same products.
     """
 
     left: tf.Tensor
     right: tf.Tensor
-    is_computed: bool = False
 
     def is_ghost(self, by_xla: bool = False) -> bool:
         """Whether ghost norms are cheaper than norms of the computed gradients."""
         left: Any = self.left.shape
         _, _, positions, rows = left
         columns: Any = self.right.shape[3]
-        # Products that the plain gradient computes only need to be squared.
-        direct = rows * columns * (1 if self.is_computed else positions or 0)
-        penalty = 1.0 if by_xla or self.is_computed else GHOST_PENALTY
-        return positions == 1 or (positions is not None and penalty * positions**2 * (rows + columns) <= direct)
+        penalty = 1.0 if by_xla else GHOST_PENALTY
+        return positions == 1 or (positions is not None and penalty * positions * (rows + columns) <= rows * columns)
 
     @property
     def is_smaller_than_gradients(self) -> bool:
@@ -85,7 +81,7 @@ class Product(NamedTuple):
     def _maybe_transposed_gradients(self, by_xla: bool) -> tuple[tf.Tensor, bool]:
         """The per-example gradients, and whether they are transposed, which doesn't matter for norms."""
         # Without XLA, products with the wider factor last are faster.
-        transposed = not by_xla and not self.is_computed and (self.left.shape[3] or 0) > (self.right.shape[3] or 0)
+        transposed = not by_xla and (self.left.shape[3] or 0) > (self.right.shape[3] or 0)
         if not transposed:
             return self.gradients(), False
         return _matmul(self.right, self.left, transpose_a=True), True
@@ -159,11 +155,6 @@ class Linear(Rule, abc.ABC):
         """The per-example kernel gradients `(batch, *shape)` from `folded.py`, or `None` if the product is cheaper."""
         return None
 
-    def folded_squared_norms(self, calls: Sequence[Call]) -> tf.Tensor | None:
-        """The squared norms of `folded`, `(batch,)`, or `None` if the product is cheaper."""
-        folded = self.folded(calls)
-        return None if folded is None else squared_norm(folded)
-
     def variables(self, layer: keras.layers.Layer) -> list[keras.Variable]:
         return [layer.kernel] if layer.bias is None else [layer.kernel, layer.bias]
 
@@ -184,15 +175,15 @@ class Linear(Rule, abc.ABC):
 
     def squared_norms(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         by_xla = calls[0].by_xla
-        folded = self.folded_squared_norms(calls)
-        norms = self._concatenate(calls).squared_norms(by_xla) if folded is None else folded
+        folded = self.folded(calls)
+        norms = self._concatenate(calls).squared_norms(by_xla) if folded is None else squared_norm(folded)
         return [norms, *(squared_norm(bias, by_xla) for bias in self._biases(calls))]
 
     def squares(self, calls: Sequence[Call]) -> list[tf.Tensor]:
         """The kernel's and the bias's squared norms; in one tensor, if both come from inner products of positions."""
-        folded = self.folded_squared_norms(calls)
+        folded = self.folded(calls)
         if folded is not None:
-            return [folded, *map(tf.square, self._biases(calls))]
+            return [squared_norm(folded), *map(tf.square, self._biases(calls))]
         product = self._concatenate(calls)
         if product.is_ghost(calls[0].by_xla) and all(map(self._bias_sums_right_factor, calls)):
             # The bias is a kernel row for a constant input of 1.
