@@ -17,7 +17,6 @@ import keras_paragrad
 from keras_paragrad.distribution import Pipeline, with_one_writer
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.data import distributed_dataset
-from keras_paragrad.distribution.hardware import describe
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.per_example import register_rule
 
@@ -256,7 +255,6 @@ PUBLIC = {
             "validation_batch_size": COUNT | LARGE | NONE,
             "validation_freq": COUNT | LARGE | taken("[1]", "set", "[]", "()"),
             "prefetch": ELSEWHERE,
-            "cache": ELSEWHERE,
             "seed": ELSEWHERE,
         },
         {"model": model, "x": ROWS, "y": TARGETS},
@@ -393,19 +391,6 @@ PUBLIC = {
             "show": AUTO | taken("[]", "()", "empty array"),
         },
     ),
-    "describe": Called(
-        describe,
-        {
-            "cpus": COUNT,
-            "gpus": ZERO | COUNT,
-            "gpu_memory_gb": ABOVE_0 - LARGE - taken("1e300", "2**63", "2**70") | NONE,
-            "compute_capability": NONE | taken("set"),
-            "tpu_cores": ZERO | COUNT,
-            "workers": COUNT,
-            "ps": ZERO | COUNT,
-            "logical_cpus": COUNT,
-        },
-    ),
     "distributed_dataset": Called(
         distributed_dataset,
         {
@@ -418,7 +403,6 @@ PUBLIC = {
             "class_weight": NONE | taken("{0: 1.0}"),
             "steps_per_epoch": COUNT | LARGE | NONE,
             "shard_policy": AUTO,
-            "cache": FLAG | PATH,
             "prefetch": FLAG | COUNT | LARGE,
             "seed": ZERO | COUNT | LARGE | NONE,
             "parts": COUNT | LARGE | NONE,

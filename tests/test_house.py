@@ -33,9 +33,9 @@ BELOW = {
 # `TOTAL`, which is only lowered. A folder that has 25 fewer than its number gets a lower one.
 LINES = {
     "accumulation": 1401,
-    "cli": 1073,
-    "compat": 3296,
-    "distribution": 12334,
+    "cli": 1038,
+    "compat": 3242,
+    "distribution": 10849,
     "engine": 11804,
     "inputs": 1608,
     "memory": 3407,
@@ -45,7 +45,7 @@ LINES = {
     "storage": 2979,
     "top": 1273,
 }
-TOTAL, SLACK = 53057, 25
+TOTAL, SLACK = 51483, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

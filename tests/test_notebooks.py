@@ -7,10 +7,11 @@ import pkgutil
 
 import keras
 import pytest
+from sample_models.machines import describe
 
 import keras_paragrad
 from keras_paragrad import DistributedFit, make_private
-from keras_paragrad.distribution import Explanation, Options, describe, make_plan
+from keras_paragrad.distribution import Explanation, Options, make_plan
 from keras_paragrad.distribution.mesh.mesh import Mesh
 from keras_paragrad.distribution.mesh.parallelism import Divided, LayoutTable
 from keras_paragrad.distribution.pipeline.preparation import Stage, StageTable

@@ -5,6 +5,7 @@ import functools
 import pytest
 import tensorflow as tf
 from runner import own_process
+from sample_models.machines import describe
 from seam import taken_away
 from trainings import parts_on_clusters
 from trainings.every_component import CASES
@@ -13,7 +14,6 @@ from keras_paragrad import DistributedFit
 from keras_paragrad.compat import check
 from keras_paragrad.compat.check import check_internals, forget
 from keras_paragrad.compat.names import HOOKS, NAMES
-from keras_paragrad.distribution import describe
 from keras_paragrad.distribution.mesh.parallelism import MeshParallel
 from keras_paragrad.distribution.parallelism import Strategies
 from keras_paragrad.distribution.replicas.parallelism import DataParallel

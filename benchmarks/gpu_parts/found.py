@@ -66,6 +66,6 @@ def choices(machine: Machine) -> Line:
     )
     shown = ", ".join(f"{name} {milliseconds:.2f} ms" for name, milliseconds in took.items())
     keras.config.set_dtype_policy("float32")
-    text = f"takes jit {decided.jit.value}, {decided.precision.value} ({decided.precision.evidence}); measured: {shown}"
+    text = f"takes jit {decided.jit.value}, {decided.precision.value} ({decided.precision.reason}); measured: {shown}"
     by_tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
     return Line(text, MEASURED, {"milliseconds": took, "tensor_float_32": by_tf32})

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             "paths",
             nargs="+",
             metavar="PATH",
-            help="a directory of backups (the newest counts), a backup, a .keras or .weights.h5 file, or a checkpoint",
+            help="a directory of backups (the newest counts), a backup, or a .keras or .weights.h5 file",
         )
     )
 
@@ -44,14 +44,11 @@ def _print_digests(paths: list[str], say: Say) -> int:
             return print_error("digest", error)
         print(digests[-1].source)
         print("\n".join(f"  {line}" for line in digests[-1].lines()))
-    mixed = len({digest.named for digest in digests}) > 1
-    parts = [(*(digest.unordered if mixed else digest[:2]), digest.data_order) for digest in digests]
     fields = ("weights", "optimizer", "data order")
-    differing = [field for field, values in zip(fields, zip(*parts, strict=True), strict=True) if len({*values}) > 1]
+    parts = zip(*(digest[:3] for digest in digests), strict=True)
+    differing = [field for field, values in zip(fields, parts, strict=True) if len({*values}) > 1]
     if differing:
         print(f"They differ in {', '.join(differing)}.")
-    elif len({digest[:3] for digest in digests}) > 1:
-        print("They have the same values. Which layer has which isn't compared: a checkpoint has no names of layers.")
     elif len(digests) > 1:
         print("They are the same.")
     return _DIFFER if differing else 0

@@ -20,12 +20,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the findings; returns 0, or 1 if no plan can be made for this environment, or the collective failed."""
-    status = while_waiting("doctor", lambda say: _diagnose(arguments.seconds, say))
+
+    def diagnose(say: Say) -> int:
+        from keras_paragrad.distribution import diagnosis
+
+        return diagnosis.diagnose(arguments.seconds, say)
+
+    status = while_waiting("doctor", diagnose)
     print(f"The plan is explained by: {command_of(_PAGE)}")
     return status
-
-
-def _diagnose(seconds: float, say: Say) -> int:
-    from keras_paragrad.distribution.diagnosis import diagnose
-
-    return diagnose(seconds, say)

@@ -10,7 +10,6 @@ from typing import Any
 from keras_paragrad.arguments import LARGEST, quote
 from keras_paragrad.cli.parser import add_examples, complete_paths, finite_number, integer, print_error, suggest_word
 from keras_paragrad.cli.waiting import Say, while_waiting
-from keras_paragrad.distribution.decisions import MOST_DESCRIBED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,10 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batch-size", type=positive, default=32, metavar="N", help="examples in a batch (default: 32)"
     )
-    devices = integer(1, MOST_DESCRIBED)
+    devices = integer(1, 10_000)
     parser.add_argument("--devices", type=devices, default=1, metavar="N", help="number of devices (default: 1)")
     parser.add_argument("--length", type=positive, metavar="N", help="the size of the inputs' axes of unknown size")
-    gigabytes = finite_number(above=0, most=MOST_DESCRIBED)
+    gigabytes = finite_number(above=0, most=10_000)
     parser.add_argument("--memory-gb", type=gigabytes, metavar="GIB", help="memory of a device, in GiB (default: here)")
     parser.add_argument("--json", action="store_true", help="print bytes as JSON")
 

@@ -1,4 +1,4 @@
-"""Print the plan for this machine, or for one that the options describe."""
+"""Print the plan for this machine."""
 
 import argparse
 import functools
@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 from keras_paragrad.arguments import LARGEST, MOST_PARTS, quote
 from keras_paragrad.cli.parser import add_examples, finite_number, integer, print_error
 from keras_paragrad.cli.waiting import while_waiting
-from keras_paragrad.distribution.decisions import (
+from keras_paragrad.distribution.decision import (
     COMMUNICATIONS,
     LAYOUTS,
     LONGEST_WAIT,
-    MOST_DESCRIBED,
     SHARD_POLICIES,
     SHARDS,
     STRATEGIES,
@@ -21,37 +20,22 @@ from keras_paragrad.distribution.decisions import (
 )
 
 if TYPE_CHECKING:
-    from keras_paragrad.distribution.hardware import Hardware
     from keras_paragrad.distribution.options import Options
 
 _EXAMPLES = """explain
 explain --all
-explain --gpus 4 --compute-capability 9.0 --shard parameters
-explain --workers 2 --gpus 8
-explain --logical-cpus 4 --mesh batch=2,model=2 --layout auto
-explain --gpus 4 --stages 4 --microbatches 8"""
+explain --shard parameters
+explain --mesh batch=2,model=2 --layout auto
+explain --stages 4 --microbatches 8"""
 JIT: dict[str, str | bool] = {"auto": "auto", "true": True, "false": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of `explain`: a machine, and the arguments of `DistributedFit`."""
+    """Declares the arguments of `explain`, which are those of `DistributedFit`."""
     add_examples(parser, _EXAMPLES, "guides/plan")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--all", action="store_true", help="print each decision, why, and how to change it")
     shown.add_argument("--json", action="store_true", help="print the plan as JSON")
-    machine = parser.add_argument_group("another machine")
-    positive, nonnegative = integer(1, MOST_DESCRIBED), integer(0, MOST_DESCRIBED)
-    machine.add_argument("--cpus", type=positive, metavar="N", help="processors")
-    machine.add_argument("--logical-cpus", type=positive, metavar="N", help="logical CPU devices")
-    machine.add_argument("--gpus", type=nonnegative, metavar="N", help="GPUs of each worker")
-    gigabytes = finite_number(above=0, most=MOST_DESCRIBED)
-    machine.add_argument("--gpu-memory-gb", type=gigabytes, metavar="GB", help="memory of each GPU, in GiB")
-    machine.add_argument("--compute-capability", type=_capability, metavar="X.Y", help="of each GPU, such as 9.0")
-    machine.add_argument(
-        "--tpu", dest="tpu_cores", type=nonnegative, const=8, nargs="?", metavar="N", help="a TPU of N cores"
-    )
-    machine.add_argument("--workers", type=positive, metavar="N", help="number of workers, each on such a machine")
-    machine.add_argument("--ps", type=nonnegative, metavar="N", help="number of parameter servers; implies a chief")
     _add_options(parser.add_argument_group("arguments of DistributedFit"))
 
 
@@ -63,11 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _print_plan(arguments: argparse.Namespace) -> int:
     """Makes and prints the plan; returns the exit status."""
     import keras_paragrad.compat  # noqa: F401  (checks the installed Keras and TensorFlow)
+    from keras_paragrad.distribution.hardware import detect
     from keras_paragrad.distribution.plan import Explanation, make_plan, summary_lines
     from keras_paragrad.plain_text import show
 
     try:
-        hardware = _machine(arguments)
+        hardware = detect()
         plan = make_plan(hardware, _options(arguments))
     except ValueError as error:
         return print_error("explain", error)
@@ -126,15 +111,6 @@ def _axes(text: str) -> dict[str, int]:
     return {axis[1]: int(axis[2]) for axis in axes if axis}
 
 
-def _machine(arguments: argparse.Namespace) -> "Hardware":
-    """The described machine, or this one."""
-    from keras_paragrad.distribution.hardware import describe, detect
-
-    names = ("cpus", "logical_cpus", "gpus", "gpu_memory_gb", "compute_capability", "tpu_cores", "workers", "ps")
-    description = {name: value for name in names if (value := getattr(arguments, name)) is not None}
-    return describe(**description) if description else detect()
-
-
 def _options(arguments: argparse.Namespace) -> "Options":
     """The arguments of `DistributedFit` that were given; others keep their defaults."""
     from keras_paragrad.distribution.options import Options
@@ -154,10 +130,3 @@ def _options(arguments: argparse.Namespace) -> "Options":
             raise ValueError("A pipeline is a strategy. Leave --strategy out, or --stages and --microbatches.")
         options["strategy"] = Pipeline(**pipeline)
     return Options(**options)
-
-
-def _capability(text: str) -> tuple[int, int]:
-    major, _, minor = text.partition(".")
-    if not re.fullmatch(r"[0-9]{1,2}(\.[0-9]{1,2})?", text):
-        raise argparse.ArgumentTypeError(f"{quote(text)} is not a compute capability; expected one such as 9.0")
-    return int(major), int(minor or 0)

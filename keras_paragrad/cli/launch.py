@@ -12,7 +12,7 @@ from keras_paragrad.cli.parser import add_examples, complete_paths, finite_numbe
 
 if TYPE_CHECKING:
     from keras_paragrad.distribution.cluster import Cluster
-    from keras_paragrad.distribution.launch.rendezvous_settings import RendezvousSettings
+    from keras_paragrad.distribution.launch.rendezvous_host import RendezvousSettings
 
 # Limit of processes on one machine, and of GPUs for each.
 _MOST = 1024
@@ -179,7 +179,7 @@ def _rendezvous(arguments: argparse.Namespace) -> "RendezvousSettings | None":
     for option, value in alone.items():
         if value:
             raise ValueError(f"{option} is for one machine. {instead.get(option, 'Leave it out, or --nodes.')}")
-    from keras_paragrad.distribution.launch.rendezvous_settings import RendezvousSettings
+    from keras_paragrad.distribution.launch.rendezvous_host import RendezvousSettings
 
     return RendezvousSettings(
         arguments.nodes.least,

@@ -19,7 +19,6 @@ from keras_paragrad.compat.private import (
     GeneratorDataAdapter,
     PyDatasetAdapter,
     TensorflowSparseWrapper,
-    auto_shard_dataset,
     convert_to_sliceable,
     get_data_adapter,
     slice_tensorflow_sparse_wrapper,
@@ -248,35 +247,6 @@ def read_as_validation(adapter: DataAdapter, steps: int | None) -> None:
 def random_seed() -> int | None:
     """The seed of `keras.utils.set_random_seed`, or `None` if it was not called."""
     return get_global_attribute("global_random_seed")
-
-
-def count_files(dataset: Dataset) -> int | None:
-    """The number of files that a dataset reads; `None` if it reads none, or it is unknown before iteration."""
-    sources = dataset._inputs()
-    if not sources:
-        return _count_names(dataset)
-    counts = [count for source in sources if (count := count_files(source)) is not None]
-    return min(counts, default=None)
-
-
-def _count_names(source: Dataset) -> int | None:
-    """The number of file names that a source lists, or `None`: a reader of files, or a dataset of their names."""
-    names = getattr(source, "_filenames", source)
-    if isinstance(names, tf.Tensor):
-        return int(tf.size(names))
-    count = int(names.cardinality())
-    return count if names.element_spec == tf.TensorSpec((), tf.string) and count >= 0 else None
-
-
-def shard_files_of_worker(dataset: Dataset, workers: int, worker: int) -> Dataset:
-    """The dataset of one worker's share of the files.
-
-    Raises:
-        tf.errors.NotFoundError: No source of the dataset can be divided.
-    """
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.FILE
-    return auto_shard_dataset(dataset.with_options(options), workers, worker, workers)
 
 
 def trust_equal_steps(distributed: tf.distribute.DistributedDataset) -> None:

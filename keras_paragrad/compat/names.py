@@ -140,13 +140,9 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("keras.src.trainers.data_adapters.data_adapter", "DataAdapter"),
         Hook("keras.src.trainers.data_adapters.py_dataset_adapter", "PyDatasetAdapter._standardize_batch"),
         Hook("tensorflow.python.data.ops.dataset_ops", "DatasetV2._inputs"),
-        Hook("tensorflow.python.distribute.input_ops", "auto_shard_dataset"),
         _assigned("tensorflow.python.data.ops.batch_op", "_BatchDataset._batch_size"),
         _assigned("tensorflow.python.data.ops.batch_op", "_ParallelBatchDataset._batch_size"),
         _assigned("tensorflow.python.data.ops.rebatch_op", "_RebatchDataset._batch_sizes"),
-        _assigned("tensorflow.python.data.ops.readers", "FixedLengthRecordDatasetV2._filenames"),
-        _assigned("tensorflow.python.data.ops.readers", "TFRecordDatasetV2._filenames"),
-        _assigned("tensorflow.python.data.ops.readers", "TextLineDatasetV2._filenames"),
         _assigned("tensorflow.python.distribute.input_lib", "DistributedDataset._enable_get_next_as_optional"),
         _assigned(
             "tensorflow.python.distribute.input_lib", "DistributedDatasetsFromFunction._enable_get_next_as_optional"
@@ -181,9 +177,6 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         ),
         Hook("tensorflow.python.eager.context", "Context.coordination_service"),
         Hook("tensorflow.python.eager.context", "Context.wait_at_barrier", ("barrier_id", "timeout_in_ms")),
-        Hook("tensorflow.python.eager.context", "Context.get_config_key_value", ("key", "timeout_in_ms")),
-        Hook("tensorflow.python.eager.context", "Context.set_config_key_value", ("key", "value")),
-        Hook("tensorflow.python.eager.context", "Context.delete_config_key_value", ("key",)),
         Hook("tensorflow.python.eager.context", "context"),
     ),
     # Variables in shards.

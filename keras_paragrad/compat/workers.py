@@ -192,23 +192,6 @@ def all_or_none(strategy: tf.distribute.Strategy, prepare: Callable[[], Result])
     return result  # pyright: ignore
 
 
-def post(name: str, text: str) -> None:
-    """Posts a text under a name, once, for all workers to read. It isn't a collective, so any thread may call it."""
-    context().set_config_key_value(name, text)
-
-
-def wait_for_post(name: str, seconds: float) -> str | None:
-    """The text that a worker has posted under a name; `None` if there is none within `seconds`."""
-    with contextlib.suppress(tf.errors.DeadlineExceededError):
-        return context().get_config_key_value(name, round(1000 * seconds))
-    return None
-
-
-def remove_post(name: str) -> None:
-    """Removes the text posted under a name."""
-    context().delete_config_key_value(name)
-
-
 class NamedDevicesStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """`tf.distribute.MultiWorkerMirroredStrategy` with replicas on named devices of each worker.
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from keras_paragrad.distribution.data import FollowEpochs as FollowEpochs
     from keras_paragrad.distribution.data import distributed_dataset as distributed_dataset
     from keras_paragrad.distribution.fit import DistributedFit as DistributedFit
-    from keras_paragrad.distribution.hardware import describe as describe
     from keras_paragrad.distribution.hardware import detect as detect
     from keras_paragrad.distribution.options import Options as Options
     from keras_paragrad.distribution.pipeline.pipeline import Pipeline as Pipeline

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -27,28 +26,13 @@ NUMBERS = 2**20
 REPEATS = 10
 
 
-@dataclass(frozen=True)
-class Probe:
-    """Result of a test all-reduce.
-
-    Attributes:
-        works: Whether every replica got the right sum.
-        devices: The participating devices.
-        outcome: The outcome, as the end of a sentence.
-    """
-
-    works: bool
-    devices: tuple[str, ...]
-    outcome: str
-
-
 def probed_devices(hardware: Hardware) -> tuple[str, ...]:
     """The local GPUs if there are several, else all logical CPU devices, and at least two."""
     gpus = tuple(device.name for device in hardware.of_kind("GPU"))
     return gpus if len(gpus) > 1 else tuple(f"CPU:{index}" for index in range(max(2, len(hardware.of_kind("CPU")))))
 
 
-def run_probe(devices: tuple[str, ...], seconds: float) -> Probe:
+def run_probe(devices: tuple[str, ...], seconds: float) -> tuple[bool, str]:
     """All-reduces known numbers over the devices, in a subprocess with a timeout."""
     safe = ["-P"] if sys.flags.safe_path else []
     command = [sys.executable, *safe, "-m", "keras_paragrad.distribution.diagnosis", *devices]
@@ -57,32 +41,23 @@ def run_probe(devices: tuple[str, ...], seconds: float) -> Probe:
     try:
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return Probe(False, devices, f"did not finish within {seconds:g} s, and was killed")
+        return False, f"did not finish within {seconds:g} s, and was killed"
     if result.returncode:
-        return Probe(False, devices, f"failed with exit status {result.returncode}: {result.stderr.strip()[-600:]}")
-    return check_sums(devices, json.loads(result.stdout.splitlines()[-1]))
+        return False, f"failed with exit status {result.returncode}: {result.stderr.strip()[-600:]}"
+    return check_sums(len(devices), json.loads(result.stdout.splitlines()[-1]))
 
 
-def check_sums(devices: tuple[str, ...], answer: Mapping[str, Any]) -> Probe:
+def check_sums(count: int, answer: Mapping[str, Any]) -> tuple[bool, str]:
     """Compares the sums in the answer of `reduce_known_numbers` with the sum of the replicas' numbers, 1, 2, 3..."""
-    expected = len(devices) * (len(devices) + 1) / 2
-    sums = [tuple(pair) for pair in answer["least_and_most"]]
-    if sums != [(expected, expected)] * len(devices):
-        outcome = f"gave wrong sums: minimum and maximum per replica {sums}, instead of {expected:g}"
-        return Probe(False, devices, outcome)
-    size = f"{NUMBERS * 4 / 2**20:g} MiB"
-    outcome = (
-        f"gave the right sum, {expected:g}: {answer['milliseconds']:.2f} ms for {size}, the median of {REPEATS} runs"
-    )
-    return Probe(True, devices, f"{outcome}; the first took {answer['first_seconds']:.2f} s")
+    expected = count * (count + 1) / 2
+    if answer["least_and_most"] != [[expected, expected]] * count:
+        return False, f"gave wrong sums: {answer['least_and_most']} on the replicas, instead of {expected:g}"
+    took = f"{answer['milliseconds']:.2f} ms for {NUMBERS * 4 / 2**20:g} MiB, the median of {REPEATS} runs"
+    return True, f"gave the right sum, {expected:g}: {took}"
 
 
 def reduce_known_numbers(devices: tuple[str, ...]) -> dict[str, Any]:
-    """Times the all-reduce in this process: replica `i` holds an array filled with `i + 1`.
-
-    Returns:
-        JSON: the minimum and maximum of each replica's sum, the seconds of the first run, and the median of the others.
-    """
+    """Times the all-reduce in this process: replica `i` holds an array filled with `i + 1`."""
     strategy = tf.distribute.MirroredStrategy(list(devices))
 
     def in_replica(ones: tf.Tensor):
@@ -99,11 +74,8 @@ def reduce_known_numbers(devices: tuple[str, ...]) -> dict[str, Any]:
         start = time.perf_counter()
         sums = [part.numpy() for part in strategy.experimental_local_results(reduce(tf.ones([NUMBERS])))]
         seconds.append(time.perf_counter() - start)
-    return {
-        "least_and_most": [[float(part.min()), float(part.max())] for part in sums or []],
-        "first_seconds": seconds[0],
-        "milliseconds": statistics.median(seconds[1:]) * 1e3,
-    }
+    least_and_most = [[float(part.min()), float(part.max())] for part in sums or []]
+    return {"least_and_most": least_and_most, "milliseconds": statistics.median(seconds[1:]) * 1e3}
 
 
 def main(devices: tuple[str, ...]) -> None:
@@ -116,13 +88,11 @@ def main(devices: tuple[str, ...]) -> None:
 
 
 def diagnose(seconds: float, say: Callable[[str], None]) -> int:
-    """Prints versions, hardware, plan and probe; returns the exit status, 1 for any problem.
-
-    Args:
-        seconds: The timeout of the test all-reduce.
-        say: Called with a line of progress before each slow part.
-    """
-    _print_pairs("Versions", _versions())
+    """Prints versions, hardware, plan and probe; returns the exit status, 1 for any problem."""
+    python = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    backend = f"{keras.__version__}, on {keras.backend.backend()}"
+    versions = [("tensorflow", tf.__version__), ("keras", backend), ("keras_paragrad", keras_paragrad.__version__)]
+    _print_pairs("Versions", [("Python", python), *versions])
     say("looking for devices")
     try:
         hardware = detect()
@@ -130,16 +100,19 @@ def diagnose(seconds: float, say: Callable[[str], None]) -> int:
         print(f"\nThe cluster description in the environment is malformed: {error}")
         return 1
     _print_pairs("Found", _describe(hardware))
-    return max(_print_plan(hardware), _print_probe(hardware, seconds, say))
-
-
-def _versions() -> list[tuple[str, str]]:
-    return [
-        ("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        ("tensorflow", tf.__version__),
-        ("keras", f"{keras.__version__}, on {keras.backend.backend()}"),
-        ("keras_paragrad", keras_paragrad.__version__),
-    ]
+    planned = True
+    try:
+        plan = make_plan(hardware, Options())
+    except ValueError as error:
+        planned = False
+        print(f"\nDistributedFit() would refuse: {error}")
+    else:
+        show(Explanation(plan, hardware))
+    devices = probed_devices(hardware)
+    say(f"trying an all-reduce over {', '.join(devices)}, for at most {seconds:g} s")
+    works, outcome = run_probe(devices, seconds)
+    print(f"An all-reduce over {', '.join(devices)} {outcome}.")
+    return 0 if planned and works else 1
 
 
 def _describe(hardware: Hardware) -> list[tuple[str, str]]:
@@ -166,26 +139,6 @@ def _in_words(device: Device) -> str:
 
 def _gibibytes(count: int | None) -> str:
     return "memory unknown" if count is None else f"{count / 2**30:.1f} GiB"
-
-
-def _print_plan(hardware: Hardware) -> int:
-    """Prints the plan for default options; returns 1 if they are refused, else 0."""
-    try:
-        plan = make_plan(hardware, Options())
-    except ValueError as error:
-        print(f"\nDistributedFit() would refuse: {error}")
-        return 1
-    show(Explanation(plan, hardware))
-    return 0
-
-
-def _print_probe(hardware: Hardware, seconds: float, say: Callable[[str], None]) -> int:
-    """Runs the test all-reduce and prints its result; returns 1 if it failed, else 0."""
-    devices = probed_devices(hardware)
-    say(f"trying an all-reduce over {', '.join(devices)}, for at most {seconds:g} s")
-    probe = run_probe(devices, seconds)
-    print(f"An all-reduce over {', '.join(probe.devices)} {probe.outcome}.")
-    return 0 if probe.works else 1
 
 
 def _print_pairs(title: str, pairs: list[tuple[str, str]]) -> None:

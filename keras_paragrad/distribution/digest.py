@@ -10,42 +10,37 @@ from typing import Any, NamedTuple
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 from keras_paragrad.compat.model import SEED_STATE
-from keras_paragrad.distribution.checkpoint.content import Content, VariableInShards
-from keras_paragrad.distribution.checkpoint.file_format import is_intact, position_of
-from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError
-from keras_paragrad.distribution.checkpoint.shards import join_shards, shards_in
+from keras_paragrad.distribution.checkpoint.content import VariableInShards
+from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, position_of
+from keras_paragrad.distribution.checkpoint.resuming import read_backup
 from keras_paragrad.storage.model_variables import training_variables
 
 _WEIGHTS, _OPTIMIZER, _DATA = "weights", "optimizer", "data order"
 # The sections of a backup, and of `training_variables`.
 _SECTIONS = {"model": _WEIGHTS, "optimizer": _OPTIMIZER}
-_KINDS = "a directory of backups, a backup, a .keras or .weights.h5 file, or a tf.train.Checkpoint"
+_KINDS = "a directory of backups, a backup, or a .keras or .weights.h5 file"
 
 
 class Digest(NamedTuple):
     """SHA-256 of the values that training leaves, in hexadecimal; `None` where there are no values of a kind.
 
     It depends on the values, their shapes and dtypes, and on which of several variables of one shape and dtype has
-    which, by the order of the layers' names. It doesn't depend on the kind of file, except that checkpoints have no
-    names of layers.
+    which, by the order of the layers' names. It doesn't depend on the kind of file.
 
     Attributes:
         weights: Of the model's variables, with statistics, and without the states of seeds.
         optimizer: Of the optimizer's variables, with accumulated gradients.
         data_order: Of the checksum of all batches that deterministic training has read.
         source: What was read.
-        named: Whether it has names of layers.
-        unordered: `weights` and `optimizer`, whichever variable has which value.
     """
 
     weights: str | None
     optimizer: str | None
     data_order: str | None
     source: str
-    named: bool = True
-    unordered: tuple[str | None, str | None] = (None, None)
 
     def lines(self) -> list[str]:
         """The digests with their names, one on a line."""
@@ -54,19 +49,10 @@ class Digest(NamedTuple):
 
 
 def digest_of(source: keras.Model | str | os.PathLike[str]) -> Digest:
-    """The digest of a model, or of a file that holds its state.
-
-    Args:
-        source: A built model; or the newest backup in a directory, a backup, a `.keras` or `.weights.h5` file, or the
-            prefix of a `tf.train.Checkpoint`.
-
-    Raises:
-        ValueError: There is nothing of these kinds there. The message says what there is.
-        DamagedBackupError: The backup was changed since it was written.
-    """
+    """The digest of a model, of the newest backup in a directory, or of a backup, a `.keras` or `.weights.h5` file."""
     if not isinstance(source, (str, os.PathLike)):
         return _digest_of_values(_values_of_model(source), source.name)
-    path, named = Path(source), True
+    path = Path(source)
     if path.is_dir() and (backups := BackupFiles(path).paths()):
         path = backups[0]
     if path.is_file() and position_of(path):
@@ -76,9 +62,9 @@ def digest_of(source: keras.Model | str | os.PathLike[str]) -> Digest:
     elif path.is_file() and path.suffix == ".h5":
         values = _values_of_h5(path)
     else:
-        named = False
-        path, values = _values_of_checkpoint(path)
-    return _digest_of_values(values, str(path), named)
+        found = "a directory without backups" if path.is_dir() else "another file" if path.exists() else "missing"
+        raise ValueError(f"{str(path)!r} is {found}. Name {_KINDS}.")
+    return _digest_of_values(values, str(path))
 
 
 # Values with their kinds (`_WEIGHTS`, `_OPTIMIZER` or `_DATA`, or `None` for a value that no digest covers), and with
@@ -86,23 +72,20 @@ def digest_of(source: keras.Model | str | os.PathLike[str]) -> Digest:
 Values = Iterable[tuple[str | None, str, np.ndarray]]
 
 
-def _digest_of_values(values: Values, source: str, named: bool = True) -> Digest:
+def _digest_of_values(values: Values, source: str) -> Digest:
     """Combines the hashes of the values of each kind."""
     hashes: dict[str, dict[bytes, list[tuple[Any, bytes]]]] = {}
     for kind, path, value in values:
         if kind is not None:
             head = f"{value.dtype.name} {value.shape} ".encode()
             digest = hashlib.sha256(head + np.ascontiguousarray(value).tobytes()).digest()
-            place = _place_of(path, kind) if named else _by_number(path)
-            hashes.setdefault(kind, {}).setdefault(head, []).append((place, digest))
-    ordered, unordered = {}, {}
+            hashes.setdefault(kind, {}).setdefault(head, []).append((_place_of(path, kind), digest))
+    sums = {}
     for kind, by_shape in hashes.items():
         alike = [[digest for _, digest in sorted(group, key=lambda each: each[0])] for group in by_shape.values()]
         groups = [group[0] if len(group) == 1 else hashlib.sha256(b"".join(group)).digest() for group in alike]
-        ordered[kind] = hashlib.sha256(b"".join(sorted(groups))).hexdigest()
-        unordered[kind] = hashlib.sha256(b"".join(sorted(sum(alike, [])))).hexdigest()
-    sums = ordered.get(_WEIGHTS), ordered.get(_OPTIMIZER), ordered.get(_DATA)
-    return Digest(*sums, source, named, (unordered.get(_WEIGHTS), unordered.get(_OPTIMIZER)))
+        sums[kind] = hashlib.sha256(b"".join(sorted(groups))).hexdigest()
+    return Digest(sums.get(_WEIGHTS), sums.get(_OPTIMIZER), sums.get(_DATA), source)
 
 
 def _by_number(path: str) -> list[list[Any]]:
@@ -122,19 +105,13 @@ def _place_of(path: str, kind: str) -> Any:
 
 
 def _kind_of(name: str, kind: str | None = None) -> str | None:
-    """The kind of a variable; `None` for seeds, which Keras's own files leave out, and a checkpoint's counter.
-
-    Args:
-        name: The variable's path.
-        kind: The kind of its section, where there are sections; otherwise the path tells.
-    """
+    """The kind of a variable by its path, and that of its section; `None` for seeds, which Keras's own files lack."""
     parts = name.split("/")
-    if SEED_STATE in parts or parts[0] == "save_counter":
+    if SEED_STATE in parts:
         return None
     if "data_order" in parts:
         return _DATA
-    # Checkpoints may name the model's weights as the optimizer's `_trainable_variables`.
-    return kind or (_OPTIMIZER if "optimizer" in parts and "_trainable_variables" not in parts else _WEIGHTS)
+    return kind or (_OPTIMIZER if "optimizer" in parts else _WEIGHTS)
 
 
 def _values_of_model(model: keras.Model) -> Iterator[tuple[str | None, str, np.ndarray]]:
@@ -146,18 +123,14 @@ def _values_of_model(model: keras.Model) -> Iterator[tuple[str | None, str, np.n
 
 def _values_of_backup(path: Path) -> Iterator[tuple[str | None, str, np.ndarray]]:
     """Yields a backup's variables with their kinds and paths, joining the shards of sharded ones."""
-    content = Content.from_bytes(BackupFiles(path.parent).read(path).content)
-    for file in content.shards:
-        if not is_intact(path.parent, file):
-            raise DamagedBackupError(f"{path}: its file of shards {file.name} is missing or was changed")
+    try:
+        stored = read_backup(tf.distribute.get_strategy(), path, BackupFiles(path.parent).read(path))
+    except ValueError as error:
+        raise DamagedBackupError(f"{path}: {error}") from None
     for section, kind in _SECTIONS.items():
-        for name, value in zip(content.names[section], content.values[section], strict=True):
-            if isinstance(value, VariableInShards):
-                # Each worker has written one file, with a shard for each of its replicas.
-                replicas = content.replicas // len(content.shards)
-                shards = [shards_in(path.parent, file, value, replicas) for file in content.shards]
-                value = join_shards(np.concatenate(shards), value)
-            yield _kind_of(name, kind), name, value
+        for name, value in zip(stored.content.names[section], stored.content.values[section], strict=True):
+            array = stored.reader.read(value) if isinstance(value, VariableInShards) else value
+            yield _kind_of(name, kind), name, array
 
 
 def _values_of_archive(path: Path) -> Iterator[tuple[str | None, str, np.ndarray]]:
@@ -186,16 +159,3 @@ def _values_of_h5(file: Any) -> Iterator[tuple[str | None, str, np.ndarray]]:
                 around = ["/".join([*parts[:end], "vars"]) for end in range(1, len(parts) - 1)] or ["vars"]
                 path = [layers[group] for group in around if group in layers and around[-1] in layers]
                 yield _kind_of(name), "/".join([*path, parts[-1]]), dataset[()]
-
-
-def _values_of_checkpoint(path: Path) -> tuple[Path, Values]:
-    """The prefix and the variables of a `tf.train.Checkpoint`, or of the latest one in a directory."""
-    import tensorflow as tf
-
-    prefix = tf.train.latest_checkpoint(str(path)) if path.is_dir() else str(path)
-    if prefix is None or not Path(f"{prefix}.index").is_file():
-        found = "a directory without backups or checkpoints" if path.is_dir() else "a file" if path.exists() else None
-        raise ValueError(f"{str(path)!r} is {found or 'missing'}. Name {_KINDS}.")
-    reader = tf.train.load_checkpoint(prefix)
-    names = [name for name in reader.get_variable_to_shape_map() if name.endswith("/.ATTRIBUTES/VARIABLE_VALUE")]
-    return Path(prefix), ((_kind_of(name), name, reader.get_tensor(name)) for name in names)

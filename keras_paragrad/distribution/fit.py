@@ -39,7 +39,7 @@ from keras_paragrad.distribution.parallelism import (
     build_scope,
     parallelism_of,
 )
-from keras_paragrad.distribution.plan import Explanation, Plan, make_plan, summary_lines
+from keras_paragrad.distribution.plan import MAY_DIFFER, Explanation, Plan, make_plan, summary_lines
 from keras_paragrad.distribution.training import ABOUT_DATA, ABOUT_EPOCHS, FitArguments, check_overridden_fit, train
 from keras_paragrad.engine.replicas.prepared import warn_if_unprepared
 from keras_paragrad.engine.step.fixed_parts import enable_determinism
@@ -84,7 +84,7 @@ class DistributedFit(InNotebooks):
         deterministic: The number of parts, 8 for `True`, that every batch is computed in, wherever they are computed.
             Their gradients, losses and metrics are added in a fixed order, so that weights are the same to the last bit
             on any number of devices and workers of one kind.
-        shard_policy: How workers share the data: `"auto"`, `"data"`, `"file"` or `"already_sharded"`.
+        shard_policy: How workers share the data: `"auto"`, `"data"` or `"already_sharded"`.
         pack_bytes: Bytes of gradients per bucket; 0 is a single bucket, except that between CPUs gradients of 1 MiB
             and more are reduced separately.
         shard: What each replica holds a shard of: nothing (`None`); the `"optimizer"`'s state, with whole weights; or
@@ -269,7 +269,7 @@ class DistributedFit(InNotebooks):
         workers = self._strategies.workers
         if replica_placement(workers).workers == 1:
             return
-        decisions = {decision.name: decision.value for decision in self.plan if decision.name in self.plan.alike}
+        decisions = {decision.name: decision.value for decision in self.plan if decision.name not in MAY_DIFFER}
         options = {"weighting": self.options.weighting, **decisions}
         if self.options.deterministic:
             options |= {"deterministic": self.options.deterministic, "computed with": describe_kernels()}
@@ -283,7 +283,7 @@ class DistributedFit(InNotebooks):
         Args:
             x: As in `fit`: arrays, a `tf.data.Dataset`, a `keras.utils.PyDataset` or a generator.
             y, sample_weight: Targets and sample weights, if `x` is arrays.
-            **options: `batch_size`, `shuffle`, `class_weight`, `steps_per_epoch`, `cache`, `prefetch` and `seed`; see
+            **options: `batch_size`, `shuffle`, `class_weight`, `steps_per_epoch`, `prefetch` and `seed`; see
                 `keras_paragrad.distribution.distributed_dataset`.
         """
         options = {"shard_policy": self.options.shard_policy, **options}
@@ -323,7 +323,7 @@ class DistributedFit(InNotebooks):
 
         Args:
             model: A compiled model, built within `scope()`.
-            cache, prefetch, seed: As in `dataset`.
+            prefetch, seed: As in `dataset`.
 
         Returns:
             The model's `History`.

@@ -1,6 +1,6 @@
-"""The hardware to train on, detected or described: processors, accelerators, memory, and the cluster."""
+"""The hardware to train on, processors, accelerators, memory, and the cluster."""
 
-import functools
+import contextlib
 import os
 import re
 import shutil
@@ -11,12 +11,10 @@ from dataclasses import dataclass
 
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_each, check_integer, check_number, quote, refusal
+from keras_paragrad.arguments import check_each, quote, refusal
 from keras_paragrad.distribution.cluster import Cluster, find_cluster
-from keras_paragrad.distribution.decisions import MOST_DESCRIBED
 
 KINDS = ("CPU", "GPU", "TPU")
-TPU_VARIABLES = ("TPU_NAME", "TPU_WORKER_ID")
 _SMI_SECONDS = 10
 _DEVICE_NAME = re.compile(r"(?:/?device:|/)?(CPU|GPU|TPU):([0-9]{1,9})", re.IGNORECASE)
 
@@ -42,7 +40,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware to train on, from `detect` or `describe`.
+    """The hardware to train on, as `detect` finds it.
 
     Attributes:
         cpu_count: Number of processors that this process may use.
@@ -126,29 +124,30 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
         ValueError: The environment's description of a cluster is malformed.
     """
     environment = os.environ if environment is None else environment
-    memory = _machine_memory()
+    memory = None
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     physical = tf.config.get_visible_devices("GPU")
     gpus = _gpus(physical, memory_by_name() if physical else {})
     devices = logical_devices(gpus, memory)
     tpus = tuple(device for device in devices if device.kind == "TPU")
+    named = [f"{name}={environment[name]}" for name in ("TPU_NAME", "TPU_WORKER_ID") if environment.get(name)]
+    if named and not tpus:
+        # TensorFlow sees its cores only after connecting.
+        tpus = (Device("TPU", "TPU", description=", ".join(named)),)
     return Hardware(
-        cpu_count=_usable_cpus(),
+        cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory,
         devices=devices,
         gpus=gpus,
-        tpus=tpus or _tpus_in_environment(environment),
+        tpus=tpus,
         cluster=find_cluster(environment),
         tpu_name=environment.get("TPU_NAME"),
     )
 
 
 def logical_devices(gpus: tuple[Device, ...] | None = None, memory: int | None = None) -> tuple[Device, ...]:
-    """The logical devices that TensorFlow has created, or will create, for this process.
-
-    Args:
-        gpus: The physical GPUs; by default the ones that TensorFlow sees, without their memory.
-        memory: The machine's memory, in bytes.
-    """
+    """The logical devices that TensorFlow has created, or will create, for this process."""
     cpus, visible_gpus, tpus = map(tf.config.get_visible_devices, KINDS)
     described = [
         *(Device("", "CPU", memory) for _ in cpus),
@@ -197,94 +196,6 @@ def _gpus(physical: Sequence[tf.config.PhysicalDevice], memory: Mapping[str, int
         name = details.get("device_name", "")
         gpus.append(Device(f"GPU:{index}", "GPU", memory.get(name), details.get("compute_capability"), name))
     return tuple(gpus)
-
-
-def _tpus_in_environment(environment: Mapping[str, str]) -> tuple[Device, ...]:
-    """The TPU in environment variables, whose cores TensorFlow sees only after connecting."""
-    variables = [f"{name}={environment[name]}" for name in TPU_VARIABLES if environment.get(name)]
-    return (Device("TPU", "TPU", description=", ".join(variables)),) if variables else ()
-
-
-def _usable_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _machine_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
-
-
-def describe(
-    cpus: int = 1,
-    gpus: int = 0,
-    gpu_memory_gb: float | None = None,
-    compute_capability: tuple[int, int] | None = None,
-    tpu_cores: int = 0,
-    workers: int = 1,
-    ps: int = 0,
-    logical_cpus: int = 1,
-) -> Hardware:
-    """Describes a machine, or a cluster of identical machines as seen from the first.
-
-    Args:
-        cpus: Number of processors per worker.
-        gpus: Number of GPUs per worker.
-        gpu_memory_gb: Memory of each GPU, in GiB.
-        compute_capability: Of each GPU, such as `(8, 0)`.
-        tpu_cores: Number of TPU cores.
-        workers: Number of processes that train together.
-        ps: Number of parameter servers; if there are any, the cluster also has a chief.
-        logical_cpus: Number of logical CPU devices that TensorFlow creates.
-
-    Returns:
-        The description, for `make_plan`.
-
-    Raises:
-        ValueError: A count is negative or implausibly large, or there is no worker or processor.
-
-    Example:
-
-    >>> from keras_paragrad.distribution import describe
-    >>> from keras_paragrad.distribution import Options
-    >>> from keras_paragrad.distribution import make_plan
-    >>> make_plan(describe(gpus=8, workers=2), Options()).replicas.value
-    16
-    """
-    count = functools.partial(check_integer, most=MOST_DESCRIBED)
-    cpus, logical_cpus, workers = count("cpus", cpus), count("logical_cpus", logical_cpus), count("workers", workers)
-    gpus, tpu_cores, ps = count("gpus", gpus, least=0), count("tpu_cores", tpu_cores, least=0), count("ps", ps, least=0)
-    gigabytes = check_number("gpu_memory_gb", gpu_memory_gb, above=0, most=MOST_DESCRIBED, example=80, optional=True)
-    if compute_capability is not None:
-        compute_capability = _check_capability(compute_capability)
-    memory = None if gigabytes is None else int(gigabytes * 2**30)
-    gpu_devices = tuple(Device(f"GPU:{index}", "GPU", memory, compute_capability) for index in range(gpus))
-    tpu_devices = tuple(Device(f"TPU:{index}", "TPU") for index in range(tpu_cores))
-    cpu_devices = tuple(Device(f"CPU:{index}", "CPU") for index in range(logical_cpus))
-    devices = (*cpu_devices, *gpu_devices, *tpu_devices)
-    return Hardware(cpus, None, devices, gpu_devices, tpu_devices, _describe_cluster(workers, ps))
-
-
-def _check_capability(value: object) -> tuple[int, int]:
-    """The argument `compute_capability`."""
-    expected = "two integers, such as (9, 0)"
-    digits = functools.partial(check_integer, least=0, most=99)
-    capability = check_each("compute_capability", value, digits, expected, example="(9, 0)")
-    if len(capability) != 2:
-        raise refusal("compute_capability", value, expected, "(9, 0)")
-    return capability[0], capability[1]
-
-
-def _describe_cluster(workers: int, ps: int) -> Cluster | None:
-    """A cluster of made-up addresses, or `None` for one worker without parameter servers."""
-    hosts = tuple(f"worker{index}:2222" for index in range(workers))
-    if ps:
-        servers = tuple(f"ps{index}:2222" for index in range(ps))
-        return Cluster({"chief": ("chief0:2222",), "worker": hosts, "ps": servers}, "chief", 0, "a description")
-    return Cluster({"worker": hosts}, "worker", 0, "a description") if workers > 1 else None
 
 
 def canonical_devices(devices: Sequence[str]) -> tuple[str, ...]:

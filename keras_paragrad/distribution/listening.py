@@ -27,19 +27,6 @@ def listen_at(address: str, others: Sequence[str], until: float, who: str, where
 
     A name that can't be resolved yet is retried. Listens on all interfaces, and logs that, only if the address isn't
     one of this machine (as behind NAT), or resolves to 127.0.0.1 although other machines connect.
-
-    Args:
-        address: `host:port`.
-        others: The addresses of the workers that will connect.
-        until: The deadline, by `time.monotonic()`.
-        who: The name of the listener, in messages.
-        where: Where the address is written, in messages.
-
-    Returns:
-        The sockets, for the caller to close.
-
-    Raises:
-        ConnectionError: Can't listen on the address. The message says why.
     """
     host, port = host_of(address), port_of(address)
     while True:

@@ -20,7 +20,7 @@ from keras_paragrad.arguments import (
     check_text,
     refusal,
 )
-from keras_paragrad.distribution.decisions import (
+from keras_paragrad.distribution.decision import (
     COMMUNICATIONS,
     LAYOUTS,
     LONGEST_WAIT,
@@ -28,8 +28,8 @@ from keras_paragrad.distribution.decisions import (
     SHARDS,
     STRATEGIES,
     WEIGHTINGS,
+    Decision,
 )
-from keras_paragrad.distribution.decisions.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices
 from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
@@ -185,7 +185,7 @@ class Decisions(NamedTuple):
     """A parallelism's part of the plan.
 
     Attributes:
-        decisions: The parallelism's. The functions in `decisions/` make the others.
+        decisions: The parallelism's. The functions in `decisions.py` make the others.
         counted: In words such as "2 stages", the parts that the model is divided into; replicas, if empty.
         launched: Whether the processes of a cluster train together, and have to be started together.
     """

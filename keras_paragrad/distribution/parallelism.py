@@ -15,7 +15,7 @@ from keras_paragrad.compat.state import Slot, replace_methods, restore_methods
 from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.distribution.consistency.compare import SAME_SCRIPT
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
-from keras_paragrad.distribution.decisions.decision import Decision
+from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.distribution.fitted_memory import FittedMemory
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Decisions, Options, Planner, planner_of
@@ -181,17 +181,17 @@ class Parallelism(Planner):
 
     Example:
 
-    >>> from keras_paragrad.distribution import Options, describe, make_plan
+    >>> from keras_paragrad.distribution import Options, detect, make_plan
     >>> from keras_paragrad.distribution.parallelism import Decision, Decisions, Parallelism
     >>> class OnTheLast(Parallelism):
     ...     def decide(self, hardware, options):
     ...         last = hardware.devices[-1].name
-    ...         return Decisions([Decision("devices", (last,), "the last device", "", 'strategy="auto"')])
+    ...         return Decisions([Decision(name="devices", value=(last,), reason="the last device")])
     ...
     ...     def prepare(self, model, run): ...
-    >>> plan = make_plan(describe(gpus=4), Options(strategy=OnTheLast()))
-    >>> plan.strategy.value, plan.devices.value, plan.replicas.value
-    ('OnTheLast', ('GPU:3',), 1)
+    >>> plan = make_plan(detect({}), Options(strategy=OnTheLast()))
+    >>> plan.strategy.value, len(plan.devices.value), plan.replicas.value
+    ('OnTheLast', 1, 1)
     """
 
     # The keys of `compat.names.NAMES`, groups of private names, that it uses besides what every parallelism uses.

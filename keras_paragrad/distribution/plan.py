@@ -9,12 +9,15 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderResul
 from rich.table import Table
 from rich.text import Text
 
-from keras_paragrad.distribution.cluster import Cluster, ClusterKind, cluster_kinds
-from keras_paragrad.distribution.decisions.decision import Decision, deciders
-from keras_paragrad.distribution.decisions.strategy import hardware_in_words
+from keras_paragrad.distribution import decisions as deciding
+from keras_paragrad.distribution.cluster import ClusterKind, cluster_kinds
+from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options, planner_of
 from keras_paragrad.plain_text import Printable
+
+# The names of decisions that need not be the same on all workers.
+MAY_DIFFER = ("strategy", "devices", "replicas", "collective_timeout")
 
 
 @dataclass(frozen=True)
@@ -26,13 +29,11 @@ class Plan:
 
     Attributes:
         decisions: The decisions.
-        alike: The names of decisions that have to be the same on all workers.
         counted: The parts that the model is divided into, in words, unless they are replicas.
         launched: Whether the processes of a cluster have to be started together.
     """
 
     decisions: tuple[Decision, ...]
-    alike: tuple[str, ...] = ()
     counted: str = ""
     launched: bool = False
 
@@ -58,7 +59,7 @@ class Plan:
         """The plan as JSON-serializable data.
 
         Returns:
-            For each decision, by name: `value`, `reason`, `evidence` and `override`.
+            For each decision, by name: `value`, `reason` and `override`.
         """
         return {decision.name: decision.to_dict() for decision in self}
 
@@ -67,7 +68,7 @@ def make_plan(hardware: Hardware, options: Options) -> Plan:
     """Decides how to train on the hardware, within the given options.
 
     Args:
-        hardware: From `detect` or `describe`.
+        hardware: From `detect`.
         options: The requested options.
 
     Returns:
@@ -78,27 +79,30 @@ def make_plan(hardware: Hardware, options: Options) -> Plan:
 
     Example:
 
-    >>> from keras_paragrad.distribution import describe
-    >>> from keras_paragrad.distribution import Options
-    >>> from keras_paragrad.distribution import make_plan
-    >>> plan = make_plan(describe(gpus=4, compute_capability=(9, 0)), Options())
+    >>> from keras_paragrad.distribution import Options, detect, make_plan
+    >>> plan = make_plan(detect({}), Options(strategy="none", jit=True))
     >>> plan.strategy.value, plan.communication.value, plan.jit.value
-    ('mirrored', 'nccl', 'per_replica')
+    ('none', 'none', 'whole_step')
     """
     planner = planner_of(options, hardware)
     planned = planner.decide(hardware, options)
-    by_parallelism = {decision.name: decision for decision in planned.decisions}
-    known: dict[str, Any] = {"hardware": hardware, "options": options}
-    decisions, alike = [], []
-    for decider in deciders():
-        decision = by_parallelism.get(decider.name) or decider(known)
-        known[decision.name] = decision.value
-        if decision.name == "strategy":
-            known["kind"] = planner.kind(decision.value)
-        decisions.append(decision)
-        if decider.same_on_all_workers:
-            alike.append(decision.name)
-    return Plan(tuple(decisions), tuple(alike), planned.counted, planned.launched)
+    made = {decision.name: decision for decision in planned.decisions}
+    strategy = made.get("strategy") or deciding.decide_strategy(hardware, options)
+    kind = planner.kind(strategy.value)
+    devices = made.get("devices") or deciding.decide_devices(hardware, options, kind)
+    replicas = made.get("replicas") or deciding.decide_replicas(hardware, options, kind, devices.value)
+    known = hardware, options, kind, devices.value
+    communication = made.get("communication") or deciding.decide_communication(*known, replicas.value)
+    others = (
+        deciding.decide_pack_bytes(options, communication.value),
+        deciding.decide_collective_timeout(options, kind),
+        made.get("jit") or deciding.decide_jit(*known, replicas.value),
+        deciding.decide_precision(*known),
+        deciding.decide_shard(hardware, options, strategy.value, kind, replicas.value),
+        made.get("shard_policy") or deciding.decide_shard_policy(options, kind),
+        made.get("exact") or deciding.decide_exact(options),
+    )
+    return Plan((strategy, devices, replicas, communication, *others), planned.counted, planned.launched)
 
 
 _JIT = {
@@ -121,13 +125,10 @@ class Explanation(Printable):
 
     Example:
 
-    >>> from keras_paragrad.distribution import describe
-    >>> from keras_paragrad.distribution import Explanation
-    >>> from keras_paragrad.distribution import Options
-    >>> from keras_paragrad.distribution import make_plan
-    >>> machine = describe(cpus=8)
-    >>> print(str(Explanation(make_plan(machine, Options()), machine)).splitlines()[0])
-    Found: 1 CPU in this process; no cluster
+    >>> from keras_paragrad.distribution import Explanation, Options, detect, make_plan
+    >>> machine = detect({})
+    >>> print(str(Explanation(make_plan(machine, Options(strategy="none")), machine)).splitlines()[3])
+    To start it: python train.py
     """
 
     def __init__(
@@ -149,10 +150,8 @@ class Explanation(Printable):
         for header, ratio in (("Decision", None), ("Value", None), ("Why", 3), ("To change it", 2)):
             table.add_column(header, ratio=ratio, overflow="fold")
         for decision in self.plan:
-            value, why = Text(value_in_words(decision.value), "bold"), Text(decision.reason)
-            if decision.evidence:
-                why.append(f"\n{decision.evidence}", "dim")
-            table.add_row(Text(decision.name), value, why, Text(decision.override))
+            value = Text(value_in_words(decision.value), "bold")
+            table.add_row(Text(decision.name), value, Text(decision.reason), Text(decision.override))
         yield table
         if self.division:
             yield Text(f"Division of a batch: {self.division}", overflow="fold")
@@ -174,24 +173,21 @@ def summary_lines(plan: Plan, hardware: Hardware) -> list[str]:
 
     Example:
 
-    >>> from keras_paragrad.distribution import describe
-    >>> from keras_paragrad.distribution import Options
-    >>> from keras_paragrad.distribution import make_plan
-    >>> machine = describe(gpus=4, compute_capability=(9, 0))
+    >>> from keras_paragrad.distribution.hardware import Device, Hardware
+    >>> from keras_paragrad.distribution.options import Options
+    >>> gpus = tuple(Device(f"GPU:{index}", "GPU") for index in range(4))
+    >>> machine = Hardware(64, None, (Device("CPU:0", "CPU"), *gpus), gpus)
     >>> print("\\n".join(summary_lines(make_plan(machine, Options()), machine)))
     Found: 1 CPU, 4 GPUs in this process; no cluster
     Plan: mirrored, 4 replicas on GPU:0 to GPU:3, all-reduce by nccl
     Step: compiled by XLA on each replica, float32, each batch divided among the replicas, exact
     To start it: python train.py
     """
-    first, *others = _commands(plan, hardware)
-    start = "To start it: "
     return [
-        f"Found: {hardware_in_words(hardware)}",
+        f"Found: {deciding.hardware_in_words(hardware)}",
         _plan_line(plan),
         _step_line(plan),
-        f"{start}{first}",
-        *(f"{' ' * len(start)}{line}" for line in others),
+        f"To start it: {_command(plan, hardware)}",
     ]
 
 
@@ -216,35 +212,9 @@ def _step_line(plan: Plan) -> str:
     return f"Step: {_JIT[plan.jit.value]}, {plan.precision.value}{batch}, {exact}"
 
 
-def _commands(plan: Plan, hardware: Hardware) -> list[str]:
-    """The command that starts training, or a line for each machine."""
+def _command(plan: Plan, hardware: Hardware) -> str:
+    """The command that starts training."""
     cluster = hardware.cluster
     if cluster is None or not plan.launched:
-        return ["python train.py"]
-    if cluster.source == "a description":
-        return _commands_of_machines(cluster, has_gpus=bool(hardware.gpus))
-    commands = {kind.source: kind.command for kind in cluster_kinds()}
-    return [commands.get(cluster.source, ClusterKind.command)]
-
-
-# More machines than these have one line for all others.
-_MOST_LINES = 4
-
-
-def _commands_of_machines(cluster: Cluster, has_gpus: bool) -> list[str]:
-    """The commands for a described cluster, whose tasks have a machine each."""
-    workers, servers = len(cluster.jobs["worker"]), len(cluster.jobs.get("ps", ()))
-    in_job = "keras-paragrad launch train.py in each task of a Slurm or Kubernetes job"
-    if servers:
-        tasks = sum(map(len, cluster.jobs.values()))
-        lines, notes = [], [f"{in_job} of {tasks} tasks, or with TF_CONFIG"]
-    else:
-        ranks = range(workers) if workers <= _MOST_LINES else (0, 1, "...", workers - 1)
-        command = f"keras-paragrad launch --nodes {workers} --node-rank {{}} --rendezvous HOST:29500 train.py"
-        lines = [rank if isinstance(rank, str) else command.format(rank) for rank in ranks]
-        notes = ["each on its machine, with HOST of node 0, and the same KERAS_PARAGRAD_TOKEN on all", f"or {in_job}"]
-    if not has_gpus:
-        # Several workers on one machine would each take all of its GPUs.
-        shown = f" --ps {servers}" if servers else ""
-        notes.append(f"or, to try it here, keras-paragrad launch --workers {workers}{shown} train.py")
-    return [*lines, *(f"{note};" for note in notes[:-1]), notes[-1]]
+        return "python train.py"
+    return {kind.source: kind.command for kind in cluster_kinds()}.get(cluster.source, ClusterKind.command)

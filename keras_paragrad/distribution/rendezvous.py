@@ -1,10 +1,10 @@
 """Rendezvous of a cluster's workers before TensorFlow starts, which would silently wait an hour for missing ones."""
 
+import contextlib
 import json
 import logging
 import os
 import selectors
-import socket
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,21 @@ import tensorflow as tf
 from keras_paragrad.compat.workers import NamedDevicesStrategy, has_joined_a_cluster
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.consistency.describe import versions
-from keras_paragrad.distribution.listening import host_of, listen_at, port_of
-from keras_paragrad.distribution.rendezvous_server import LONGEST, Caller, MessageSigner, RendezvousServer
+from keras_paragrad.distribution.listening import listen_at
+from keras_paragrad.distribution.rendezvous_server import (
+    MessageSigner,
+    RendezvousServer,
+    Wait,
+    answer,
+    difference,
+    join,
+)
 
 _log = logging.getLogger("keras_paragrad")
-_PAUSE = 0.2
 _WARN_AFTER = 5.0
+_STRANGER = (
+    "the process that listens there belongs to another run, or has another cluster description or KERAS_PARAGRAD_TOKEN"
+)
 _LONGEST_DESCRIPTION = 8192
 _LONGEST_REASON = 2000
 
@@ -32,26 +41,14 @@ def rendezvous(
 
     The first worker listens on its address, which TensorFlow uses afterwards, and sends the verdict to the others.
     Connections of other runs are rejected.
-
-    Args:
-        cluster: The cluster.
-        seconds: The timeout.
-        facts: Values by name that must be equal on all workers, such as versions; JSON-serializable.
-        environment: Environment variables with the launcher's `KERAS_PARAGRAD_TOKEN`; `os.environ` by default. Without
-            the token, the cluster's description identifies a run.
-
-    Raises:
-        ConnectionError: On every connected worker: some are missing or unreachable. The message names them.
-        ValueError: On every worker: their facts differ. The message shows them.
     """
-    until = time.monotonic() + seconds
     signer = MessageSigner.of(cluster, os.environ if environment is None else environment)
     facts = {"cluster": _describe_cluster(cluster), **facts}
     address = _addresses(cluster)[0]
     verdict = (
-        _collect_facts(cluster, signer, facts, until)
+        _collect_facts(cluster, signer, facts, time.monotonic() + seconds)
         if cluster.is_chief
-        else _report_facts(cluster, signer, facts, until)
+        else _report_facts(cluster, signer, facts, seconds)
     )
     if "failed" in verdict:
         raise ConnectionError(f"The first worker, at {address}, failed: {verdict['failed']}")
@@ -89,7 +86,10 @@ def _collect_facts(
         finally:
             server.stop_listening()
             for caller in server.callers.values():
-                _send_verdict(caller, signer, verdict)
+                answer(caller, signer, verdict)
+                # Wait until the peer has closed, so that the port is free for TensorFlow at once.
+                with contextlib.suppress(OSError):
+                    caller.connection.recv(1)
     return verdict
 
 
@@ -100,64 +100,24 @@ def _compare_facts(addresses: list[str], facts: Mapping[str, object], server: Re
     if missing:
         listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
         return {"missing": listed, "besides": server.in_words()}
-    for name, expected in facts.items():
-        others = [rank for rank in facts_by_rank if facts_by_rank[rank].get(name) != expected]
-        if others:
-            other = str(facts_by_rank[others[0]].get(name))[:_LONGEST_REASON]
-            return {"differs": f"worker 0 has {name} {str(expected)[:_LONGEST_REASON]}, and worker {others[0]} {other}"}
+    for rank, others in facts_by_rank.items():
+        if differs := difference(facts, rank, others, facts, "worker"):
+            return {"differs": differs}
     return {}
 
 
-def _send_verdict(caller: Caller, signer: MessageSigner, verdict: Mapping[str, str]) -> None:
-    """Tells a worker whether to start, and waits at most 5 s until it has disconnected."""
-    connection = caller.connection
-    try:
-        connection.settimeout(5)
-        connection.sendall(signer.sign(verdict))
-        # Wait until the peer has closed, so that the port is free for TensorFlow at once.
-        connection.recv(1)
-    except OSError as failure:
-        _log.warning("Could not deliver the verdict to a worker: %s", failure)
-
-
-def _report_facts(cluster: Cluster, signer: MessageSigner, facts: Mapping[str, object], until: float) -> dict[str, str]:
+def _report_facts(
+    cluster: Cluster, signer: MessageSigner, facts: Mapping[str, object], seconds: float
+) -> dict[str, str]:
     """Sends the facts to the first worker, and returns its verdict."""
-    address = _addresses(cluster)[0]
-    report = signer.sign({"rank": cluster.rank, "facts": facts})
-    start, warned = time.monotonic(), False
-    failure: object = "no answer"
-    while (left := until - time.monotonic()) > 0:
-        try:
-            with socket.create_connection((host_of(address), port_of(address)), timeout=min(left, 5.0)) as connection:
-                connection.sendall(report)
-                # The first worker reports missing workers a little after the deadline.
-                answer = _read_line(connection, until + 5)
-            verdict = signer.verify(answer) if answer else None
-            if verdict is not None:
-                return {str(name): str(reason) for name, reason in verdict.items()}
-            failure = (
-                "the process that listens there belongs to another run, or has another cluster description or "
-                "KERAS_PARAGRAD_TOKEN"
-            )
-        except OSError as error:
-            failure = error
-        if not warned and time.monotonic() - start > _WARN_AFTER:
-            warned = True
-            _log.warning("Worker %d is waiting for the first worker at %s: %s", cluster.rank, address, failure)
-        time.sleep(_PAUSE)
-    return {"missing": f"worker 0 (worker {cluster.rank} could not reach it: {failure})"}
-
-
-def _read_line(connection: socket.socket, until: float) -> bytes:
-    """Reads a line, or an incomplete one if the peer closes or sends too much."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) <= LONGEST:
-        connection.settimeout(max(until - time.monotonic(), 0.01))
-        received = connection.recv(4096)
-        if not received:
-            break
-        line += received
-    return line
+    names = f"worker {cluster.rank}", "the first worker", _STRANGER
+    try:
+        wait = Wait(seconds, _log.warning, quiet=_WARN_AFTER)
+        connection, verdict = join(_addresses(cluster)[0], cluster.rank, lambda host: facts, signer, wait, names)
+    except ConnectionError as failure:
+        return {"missing": f"worker 0 (worker {cluster.rank} could not reach it: {failure})"}
+    connection.close()
+    return {name: str(reason) for name, reason in verdict.items()}
 
 
 def _describe_cluster(cluster: Cluster) -> Any:

@@ -1,6 +1,6 @@
-"""The first worker's side of the rendezvous: connections of the others, and the signed messages they exchange.
+"""The rendezvous of workers, and of several machines' launchers: `RendezvousServer` on the first, `join` on the others.
 
-Each worker sends one message, with its `rank` and its `facts`: values that workers compare before they train.
+Each sends one signed message, with its `rank` and its `facts`, which have to agree; the first answers all.
 """
 
 import contextlib
@@ -8,18 +8,25 @@ import hashlib
 import hmac
 import json
 import logging
+import secrets
 import selectors
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, cast
 
 from keras_paragrad.distribution.cluster import Cluster, cluster_kinds
 from keras_paragrad.distribution.launch.tasks import TOKEN
+from keras_paragrad.distribution.listening import host_of, port_of
 
 LONGEST = 65536
 _CODE_BYTES = 64
+_LONGEST_FACT = 2000
+# Seconds between two looks for a signal, and between two lines about missing ones.
+LOOK, _REPEATED = 0.2, 30.0
+# A machine that doesn't answer counts as lost after about 25 seconds.
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPALIVE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 
 
 class MessageSigner:
@@ -27,9 +34,6 @@ class MessageSigner:
 
     A message is a line: an HMAC-SHA256 in hexadecimal, a space, and JSON. The JSON is parsed only after the code is
     verified, in constant time; the key is never sent.
-
-    Args:
-        key: The shared key of the run's processes.
 
     Example:
 
@@ -75,8 +79,6 @@ class MessageSigner:
 _log = logging.getLogger("keras_paragrad")
 # Seconds that a caller has to identify itself.
 _PATIENCE = 10.0
-# Connections held open beyond the number of workers; the oldest is closed first.
-_SPARE = 64
 
 
 @dataclass
@@ -100,14 +102,6 @@ class Caller:
 
 class RendezvousServer:
     """Accepts the workers' connections and reads their messages, all at once, so that none blocks the others.
-
-    Args:
-        selector: Waits for all sockets.
-        servers: The listening sockets; closed on exit.
-        signer: Authenticates the messages of this run.
-        workers: Number of workers, including the first.
-        member: The name of what connects, in messages: a worker, or another machine's launcher.
-        stranger: The reason for rejecting a connection whose message isn't signed by a member.
 
     Attributes:
         callers: The workers that have connected, by rank.
@@ -173,7 +167,7 @@ class RendezvousServer:
         return f" Also: {'; '.join(parts)}." if parts else ""
 
     def _accept(self, server: socket.socket) -> None:
-        """Accepts a connection; of too many that have not identified themselves, the oldest is rejected."""
+        """Accepts a connection, which has to identify itself."""
         try:
             connection, address = server.accept()
         except OSError:
@@ -183,8 +177,6 @@ class RendezvousServer:
         caller = Caller(connection, str(address[0]))
         self._selector.register(connection, selectors.EVENT_READ, caller)
         self._unidentified.append(caller)
-        if len(self._unidentified) > self._workers + _SPARE:
-            self._reject(self._unidentified[0], "sent no message of this run")
 
     def _receive(self, caller: Caller) -> None:
         """Reads from a connection; a worker that has identified itself is expected to send nothing more."""
@@ -241,3 +233,120 @@ class RendezvousServer:
         with contextlib.suppress(KeyError, ValueError):
             self._selector.unregister(caller.connection)
         caller.connection.close()
+
+
+def answer(caller: Caller, signer: MessageSigner, message: Mapping[str, object]) -> None:
+    """Answers with the caller's own number, so that no answer to another can be taken for it."""
+    with contextlib.suppress(OSError):
+        caller.connection.settimeout(_PATIENCE)
+        caller.connection.sendall(signer.sign({**message, "number": caller.message.get("number")}))
+
+
+def difference(first: Mapping[str, Any], rank: int, other: Mapping[str, Any], names: Iterable[str], member: str) -> str:
+    """The first difference between the facts of the first and of another, in words; empty if there is none."""
+    for name in names:
+        if other.get(name) != first[name]:
+            mine, others = (str(facts.get(name))[:_LONGEST_FACT] for facts in (first, other))
+            return f"{member} 0 has {name} {mine}, and {member.lower()} {rank} {others}"
+    return ""
+
+
+class StoppedError(Exception):
+    """A signal was received before all had joined, as `number`."""
+
+    def __init__(self, number: int):
+        super().__init__(number)
+        self.number = number
+
+
+class Wait:
+    """A wait for others: its deadline, and reports of who is missing.
+
+    Attributes:
+        seconds: How long to wait.
+        until: The deadline, by `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        say: Callable[[str], None],
+        signal_received: Callable[[], int] = lambda: 0,
+        quiet: float = 0.0,
+    ):
+        self.seconds = seconds
+        self.until = time.monotonic() + seconds
+        self._say, self._signal_received = say, signal_received
+        self._said, self._not_before = "", time.monotonic() + quiet
+
+    def goes_on(self) -> bool:
+        """Whether there is time left."""
+        if number := self._signal_received():
+            raise StoppedError(number)
+        return time.monotonic() < self.until
+
+    def report_missing(self, what: str) -> None:
+        """Says who is missing, and the same again every half a minute."""
+        now = time.monotonic()
+        if now >= self._not_before and (what != self._said or now >= self._not_before + _REPEATED):
+            self._said, self._not_before = what, now
+            self._say(what)
+
+
+def join(
+    address: str,
+    rank: int,
+    facts_at: Callable[[str], Mapping[str, object]],
+    signer: MessageSigner,
+    wait: Wait,
+    names: tuple[str, str, str],
+    host: str | None = None,
+) -> tuple[socket.socket, dict[str, Any]]:
+    """Connects to the first, retrying; returns the connection and the answer."""
+    # Its own name, that of the first, and why an answer may not be signed by the first.
+    own, first, stranger = names
+    failure = "no answer"
+    while wait.goes_on():
+        with contextlib.ExitStack() as stack:
+            try:
+                source = None if host is None else (host, 0)
+                connection = socket.create_connection((host_of(address), port_of(address)), 5, source)
+                stack.callback(connection.close)
+                keep_alive(connection)
+                facts = facts_at(host or str(connection.getsockname()[0]).partition("%")[0])
+                number = secrets.token_hex(8)
+                connection.sendall(signer.sign({"rank": rank, "number": number, "facts": facts}))
+                wait.report_missing(f"{own} has reached {first} at {address}, and waits for all to join")
+                line = _read_line(connection, wait)
+                answered = signer.verify(line) or {}
+                if answered.get("number") == number:
+                    stack.pop_all()
+                    return connection, answered
+                failure = stranger if line else "it has ended, or waits no more"
+            except OSError as error:
+                failure = str(error)
+        wait.report_missing(f"{own} waits for {first} at {address}: {failure}")
+        time.sleep(LOOK)
+    raise ConnectionError(failure)
+
+
+def _read_line(connection: socket.socket, wait: Wait) -> bytes:
+    """Reads a line, byte by byte so that nothing after it is lost; what there is, if the other side closes."""
+    line = b""
+    connection.settimeout(LOOK)
+    # The first says who is missing a little after its deadline.
+    while not line.endswith(b"\n") and len(line) <= LONGEST and (wait.goes_on() or time.monotonic() < wait.until + 10):
+        with contextlib.suppress(TimeoutError):
+            received = connection.recv(1)
+            if not received:
+                break
+            line += received
+    return line
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Makes the kernel notice when the other machine is gone."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from os import PathLike, fspath
 from typing import Any
 
 import keras
@@ -56,7 +55,6 @@ class FitArguments:
     validation_batch_size: int | None = None
     validation_freq: int | Sequence[int] = 1
     _: KW_ONLY
-    cache: bool | str | PathLike[str] = False
     prefetch: bool | int = True
     seed: int | None = None
 
@@ -89,16 +87,15 @@ class FitArguments:
 
     def data_options(self) -> dict[str, Any]:
         """The options of `DistributedFit.dataset` for the training data."""
-        names = ("batch_size", "steps_per_epoch", "shuffle", "class_weight", "cache", "prefetch", "seed")
+        names = ("batch_size", "steps_per_epoch", "shuffle", "class_weight", "prefetch", "seed")
         return {name: getattr(self, name) for name in names}
 
     def validation_options(self, x: FitData) -> dict[str, Any]:
         """The options of `DistributedFit.dataset` for validation data."""
-        cache = f"{fspath(self.cache)}.validation" if isinstance(self.cache, (str, PathLike)) else self.cache
         # Data that is batched already does not take the batch size of the training data.
         default = None if is_batched(x) else self.batch_size
         sizes = {"batch_size": self.validation_batch_size or default, "steps_per_epoch": self.validation_steps}
-        return {**sizes, "cache": cache, "prefetch": self.prefetch, "seed": self.seed}
+        return {**sizes, "prefetch": self.prefetch, "seed": self.seed}
 
     def non_default(self, names: Iterable[str]) -> dict[str, Any]:
         """The named arguments that aren't their default objects; data may be arrays, which `!=` compares by element."""
@@ -114,7 +111,7 @@ def check_overridden_fit(request: FitArguments) -> None:
             f"{prepared} keras.Model.fit(model, data), which takes data that is already sharded; or pass the original "
             "data to dist.fit."
         )
-    if options := request.non_default(("cache", "prefetch", "seed")):
+    if options := request.non_default(("prefetch", "seed")):
         listed = ", ".join(f"{option}=" for option in options)
         raise ValueError(
             f"{prepared} model.fit(...) without {listed}, which has no effect on data that the model reads itself. "

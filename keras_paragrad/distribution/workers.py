@@ -12,25 +12,14 @@ _CHUNK = 1 << 24
 
 
 def broadcast_bytes(strategy: tf.distribute.Strategy, content: bytes | None, source: int = 0) -> bytes:
-    """One worker's bytes on all workers; every worker calls this.
-
-    Args:
-        strategy: The workers' strategy.
-        content: The bytes, on the worker `source`; `None` on the others.
-        source: The index of the worker; by default the chief.
-    """
+    """One worker's bytes on all workers; every worker calls this."""
     length = int(gather(strategy, np.array([len(content or b"")]))[source, 0])
     array = np.zeros(length, np.uint8) if content is None else np.frombuffer(content, np.uint8)
     return sum_bytes(strategy, array).tobytes()
 
 
 def sum_bytes(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray:
-    """The sum of the workers' bytes, the same on every worker; each byte is nonzero on one worker at most.
-
-    Args:
-        strategy: The workers' strategy; all its workers call this, with the same number of bytes.
-        array: This worker's bytes, with zeros in place of other workers' bytes.
-    """
+    """The sum of the workers' bytes, the same on every worker; each byte is nonzero on one worker at most."""
     placement = replica_placement(strategy)
     if placement.workers == 1:
         return array
@@ -47,16 +36,6 @@ def sum_bytes(strategy: tf.distribute.Strategy, array: np.ndarray) -> np.ndarray
 
 def agree(strategy: tf.distribute.Strategy, values: Mapping[str, int], what: str, hint: str = "") -> None:
     """Raises the same error on every worker if their numbers differ.
-
-    Args:
-        strategy: The strategy; all its workers call this.
-        values: This worker's numbers by name, with the same names in the same order on every worker. Negative means
-            unknown.
-        what: A description of the numbers, for the error message.
-        hint: Appended to the error message.
-
-    Raises:
-        ValueError: A number differs between workers. The message gives every worker's.
 
     Example:
 

@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from runner import own_process
 
-from keras_paragrad.distribution.hardware import Device, Hardware, describe, detect, memory_by_name
+from keras_paragrad.distribution.hardware import Device, detect, memory_by_name
 
 pytestmark = pytest.mark.fast
 
@@ -145,15 +145,3 @@ def test_memory_by_name(tmp_path, monkeypatch, script, expected):
 def test_no_nvidia_smi(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert memory_by_name() == {}
-
-
-def test_described_machines():
-    machine = describe(cpus=8, gpus=2, gpu_memory_gb=80, compute_capability=(9, 0), workers=3, ps=1)
-    assert machine.gpus == machine.of_kind("GPU")
-    assert machine.gpus[1] == Device("GPU:1", "GPU", 80 * 2**30, (9, 0))
-    assert {job: len(hosts) for job, hosts in machine.cluster.jobs.items()} == {"chief": 1, "worker": 3, "ps": 1}
-    assert describe() == Hardware(1)
-    with pytest.raises(ValueError, match="`gpus` is -1"):
-        describe(gpus=-1)
-    with pytest.raises(ValueError, match="`workers` is 0"):
-        describe(workers=0)

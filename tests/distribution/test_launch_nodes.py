@@ -406,8 +406,8 @@ def test_a_signal_while_all_make_a_backup(machines):
 def test_a_machine_that_ends_first_is_waited_for(machines):
     """It has not gone, though it has closed its connection and takes a moment to come again."""
     machines.script(STOPS.replace("time.sleep(1)", "time.sleep(1 - index)"))
-    slow = "import time; from keras_paragrad.distribution.launch import nodes; join = nodes._join; times = []; "
-    slow += "nodes._join = lambda *words: (times and time.sleep(2), times.append(1), join(*words))[2]; "
+    slow = "import time; from keras_paragrad.distribution.launch import nodes; join = nodes.join; times = []; "
+    slow += "nodes.join = lambda *words: (times and time.sleep(2), times.append(1), join(*words))[2]; "
     started = {0: machines.start(0, nodes="2:3"), 1: machines.start(1, nodes="2:3", before=slow)}
     wait_until(lambda: (machines.directory / "ready0").exists() and (machines.directory / "ready1").exists())
     started[2] = machines.start(2, nodes="2:3")

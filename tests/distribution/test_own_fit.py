@@ -33,10 +33,7 @@ def test_a_model_that_reads_its_data_itself_trains_as_one_device():
 
 @pytest.mark.long
 def test_what_can_not_reach_its_data_is_refused():
-    for options, arguments, says in (
-        ({}, {"cache": True}, "without cache="),
-        ({}, {"seed": 1, "prefetch": 2}, "without seed=, prefetch="),
-    ):
+    for options, arguments, says in (({}, {"seed": 1, "prefetch": 2}, "without seed=, prefetch="),):
         dist = mirrored(**options)
         with dist.scope():
             made = consistency_worker.pipeline()

@@ -4,9 +4,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from sample_models.machines import describe
 
 from keras_paragrad import DistributedFit, microbatch
-from keras_paragrad.distribution import Options, describe, make_plan
+from keras_paragrad.distribution import Options, make_plan
 from keras_paragrad.distribution.parallelism import PREPARATIONS, Decision, Decisions, Parallelism, Preparation
 
 X = np.random.default_rng(0).normal(size=(44, 6)).astype("float32")
@@ -43,8 +44,9 @@ class Halves(Parallelism):
 
     def decide(self, hardware, options):
         size = f"{self.size} examples each"
-        strategy = Decision("strategy", "halves", "passed", size, 'strategy="auto"')
-        return Decisions([strategy, Decision("devices", (self.device,), "passed", size, "Halves(...)")], "2 halves")
+        strategy = Decision(name="strategy", value="halves", reason=f"passed: {size}", override='strategy="auto"')
+        devices = Decision(name="devices", value=(self.device,), reason="passed", override="Halves(...)")
+        return Decisions([strategy, devices], "2 halves")
 
     def placement(self):
         # Not a OneDeviceStrategy: Keras drops iterators right after it made them, and TensorFlow's for devices crash

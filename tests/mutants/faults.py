@@ -197,9 +197,9 @@ _STEP = [
     ),
     _fault(
         "two attempts at a backup give their shards the same names",
-        "distribution/checkpoint/background.py",
-        'return f"{int(gather(strategy, np.array([secrets.randbits(62)]))[0, 0]):016x}"',
-        'return "0" * 16',
+        "distribution/checkpoint/backup.py",
+        'key = f"{int(gather(self._strategy, np.array([secrets.randbits(62)]))[0, 0]):016x}"',
+        'key = "0" * 16',
         "distribution/checkpoint/test_shards.py::test_killed_while_writing",
     ),
     _fault(
@@ -669,9 +669,9 @@ _DISTRIBUTION = [
 _CHECKPOINTS = [
     _fault(
         "the checksum of a backup is not compared",
-        "distribution/checkpoint/file_format.py",
-        'return _line({**described, "position": list(manifest["position"])}, content) == line + b"\\n"',
-        'return described["bytes"] == len(content)',
+        "distribution/checkpoint/files.py",
+        'return hashlib.file_digest(file, "sha256").hexdigest() == self.digest',
+        "return True",
         "distribution/checkpoint/test_files.py",
     ),
     _fault(

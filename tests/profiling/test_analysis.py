@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given
+from sample_models.machines import describe
 from trainings import profiled
 
-from keras_paragrad.distribution.hardware import describe
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import make_plan
 from keras_paragrad.profiling.analysis import advice, summarize

@@ -6,11 +6,12 @@ import re
 import keras
 import pytest
 from runner import own_process
+from sample_models.machines import describe
 from trainings import meshed_training
 from trainings.meshed_training import MeshCase
 
 from keras_paragrad import DistributedFit
-from keras_paragrad.distribution import Options, describe
+from keras_paragrad.distribution import Options
 from keras_paragrad.distribution.mesh.checks import check_batch
 from keras_paragrad.distribution.mesh.layouts import axes_of_variables, check_layout_map
 from keras_paragrad.distribution.mesh.mesh import Mesh, planned_mesh

@@ -6,12 +6,13 @@ import keras
 import numpy as np
 import pytest
 from runner import own_process
+from sample_models.machines import describe
 from trainings import pipelined_training
 from trainings.pipelined_training import PipelineCase
 
 from keras_paragrad import DistributedFit, microbatch, recompute
 from keras_paragrad.compat.state import attached
-from keras_paragrad.distribution import Options, Pipeline, describe, make_plan
+from keras_paragrad.distribution import Options, Pipeline, make_plan
 from keras_paragrad.distribution.pipeline.cutting import cut
 
 # Rounding of the largest number over six updates.

@@ -18,11 +18,11 @@ from trainings.backed_up import limited_files
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit
 from keras_paragrad.distribution import Backup
-from keras_paragrad.distribution.checkpoint import background
-from keras_paragrad.distribution.checkpoint.content import Content, VariableInShards
+from keras_paragrad.distribution.checkpoint.content import VariableInShards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
 from keras_paragrad.distribution.checkpoint.interruptions import TrainingInterrupted
 from keras_paragrad.distribution.checkpoint.resuming import common_backup
+from keras_paragrad.distribution.checkpoint.writing import BackupWriter
 
 ROWS, BATCH = 80, 4
 STEPS = ROWS // BATCH
@@ -128,7 +128,7 @@ def damaged_backups(argument: dict[str, Any]) -> dict[str, Any]:
     with contextlib.suppress(KeyboardInterrupt):
         dist.fit(model, *data(), batch_size=BATCH, verbose=0, callbacks=[backup, StopAfter(4)])
     files = BackupFiles(argument["directory"])
-    older, newer = (next(files.directory.glob(f"*{batch}.backup.shards*")) for batch in (2, 3))
+    older, newer = (next(files.directory.glob(f"*-batch-*{batch}-*-of-*")) for batch in (2, 3))
     before = sorted(path.name for path in files.directory.iterdir())
     with limited_files(4000):
         backup._position = Position(0, 4)
@@ -194,9 +194,9 @@ def fill(model: keras.Model, number: float) -> None:
 
 def restored(stored: Any) -> list[float]:
     """All values of the model's weights in a backup."""
-    content = Content.from_bytes(stored.content)
+    content = stored.content
     values = [
-        stored.shards.read(value, content.replicas) if isinstance(value, VariableInShards) else value
+        stored.reader.read(value) if isinstance(value, VariableInShards) else value
         for name, value in zip(content.names["model"], content.values["model"], strict=True)
         if not name.startswith("seed")
     ]
@@ -204,7 +204,7 @@ def restored(stored: Any) -> list[float]:
 
 
 def kill_at(operations: int) -> None:
-    """Has this process killed at an operation on files: at a shard, a flush to disk, a renaming or a removal."""
+    """Has this process killed at an operation on files: at an array, a flush to disk, a renaming or a removal."""
     left = [operations]
 
     def counted(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,34 +218,41 @@ def kill_at(operations: int) -> None:
 
     for name in ("fsync", "replace", "rename", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
-    write, touched = background.write_shards, counted(lambda shard: shard)
-    background.write_shards = lambda directory, name, shards: write(directory, name, map(touched, shards))
+    np.lib.format.write_array = counted(np.lib.format.write_array)
 
 
 def _end_of(files: type[BackupFiles], defect: str) -> None:
     """Has this worker be late, or its disk fail, where the other one depends on it."""
     worker = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
-    read, write = background._Posts.read, files.write
+    finish, write, commit = BackupWriter.finish, files.write_archive, files.commit
 
-    def read_late(posts: Any, name: str) -> Any:
+    def finish_late(writer: BackupWriter) -> None:
         time.sleep(0.7)
-        return read(posts, name)
+        finish(writer)
 
     def fail(*_: Any) -> Any:
         raise OSError("the disk is gone")
 
-    def write_late(*words: Any) -> Path:
+    def write_late(*words: Any) -> Any:
         time.sleep(2)
         return write(*words)
 
-    if defect == "reads late" and worker == 1:
-        background._Posts.read = read_late
-    elif defect == "lists nothing" and worker == 0:
-        files.shards = property(fail)
+    def commit_late(*words: Any) -> Path:
+        time.sleep(2)
+        return commit(*words)
+
+    if defect == "finishes late" and worker == 1:
+        BackupWriter.finish = finish_late
     elif defect == "writes nothing" and worker == 0:
-        files.write = fail
-    elif defect == "writes late" and worker == 0:
-        files.write = write_late
+        files.commit = fail
+    elif defect == "has no disk" and worker == 1:
+        files.write_archive = fail
+    elif defect == "lists nothing" and worker == 0:
+        files.kept = fail
+    elif defect == "writes late" and worker == 1:
+        files.write_archive = write_late
+    elif defect == "commits late" and worker == 0:
+        files.commit = commit_late
 
 
 class Sigterm(keras.callbacks.Callback):

@@ -1,7 +1,5 @@
 """One of several workers that read the same data: what its replicas got, and what it was refused."""
 
-from pathlib import Path
-
 import keras
 import numpy as np
 import tensorflow as tf
@@ -40,14 +38,12 @@ def with_policy(policy):
     return tf.data.Dataset.range(20).batch(8).with_options(options)
 
 
-def main(folder: Path) -> dict:
+def main(_: None) -> dict:
     ring = tf.distribute.experimental.CommunicationImplementation.RING
     strategy = tf.distribute.MultiWorkerMirroredStrategy(
         communication_options=tf.distribute.experimental.CommunicationOptions(implementation=ring)
     )
     worker = replica_placement(strategy).worker
-    files = [str(folder / f"{number}.txt") for number in range(3)]
-    lines = tf.data.TextLineDataset(files).map(tf.strings.to_number).batch(4)
     policy = tf.data.experimental.AutoShardPolicy
     return {
         "arrays": read(strategy, ROWS, batch_size=8),
@@ -57,12 +53,9 @@ def main(folder: Path) -> dict:
         "py dataset": read(strategy, Batches(), shuffle=True),
         # Without a seed, each worker would draw another order.
         "shuffled": read(strategy, ROWS, batch_size=8, shuffle=True),
-        "files": read(strategy, lines, shard_policy="file"),
         "sharded": read(strategy, ROWS[: 10 + 4 * worker] + 100 * worker, batch_size=8, shard_policy="already_sharded"),
         "options say off": read(strategy, with_policy(policy.OFF)),
         "options say file": read(strategy, with_policy(policy.FILE)),
-        "too few files": read(strategy, tf.data.TextLineDataset(files[:1]).batch(4), shard_policy="file"),
-        "no files": read(strategy, ROWS, batch_size=8, shard_policy="file"),
         "other sizes": read(strategy, np.arange(1000 - 100 * worker), batch_size=8),
         "other rows": read(strategy, tf.data.Dataset.range(20).shuffle(20, seed=worker).batch(8)),
         "other types": read(strategy, ROWS.astype("float32" if worker else "int32"), batch_size=8),

@@ -6,6 +6,7 @@ import sys
 import keras
 import numpy as np
 
+from keras_paragrad import DistributedFit
 from keras_paragrad.distribution import servers
 from keras_paragrad.distribution.cluster import find_cluster
 
@@ -26,14 +27,15 @@ class Report(keras.callbacks.Callback):
 
 def main(epochs: int) -> None:
     cluster = find_cluster(os.environ)
-    servers.serve_if_asked(cluster)
+    if cluster.job in ("worker", "ps"):
+        servers.serve(cluster)
     strategy = servers.make_parameter_server_strategy(cluster)
     keras.utils.set_random_seed(0)
     with strategy.scope():
         hidden = keras.layers.Dense(256, activation="relu")
         model = keras.Sequential([keras.Input((WIDTH,)), hidden, keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(1e-2), "mse")
-    servers.prepare_for_servers(model)
+    DistributedFit(strategy, exact=False).prepare(model)
     x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype("float32")
     losses = model.fit(x, x[:, :1], BATCH, epochs=epochs, verbose=0, callbacks=[Report()]).history["loss"]
     print("falls", losses[-1] < losses[0], flush=True)

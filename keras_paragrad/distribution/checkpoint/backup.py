@@ -1,31 +1,31 @@
 """`Backup`: saves everything that a killed `fit` needs to resume."""
 
 import logging
+import secrets
 import time
 from collections.abc import Sequence
 from os import PathLike
 from typing import Any
 
 import keras
+import numpy as np
 
 from keras_paragrad.arguments import check_flag, check_integer
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import gather, replica_placement, worker_strategy
-from keras_paragrad.distribution.checkpoint.background import BackupWriter, Snapshot, agree_on_key
 from keras_paragrad.distribution.checkpoint.content import (
     Content,
     UnstorableError,
     Values,
-    VariableInShards,
     copy_state,
     state_in_words,
 )
-from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position, StoredBackup
+from keras_paragrad.distribution.checkpoint.files import BackupFiles, Position
 from keras_paragrad.distribution.checkpoint.interruptions import StopChecks, StopRequest, TrainingInterrupted
-from keras_paragrad.distribution.checkpoint.resuming import Resumption, common_backup
-from keras_paragrad.distribution.checkpoint.shards import read_local_shards, variable_values
+from keras_paragrad.distribution.checkpoint.resuming import Resumption, StoredBackup, common_backup
+from keras_paragrad.distribution.checkpoint.shards import read_variables
 from keras_paragrad.distribution.checkpoint.writers import (
     HISTORY,
     append_epoch,
@@ -33,6 +33,7 @@ from keras_paragrad.distribution.checkpoint.writers import (
     check_callback_states,
     check_callbacks,
 )
+from keras_paragrad.distribution.checkpoint.writing import BackupWriter, Snapshot
 from keras_paragrad.distribution.kernels import THREADS, describe_kernels
 from keras_paragrad.distribution.workers import agree
 from keras_paragrad.engine.training.builder import StepBuilder
@@ -53,7 +54,7 @@ class Backup(keras.callbacks.Callback):
     chief writes it, after every worker has written its shards; writes are atomic, and checksums are
     verified before use. A backup can be restored on a different number of replicas and workers, and under another
     `shard=`. Pass this as the last callback of `fit`, on every worker, and use a separate
-    directory for each `fit`. Files in it that are not backups are never touched, whatever their names.
+    directory for each `fit`. Other files in it are never touched.
 
     Data is not backed up: when resuming within an epoch, batches already trained on are read and skipped, so the data
     must have the same order.
@@ -135,7 +136,7 @@ class Backup(keras.callbacks.Callback):
         self._checks = StopChecks(self._strategy, placement.workers, self.check_every)
         check_callback_states(self._stateful_callbacks)
         self._agree_on_settings()
-        BackupWriter.finish_in(self.files)
+        BackupWriter.wait_for_earlier(self.files)
         self._writer, self._has_waited = None, False
         stored, damage = common_backup(self._strategy, self.files)
         self._failing, self._resumption = False, None
@@ -160,16 +161,18 @@ class Backup(keras.callbacks.Callback):
         if done <= self._skipped:
             return
         self._position = Position(self._position.epoch, done)
-        if self._writer and self._writer.is_done:
-            self._report(self._writer)
         if self._resumption:
             self._resumption.after_first_batch()
             self._resumption = None
         if done == self.params.get("steps"):
             # The epoch is about to end, and its state is complete in `on_epoch_end`.
             return
-        if self.on_sigterm and self._checks.after_step(self._request.received):
-            self._stop()
+        if self.on_sigterm or self._writer:
+            stop, all_done = self._checks.after_step(self._request.received, not self._writer or self._writer.is_done)
+            if all_done:
+                self._finish()
+            if stop:
+                self._stop()
         if self.every != "epoch" and done - self._backed_up_at >= int(self.every):
             self._backed_up_at = done
             self._begin()
@@ -181,7 +184,7 @@ class Backup(keras.callbacks.Callback):
         if self.model.stop_training:
             # Resuming from here would train one epoch too many.
             return
-        if self.on_sigterm and self._checks.any_worker_received(self._request.received):
+        if self.on_sigterm and self._checks.ask(self._request.received).stop:
             self._stop()
         if self.every == "epoch" or done - self._backed_up_at >= int(self.every):
             self._begin()
@@ -196,7 +199,12 @@ class Backup(keras.callbacks.Callback):
         if self.delete_when_done:
             # Wait for all workers: if one failed, a restart needs the backup.
             gather(self._strategy, [0])
-            self._remove_all()
+            if self._is_chief:
+                self._remove_all()
+            # No archive goes before the manifests that name it.
+            gather(self._strategy, [0])
+            if not self._is_chief:
+                self._remove_all()
 
     def leave(self) -> None:
         """Restores the previous SIGTERM handler, and waits for this worker's files, after `fit` failed."""
@@ -238,8 +246,8 @@ class Backup(keras.callbacks.Callback):
         """Waits for the backup that is being written, if any; returns whether this worker succeeded."""
         if self._writer is None:
             return True
-        self._writer.wait()
         writer, self._writer = self._writer, None
+        writer.finish()
         self._report(writer)
         return writer.failure is None
 
@@ -276,12 +284,10 @@ class Backup(keras.callbacks.Callback):
 
     def _snapshot(self) -> Snapshot:
         """The state at this position; every worker calls this."""
-        placement, sections = replica_placement(self._strategy), model_variables.variables_of_run(self.model)
-        values = variable_values(placement, sections)
-        key, shards = "", []
-        if any(isinstance(value, VariableInShards) for section in values.values() for value in section):
-            key = agree_on_key(self._strategy)
-            shards = read_local_shards(placement, [variable for section in sections.values() for variable in section])
+        sections = model_variables.variables_of_run(self.model)
+        values, shards = read_variables(replica_placement(self._strategy), sections)
+        # The chief's, on all workers.
+        key = f"{int(gather(self._strategy, np.array([secrets.randbits(62)]))[0, 0]):016x}"
         content, failure = None, None
         if self._is_chief:
             try:
@@ -289,7 +295,7 @@ class Backup(keras.callbacks.Callback):
             except UnstorableError as error:
                 # Its frames would keep the copy of the state.
                 failure = error.with_traceback(None)
-        return Snapshot(self._position, content, key, shards, failure)
+        return Snapshot(self._position, key, content, shards, failure)
 
     def _content(self, sections: dict[str, list[keras.Variable]], values: Values) -> Content:
         """What the chief writes: variables and their values, by section, and copies of the states of callbacks."""
@@ -299,9 +305,8 @@ class Backup(keras.callbacks.Callback):
             states[HISTORY] = append_epoch(states[HISTORY], *self._ended)
         states = {name: copy_state(state, state_in_words(name)) for name, state in states.items()}
         built = model_variables.built_with(self.model) if overrides_train_step(self.model) else None
-        replicas = self._strategy.num_replicas_in_sync
         kernels = describe_kernels() if StepBuilder.of(self.model).stages.ordered else None
-        return Content(values, names, states, self.params.get("steps"), replicas=replicas, built=built, kernels=kernels)
+        return Content(values, names, states, self.params.get("steps"), built, kernels)
 
     @property
     def _stateful_callbacks(self) -> list[keras.callbacks.Callback]:
@@ -345,7 +350,7 @@ class Backup(keras.callbacks.Callback):
         """Removes the shards, and on the chief the backups too; a failure is only logged."""
         try:
             # Other workers' directories may be on other file systems.
-            self.files.remove_all(only_shards=not self._is_chief)
+            self.files.remove_all(only_archives=not self._is_chief)
         except OSError as error:
             _log.warning("The backups could not be removed: %s. The next fit would resume from them.", error)
 

@@ -1,217 +1,278 @@
-"""Backups as files: written atomically, and verified before use."""
+"""Backups as files: an archive of each worker, and a manifest with their checksums, which is renamed into place last.
+
+Each attempt at a backup has a key of its own, so that none overwrites the archives of another.
+"""
 
 import contextlib
-import itertools
+import hashlib
+import json
 import os
-from collections.abc import Generator
+import re
+import zipfile
+from collections.abc import Collection, Generator, Iterable
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import numpy as np
 
 from keras_paragrad.arguments import check_integer, check_path
-from keras_paragrad.distribution.checkpoint.file_format import (
-    FORMAT,
-    FORMAT_OF_SHARDS,
-    Position,
-    backup_name,
-    flush_directory,
-    is_backup,
-    make_manifest,
-    parse_manifest,
-    position_of,
-    read_manifest,
-    remove_shards,
-    verifies,
-)
+from keras_paragrad.plain_text import counted, read_json
 
-
-class StoredBackup(NamedTuple):
-    """A backup that was read and verified.
-
-    Attributes:
-        path: Its file.
-        position: The position of training.
-        digest: The SHA-256 of the file's content, in hexadecimal.
-        content: The bytes that were written.
-        shards: A `ShardReader` of the variables in shards, once the shards are located; else `None`.
-    """
-
-    path: Path
-    position: Position
-    digest: str
-    content: bytes
-    shards: Any = None
+FORMAT = 4
+_BEGINS = b'{"keras_paragrad backup": '
+_POSITION = r"epoch-(\d{6,18})-batch-(\d{10,18})"
+_MANIFEST = re.compile(rf"{_POSITION}\.backup(\.[-0-9a-z]+\.damaged)?")
+_OF_ATTEMPT = re.compile(rf"({_POSITION})-([0-9a-f]{{16}})(-\d{{5}}-of-\d{{5}}\.npz|\.npz|\.partial)")
 
 
 class DamagedBackupError(RuntimeError):
     """A backup, or every one of several, is damaged."""
 
 
+class Position(NamedTuple):
+    """The position of training.
+
+    Attributes:
+        epoch: The epoch to resume in, counted from 0.
+        batch: Number of batches of the epoch trained on.
+    """
+
+    epoch: int
+    batch: int
+
+    def __str__(self) -> str:
+        after = f", after {counted(self.batch, 'batch')}" if self.batch else ""
+        return f"epoch {self.epoch + 1}{after}"
+
+    @property
+    def stem(self) -> str:
+        """What the names of its files begin with."""
+        return f"epoch-{self.epoch:06d}-batch-{self.batch:010d}"
+
+
+def position_of(path: Path) -> Position | None:
+    """The position in the name of a manifest, damaged or not; `None` for any other name."""
+    match = _MANIFEST.fullmatch(path.name)
+    position = match and Position(int(match[1]), int(match[2]))
+    return position if position and path.name.startswith(f"{position.stem}.") else None
+
+
+class Archive(NamedTuple):
+    """A file of arrays, in the format of `numpy.savez`, without code.
+
+    Attributes:
+        name: The file's name.
+        size: Its size in bytes.
+        digest: Its SHA-256, in hexadecimal.
+    """
+
+    name: str
+    size: int
+    digest: str
+
+    def is_seen(self, directory: Path) -> bool:
+        """Whether a directory has a file of this name and size."""
+        try:
+            return (directory / self.name).stat().st_size == self.size
+        except OSError:
+            return False
+
+    def is_intact(self, directory: Path) -> bool:
+        """Whether the file in a directory has this checksum."""
+        try:
+            with (directory / self.name).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest() == self.digest
+        except OSError:
+            return False
+
+
+def archive_name(position: Position, key: str, worker: int | None = None, workers: int = 1) -> str:
+    """The name of a worker's archive of shards, or of the archive of all that is whole."""
+    of_worker = "" if worker is None else f"-{worker:05d}-of-{workers:05d}"
+    return f"{position.stem}-{key}{of_worker}.npz"
+
+
+class Manifest(NamedTuple):
+    """What a backup consists of.
+
+    Attributes:
+        position: The position of training.
+        key: The key of the attempt.
+        archives: The archive of what is whole, and then those of the workers' shards, if there are any.
+    """
+
+    position: Position
+    key: str
+    archives: tuple[Archive, ...]
+
+    def text(self) -> str:
+        """The content of its file: a line of JSON that ends with the SHA-256 of the rest."""
+        archives = [list(archive) for archive in self.archives]
+        fields = {"keras_paragrad backup": FORMAT, "position": self.position, "key": self.key, "archives": archives}
+        digest = hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+        return json.dumps({**fields, "sha256": digest})
+
+    @classmethod
+    def from_text(cls, text: str) -> "Manifest":
+        """Reads an intact manifest; a `ValueError` says what is wrong with another one."""
+        fields = read_json(text)
+        if isinstance(fields, dict) and (number := fields.get("keras_paragrad backup", FORMAT)) != FORMAT:
+            raise ValueError(
+                f"another version of keras_paragrad wrote it, in format {number}; this version reads {FORMAT}"
+            )
+        try:
+            archives = tuple(Archive(*archive) for archive in fields["archives"])
+            manifest = cls(Position(*fields["position"]), fields["key"], archives)
+        except (TypeError, KeyError):
+            raise ValueError("it isn't a backup's manifest") from None
+        if manifest.text() != text:
+            raise ValueError("its checksum differs")
+        return manifest
+
+
 class BackupFiles:
     """The backups in one directory.
 
-    A backup is one file: a manifest (a line of JSON with the position, the length and a checksum), followed by the
-    content. It is written under a temporary name, flushed to disk and renamed, so a file with a backup's name is
-    complete even if the writer was killed. The checksum, which covers the manifest too, detects later damage. Sharded
-    variables are in one more file of each worker, written before and named in the content.
+    A backup is a manifest and the archives that it names. An archive has the key of its attempt in its name, and is
+    flushed to disk before the manifest is written, flushed and renamed: where there is a manifest, all of the backup is
+    there, even if a writer was killed. The manifest has the checksums of the archives and its own.
 
-    Other files in the directory are never touched: only files with both the name and the manifest of a backup are
-    overwritten, renamed or removed.
-
-    Args:
-        directory: A local or mounted directory; created with the first backup.
-        keep: Number of the newest backups to keep.
-
-    Raises:
-        ValueError: An argument is invalid.
+    Other files in the directory are never touched: only files with the name and the first bytes of a manifest, and
+    files with a key in the name of an archive.
 
     Example:
 
-    >>> import tempfile
+    >>> import tempfile, numpy as np
     >>> files = BackupFiles(tempfile.mkdtemp(), keep=2)
     >>> for batch in range(3):
-    ...     path = files.write(Position(0, batch), b"weights")
+    ...     position, key = Position(0, batch), f"{batch:016x}"
+    ...     archive = files.write_archive(archive_name(position, key), [("weights", np.ones(3))])
+    ...     path = files.commit(position, key, [archive])
     >>> path.name, len(files.paths())
     ('epoch-000000-batch-0000000002.backup', 2)
-    >>> files.read(path).content
-    b'weights'
+    >>> files.read(path).archives == (archive,)
+    True
     """
 
     def __init__(self, directory: str | PathLike[str], keep: int = 2):
-        # Backups are renamed into place, which object stores don't support.
+        # Manifests are renamed into place, which object stores don't support.
         self.directory: Path = check_path("directory", directory, directory=True, example="backups")
         self.keep: int = check_integer("keep", keep, example=2)
         self._found = self.directory.exists()
 
     def paths(self) -> list[Path]:
-        """The files with a backup's name, newest position first."""
-        paths = self.directory.iterdir() if self.directory.is_dir() else ()
-        return sorted((path for path in paths if path.name == _plain_name(path)), key=_position, reverse=True)
+        """The files with a manifest's name, newest position first."""
+        found = [(position_of(path), path) for path in self._all() if path.suffix == ".backup"]
+        return [path for _, path in sorted((each for each in found if each[0]), reverse=True)]
 
-    def write(self, position: Position, content: bytes, shards: str = "") -> Path:
-        """Writes a backup, then removes all but the newest `keep`.
-
-        Args:
-            position: The position of training.
-            content: The content.
-            shards: The key of its shards, which distinguishes attempts at a backup; empty if it has none.
-
-        Returns:
-            The new file.
-
-        Raises:
-            OSError: It could not be written; no partial file is left, and the other backups are unchanged.
-        """
-        path = self.directory / backup_name(position)
+    def write_archive(self, name: str, arrays: Iterable[tuple[str, np.ndarray]]) -> Archive:
+        """Writes named arrays to a new archive, one at a time."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self._remove_partial()
+        path = self.directory / name
+        with path.open("x+b") as file, _removed_on_failure(path):
+            with zipfile.ZipFile(file, "w") as archive:
+                for member, array in arrays:
+                    with archive.open(f"{member}.npy", "w", force_zip64=True) as target:
+                        np.lib.format.write_array(target, np.asanyarray(array), allow_pickle=False)
+            file.flush()
+            os.fsync(file.fileno())
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        self._flush()
+        return Archive(name, size, digest)
+
+    def commit(self, position: Position, key: str, archives: Iterable[Archive]) -> Path:
+        """Writes the manifest of archives, then removes all backups but the newest `keep`."""
+        path = self.directory / f"{position.stem}.backup"
         if (path.exists() or path.is_symlink()) and not is_backup(path):
             raise FileExistsError(f"{path} already exists, and is not a backup. Move it away")
-        with _new_file(path) as partial:
-            with partial.open("wb") as file:
-                file.write(make_manifest(position, content, shards))
-                # If this writer is killed, the next one recognizes the file by its manifest.
-                file.flush()
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+        whole, *shards = archives
+        if not whole.is_seen(self.directory):
+            raise FileNotFoundError(f"{whole.name} was removed: another training backs up to {self.directory}")
+        partial = self.directory / f"{position.stem}-{key}.partial"
+        with partial.open("xb") as file, _removed_on_failure(partial):
+            file.write(Manifest(position, key, (whole, *shards)).text().encode())
+            file.flush()
+            os.fsync(file.fileno())
             partial.replace(path)
-        flush_directory(self.directory)
-        for old in list(filter(is_backup, self.paths()))[self.keep :]:
+        self._flush()
+        for old in [path for path in self.paths() if is_backup(path)][self.keep :]:
             old.unlink()
+        self.remove_archives(self.kept())
         return path
 
-    def read(self, path: Path) -> StoredBackup:
-        """Reads a backup.
-
-        Raises:
-            DamagedBackupError: It was changed or truncated, or is of another version.
-            OSError: It can't be read.
-        """
-        line, _, content = path.read_bytes().partition(b"\n")
-        manifest = parse_manifest(line)
-        if manifest is None or manifest["position"] != position_of(path):
-            raise DamagedBackupError(f"{path}: the first line is not this backup's manifest, so it is left alone")
-        if not verifies(manifest, line, content):
-            expected = manifest["bytes"]
-            reason = f"{len(content)} bytes of {expected}" if len(content) != expected else "the checksum differs"
-            raise DamagedBackupError(f"{path}: {reason}")
-        if manifest["format"] not in (FORMAT, FORMAT_OF_SHARDS):
-            raise DamagedBackupError(
-                f"{path}: another version of keras_paragrad wrote it, in format {manifest['format']}; this version "
-                f"reads formats {FORMAT} and {FORMAT_OF_SHARDS}"
-            )
-        return StoredBackup(path, manifest["position"], manifest["sha256"], content)
-
-    def newest(self, before: Position | None = None) -> tuple[StoredBackup | None, list[str]]:
-        """The newest intact backup before a position, or `None`, and the damage to newer ones; doesn't check shards."""
-        damage = []
-        for path in self.paths():
-            if before is not None and _position(path) >= before:
-                continue
-            try:
-                return self.read(path), damage
-            except (DamagedBackupError, OSError) as error:
-                damage.append(str(error))
-        return None, damage
+    def read(self, path: Path) -> Manifest:
+        """Reads a manifest."""
+        try:
+            manifest = Manifest.from_text(path.read_bytes().decode())
+        except ValueError as error:
+            raise DamagedBackupError(f"{path}: {error}") from None
+        if manifest.position != position_of(path):
+            raise DamagedBackupError(f"{path}: it is the manifest of {manifest.position}, under another name")
+        return manifest
 
     def set_aside(self, newer_than: Position) -> None:
         """Renames backups newer than a position, so that they don't count among the newest `keep`."""
         for path in self.paths():
-            if _position(path) > newer_than and is_backup(path):
-                with _new_file(path, "damaged") as aside:
-                    path.replace(aside)
+            position = position_of(path)
+            if position and position > newer_than and is_backup(path):
+                path.replace(path.with_name(f"{path.name}.{_key_in(path)}.damaged"))
 
-    @property
-    def shards(self) -> list[str]:
-        """The keys of the shards of all backups in the directory, damaged ones too."""
-        paths = self.directory.iterdir() if self.directory.is_dir() else ()
-        return [manifest["shards"] for path in paths if (manifest := read_manifest(path)) and "shards" in manifest]
+    def kept(self) -> list[str]:
+        """The keys in all manifests, or an `OSError`; of a damaged one without its key, the position."""
+        return [_key_in(path) for path in self._all() if position_of(path) and is_backup(path)]
 
-    def remove_all(self, *, only_shards: bool = False) -> None:
-        """Removes all backups, or all shards, and the directory if it wasn't there before and is empty now."""
-        if not self.directory.is_dir():
-            return
-        for path in () if only_shards else filter(is_backup, list(self.directory.iterdir())):
-            path.unlink()
-        remove_shards(self.directory)
+    def remove_archives(self, keep: Collection[str] = ()) -> None:
+        """Removes the archives and partial files of all attempts whose keys, and whose positions, aren't in `keep`."""
+        for path in self._all():
+            match = _OF_ATTEMPT.fullmatch(path.name)
+            if match and not {match[1], match[4]} & {*keep} and path.is_file() and not path.is_symlink():
+                # Another worker may remove the same ones.
+                path.unlink(missing_ok=True)
+
+    def remove_all(self, *, only_archives: bool = False) -> None:
+        """Removes all backups, or all archives, and the directory if it wasn't there before and is empty now."""
+        for path in () if only_archives else self._all():
+            if position_of(path) and is_backup(path):
+                path.unlink()
+        self.remove_archives()
         if not self._found:
             with contextlib.suppress(OSError):
                 self.directory.rmdir()
 
-    def _remove_partial(self) -> None:
-        """Removes the files left by a killed writer."""
-        for path in list(self.directory.glob("*.backup.partial*")):
-            if is_backup(path):
-                path.unlink()
+    def _all(self) -> list[Path]:
+        return list(self.directory.iterdir()) if self.directory.is_dir() else []
+
+    def _flush(self) -> None:
+        """Makes new names durable; some systems can't open directories, and don't need this."""
+        with contextlib.suppress(OSError):
+            handle = os.open(self.directory, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
 
 
-def _plain_name(path: Path) -> str | None:
-    """The name of a backup without `.partial` or `.damaged`; `None` for other files."""
-    position = position_of(path)
-    return position and backup_name(position)
-
-
-def _position(path: Path) -> Any:
-    return position_of(path)
-
-
-def _create(path: Path) -> bool:
-    """Creates an empty file; whether there was none."""
-    try:
-        path.touch(exist_ok=False)
-    except FileExistsError:
+def is_backup(path: Path) -> bool:
+    """Whether a file begins as a manifest; only such a file is overwritten, renamed or removed."""
+    if path.is_symlink() or not path.is_file():
         return False
-    return True
+    with path.open("rb") as file:
+        return file.read(len(_BEGINS)) == _BEGINS
+
+
+def _key_in(path: Path) -> str:
+    """The key in a manifest, which may be damaged; without one, the position in its name."""
+    match = re.search(rb'"key": "([0-9a-f]{16})"', path.read_bytes())
+    return match[1].decode() if match else path.name.partition(".")[0]
 
 
 @contextlib.contextmanager
-def _new_file(path: Path, suffix: str = "partial") -> Generator[Path]:
-    """Context with a new, empty file next to another, under its name, the suffix and a number; removed on failure."""
-    names = (f"{path.name}.{suffix}" + (f"-{number}" if number > 1 else "") for number in itertools.count(1))
-    new = next(candidate for candidate in map(path.with_name, names) if _create(candidate))
+def _removed_on_failure(path: Path) -> Generator[None]:
     try:
-        yield new
+        yield
     except BaseException:
-        new.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         raise

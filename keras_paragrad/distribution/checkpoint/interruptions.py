@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Generator
 from types import FrameType
+from typing import NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -94,16 +95,18 @@ class StopRequest:
             self._previous(number, frame)
 
 
+class Answers(NamedTuple):
+    """Whether a worker has received SIGTERM; and whether all have written their part of a backup."""
+
+    stop: bool
+    all_done: bool
+
+
 class StopChecks:
-    """Checks, on all workers after the same step, whether one of them has received SIGTERM.
+    """Asks, on all workers after the same step, whether to stop, and whether a backup is written.
 
     A check is an all-reduce of some milliseconds. Unless the interval is fixed, checks are about a second apart by the
     chief's clock.
-
-    Args:
-        strategy: The strategy; all its workers call this.
-        workers: Number of workers; one worker doesn't all-reduce.
-        every: Number of steps between checks, or `None` for about every second.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, workers: int, every: int | None):
@@ -113,20 +116,20 @@ class StopChecks:
         self._interval = self._remaining = every or 1
         self._checked_at = time.monotonic()
 
-    def after_step(self, received: bool) -> bool:
-        """Whether to stop after this step. Call it on every worker after each step."""
+    def after_step(self, received: bool, done: bool) -> "Answers":
+        """Asks all workers, if a check is due. Call it on every worker after each step."""
         self._remaining -= 1
-        return received if self._workers == 1 else self._remaining <= 0 and self.any_worker_received(received)
+        return self.ask(received, done) if self._workers == 1 or self._remaining <= 0 else Answers(False, False)
 
-    def any_worker_received(self, received: bool) -> bool:
-        """Whether a worker has received SIGTERM."""
+    def ask(self, received: bool, done: bool = False) -> "Answers":
+        """Asks all workers."""
         if self._workers == 1:
-            return received
+            return Answers(received, done)
         # All workers take the chief's interval, from its row of answers.
-        answers = gather(self._strategy, np.array([received, self._next_interval()], np.int64))
-        self._interval = self._remaining = int(answers[0, 1])
+        answers = gather(self._strategy, np.array([self._next_interval(), received, done], np.int64))
+        self._interval = self._remaining = int(answers[0, 0])
         self._checked_at = time.monotonic()
-        return bool(answers[:, 0].any())
+        return Answers(bool(answers[:, 1].any()), bool(answers[:, 2].all()))
 
     def _next_interval(self) -> int:
         """Steps until the next check: about one second's worth."""
@@ -170,12 +173,6 @@ def explained_failures(cluster: Cluster | None) -> Generator[None]:
 
     TensorFlow's coordination service detects lost workers by heartbeats, regardless of what the other workers are
     waiting for.
-
-    Args:
-        cluster: The cluster that this process trains in; `None` changes nothing.
-
-    Raises:
-        WorkerLostError: In place of TensorFlow's error, which is its `__cause__`.
     """
     try:
         yield

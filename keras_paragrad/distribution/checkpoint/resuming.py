@@ -1,19 +1,19 @@
 """Chooses the backup that all workers resume from, and restores it into a `fit` that has just begun."""
 
 import functools
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.workers import gather, replica_placement
-from keras_paragrad.distribution.checkpoint.content import Content, VariableInShards, shard_files_of
-from keras_paragrad.distribution.checkpoint.file_format import digest_words
-from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position, StoredBackup
-from keras_paragrad.distribution.checkpoint.shards import locate_shards
+from keras_paragrad.distribution.checkpoint.content import Content, VariableInShards
+from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Manifest, Position
+from keras_paragrad.distribution.checkpoint.shards import ArchiveReader
 from keras_paragrad.distribution.checkpoint.writers import restore_callback_states
 from keras_paragrad.distribution.kernels import describe_kernels, kernel_differences
 from keras_paragrad.distribution.workers import broadcast_bytes
@@ -21,97 +21,68 @@ from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.plain_text import counted
 from keras_paragrad.storage import model_variables
 
-_NONE, _FOUND, _DAMAGED = range(3)
+
+class StoredBackup(NamedTuple):
+    """A backup that was read and verified.
+
+    Attributes:
+        path: Its manifest.
+        position: The position of training.
+        content: All but the shards.
+        reader: Reads variables in shards.
+    """
+
+    path: Path
+    position: Position
+    content: Content
+    reader: ArchiveReader
+
+
+def read_backup(strategy: tf.distribute.Strategy, path: Path, manifest: Manifest) -> StoredBackup:
+    """Reads a backup, given its manifest; every worker calls this."""
+    reader = ArchiveReader(strategy, path.parent, manifest)
+    return StoredBackup(path, manifest.position, Content.from_archive(reader.read_whole()), reader)
 
 
 def common_backup(strategy: tf.distribute.Strategy, files: BackupFiles) -> tuple[StoredBackup | None, list[str]]:
-    """The backup to resume from, on all workers; every worker calls this.
+    """The chief's newest intact backup, or `None`, and the damage to newer ones, on all workers, which all call this.
 
-    Args:
-        strategy: The workers' strategy.
-        files: The backups in this worker's directory.
-
-    Returns:
-        The chief's newest backup that is intact, with its shards, or `None` if no worker has any; and, on the chief,
-        the damage to each newer one.
-
-    Raises:
-        DamagedBackupError: On every worker: all backups of the chief are damaged, or it has none and another worker
-            does. No file has been changed.
+    If none of several is intact, or only other workers see some, it raises on all, and nothing is changed.
     """
-    damage: list[str] = []
-    before = None
-    while stored := _newest(strategy, files, before, damage):
-        shards = shard_files_of(stored.content)
-        reader, reason = locate_shards(strategy, files.directory, shards) if shards else (None, "")
-        if reader or not shards:
-            return StoredBackup(*stored[:-1], reader), damage
-        # Without its shards, it is as useless as a damaged one.
-        damage.append(f"{stored.path}: {reason}")
-        before = stored.position
-    return None, damage
-
-
-def _newest(
-    strategy: tf.distribute.Strategy, files: BackupFiles, before: Position | None, damage: list[str]
-) -> StoredBackup | None:
-    """The chief's newest intact backup before a position, on all workers; appends to `damage` on the chief."""
-    is_chief = replica_placement(strategy).worker == 0
-    mine, damaged = files.newest(before) if is_chief else (None, [])
-    damage += damaged
-    state = _FOUND if mine else _DAMAGED if damage else _NONE
-    words = digest_words(mine.digest) if mine else [0] * 4
-    # The chief's row of answers describes its backup; only the count of backups is taken from other workers.
-    answers = gather(strategy, np.array([state, *(mine.position if mine else (0, 0)), *words, len(files.paths())]))
-    state, epoch, batch, *digest = (int(number) for number in answers[0, :7])
-    if state == _DAMAGED:
-        _refuse_damaged(strategy, files, damage if is_chief else [])
-    if state == _NONE:
-        _refuse_if_elsewhere(files, answers[:, 7])
-        return None
-    mine = mine or _find_copy(files, (epoch, batch), digest)
-    if gather(strategy, np.array([mine is not None], np.int64)).all():
-        return mine
-    return _from_chief(strategy, files, mine if is_chief else None, (epoch, batch))
-
-
-def _find_copy(files: BackupFiles, position: tuple[int, int], digest: list[int]) -> StoredBackup | None:
-    """The chief's backup, if an intact copy is in this worker's directory."""
-    for path in files.paths():
+    is_chief, damage = replica_placement(strategy).worker == 0, []
+    paths = files.paths()
+    candidates = iter(paths if is_chief else ())
+    while True:
+        manifest = None
+        for path in candidates:
+            try:
+                manifest = files.read(path)
+                break
+            except (DamagedBackupError, OSError) as error:
+                damage.append(str(error))
+        told = json.dumps([manifest and manifest.text(), damage]).encode() if is_chief else None
+        text, damage = json.loads(broadcast_bytes(strategy, told))
+        if text is None:
+            break
+        manifest = Manifest.from_text(text)
+        path = files.directory / f"{manifest.position.stem}.backup"
         try:
-            stored = files.read(path)
-        except (DamagedBackupError, OSError):
-            continue
-        if tuple(stored.position) == position and digest_words(stored.digest) == digest:
-            return stored
-    return None
-
-
-def _from_chief(
-    strategy: tf.distribute.Strategy, files: BackupFiles, mine: StoredBackup | None, position: tuple[int, int]
-) -> StoredBackup:
-    """Sends the chief's backup, at a position, to all workers, which may have no copy."""
-    content = broadcast_bytes(strategy, mine.content if mine else None)
-    return mine or StoredBackup(files.directory, Position(*position), "", content)
-
-
-def _refuse_damaged(strategy: tf.distribute.Strategy, files: BackupFiles, damage: list[str]) -> None:
-    """Raises on all workers if the chief has only damaged backups."""
-    reasons = broadcast_bytes(strategy, "; ".join(damage).encode() if damage else None).decode()
-    raise DamagedBackupError(
-        f"None of the backups in {files.directory} is intact, and nothing has been changed. {reasons}. Restore a good "
-        "copy there, or move the directory away to start from scratch."
-    )
-
-
-def _refuse_if_elsewhere(files: BackupFiles, counts: np.ndarray) -> None:
-    """Raises if other workers see backups that the chief does not."""
-    holders = [f"worker {worker} sees {count}" for worker, count in enumerate(counts) if worker and count]
-    if holders:
+            return read_backup(strategy, path, manifest), damage
+        except ValueError as error:
+            # Without its archives, it is as useless as a damaged one.
+            damage.append(f"{path}: {error}")
+    if damage:
+        raise DamagedBackupError(
+            f"None of the backups in {files.directory} is intact, and nothing has been changed. {'; '.join(damage)}. "
+            "Restore a good copy there, or move the directory away to start from scratch."
+        )
+    counts = gather(strategy, [len(paths)])[:, 0]
+    if holders := [f"worker {worker} sees {count}" for worker, count in enumerate(counts) if worker and count]:
         raise DamagedBackupError(
             f"The chief, worker 0, sees no backup in {files.directory}, but {', '.join(holders)}. Training would start "
             "from scratch: use the same directory on all workers, copy the backups to the chief, or remove them."
         )
+    return None, damage
 
 
 # Sections whose variables exist before the first step; metrics may create theirs in it.
@@ -120,24 +91,13 @@ _ADVICE = "Use the same data, batch_size and steps_per_epoch as before, or anoth
 
 
 class Resumption:
-    """Restores a backup into a model in stages, as Keras becomes ready for it.
-
-    Args:
-        model: The model, in `on_train_begin` of `fit`.
-        stored: The backup.
-        source: Its source, named in errors.
-        epochs: The argument `epochs` of `fit`.
-        steps: Number of batches per epoch, or `None` if unknown.
-
-    Raises:
-        ValueError: The backup is of another model or `fit`, or the model has no variables yet.
-    """
+    """Restores a backup into a model in stages, as Keras becomes ready for it."""
 
     def __init__(self, model: keras.Model, stored: StoredBackup, source: Path, epochs: int, steps: int | None):
         self.model = model
         self.position = stored.position
         self.epochs = epochs
-        self._content, self._shards = Content.from_bytes(stored.content), stored.shards
+        self._content, self._reader = stored.content, stored.reader
         self._source = source
         self._metrics_restored = not self.position.batch
         variables = self._fitting_variables()
@@ -159,11 +119,7 @@ class Resumption:
         )
 
     def in_first_epoch(self, epoch: int, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        """Resumes within the epoch, once Keras and all callbacks have begun it.
-
-        Raises:
-            ValueError: `fit` started with an epoch other than the backup's.
-        """
+        """Resumes within the epoch, once Keras and all callbacks have begun it."""
         model_variables.set_initial_epoch(self.model, None)
         if epoch != self.position.epoch:
             raise ValueError(
@@ -235,15 +191,10 @@ class Resumption:
     def _values(self, section: str) -> Iterator[np.ndarray]:
         """The values of a section's variables; variables in shards are read one at a time."""
         for value in self._content.values[section]:
-            yield self._shards.read(value, self._content.replicas) if isinstance(value, VariableInShards) else value
+            yield self._reader.read(value) if isinstance(value, VariableInShards) else value
 
     def _restore_metrics(self, assign: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
-        """Restores the metrics' states, once.
-
-        Args:
-            assign: `assign_all`, with which nothing happens while the model has fewer metric variables than the backup;
-                or, after the first step, `add_all`, which adds to what that step counted.
-        """
+        """Restores the metrics' states, once: by `assign_all`, or by `add_all` after the first step."""
         metrics = {"metrics": model_variables.training_variables(self.model)["metrics"]}
         too_early = assign is model_variables.assign_all and len(metrics["metrics"]) < len(
             self._content.values["metrics"]

@@ -1,8 +1,9 @@
-"""The shards of a backup: read by each worker, located in files, and restored one variable at a time."""
+"""The archives of a backup: variables' shards that each worker writes, and what workers read for each other."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -10,29 +11,21 @@ import tensorflow as tf
 
 from keras_paragrad.compat.workers import ReplicaPlacement, gather, replica_placement
 from keras_paragrad.distribution.checkpoint.content import Values, VariableInShards
-from keras_paragrad.distribution.checkpoint.file_format import (
-    ShardFile,
-    has_shard_file,
-    is_intact,
-    read_shards,
-)
-from keras_paragrad.distribution.workers import sum_bytes
+from keras_paragrad.distribution.checkpoint.files import Archive, Manifest
+from keras_paragrad.distribution.workers import broadcast_bytes, sum_bytes
 from keras_paragrad.storage.storage import host_value, storage_of
 
+# The shards of each variable on this worker's replicas, by the name of its array.
+Shards = dict[str, list[np.ndarray]]
 
-def variable_values(placement: ReplicaPlacement, sections: dict[str, list[keras.Variable]]) -> Values:
-    """The values of variables, and for sharded ones, where their shards are in files; every worker calls this.
 
-    Args:
-        placement: This worker's replicas.
-        sections: The variables of each section of a backup.
+def read_variables(placement: ReplicaPlacement, sections: dict[str, list[keras.Variable]]) -> tuple[Values, Shards]:
+    """The values of variables by section, and this worker's shards, in host memory; every worker calls this.
 
-    Returns:
-        By section, a value or a `VariableInShards` for each variable. Values of single replicas are summed or averaged.
+    Values of single replicas are summed or averaged.
     """
-    # Where the variable's shards begin among one replica's, in bytes.
-    begin = 0
     values: Values = {}
+    shards: Shards = {}
     for name, variables in sections.items():
         values[name] = section = []
         for variable in variables:
@@ -40,101 +33,68 @@ def variable_values(placement: ReplicaPlacement, sections: dict[str, list[keras.
             if parts is None:
                 section.append(host_value(variable))
                 continue
-            dtype = np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
-            section.append(VariableInShards(tuple(variable.shape), dtype, parts.size, begin))
-            begin += parts.size * dtype.itemsize
-    return values
+            member, dtype = str(len(shards)), np.dtype(tf.as_dtype(variable.dtype).as_numpy_dtype)
+            section.append(VariableInShards(tuple(variable.shape), dtype, placement.replicas * parts.size, member))
+            shards[member] = list(parts.read())
+    return values, shards
 
 
-def read_local_shards(placement: ReplicaPlacement, variables: Sequence[keras.Variable]) -> list[np.ndarray]:
-    """This worker's shards of variables, in host memory; every worker calls this."""
-    parts = [storage_of(variable).parts(placement) for variable in variables]
-    return [shard for part in parts if part is not None for shard in part.read()]
+def joined(shards: Shards) -> Iterator[tuple[str, np.ndarray]]:
+    """Each variable's shards as one array of bytes; a variable at a time is copied."""
+    for member, parts in shards.items():
+        yield member, np.concatenate([part.view(np.uint8) for part in parts])
 
 
-def locate_shards(
-    strategy: tf.distribute.Strategy, directory: Path, files: Sequence[ShardFile]
-) -> tuple["ShardReader | None", str]:
-    """Locates and verifies the shards that a backup names; every worker calls this.
+class ArchiveReader:
+    """Reads a backup's archives, each of them on one of the workers that see it; every worker calls its methods."""
 
-    A file that several workers see may be the same one, so one of them reads it.
-
-    Args:
-        strategy: The workers' strategy.
-        directory: This worker's directory of backups.
-        files: The files that the backup names.
-
-    Returns:
-        Their reader, or `None` and the reason.
-    """
-    worker = replica_placement(strategy).worker
-    seen = gather(strategy, np.array([has_shard_file(directory, file) for file in files], np.int64))
-    # By worker and file: whether it sees the file, and hasn't found it damaged.
-    intact, checked = seen.copy(), set()
-    while True:
-        readers = [_choose_worker(np.flatnonzero(column), index) for index, column in enumerate(intact.T)]
-        if None in readers:
-            index = readers.index(None)
-            damage = "its checksum differs" if seen[:, index].any() else "it is missing, or has another size"
-            return None, f"{files[index].name}, the shards of worker {index} of {len(files)}: {damage}"
-        mine = {index for index, reader in enumerate(readers) if reader == worker} - checked
-        damaged = [index in mine and not is_intact(directory, file) for index, file in enumerate(files)]
-        checked |= mine
-        damaged_on_workers = gather(strategy, np.array(damaged, np.int64))
-        if not damaged_on_workers.any():
-            return ShardReader(strategy, directory, files, readers), ""
-        # Another worker may see an intact copy.
-        intact = intact - damaged_on_workers
-
-
-class ShardReader:
-    """Reads whole variables from files of shards.
-
-    Args:
-        strategy: The workers' strategy.
-        directory: This worker's directory of backups.
-        files: The files, one for each worker that wrote.
-        readers: For each file, the worker that reads it.
-    """
-
-    def __init__(
-        self,
-        strategy: tf.distribute.Strategy,
-        directory: Path,
-        files: Sequence[ShardFile],
-        readers: Sequence[int | None],
-    ):
+    def __init__(self, strategy: tf.distribute.Strategy, directory: Path, manifest: Manifest):
         self._strategy, self._directory = strategy, directory
+        self._whole, *self._shards = manifest.archives
+        self._readers = self._find_readers(manifest.archives)
         worker = replica_placement(strategy).worker
-        self._file_count = len(files)
-        self._mine = {index: file for index, file in enumerate(files) if readers[index] == worker}
+        self._is_first = self._readers[0] == worker
+        self._mine: dict[int, Any] = {
+            index: np.load(directory / archive.name, allow_pickle=False)
+            for index, (archive, reader) in enumerate(zip(self._shards, self._readers[1:], strict=True))
+            if reader == worker
+        }
 
-    def read(self, variable: VariableInShards, replicas: int) -> np.ndarray:
-        """Reads a whole variable; every worker calls this.
+    def _find_readers(self, archives: tuple[Archive, ...]) -> list[int]:
+        """The worker that reads each archive, and has found it intact.
 
-        Args:
-            variable: The layout of its shards.
-            replicas: Number of replicas that wrote them.
+        An archive that several workers see may be the same file, so one of them verifies it.
         """
-        replicas_per_file = replicas // self._file_count
-        size = replicas_per_file * variable.size * variable.dtype.itemsize
-        flat = np.zeros(self._file_count * size, np.uint8)
-        for index, file in self._mine.items():
-            flat[index * size : (index + 1) * size] = shards_in(self._directory, file, variable, replicas_per_file)
-        return join_shards(sum_bytes(self._strategy, flat), variable)
+        worker = replica_placement(self._strategy).worker
+        seen = gather(self._strategy, np.array([each.is_seen(self._directory) for each in archives], np.int64))
+        # By worker and archive: whether it sees the archive, and hasn't found it damaged.
+        intact, checked = seen.copy(), set[int]()
+        while True:
+            missing = np.flatnonzero(~intact.any(axis=0))
+            if len(missing):
+                damage = "its checksum differs" if seen[:, missing[0]].any() else "it is missing, or has another size"
+                raise ValueError(f"{archives[missing[0]].name}: {damage}")
+            seers = [np.flatnonzero(column) for column in intact.T]
+            readers = [int(those[index % len(those)]) for index, those in enumerate(seers)]
+            mine = {index for index, reader in enumerate(readers) if reader == worker} - checked
+            checked |= mine
+            damaged = [index in mine and not each.is_intact(self._directory) for index, each in enumerate(archives)]
+            found = gather(self._strategy, np.array(damaged, np.int64))
+            if not found.any():
+                return readers
+            # Another worker may see an intact copy.
+            intact = intact - found
 
+    def read_whole(self) -> bytes:
+        """The archive of what is whole."""
+        packed = (self._directory / self._whole.name).read_bytes() if self._is_first else None
+        return broadcast_bytes(self._strategy, packed, self._readers[0])
 
-def shards_in(directory: Path, file: ShardFile, variable: VariableInShards, replicas: int) -> np.ndarray:
-    """The bytes of a variable's shards in a file of `replicas` replicas."""
-    size = replicas * variable.size * variable.dtype.itemsize
-    return read_shards(directory, file, replicas * variable.begin, size)
-
-
-def join_shards(shards: np.ndarray, variable: VariableInShards) -> np.ndarray:
-    """The whole variable, from the bytes of all its shards."""
-    return shards.view(variable.dtype)[: math.prod(variable.shape)].reshape(variable.shape)
-
-
-def _choose_worker(workers: np.ndarray, index: int) -> int | None:
-    """The worker that reads the file of this index, of the workers that see it; `None` if none does."""
-    return int(workers[index % len(workers)]) if len(workers) else None
+    def read(self, variable: VariableInShards) -> np.ndarray:
+        """A whole variable, from the shards in all archives."""
+        size = variable.size * variable.dtype.itemsize // len(self._shards)
+        flat = np.zeros(len(self._shards) * size, np.uint8)
+        for index, archive in self._mine.items():
+            flat[index * size : (index + 1) * size] = archive[variable.member]
+        whole = sum_bytes(self._strategy, flat).view(variable.dtype)
+        return whole[: math.prod(variable.shape)].reshape(variable.shape)

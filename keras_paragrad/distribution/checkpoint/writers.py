@@ -99,11 +99,7 @@ def _without_files(callback: keras.callbacks.Callback) -> list[keras.callbacks.C
 
 
 class ScratchDirectory(keras.callbacks.Callback):
-    """A directory that exists while `fit` runs, emptied after the callbacks before this one have written to it.
-
-    Args:
-        emptied: Whether to empty it after each batch and epoch, or only when training ends.
-    """
+    """A directory that exists while `fit` runs, emptied after the callbacks before this one have written to it."""
 
     changes_training = False
 

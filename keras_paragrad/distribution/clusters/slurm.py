@@ -20,15 +20,6 @@ _TASKS = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?", re.ASCII)
 def expand_nodes(text: str) -> list[str]:
     """Expands a Slurm hostlist expression, in order.
 
-    Args:
-        text: Names with ranges in brackets, as in `SLURM_STEP_NODELIST`.
-
-    Returns:
-        A name for each node.
-
-    Raises:
-        ValueError: It is not such an expression.
-
     Example:
 
     >>> from keras_paragrad.distribution.clusters.slurm import expand_nodes
@@ -48,9 +39,6 @@ def expand_nodes(text: str) -> list[str]:
 def expand_tasks(text: str) -> list[int]:
     """The number of tasks on each node, from a form such as `2(x3),1`.
 
-    Raises:
-        ValueError: It is malformed.
-
     Example:
 
     >>> from keras_paragrad.distribution.clusters.slurm import expand_tasks
@@ -69,9 +57,6 @@ def expand_tasks(text: str) -> list[int]:
 
 def expand_numbers(text: str) -> list[str]:
     """The numbers in a form such as `01-03,07`, as text, since leading zeros count.
-
-    Raises:
-        ValueError: It is malformed.
 
     Example:
 

@@ -36,8 +36,6 @@ def common_steps(strategy: tf.distribute.Strategy, source: Source, policy: str) 
         agree(strategy, {name: -1 if count is None else count for name, count in counts.items()}, "data")
         agree(strategy, {"checksum": _checksum(source.first_batch())}, "first batches of data", SEED_IT)
         return source.steps
-    if policy == "file":
-        return None
     steps = gather(strategy, np.array([-1 if source.steps is None else source.steps], np.int64))
     return None if (steps < 0).any() else int(steps.max())
 

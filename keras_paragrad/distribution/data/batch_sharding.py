@@ -6,16 +6,13 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_choice
-from keras_paragrad.compat.data import check_is_batched, count_files, shard_files_of_worker
+from keras_paragrad.compat.data import check_is_batched
 from keras_paragrad.compat.state import warn
 from keras_paragrad.compat.types import Batch, Dataset, FitData, Specs, Structure
 from keras_paragrad.compat.workers import ReplicaPlacement
-from keras_paragrad.distribution.decisions import SHARD_POLICIES
+from keras_paragrad.distribution.decision import SHARD_POLICIES
 from keras_paragrad.engine.batches.replica_batch import DIFFERENT_ROWS
 from keras_paragrad.plain_text import counted
-
-AutoShardPolicy = tf.data.experimental.AutoShardPolicy
-
 
 _OFF = (
     "which would train every worker on all the data it reads. If each worker reads its own shard, write "
@@ -31,16 +28,12 @@ def check_policy(policy: str) -> str:
 
 
 def choose_policy(policy: str, x: FitData, workers: int) -> str:
-    """The requested policy, or for `"auto"` the policy in the dataset's options, else `"data"`."""
+    """How workers share data: `"data"` for `"auto"`."""
     if workers == 1:
         return "data"
-    if policy == "auto" and isinstance(x, tf.data.Dataset):
-        asked = x.options().experimental_distribute.auto_shard_policy
-        if asked == AutoShardPolicy.OFF:
-            raise ValueError(f"The dataset's options set AutoShardPolicy.OFF, {_OFF}")
-        policy = "file" if asked == AutoShardPolicy.FILE else "data"
-    if policy == "file":
-        _check_files(x, workers)
+    asked = x.options().experimental_distribute.auto_shard_policy if isinstance(x, tf.data.Dataset) else None
+    if policy == "auto" and asked == tf.data.experimental.AutoShardPolicy.OFF:
+        raise ValueError(f"The dataset's options set AutoShardPolicy.OFF, {_OFF}")
     return "data" if policy == "auto" else policy
 
 
@@ -48,25 +41,7 @@ def worker_batches(batches: Dataset, policy: str, placement: ReplicaPlacement) -
     """The batches that this worker reads, and the replicas that they are sharded over: all, or this worker's."""
     if policy == "data" or placement.workers == 1:
         return batches, placement
-    if policy == "file":
-        batches = split_batches(shard_files_of_worker(batches, placement.workers, placement.worker), placement.workers)
     return batches, ReplicaPlacement(replicas=placement.local, local=placement.local, first=0)
-
-
-def _check_files(x: FitData, workers: int) -> None:
-    """Refuses data that does not read at least one file for each worker."""
-    files = count_files(x) if isinstance(x, tf.data.Dataset) else None
-    if files is None:
-        raise ValueError(
-            f'shard_policy="file" divides the files that a tf.data.Dataset reads, but this {type(x).__name__} reads '
-            "none that can be counted. Start it with tf.data.Dataset.list_files, a list of file names or a "
-            'TFRecordDataset, or write shard_policy="data".'
-        )
-    if files < workers:
-        raise ValueError(
-            f'shard_policy="file" needs at least one file per worker, and gets {counted(files, "file")} for '
-            f'{workers} workers. Split the data into more files, or write shard_policy="data".'
-        )
 
 
 # AutoGraph takes longer to convert these functions than tracing takes.
@@ -84,14 +59,6 @@ def shard_batches(batches: Dataset, placement: ReplicaPlacement) -> Dataset:
         bounds = [placement.first_row(rows, index) for index in range(placement.local + 1)]
         return batches.rebatch(tf.constant(np.diff(bounds), tf.int64))
     return _sharded(batches, range(placement.first, placement.first + placement.local), placement)
-
-
-def split_batches(batches: Dataset, parts: int) -> Dataset:
-    """Splits each batch into `parts` smaller ones of consecutive rows, without empty ones."""
-    if parts == 1:
-        return batches
-    shards = _sharded(batches, range(parts), ReplicaPlacement(parts, parts, 0))
-    return shards.filter(_unconverted(lambda *batch: count_rows(batch) > 0))
 
 
 def shard(batch: Batch, index: tf.Tensor | int, placement: ReplicaPlacement) -> Batch:

@@ -1,7 +1,6 @@
 """`distributed_dataset`: shards the input of `fit` so that the replicas together train as one device would."""
 
 from dataclasses import dataclass
-from os import PathLike, fspath
 from typing import Any
 
 import keras
@@ -9,11 +8,9 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import (
     check_choice,
-    check_flag,
     check_instance,
     check_integer,
     check_number,
-    check_path,
     quote,
     refusal,
 )
@@ -25,51 +22,38 @@ from keras_paragrad.distribution.data.batch_sharding import check_batches, check
 from keras_paragrad.distribution.data.distributed import DistributedData, Feed
 from keras_paragrad.distribution.data.sources import (
     ArraySource,
-    GrainRowsSource,
     ReorderedDataset,
     Source,
     StreamSource,
     common_seed,
     is_endless,
-    plain_batches,
 )
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """The arguments of `distributed_dataset` besides the data.
-
-    Raises:
-        ValueError: An argument is invalid, or two contradict each other.
-    """
+    """The arguments of `distributed_dataset` besides the data."""
 
     batch_size: int | None = None
     shuffle: bool | str = False
     class_weight: dict[int, float] | None = None
     steps_per_epoch: int | None = None
     shard_policy: str = "auto"
-    cache: bool | str | PathLike[str] = False
     prefetch: bool | int = True
     seed: int | None = None
 
     def __post_init__(self):
-        cached = isinstance(self.cache, (str, PathLike))
         checked = {
             "batch_size": check_integer("batch_size", self.batch_size, example=32, optional=True),
             "shuffle": check_choice("shuffle", self.shuffle, (True, False, "batch")),
             "class_weight": _check_class_weight(self.class_weight),
             "steps_per_epoch": check_integer("steps_per_epoch", self.steps_per_epoch, example=100, optional=True),
             "shard_policy": check_policy(self.shard_policy),
-            "cache": check_path("cache", self.cache) if cached else check_flag("cache", self.cache),
             "prefetch": check_integer("prefetch", self.prefetch, also=(True, False)),
             "seed": check_integer("seed", self.seed, least=0, optional=True),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if self.cache and self.shuffle:
-            raise ValueError(
-                "`cache` and `shuffle` can't be combined: a cache would repeat the first epoch's order. Leave one out."
-            )
 
     def check_data(self, x: FitData) -> None:
         """Refuses data that doesn't fit the other arguments."""
@@ -83,10 +67,6 @@ class DataOptions:
             )
         if is_endless(x) and not self.steps_per_epoch:
             raise ValueError("The data is infinite. Write steps_per_epoch=..., here and in fit.")
-        if is_endless(x) and self.cache:
-            raise ValueError(
-                "The data is infinite and can't be cached. Cache it before repeating: ds.cache().repeat()."
-            )
 
 
 def _check_class_weight(value: object) -> dict[int, float] | None:
@@ -114,7 +94,6 @@ def distributed_dataset(
     class_weight: dict[int, float] | None = None,
     steps_per_epoch: int | None = None,
     shard_policy: str = "auto",
-    cache: bool | str | PathLike[str] = False,
     prefetch: bool | int = True,
     seed: int | None = None,
     parts: int | None = None,
@@ -137,9 +116,7 @@ def distributed_dataset(
         class_weight: As in `fit`.
         steps_per_epoch: As in `fit`; pass it there too.
         shard_policy: How workers share the data. `"data"`: all read the same, and take their rows of each batch.
-            `"file"`: each reads its own files. `"already_sharded"`: the data of each is its shard. `"auto"`: as in the
-            options of a `tf.data.Dataset`, else `"data"`; of Grain's random-access batches each reads its rows alone.
-        cache: Whether to keep this worker's shards in memory after the first epoch, or the name of a file for them.
+            `"already_sharded"`: the data of each is its shard. `"auto"`: `"data"`.
         prefetch: Whether to prefetch batches, or how many.
         seed: The shuffling seed; the first worker's is used. By default the seed of
             `keras.utils.set_random_seed`, else one that the first worker draws.
@@ -167,7 +144,7 @@ def distributed_dataset(
     placement = replica_placement(strategy, parts)
 
     def check_options() -> DataOptions:
-        request = DataOptions(batch_size, shuffle, class_weight, steps_per_epoch, shard_policy, cache, prefetch, seed)
+        request = DataOptions(batch_size, shuffle, class_weight, steps_per_epoch, shard_policy, prefetch, seed)
         request.check_data(x)
         return request
 
@@ -188,12 +165,8 @@ def distributed_dataset(
     steps = common_steps(strategy, source, policy) if placement.workers > 1 else source.steps
     # Workers that read other data than each other may run out of it at different steps.
     equal_steps = placement.workers == 1 or (policy == "data" and steps is not None)
-    tally = Tally() if placement.workers > 1 and policy == "data" and not source.own_rows else None
-    taken = "already_sharded" if source.own_rows else policy
-    cached = None if request.cache is False else ""
-    if isinstance(request.cache, (str, PathLike)):
-        cached = f"{fspath(request.cache)}-worker{placement.worker}"
-    feed = Feed(strategy, source, taken, placement, equal_steps, tally, cached, request.prefetch)
+    tally = Tally() if placement.workers > 1 and policy == "data" else None
+    feed = Feed(strategy, source, policy, placement, equal_steps, tally, request.prefetch)
     return DistributedData(source, feed, placement, policy, steps, steps_per_epoch is not None)
 
 
@@ -218,9 +191,6 @@ def _open_source(
     x, reordered = data[0], None
     if request.shuffle and isinstance(x, keras.utils.PyDataset) and x.num_batches is not None:
         x = reordered = ReorderedDataset(x, seed)
-    batches = plain_batches(x) if placement.workers > 1 and request.shard_policy == "auto" else None
-    if batches is not None:
-        return GrainRowsSource(batches, placement)
     adapter = adapter_of(
         x,
         *data[1:],

@@ -15,18 +15,7 @@ from keras_paragrad.distribution.data.sources import Source
 
 
 class Feed(tf.distribute.DistributedDataset):
-    """The shards of batches for the replicas of this worker, epoch after epoch.
-
-    Args:
-        strategy: The replicas' strategy.
-        source: The batches of each epoch.
-        policy: Which of them this worker reads, and what it takes of each; see `worker_batches`.
-        placement: The replicas on this worker.
-        equal_steps: Whether all replicas have the same number of shards.
-        tally: Records the batches that are read, for workers to compare.
-        cache: The file to cache this worker's shards in, `""` for memory; `None` caches nothing.
-        prefetch: Whether to prefetch batches, or how many.
-    """
+    """The shards of batches for the replicas of this worker, epoch after epoch."""
 
     def __init__(
         self,
@@ -36,7 +25,6 @@ class Feed(tf.distribute.DistributedDataset):
         placement: ReplicaPlacement,
         equal_steps: bool,
         tally: Tally | None,
-        cache: str | None,
         prefetch: bool | int,
     ):
         self._strategy = strategy
@@ -45,7 +33,6 @@ class Feed(tf.distribute.DistributedDataset):
         self._placement = placement
         self._equal_steps = equal_steps
         self.tally = tally
-        self._cache = cache
         self._prefetch = prefetch
         self._dataset: Dataset | None = None
         self._cached: tuple[tuple[int, int], Any] | None = None
@@ -73,7 +60,7 @@ class Feed(tf.distribute.DistributedDataset):
         """The distributed dataset of an epoch without its first `skip` batches; the dataset made last is kept."""
         key = epoch if self._source.changes else 0, skip
         if self._cached is None or self._cached[0] != key:
-            # Where epochs don't differ, their shards are made once, to keep a cache.
+            # Where epochs don't differ, their shards are made once.
             if self._dataset is None or self._source.changes:
                 self._dataset = self._shards(epoch)
             shards = self._dataset.skip(skip * self._placement.local) if skip else self._dataset
@@ -84,15 +71,13 @@ class Feed(tf.distribute.DistributedDataset):
         return self._cached[1]
 
     def _shards(self, epoch: int) -> Dataset:
-        """One shard for each replica on this worker, batch after batch, cached and prefetched as requested."""
+        """One shard for each replica on this worker, batch after batch, prefetched as requested."""
         batches = self._source.batches(epoch)
         batches = self.tally.recorded(batches) if self.tally else batches
         shards = shard_batches(*worker_batches(batches, self._policy, self._placement))
         options = tf.data.Options()
         options.deterministic = True
         shards = shards.with_options(options)
-        if self._cache is not None:
-            shards = shards.cache(self._cache)
         if not self._prefetch:
             return shards
         return shards.prefetch(tf.data.AUTOTUNE if self._prefetch is True else self._prefetch * self._placement.local)
@@ -107,7 +92,7 @@ class DistributedData(CustomAdapter):
         num_batches: Number of steps per epoch, the same on every worker; `None` if unknown until the data is read.
         batch_size: Number of rows in a global batch, if known.
         batch_spec: The nested `tf.TypeSpec` of a global batch.
-        shard_policy: "data", "file" or "already_sharded".
+        shard_policy: "data" or "already_sharded".
         placement: The replicas on this worker.
         next_epoch: The number of the epoch to read next.
         tally: A record of the batches' shapes, if several workers read the same data.

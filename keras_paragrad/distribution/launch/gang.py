@@ -57,15 +57,8 @@ Events = queue.SimpleQueue[Ended | Overdue | Signalled | Resize | NodeEnded]
 class Gang:
     """Runs tasks until all have ended; terminates all when one fails or the launcher receives a signal.
 
-    Args:
-        tasks: The tasks. The gang ends with its chief, or without one with its workers; other tasks serve them.
-        command: The command of each task.
-        grace: Seconds between terminating and killing a member.
-        output: Prints messages, and has the members' files.
-        events: Delivers signals to the launcher.
-        number: The number of this gang; events about others are ignored.
-        on_failure: Called with the exit status, the reason and whether this machine won't meet the others again, when
-            the gang is ended: a member or another machine has failed, a signal was received, or all meet again.
+    It ends with its chief, or without one with its workers; other tasks serve them. Events about gangs of other numbers
+    are ignored. `on_failure` is told the exit status, the reason, and whether this machine won't meet the others again.
 
     Attributes:
         status: The failed member's exit status, by the shell's convention (128 plus the signal that killed

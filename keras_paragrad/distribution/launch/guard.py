@@ -14,13 +14,7 @@ TERMINATE, KILL = b"t", b"k"
 
 
 class Guard:
-    """A process and its process group.
-
-    Args:
-        command: The process's command line.
-        grace: Seconds between the first order to end and killing the whole group.
-        report: A file descriptor for the lines `started <pid>`, `overdue` and `ended <status>`.
-    """
+    """A process and its process group."""
 
     def __init__(self, command: list[str], grace: float, report: int):
         self._report = report

@@ -29,9 +29,6 @@ _LINES, _BYTES = 30, 1 << 16
 class Output:
     """The launcher's messages, and the files of the processes that don't print where it does.
 
-    Args:
-        directory: The directory of the files; a temporary one, if `None`, which is removed after a run that went well.
-
     Attributes:
         saved: The path of a file that a process makes once it has written a backup.
     """
@@ -82,15 +79,6 @@ class Output:
 
 class Member:
     """A process that runs a task.
-
-    Args:
-        task: The task.
-        command: Its command line.
-        first: Whether it prints where the launcher does, and not to a file.
-        grace: Seconds between terminating and killing it.
-        output: Has its file, and says which process it is.
-        on_ended: Called with this member, in another thread, when the process has ended.
-        on_overdue: Called with this member when it did not end in time and is killed.
 
     Attributes:
         task: The task.

@@ -5,26 +5,21 @@ Each machine runs a gang, its own workers. When all meet again, they start new g
 
 import contextlib
 import dataclasses
-import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from keras_paragrad.distribution.launch.rendezvous_host import RendezvousHost, nodes_in_words
-from keras_paragrad.distribution.launch.rendezvous_settings import (
-    LOOK,
+from keras_paragrad.distribution.launch.rendezvous_host import (
     MissingNodesError,
+    RendezvousHost,
     RendezvousSettings,
-    Wait,
-    keep_alive,
     node_facts,
+    nodes_in_words,
 )
 from keras_paragrad.distribution.launch.tasks import Layout, Place
-from keras_paragrad.distribution.listening import host_of, port_of
-from keras_paragrad.distribution.rendezvous_server import LONGEST
+from keras_paragrad.distribution.rendezvous_server import LONGEST, Wait, join
 
 # The status of a gang that ends in order to meet again; no process has it.
 MEETS_AGAIN = -1
@@ -54,14 +49,6 @@ class NodeEnded:
 class Nodes:
     """The connections to the other machines' launchers, and this machine's place. The first has one to each.
 
-    Args:
-        rendezvous: Where they met.
-        connections: The connections, by rank.
-        plan: The first machine's message to all: the addresses of the cluster's `jobs`, the index of each machine's
-            first worker (`firsts`), the machines' `ranks`, the number of `restarts`, and an identifier of the `run`.
-        gang: The number of this machine's gang.
-        on_ended: Called, in another thread, when another launcher reports how its workers ended, or is lost.
-
     Attributes:
         place: This machine's part of the cluster.
         ranks: The machines that have joined.
@@ -77,6 +64,7 @@ class Nodes:
         gang: int,
         on_ended: Callable[[NodeEnded], None],
     ):
+        # The plan is the first machine's message to all: see `rendezvous_host`.
         first = plan["firsts"][str(rendezvous.rank)]
         self.place = Place(plan["jobs"], rendezvous.derived_key(f"workers {plan['run']}"), first)
         self.ranks: list[int] = plan["ranks"]
@@ -150,15 +138,7 @@ class Nodes:
 
 
 class RepeatedRendezvous:
-    """Meets the launchers of the other machines: once, or again after each failure and when another machine comes.
-
-    Args:
-        rendezvous: Where they meet.
-        layout: The processes of this machine.
-        goes_on: Whether they meet again.
-        signal_received: The number of a signal, or 0.
-        say: Prints a message.
-    """
+    """Meets the launchers of the other machines: once, or again after each failure and when another machine comes."""
 
     def __init__(
         self,
@@ -175,24 +155,13 @@ class RepeatedRendezvous:
         self._gangs = 0
 
     def meet(self, restarts: int, on_ended: Callable[[NodeEnded], None]) -> Nodes:
-        """Waits for the launchers of the others, in any order.
-
-        Args:
-            restarts: How often all have been restarted after a failure; the first machine's number counts.
-            on_ended: Called, in another thread, when another launcher has ended, or another one has joined.
-
-        Raises:
-            MissingNodesError: Some machines didn't connect in time.
-            ConnectionError: The first machine can't listen.
-            ValueError: The machines were started with different options, or two with the same rank.
-            StoppedError: The launcher received a signal.
-        """
+        """Waits for the launchers of the others, in any order."""
         previous, rendezvous = self._nodes, self._rendezvous
         first_time = rendezvous.seconds, "--startup-timeout"
         seconds, option = first_time if previous is None else (rendezvous.again, "--wait")
-        wait = Wait(seconds, option, self._signal_received, self._say)
+        wait = Wait(seconds, self._say, self._signal_received)
         if self._host is None:
-            connections, plan = _join(rendezvous, self._layout, wait)
+            connections, plan = self._join(wait, option)
         else:
             survivors = set(previous.ranks) - previous.gone if previous else set[int]()
             connections, plan = self._host.gather(self._layout, wait, survivors, restarts)
@@ -224,71 +193,24 @@ class RepeatedRendezvous:
             self._host.close()
         return nodes
 
+    def _join(self, wait: Wait, option: str) -> tuple[dict[int, socket.socket], dict[str, Any]]:
+        """Connects to the first machine; returns the connection, by rank, and the first machine's plan."""
+        rendezvous = self._rendezvous
+        names = f"node {rendezvous.rank}", "node 0", "the listener there has a different token, or isn't a launcher"
+        facts_at = lambda host: node_facts(rendezvous, self._layout.addresses(host))  # noqa: E731
+        try:
+            connection, plan = join(
+                rendezvous.address, rendezvous.rank, facts_at, rendezvous.signer(), wait, names, rendezvous.host
+            )
+        except ConnectionError as failure:
+            raise MissingNodesError(
+                f"Node {rendezvous.rank} could not reach node 0 at {rendezvous.address} within {wait.seconds:g} s: "
+                f"{failure}. Start the same command there, with --node-rank 0 and the same token, open the port, or "
+                f"wait longer: {option} 3600."
+            ) from None
+        return {0: connection}, plan
+
     def close(self) -> None:
         """Stops listening."""
         if self._host is not None:
             self._host.close()
-
-
-def _join(
-    rendezvous: RendezvousSettings, layout: Layout, wait: Wait
-) -> tuple[dict[int, socket.socket], dict[str, Any]]:
-    """Connects to the first machine, retrying; returns the connection, by rank, and the first machine's plan."""
-    signer, failure = rendezvous.signer(), "no answer"
-    source = None if rendezvous.host is None else (rendezvous.host, 0)
-    first_machine = host_of(rendezvous.address), port_of(rendezvous.address)
-    while wait.goes_on():
-        connection = None
-        try:
-            connection = socket.create_connection(first_machine, timeout=5, source_address=source)
-            keep_alive(connection)
-            host = rendezvous.host or str(connection.getsockname()[0]).partition("%")[0]
-            number = secrets.token_hex(8)
-            # Node 0 repeats the number, so that an answer to another machine can't be taken for this one's.
-            message = {
-                "rank": rendezvous.rank,
-                "number": number,
-                "facts": node_facts(rendezvous, layout.addresses(host)),
-            }
-            connection.sendall(signer.sign(message))
-            wait.report_missing(
-                f"node {rendezvous.rank} has reached node 0 at {rendezvous.address}, and waits for all to join"
-            )
-            line = _read_line(connection, wait)
-            answer = signer.verify(line) or {}
-            if answer.get("number") == number:
-                return {0: connection}, answer
-            failure = (
-                "the listener there has a different token, or isn't a launcher"
-                if line
-                else "it has ended, or waits no more"
-            )
-        except OSError as error:
-            failure = str(error)
-        except BaseException:
-            if connection is not None:
-                connection.close()
-            raise
-        if connection is not None:
-            connection.close()
-        wait.report_missing(f"node {rendezvous.rank} waits for node 0 at {rendezvous.address}: {failure}")
-        time.sleep(LOOK)
-    raise MissingNodesError(
-        f"Node {rendezvous.rank} could not reach node 0 at {rendezvous.address} within {wait.seconds:g} s: {failure}. "
-        "Start the same command there, with --node-rank 0 and the same token, open the port, or wait longer: "
-        f"{wait.option} 3600."
-    )
-
-
-def _read_line(connection: socket.socket, wait: Wait) -> bytes:
-    """Reads a line, byte by byte so that nothing after it is lost; what there is, if the other side closes."""
-    line = b""
-    connection.settimeout(LOOK)
-    # The first machine says who is missing a little after its deadline.
-    while not line.endswith(b"\n") and len(line) <= LONGEST and (wait.goes_on() or time.monotonic() < wait.until + 10):
-        with contextlib.suppress(TimeoutError):
-            received = connection.recv(1)
-            if not received:
-                break
-            line += received
-    return line

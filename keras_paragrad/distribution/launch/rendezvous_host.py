@@ -5,24 +5,78 @@ that have joined, is the cluster made of them; or `missing` machines, or the rea
 """
 
 import contextlib
+import hashlib
+import hmac
 import secrets
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
-from keras_paragrad.distribution.launch.rendezvous_settings import (
-    LOOK,
-    RendezvousSettings,
-    Wait,
-    keep_alive,
-    node_facts,
-)
+import keras_paragrad
 from keras_paragrad.distribution.launch.tasks import Layout
 from keras_paragrad.distribution.listening import host_of, listen_at
-from keras_paragrad.distribution.rendezvous_server import Caller, MessageSigner, RendezvousServer
+from keras_paragrad.distribution.rendezvous_server import (
+    LOOK,
+    Caller,
+    MessageSigner,
+    RendezvousServer,
+    Wait,
+    answer,
+    difference,
+    keep_alive,
+)
+
+
+class MissingNodesError(ConnectionError):
+    """Some machines haven't joined in time. The message, on all that have, names them."""
+
+
+@dataclass(frozen=True)
+class RendezvousSettings:
+    """Where the launchers of several machines meet.
+
+    Attributes:
+        least: The least number of machines.
+        most: The most.
+        rank: The rank of this one.
+        address: `host:port` on the first machine.
+        token: The token that signs their messages.
+        seconds: How long to wait for the others when training begins.
+        again: How long to wait for them after some were lost.
+        host: This machine's address, at which the others reach its workers; by default the address of its connection.
+    """
+
+    least: int
+    most: int
+    rank: int
+    address: str
+    token: str
+    seconds: float
+    again: float
+    host: str | None = None
+
+    @property
+    def nodes(self) -> str:
+        """The number of machines as it is written: 2 or 1:4."""
+        return f"{self.most}" if self.least == self.most else f"{self.least}:{self.most}"
+
+    def signer(self, run: str = "") -> MessageSigner:
+        """The signer of messages: before the machines have met, or of a run."""
+        return MessageSigner(self.derived_key(f"nodes {run}").encode())
+
+    def derived_key(self, purpose: str) -> str:
+        """A key for one purpose, from which the token can't be found."""
+        return hmac.new(self.token.encode(), purpose.encode(), hashlib.sha256).hexdigest()
+
+
+def node_facts(rendezvous: RendezvousSettings, addresses: Mapping[str, list[str]]) -> dict[str, Any]:
+    """The facts that a machine sends to the first one: values that must agree, and its workers' addresses."""
+    return {"--nodes": rendezvous.nodes, "keras_paragrad": keras_paragrad.__version__, "workers": addresses["worker"]}
+
 
 # Seconds without a new machine after which fewer than the maximum begin.
 _SETTLE = 5.0
@@ -51,7 +105,7 @@ class _NodeServer(RendezvousServer):
 
     def _refuse(self, caller: Caller, refusal: str, why: str) -> None:
         """Tells a machine of the refusal, logs why, and closes the connection."""
-        _answer(caller, self._signer, {"refused": refusal})
+        answer(caller, self._signer, {"refused": refusal})
         caller.message = {}
         self._reject(caller, why)
 
@@ -64,11 +118,7 @@ class _NodeServer(RendezvousServer):
 
 
 class RendezvousHost:
-    """The first machine's side of the rendezvous, which the others join, also while training goes on.
-
-    Args:
-        rendezvous: Where they meet.
-    """
+    """The first machine's side of the rendezvous, which the others join, also while training goes on."""
 
     def __init__(self, rendezvous: RendezvousSettings):
         self._rendezvous = rendezvous
@@ -81,17 +131,7 @@ class RendezvousHost:
     def gather(
         self, layout: Layout, wait: Wait, survivors: Collection[int], restarts: int
     ) -> tuple[dict[int, socket.socket], dict[str, Any]]:
-        """Waits for the others, and tells them the plan.
-
-        Args:
-            layout: The processes of this machine.
-            wait: The time that is left.
-            survivors: Ranks to wait for even if fewer would suffice.
-            restarts: How often all have been restarted.
-
-        Returns:
-            The connections by rank, and the plan.
-        """
+        """Waits for the others, and tells them the plan."""
         self._stop_watching()
         server = self._server or self._open(wait)
         began = changed = time.monotonic()
@@ -113,7 +153,7 @@ class RendezvousHost:
             plan = {**_plan(facts), "restarts": restarts}
         callers = server.release()
         for caller in callers.values():
-            _answer(caller, self._signer, plan)
+            answer(caller, self._signer, plan)
         return {rank: caller.connection for rank, caller in callers.items()}, plan
 
     def watch(self, on_join: Callable[[list[int]], None]) -> None:
@@ -140,14 +180,7 @@ class RendezvousHost:
         return server
 
     def _is_complete(self, server: "_NodeServer", survivors: Collection[int], began: float, changed: float) -> bool:
-        """Whether to stop waiting: all machines have joined, or all that trained before, or none joined for a while.
-
-        Args:
-            server: The server.
-            survivors: The ranks that trained before and are expected again.
-            began: When the wait began, by `time.monotonic()`.
-            changed: When the number of machines last changed.
-        """
+        """Whether to stop waiting: all machines have joined, or all that trained before, or none joined for a while."""
         present, now = {0, *server.callers}, time.monotonic()
         if len(present) < self._rendezvous.least:
             return False
@@ -197,15 +230,5 @@ def _plan(facts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 def _difference(first: Mapping[str, Any], rank: int, other: Mapping[str, Any]) -> str:
     """The first forbidden difference between the facts of node 0 and of another machine; empty if there is none."""
-    for name in ("--nodes", "keras_paragrad"):
-        if other.get(name) != first[name]:
-            differs = f"Node 0 has {name} {first[name]}, and node {rank} {other.get(name)}."
-            return f"{differs} Start all machines with the same."
-    return ""
-
-
-def _answer(caller: Caller, signer: MessageSigner, plan: Mapping[str, Any]) -> None:
-    """Tells a machine the plan, with its own number, so that no answer to another can be taken for it."""
-    with contextlib.suppress(OSError):
-        caller.connection.settimeout(10)
-        caller.connection.sendall(signer.sign({**plan, "number": caller.message.get("number")}))
+    differs = difference(first, rank, other, ("--nodes", "keras_paragrad"), "Node")
+    return f"{differs}. Start all machines with the same." if differs else ""

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from keras_paragrad.distribution.launch.gang import Events, Gang, Resize, Signalled
 from keras_paragrad.distribution.launch.member import Output
 from keras_paragrad.distribution.launch.nodes import MEETS_AGAIN, NodeEnded, Nodes, RepeatedRendezvous
-from keras_paragrad.distribution.launch.rendezvous_settings import MissingNodesError, RendezvousSettings, StoppedError
+from keras_paragrad.distribution.launch.rendezvous_host import MissingNodesError, RendezvousSettings
 from keras_paragrad.distribution.launch.tasks import Layout, Task
+from keras_paragrad.distribution.rendezvous_server import StoppedError
 from keras_paragrad.plain_text import counted
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,21 +49,7 @@ class Supervision(NamedTuple):
 def launch(
     layout: Layout, command: Sequence[str], supervision: Supervision, rendezvous: RendezvousSettings | None = None
 ) -> int:
-    """Runs a command as a cluster on this machine, or as this machine's part of one.
-
-    Args:
-        layout: The processes of this machine, at most.
-        command: The command of each.
-        supervision: How they are supervised.
-        rendezvous: Where the launchers of several machines meet.
-
-    Returns:
-        The exit status; 75, to be tried again, if too few machines were left.
-
-    Raises:
-        ConnectionError: Other machines haven't joined. The message names them.
-        ValueError: There are no free ports, or the machines' options differ.
-    """
+    """Runs a command as a cluster on this machine, or as its part of one; returns the status, 75 to be tried again."""
     events: Events = queue.SimpleQueue()
     output, status = Output(supervision.log_dir), 1
     try:

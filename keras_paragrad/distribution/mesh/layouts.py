@@ -85,13 +85,7 @@ def _by_heads(variable: keras.Variable, axes: Axes) -> bool:
 
 
 def check_layout_map(model: keras.Model, mesh: Mesh, outputs: Iterable[str] | None) -> None:
-    """Refuses a layout map whose keys all match nothing; warns if some do, as in the map of a family of models.
-
-    Args:
-        model: The model.
-        mesh: The mesh.
-        outputs: The names of layers' outputs; `None` before a step is traced.
-    """
+    """Refuses a layout map whose keys all match nothing; warns if some do, as in the map of a family of models."""
     paths = [variable.path for variable in model.variables]
     known = [*paths, *(outputs or ())]
     keys = list(layout_keys(mesh.distribution))
@@ -135,10 +129,6 @@ def automatic_layout(model: keras.Model, mesh: Mesh) -> Mesh:
     last divisible dimension, and gathered in each step; so are attention weights whose heads aren't divisible.
 
     Shoeybi et al., [Megatron-LM](https://arxiv.org/abs/1909.08053) (2019).
-
-    Args:
-        model: A built model.
-        mesh: A mesh without a distribution.
     """
     devices = mesh.device_mesh()
     layout = keras.distribution.LayoutMap(devices)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import keras
 
 from keras_paragrad.arguments import quote, refusal
-from keras_paragrad.distribution.decisions.strategy import splitting_cpu
+from keras_paragrad.distribution.decisions import splitting_cpu
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices, kind_of_device
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.plain_text import counted

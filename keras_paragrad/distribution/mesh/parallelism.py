@@ -16,9 +16,8 @@ from keras_paragrad.compat.types import Batch, FitData
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.compat.workers import MeshWorkersStrategy, barrier, set_worker_strategy
 from keras_paragrad.distribution.data import DistributedData, undivided_dataset
-from keras_paragrad.distribution.decisions.communication import no_communication
-from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
-from keras_paragrad.distribution.decisions.strategy import devices_in_words, hardware_in_words
+from keras_paragrad.distribution.decision import Decision
+from keras_paragrad.distribution.decisions import no_communication
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.mesh.checks import check_batch, check_mesh_model, check_mesh_options, check_steps
 from keras_paragrad.distribution.mesh.layouts import (
@@ -58,15 +57,7 @@ class Divided(NamedTuple):
 
 
 class LayoutTable(Printable):
-    """A table of how variables are divided, for `print` or a rich console.
-
-    Args:
-        model: The model's name.
-        mesh: The mesh.
-        variables: The model's variables.
-        slots: The bytes of the optimizer's variables that each device holds.
-        total: The bytes of all variables on one device.
-    """
+    """A table of how variables are divided, for `print` or a rich console."""
 
     def __init__(self, model: str, mesh: Mesh, variables: Iterable[Divided], slots: dict[str, int], total: int):
         self.model, self.mesh, self.variables = model, mesh, tuple(variables)
@@ -114,18 +105,7 @@ _TOLERANCES = {"float64": 1e-2, "float32": 1e-2}
 
 
 class MeshPreparation(Preparation):
-    """A model whose `fit`, `evaluate` and `predict` run on a mesh, with the results of one device.
-
-    Args:
-        model: A compiled and built model.
-        mesh: The mesh. Without a distribution, the layout follows from the model's structure.
-        jit: Whether XLA compiles the step; `None` follows the model's `compile`.
-        workers: The strategy for collectives of the mesh's workers, or `None` if there is one.
-
-    Raises:
-        ValueError: A layout doesn't fit, or the model can't be trained on a mesh. The message says what to write.
-        RuntimeError: TensorFlow computes wrong results on such a mesh.
-    """
+    """A model whose `fit`, `evaluate` and `predict` run on a mesh, with the results of one device."""
 
     def start(self) -> None:
         """Checks the model, chooses its layout, and prepares to put it on the mesh."""
@@ -236,7 +216,7 @@ class MeshParallel(Parallelism):
         check_mesh_options(options)
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
-        """This parallelism's own decisions; the functions in `decisions/` make the others."""
+        """This parallelism's own decisions; the functions in `decisions.py` make the others."""
         # With `mesh=` the layout is ours, otherwise the `keras.distribution` has one.
         mesh, automatic = planned_mesh(options, hardware), options.mesh is not None
         layout = "by a layout that follows from its structure" if automatic else "by its distribution"
@@ -244,14 +224,14 @@ class MeshParallel(Parallelism):
         override = "devices=None" if automatic else "keras.distribution.DeviceMesh(..., devices=...)"
         count = counted(len(mesh.devices), "device")
         decisions = [
-            Decision("strategy", "mesh", reason, hardware_in_words(hardware), 'strategy="auto"'),
-            Decision("devices", mesh.devices, f"a mesh of {mesh.in_words}", devices_in_words(hardware), override),
-            Decision("replicas", 1, "the mesh is one model", count, 'strategy="mirrored"'),
+            Decision(name="strategy", value="mesh", reason=reason, override='strategy="auto"'),
+            Decision(name="devices", value=mesh.devices, reason=f"a mesh of {mesh.in_words}", override=override),
+            Decision(name="replicas", value=1, reason="the mesh is one model", override='strategy="mirrored"'),
             no_communication(hardware, options, self.kind("mesh"), mesh.devices, "DTensor inserts its own collectives"),
         ]
         if mesh.workers > 1:
             reason = "each worker reads every batch, and each of its devices takes a part"
-            decisions.append(Decision("shard_policy", "data", reason, f"{mesh.workers} workers", NO_CHOICE))
+            decisions.append(Decision(name="shard_policy", value="data", reason=reason))
         return Decisions(decisions, counted=count, launched=mesh.workers > 1)
 
     def strategy(self, plan: Plan, hardware: Hardware, options: Options) -> Strategies:

@@ -8,14 +8,8 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.model import compile_arguments
-from keras_paragrad.distribution.decisions.computation import ACROSS
-from keras_paragrad.distribution.decisions.decision import Decision, list_of
-from keras_paragrad.distribution.decisions.strategy import (
-    devices_in_words,
-    hardware_in_words,
-    requested_devices,
-    splitting_cpu,
-)
+from keras_paragrad.distribution.decision import Decision
+from keras_paragrad.distribution.decisions import devices_argument, requested_devices, splitting_cpu
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices
 from keras_paragrad.distribution.options import Decisions, Options
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation
@@ -25,11 +19,7 @@ from keras_paragrad.plain_text import counted
 
 
 class PipelineParallel(Parallelism):
-    """One replica, whose stages are on several devices.
-
-    Args:
-        pipeline: How the model is cut.
-    """
+    """One replica, whose stages are on several devices."""
 
     precedence = 10
     # Of `compat.names.NAMES`.
@@ -52,7 +42,7 @@ class PipelineParallel(Parallelism):
         return _canonical_stages(devices)
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
-        """This parallelism's own decisions; the functions in `decisions/` make the others."""
+        """This parallelism's own decisions; the functions in `decisions.py` make the others."""
         if hardware.worker_count > 1:
             raise ValueError(
                 "A pipeline works within one process, and this one is of a cluster of "
@@ -60,13 +50,13 @@ class PipelineParallel(Parallelism):
                 'shard="parameters".'
             )
         reason = f"requested: {self.pipeline.count} stages, {counted(self.pipeline.microbatches, 'micro-batch')}"
-        strategy = Decision("strategy", "pipeline", reason, hardware_in_words(hardware), 'strategy="auto"')
+        strategy = Decision(name="strategy", value="pipeline", reason=reason, override='strategy="auto"')
         stages = f"{self.pipeline.count} stages"
         widths = {len(stage) for stage in options.devices or () if isinstance(stage, tuple)}
         if widths:
             numbers = " to ".join(map(str, sorted({min(widths), max(widths)})))
             stages += f" on {numbers} devices each"
-        replicas = Decision("replicas", 1, "the stages are one model", stages, 'strategy="mirrored"')
+        replicas = Decision(name="replicas", value=1, reason="the stages are one model", override='strategy="mirrored"')
         return Decisions(
             [strategy, self._decide_devices(hardware, options), replicas, _decide_jit(options)], counted=stages
         )
@@ -76,8 +66,8 @@ class PipelineParallel(Parallelism):
         if options.devices is not None:
             return requested_devices(tuple(name for stage in _stages(options.devices) for name in stage), hardware)
         names = _available_devices(self.pipeline, hardware)
-        override = f"devices={list_of(names[::-1])}"
-        return Decision("devices", names, "one for each stage", devices_in_words(hardware), override)
+        override = devices_argument(names[::-1])
+        return Decision(name="devices", value=names, reason="one for each stage", override=override)
 
     def placement(self) -> contextlib.AbstractContextManager[object]:
         # The model may be larger than any of the devices.
@@ -105,10 +95,10 @@ def _stages(devices: Sequence[str | tuple[str, ...]]) -> tuple[tuple[str, ...], 
 def _decide_jit(options: Options) -> Decision:
     """Decides whether XLA compiles each stage."""
     if options.jit == "auto":
-        reason = "not every layer can be compiled separately from others; jit_compile=True in compile() holds"
-        return Decision("jit", "none", reason, "recurrent layers and added losses can't", "jit=True")
+        reason = "recurrent layers and added losses can't be compiled by stages; jit_compile=True in compile() holds"
+        return Decision(name="jit", value="none", reason=reason, override="jit=True")
     value, other = ("per_stage", False) if options.jit else ("none", True)
-    return Decision("jit", value, "requested", ACROSS, f"jit={other}")
+    return Decision(name="jit", value=value, reason="requested", override=f"jit={other}")
 
 
 def _canonical_stages(devices: Any) -> Any:

@@ -69,12 +69,7 @@ class Stage(NamedTuple):
 
 
 class StageTable(Printable):
-    """The stages of a pipeline as a table, for `print` or a rich console.
-
-    Args:
-        model: The model's name.
-        stages: Its stages, in order.
-    """
+    """The stages of a pipeline as a table, for `print` or a rich console."""
 
     def __init__(self, model: str, stages: Iterable[Stage]):
         self.model = model
@@ -94,20 +89,7 @@ class StageTable(Printable):
 
 
 class PipelinePreparation(Preparation):
-    """A model whose `fit`, `evaluate` and `predict` run its stages on their devices.
-
-    Args:
-        model: A compiled and built model.
-        pipeline: How it is cut.
-        devices: The devices of each stage; the first holds its variables.
-        weighting: The weight of a micro-batch, as in `DistributedFit`.
-        jit: Whether XLA compiles each stage.
-        prove: As in `DistributedFit`.
-
-    Raises:
-        ValueError: The model can't be cut like this, or the weights of micro-batches are unknown. The message says what
-            to write.
-    """
+    """A model whose `fit`, `evaluate` and `predict` run its stages on their devices."""
 
     def start(self) -> None:
         """Cuts the model into stages, which run on their devices, and batches into micro-batches."""

@@ -13,7 +13,7 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.optimizer import find_accumulator, innermost_optimizer
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.compat.workers import gather, replica_placement
-from keras_paragrad.distribution.decisions.decision import Decision
+from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.distribution.fitted_memory import FittedMemory
 from keras_paragrad.distribution.parallelism import PlannedRun
 from keras_paragrad.engine.losses.refusals import layers_of_batch_statistics
@@ -36,18 +36,7 @@ _STEPS = 2
 def fit_memory(
     model: keras.Model, run: PlannedRun, batch_size: int, batch_spec: Specs, log: Callable[[str], None]
 ) -> FittedMemory:
-    """Plans how to train a model in the memory of its devices, and applies the plan; called on every worker.
-
-    Args:
-        model: The model, compiled and built.
-        run: The plan and the strategies; models are built in shards under `run.strategies.models`.
-        batch_size: Examples in a batch.
-        batch_spec: The `tf.TypeSpec` of batches, or `None` to derive it from the model.
-        log: Called with one line per trial.
-
-    Raises:
-        ValueError: The model isn't built, its step can't be traced, or it doesn't fit. The message says what to write.
-    """
+    """Plans how to train a model in the memory of its devices, and applies the plan; called on every worker."""
     if not model.built:
         raise ValueError(
             f"fit_memory=True estimates the memory of a step, and {model.name!r} has no weights yet. Build it within "
@@ -219,4 +208,4 @@ def _decision(run: PlannedRun, candidate: Candidate, shards: Sequence[str | None
     shard = candidate.choice.shard
     override = " or ".join(f"shard={other!r}" for other in shards if other not in (shard, None))
     reason = "the fastest way to train that fits, in the table below"
-    return Decision("shard", shard or "none", reason, "fit_memory=True", override or "fit_memory=False")
+    return Decision(name="shard", value=shard or "none", reason=reason, override=override or "fit_memory=False")

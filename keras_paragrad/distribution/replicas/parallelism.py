@@ -22,7 +22,7 @@ from keras_paragrad.compat.types import FitData, Specs
 from keras_paragrad.compat.workers import NamedDevicesStrategy, barrier, parts_per_replica, replica_placement
 from keras_paragrad.distribution.consistency.fitting import compared_fit, shard_again
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
-from keras_paragrad.distribution.decisions.strategy import decide_strategy
+from keras_paragrad.distribution.decisions import decide_strategy
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Decisions, Options, refuse_devices
 from keras_paragrad.distribution.parallelism import FittedMemory, Parallelism, PlannedRun, Preparation, Strategies
@@ -73,19 +73,6 @@ class ReplicaPreparation(Preparation):
     Each replica batch is weighted by its loss normalizer, so uneven and weighted ones are exact; gradients are
     all-reduced before they are clipped; if any replica overflows under a `LossScaleOptimizer`, all skip the update;
     metrics cover all examples; with `jit_compile=True` XLA compiles each replica's forward and backward pass.
-
-    Args:
-        model: A compiled model, built with or without a strategy's scope.
-        exact: Whether gradients are weighted and all-reduced before they are clipped.
-        weighting: What the loss of a replica batch is divided by. See `AccumulatingOptimizer`.
-        jit: Whether to compile with XLA; `None` follows the model's `compile`.
-        shard_policy: How several workers share data that isn't a `DistributedData`.
-        prove: Whether the first batch proves that its parts give the gradient of the whole.
-        deterministic: The number of fixed parts of a batch, whose sums are added in a fixed order; 0 for none.
-
-    Raises:
-        ValueError: There are several replicas, and the weight of a replica batch is unknown. The message says what to
-            write. On one replica, this is logged.
     """
 
     changes_in_place = True
@@ -298,7 +285,7 @@ class DataParallel(Parallelism):
             )
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
-        """This parallelism's own decision; the functions in `decisions/` make the others."""
+        """This parallelism's own decision; the functions in `decisions.py` make the others."""
         strategy = decide_strategy(hardware, options)
         return Decisions([strategy], launched=self.kind(strategy.value).on_workers)
 

@@ -12,21 +12,14 @@ import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer
 from keras_paragrad.distribution.cluster import Cluster
-from keras_paragrad.distribution.decisions.communication import no_communication
-from keras_paragrad.distribution.decisions.decision import NO_CHOICE, Decision
-from keras_paragrad.distribution.decisions.strategy import (
-    LAUNCH,
-    devices_in_words,
-    hardware_in_words,
-    requested_devices,
-)
+from keras_paragrad.distribution.decision import Decision
+from keras_paragrad.distribution.decisions import LAUNCH, no_communication, requested_devices
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.launch.tasks import HOST, free_ports
 from keras_paragrad.distribution.options import STRATEGY_KINDS, Decisions, Options, refuse_devices
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.servers.preparation import ServerPreparation
-from keras_paragrad.plain_text import counted
 
 _NAME = "parameter_server"
 
@@ -51,7 +44,7 @@ class ParameterServers(Parallelism):
             refuse_devices(options)
 
     def decide(self, hardware: Hardware, options: Options) -> Decisions:
-        """This parallelism's own decisions; the functions in `decisions/` make the others."""
+        """This parallelism's own decisions; the functions in `decisions.py` make the others."""
         decisions = [] if options.given is not None else _decide_strategy(hardware, options)
         if options.jit is True:
             raise ValueError(
@@ -65,9 +58,9 @@ class ParameterServers(Parallelism):
             )
         reads = "the chief reads the data, and sends each batch to a free worker"
         decisions += [
-            _decision("jit", "none", "variables are in other processes", "XLA needs them on its device"),
-            Decision("shard_policy", "data", reads, "no worker waits for another", NO_CHOICE),
-            _decision("exact", False, "requested", "parameter servers are asynchronous"),
+            _decision("jit", "none", "XLA needs variables on its device, and they are in other processes"),
+            Decision(name="shard_policy", value="data", reason=reads),
+            _decision("exact", False, "requested: parameter servers are asynchronous"),
         ]
         return Decisions(decisions, launched=True)
 
@@ -76,7 +69,8 @@ class ParameterServers(Parallelism):
         strategy, cluster = options.given, hardware.cluster
         if strategy is None:
             assert cluster is not None
-            serve_if_asked(cluster)
+            if cluster.job in ("worker", "ps"):
+                serve(cluster)
             strategy = make_parameter_server_strategy(cluster)
         # The chief reads all data and does not shard it.
         default = tf.distribute.get_strategy()
@@ -89,7 +83,7 @@ class ParameterServers(Parallelism):
         )
 
     def prepare(self, model: keras.Model, run: PlannedRun) -> Preparation:
-        return ServerPreparation.of(model, None, None)
+        return ServerPreparation.of(model)
 
     def estimate(self, model: keras.Model, run: PlannedRun, batch_size: int, length: int | None) -> NoReturn:
         raise ValueError(
@@ -98,9 +92,9 @@ class ParameterServers(Parallelism):
         )
 
 
-def _decision(name: str, value: object, reason: str, evidence: str) -> Decision:
+def _decision(name: str, value: object, reason: str) -> Decision:
     """A decision that only another strategy overrides."""
-    return Decision(name, value, reason, evidence, 'strategy="none"')
+    return Decision(name=name, value=value, reason=reason, override='strategy="none"')
 
 
 def _decide_strategy(hardware: Hardware, options: Options) -> list[Decision]:
@@ -116,14 +110,14 @@ def _decide_strategy(hardware: Hardware, options: Options) -> list[Decision]:
     reason = "requested" if named else "the cluster has parameter servers"
     override = 'strategy="auto"' if named else 'strategy="none", to ignore the cluster'
     if options.devices is None:
-        devices = _decision("devices", (), "each worker computes independently", devices_in_words(hardware))
+        devices = _decision("devices", (), "each worker computes independently")
     else:
         devices = requested_devices(tuple(options.devices), hardware)
     push = "workers push gradients to the parameter servers"
     return [
-        Decision("strategy", _NAME, reason, hardware_in_words(hardware), override),
+        Decision(name="strategy", value=_NAME, reason=reason, override=override),
         devices,
-        _decision("replicas", 1, "workers take steps independently", counted(hardware.worker_count - 1, "worker")),
+        _decision("replicas", 1, "workers take steps independently"),
         no_communication(hardware, options, STRATEGY_KINDS[_NAME], devices.value, push),
     ]
 
@@ -219,16 +213,6 @@ def serve(cluster: Cluster) -> NoReturn:
     # Not server.join(), during which Python never handles signals.
     terminated.wait()
     sys.exit(0)
-
-
-def serve_if_asked(cluster: Cluster | None) -> None:
-    """Serves, and never returns, if this process is a worker or server of a cluster with parameter servers.
-
-    Args:
-        cluster: The cluster that this process is in, or `None`.
-    """
-    if cluster is not None and cluster.jobs.get("ps") and cluster.job in ("worker", "ps"):
-        serve(cluster)
 
 
 def _start_server(cluster: Cluster) -> tf.distribute.Server:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from keras_paragrad.distribution.decisions.computation import faster_policy, gains_from_xla
+from keras_paragrad.distribution.decisions import faster_policy, gains_from_xla
 from keras_paragrad.distribution.hardware import kind_of_device
 from keras_paragrad.profiling.analysis.events import NANOSECONDS, PYTHON_KINDS, Coverage, Trace
 from keras_paragrad.profiling.analysis.operations import LayerNames, Operation, input_stages, slowest_input_stage

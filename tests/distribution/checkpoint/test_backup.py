@@ -22,6 +22,7 @@ from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.content import Content, UnstorableError
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
 from keras_paragrad.distribution.checkpoint.interruptions import TrainingInterrupted
+from keras_paragrad.distribution.checkpoint.resuming import common_backup
 from keras_paragrad.distribution.replicas.parallelism import ReplicaPreparation
 
 
@@ -57,6 +58,17 @@ def fit(model, callbacks, epochs=EPOCHS, **options):
             if isinstance(backup, Backup):
                 backup.leave()
         raise
+
+
+def newest(directory):
+    return common_backup(tf.distribute.get_strategy(), BackupFiles(directory))[0]
+
+
+def named(directory):
+    """The names of all manifests; each has an archive."""
+    manifests = sorted(path.name for path in directory.glob("*.backup"))
+    assert len([*directory.iterdir()]) == 2 * len(manifests)
+    return manifests
 
 
 def falling(epoch, rate):
@@ -220,7 +232,7 @@ def test_sigterm_leaves_with_status_143_and_a_backup(tmp_path, caplog):
     assert called == [signal.SIGTERM]
     assert (ended.value.code, ended.value.position, ended.value.saved) == (143, Position(1, 5), True)
     assert "training stops in epoch 2, after 5 batches" in caplog.text
-    assert BackupFiles(tmp_path).newest()[0].position == Position(1, 5)
+    assert newest(tmp_path).position == Position(1, 5)
 
 
 def test_sigterm_with_the_last_batch_of_an_epoch_waits_for_its_end(tmp_path):
@@ -281,16 +293,16 @@ def test_training_goes_on_with_a_full_disk(tmp_path, caplog):
     assert len(said) == 1
     assert "No backup could be written at epoch 3: [Errno 27] File too large" in said[0]
     assert "the last one is epoch-000001-batch-0000000000.backup. Free some space in" in said[0]
-    assert [path.name for path in tmp_path.iterdir()] == ["epoch-000001-batch-0000000000.backup"]
+    assert named(tmp_path) == ["epoch-000001-batch-0000000000.backup"]
 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("background", [True, False])
 def test_sigterm_with_a_full_disk_says_so(background, tmp_path, monkeypatch, caplog):
-    def full(self, position, content, shards=""):
+    def full(self, position, key, archives):
         raise OSError("no space")
 
-    monkeypatch.setattr(BackupFiles, "write", full)
+    monkeypatch.setattr(BackupFiles, "commit", full)
     stop = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda batch, logs: batch == 2 and os.kill(os.getpid(), signal.SIGTERM)
     )
@@ -298,6 +310,7 @@ def test_sigterm_with_a_full_disk_says_so(background, tmp_path, monkeypatch, cap
         fit(plain(), [stop, Backup(tmp_path, background=background)])
     assert not stopped.value.saved
     assert "no backup could be written. Run the same command" in caplog.text
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.few(1)
@@ -305,7 +318,7 @@ def test_sigterm_with_a_full_disk_says_so(background, tmp_path, monkeypatch, cap
 def test_a_failure_keeps_no_copy_of_the_state(error, tmp_path, monkeypatch):
     copies = []
 
-    def fail(self, shards=()):
+    def fail(self):
         raise error("not now")
 
     def remember(self, *words):
@@ -316,7 +329,7 @@ def test_a_failure_keeps_no_copy_of_the_state(error, tmp_path, monkeypatch):
         return content
 
     contents = Backup._content
-    monkeypatch.setattr(Content, "to_bytes", fail)
+    monkeypatch.setattr(Content, "arrays", fail)
     monkeypatch.setattr(Backup, "_content", remember)
     gc.disable()
     try:
@@ -346,11 +359,11 @@ def test_training_goes_on_while_a_backup_is_written(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         fit(model, [Backup(tmp_path, every=5), watch])
     # The weights after the fifth step, which four more have changed since.
-    stored, _ = BackupFiles(tmp_path).newest()
+    stored = newest(tmp_path)
     assert stored.position == Position(0, 5)
-    content = Content.from_bytes(stored.content)
-    named = zip(content.names["model"], content.values["model"], strict=True)
-    weights = [value for name, value in named if "seed" not in name]
+    content = stored.content
+    pairs = zip(content.names["model"], content.values["model"], strict=True)
+    weights = [value for name, value in pairs if "seed" not in name]
     for one, expected, later in zip(weights, after[5], after[9], strict=True):
         np.testing.assert_array_equal(one, expected)
         assert not np.array_equal(one, later)
@@ -367,10 +380,10 @@ def test_it_waits_for_the_one_before_and_says_so_once(tmp_path, monkeypatch, cap
 
 
 def test_a_defect_of_the_writer_ends_training(tmp_path, monkeypatch):
-    def broken(self, position, content, shards=""):
+    def broken(self, position, key, archives):
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(BackupFiles, "write", broken)
+    monkeypatch.setattr(BackupFiles, "commit", broken)
     with pytest.raises(RuntimeError, match="a defect"):
         fit(plain(), [Backup(tmp_path)])
 
@@ -381,7 +394,7 @@ def test_only_damaged_backups_stop_it(tmp_path):
         os.truncate(path, 50)
     with pytest.raises(DamagedBackupError, match="None of the backups in .* is intact, and nothing has been changed"):
         fit(plain(), [Backup(tmp_path)])
-    assert [path.stat().st_size for path in tmp_path.iterdir()] == [50, 50]
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [50] * 4
 
 
 def test_a_backup_of_another_model_is_refused(tmp_path):
@@ -519,7 +532,7 @@ def test_a_state_that_can_no_longer_be_stored_does_not_end_training(tmp_path, ca
     np.testing.assert_array_equal(model.get_weights()[0], straight.get_weights()[0])
     assert "the callback History 0['history']['figure'][0] is <object object" in caplog.text
     assert "Training continues, and retries; until then the last one is epoch-000001" in caplog.text
-    assert [path.name for path in tmp_path.iterdir()] == ["epoch-000001-batch-0000000000.backup"]
+    assert named(tmp_path) == ["epoch-000001-batch-0000000000.backup"]
 
 
 def test_a_callback_of_ones_own(tmp_path):

@@ -1,98 +1,117 @@
-"""Backups are found whole, or found damaged."""
+"""Backups are found whole, or found damaged; and no other file is touched."""
 
 import os
 import tempfile
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
+import tensorflow as tf
 from hypothesis import given
 from runner.covering import examples
 from trainings.backed_up import NOT_OURS, limited_files
 
-from keras_paragrad.distribution.checkpoint import file_format
-from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
+from keras_paragrad.distribution.checkpoint import files as files_module
+from keras_paragrad.distribution.checkpoint.content import Content
+from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position, archive_name
+from keras_paragrad.distribution.checkpoint.resuming import common_backup
 
 pytestmark = pytest.mark.fast
 
 OLDER, NEWER = Position(0, 3), Position(1, 0)
+_keys = iter(range(1, 10**9))
 
 
-def written(folder, content=b"the weights\nof a model", keep=2):
+def write(files, position, number=1.0, size=3):
+    """A backup of an array."""
+    key = f"{next(_keys):016x}"
+    content = Content({"model": [np.full(size, number)]}, {"model": ["kernel"]}, {})
+    archive = files.write_archive(archive_name(position, key), content.arrays())
+    return files.commit(position, key, [archive])
+
+
+def written(folder, keep=2):
     files = BackupFiles(folder, keep)
-    return files, files.write(OLDER, b"older" + content), files.write(NEWER, content)
+    return files, write(files, OLDER, 1.0), write(files, NEWER, 2.0)
 
 
-@given(st.binary(max_size=200), st.integers(0, 10**6), st.integers(0, 10**9))
-def test_what_was_written_is_read(content, epoch, batch):
-    with tempfile.TemporaryDirectory() as folder:
-        files = BackupFiles(folder)
-        stored = files.read(files.write(Position(epoch, batch), content))
-    assert (stored.content, stored.position) == (content, (epoch, batch))
+def archive_of(files, path):
+    (archive,) = files.read(path).archives
+    return files.directory / archive.name
 
 
-@pytest.mark.not_fast
+def found(files):
+    """The position of the newest backup and its number; and the damage to newer ones."""
+    stored, damage = common_backup(tf.distribute.get_strategy(), files)
+    return stored.position, float(stored.content.values["model"][0][0]), damage
+
+
 @examples(100, of=300)
-@given(st.binary(max_size=60), st.data())
-def test_any_flipped_bit_is_found(content, data):
+@given(st.data())
+def test_any_flipped_bit_is_found(data):
     with tempfile.TemporaryDirectory() as folder:
-        files, older, newer = written(folder, content)
-        damaged = bytearray(newer.read_bytes())
+        files, _, newer = written(folder)
+        path = data.draw(st.sampled_from([newer, archive_of(files, newer)]), "file")
+        damaged = bytearray(path.read_bytes())
         damaged[data.draw(st.integers(0, len(damaged) - 1))] ^= 1 << data.draw(st.integers(0, 7))
-        newer.write_bytes(damaged)
-        check_fallback(files, older, newer)
+        path.write_bytes(damaged)
+        check_fallback(files, newer)
 
 
 @examples(40, of=100)
-@given(st.binary(max_size=60), st.data())
-def test_any_truncation_is_found(content, data):
+@given(st.data())
+def test_any_truncation_is_found(data):
     with tempfile.TemporaryDirectory() as folder:
-        files, older, newer = written(folder, content)
-        os.truncate(newer, data.draw(st.integers(0, newer.stat().st_size - 1)))
-        check_fallback(files, older, newer)
+        files, _, newer = written(folder)
+        path = data.draw(st.sampled_from([newer, archive_of(files, newer)]), "file")
+        os.truncate(path, data.draw(st.integers(0, path.stat().st_size - 1)))
+        check_fallback(files, newer)
 
 
-def check_fallback(files, older, newer):
-    with pytest.raises(DamagedBackupError):
-        files.read(newer)
-    stored, damage = files.newest()
-    assert stored is not None
-    assert stored.path == older
+def check_fallback(files, newer):
+    position, number, damage = found(files)
+    assert (position, number) == (OLDER, 1.0)
     assert len(damage) == 1
     assert damage[0].startswith(str(newer))
 
 
 def test_something_added_or_moved_is_found(tmp_path):
     files, older, newer = written(tmp_path)
-    newer.write_bytes(newer.read_bytes() + b"x")
+    newer.write_bytes(newer.read_bytes() + b" ")
     moved = older.rename(older.with_name("epoch-000007-batch-0000000000.backup"))
-    stored, damage = files.newest()
-    assert stored is None
-    assert [line.split(":")[0] for line in damage] == [str(moved), str(newer)]
-    assert "23 bytes of 22" in damage[1]
+    with pytest.raises(DamagedBackupError, match="None of the backups in .* is intact") as damaged:
+        found(files)
+    assert f"{moved}: it is the manifest of epoch 1, after 3 batches, under another name" in str(damaged.value)
+    assert f"{newer}: its checksum differs" in str(damaged.value)
 
 
-def test_the_newest_are_kept(tmp_path):
+def test_the_newest_are_kept_with_their_archives(tmp_path):
     files = BackupFiles(tmp_path, keep=3)
-    paths = [files.write(Position(0, batch), b"") for batch in range(5)]
+    paths = [write(files, Position(0, batch)) for batch in range(5)]
     assert files.paths() == paths[:1:-1]
+    assert {*tmp_path.iterdir()} == {*paths[2:], *(archive_of(files, path) for path in paths[2:])}
+    # Written again at a position, a backup takes the place of the one before.
+    write(files, Position(0, 4), 7.0)
+    assert found(files) == (Position(0, 4), 7.0, [])
+    assert len([*tmp_path.iterdir()]) == 6
 
 
 def test_damaged_ones_do_not_take_the_place_of_new_ones(tmp_path):
-    files, older, newer = written(tmp_path, keep=1)
-    older = files.write(OLDER, b"")
-    assert not older.exists()
-    files, older, newer = written(tmp_path)
-    os.truncate(newer, newer.stat().st_size - 1)
+    files, _, newer = written(tmp_path)
+    archive = archive_of(files, newer)
+    os.truncate(archive, 100)
     files.set_aside(OLDER)
     files.keep = 1
-    next_one = files.write(Position(0, 4), b"")
+    next_one = write(files, Position(0, 4))
     assert files.paths() == [next_one]
-    aside = newer.with_name(f"{newer.name}.damaged")
-    assert aside.exists()
+    # It may be mended: its archive stays, too.
+    (aside,) = tmp_path.glob("*.damaged")
+    assert archive.exists()
     # The second does not take the place of the first.
-    os.truncate(files.write(NEWER, b"again"), 126)
-    files.set_aside(OLDER)
-    assert sorted(tmp_path.iterdir()) == [aside, aside.with_name(f"{aside.name}-2")]
+    os.truncate(archive_of(files, write(files, NEWER)), 100)
+    files.set_aside(Position(0, 4))
+    assert len([*tmp_path.glob("*.damaged")]) == 2
+    assert aside.exists()
     files.remove_all()
     assert not [*tmp_path.iterdir()]
 
@@ -101,7 +120,7 @@ def test_damaged_ones_do_not_take_the_place_of_new_ones(tmp_path):
 def test_a_directory_that_was_there_stays(tmp_path, found):
     directory = tmp_path if found else tmp_path / "new" / "backups"
     files = BackupFiles(directory)
-    files.write(OLDER, b"")
+    write(files, OLDER)
     files.remove_all()
     assert directory.exists() == found
     assert (directory if found else directory.parent).exists()
@@ -109,61 +128,67 @@ def test_a_directory_that_was_there_stays(tmp_path, found):
 
 @pytest.mark.parametrize("content", [b"", b"mine\n", b'{"position": [9, 0]}\nmine', b"[" * 900 + b"\n", b"9" * 5000])
 def test_what_is_not_ours_stays_as_it_is(content, tmp_path):
-    for name in NOT_OURS:
+    names = [*NOT_OURS, archive_name(OLDER, "0" * 15), f"{archive_name(OLDER, '0' * 16)}.old"]
+    for name in names:
         (tmp_path / name).write_bytes(content)
     (tmp_path / "epoch-000008-batch-0000000000.backup").mkdir()
-    elsewhere = BackupFiles(tmp_path / "other").write(Position(7, 0), b"linked")
+    (tmp_path / archive_name(OLDER, "0" * 16)).mkdir()
+    elsewhere = write(BackupFiles(tmp_path / "other"), Position(7, 0))
     linked = tmp_path / elsewhere.name
     linked.symlink_to(elsewhere)
+    (tmp_path / archive_name(OLDER, "1" * 16)).symlink_to(elsewhere)
     before = sorted(tmp_path.iterdir())
     files, _, newer = written(tmp_path, keep=1)
-    os.truncate(newer, newer.stat().st_size - 1)
+    os.truncate(archive_of(files, newer), 100)
     files.set_aside(Position(0, 2))
     written(tmp_path, keep=1)
-    files.write(Position(2, 0), b"")
+    write(files, Position(2, 0))
     with pytest.raises(FileExistsError, match="already exists, and is not a backup. Move it away"):
-        files.write(Position(9, 0), b"")
+        write(files, Position(9, 0))
     files.remove_all()
     assert sorted(tmp_path.iterdir()) == before
-    assert {(tmp_path / name).read_bytes() for name in NOT_OURS} == {content}
+    assert {(tmp_path / name).read_bytes() for name in names} == {content}
     assert linked.is_symlink()
     assert elsewhere.exists()
 
 
-def test_a_backup_under_another_name_is_not_ours_any_more(tmp_path):
-    files, older, newer = written(tmp_path)
-    kept = [
-        path.rename(tmp_path / name)
-        for path, name in ((older, "mine.backup"), (newer, "epoch-000003-batch-0000000000.backup"))
-    ]
-    files.remove_all()
-    assert sorted(tmp_path.iterdir()) == sorted(kept)
-
-
 def test_a_backup_of_another_format_is_not_called_damaged(tmp_path, monkeypatch):
-    files, older, newer = written(tmp_path)
-    monkeypatch.setattr(file_format, "FORMAT", 99)
-    other = files.write(Position(3, 0), b"of the future")
+    files, _, newer = written(tmp_path)
+    monkeypatch.setattr(files_module, "FORMAT", 99)
+    other = write(files, Position(3, 0))
+    monkeypatch.undo()
     with pytest.raises(DamagedBackupError, match="another version of keras_paragrad wrote it, in format 99"):
         files.read(other)
-    assert files.newest()[0].path == newer
+    assert found(files)[0] == NEWER
 
 
-def test_what_a_killed_writer_left_is_no_backup(tmp_path):
-    files, _, newer = written(tmp_path)
-    partial = newer.with_name("epoch-000009-batch-0000000000.backup.partial")
-    partial.write_bytes(file_format.make_manifest(Position(9, 0), b"the whole") + b"half")
-    assert partial not in files.paths()
-    files.write(Position(2, 0), b"")
-    assert not partial.exists()
+def test_archives_of_a_manifest_that_cannot_be_read_stay(tmp_path):
+    files, older, newer = written(tmp_path)
+    archive = archive_of(files, newer)
+    newer.write_bytes(newer.read_bytes()[:40])
+    (tmp_path / archive_name(NEWER, "a" * 16)).write_bytes(b"")
+    assert {*files.kept()} == {files.read(older).key, NEWER.stem}
+    files.remove_archives(files.kept())
+    assert archive.exists()
 
 
 def test_a_full_disk_leaves_the_backups_as_they_were(tmp_path):
     files, older, newer = written(tmp_path)
+    before = sorted(tmp_path.iterdir())
     with limited_files(2000), pytest.raises(OSError, match="File too large"):
-        files.write(Position(2, 0), bytes(5000))
-    assert sorted(tmp_path.iterdir()) == [older, newer]
-    assert files.newest()[0].path == newer
+        write(files, Position(2, 0), size=5000)
+    assert sorted(tmp_path.iterdir()) == before
+    assert found(files)[0] == NEWER
+
+
+def test_two_trainings_in_one_directory_leave_no_backup_without_its_archive(tmp_path):
+    files, _, newer = written(tmp_path)
+    key = "b" * 16
+    archive = files.write_archive(archive_name(Position(2, 0), key), [("kernel", np.ones(3))])
+    write(BackupFiles(tmp_path), Position(1, 1))
+    with pytest.raises(FileNotFoundError, match="another training backs up to"):
+        files.commit(Position(2, 0), key, [archive])
+    assert found(files)[0] == (1, 1)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from runner import own_process
 from trainings import backed_up_shards
-from trainings.backed_up import NOT_OURS
 from trainings.backed_up_shards import STEPS
 
-from keras_paragrad.distribution.checkpoint.file_format import Position, remove_shards, shard_file_name, write_shards
+from keras_paragrad.distribution.checkpoint.files import BackupFiles
 
 SECONDS = 120
 # Rounding of 20 updates by replicas that reduce in another order, to weights of about 1.
@@ -45,8 +44,9 @@ def test_from_replicas_to_fewer_to_one_to_workers_and_back(tmp_path, most):
     fewer = [(2, "parameters", 9)] if most == 4 else []
     gone_on(tmp_path, most, (most, "parameters", 5), *fewer, (1, None, 12))
     gone_on(tmp_path, 1, (1, "parameters", 15), workers=2)
-    files = {path.name.split(".backup")[1].split("-of-")[0] for path in tmp_path.iterdir()}
-    assert files == {"", ".shards-00000", ".shards-00001"}
+    files = BackupFiles(tmp_path)
+    ends = [archive.name[-len("-00000-of-00002.npz") :] for archive in files.read(files.paths()[0]).archives]
+    assert ends[1:] == ["-00000-of-00002.npz", "-00001-of-00002.npz"]
     ended = gone_on(tmp_path, 2, (2, "optimizer", STEPS + 1))[0]
     # The optimizer's variables: the window's gradients are those of all replicas.
     check_equal(ended, undisturbed())
@@ -57,10 +57,13 @@ def test_from_replicas_to_fewer_to_one_to_workers_and_back(tmp_path, most):
 def test_workers_with_disks_of_their_own(tmp_path):
     # Workers that are started again are in test_gang.py: here they go on in the same processes.
     gone_on(tmp_path / "{worker}", 1, (1, "parameters", 5), (1, "parameters", 9), workers=2)
-    chief, other = (sorted(path.name for path in (tmp_path / worker).iterdir()) for worker in "01")
-    assert ["shards-00000" in name for name in chief] == [False, True] * 2
-    assert len(other) == 2
-    assert all("shards-00001" in name for name in other)
+    files = BackupFiles(tmp_path / "0")
+    assert len(files.paths()) == 2
+    for path in files.paths():
+        *chief, other = (archive.name for archive in files.read(path).archives)
+        assert all((tmp_path / "0" / name).exists() for name in chief)
+        assert not (tmp_path / "0" / other).exists()
+        assert (tmp_path / "1" / other).exists()
     # Copied to one directory, they are restored on one device, and without one of them on none.
     for path in list((tmp_path / "1").iterdir()):
         shutil.move(path, tmp_path / "0")
@@ -75,32 +78,12 @@ def test_missing_and_damaged_shards_are_named(tmp_path):
     position, damage, name = told["without the newest"]
     assert position == (0, 2)
     assert len(damage) == 1
-    assert f"{name}, the shards of worker 0 of 1: it is missing, or has another size" in damage[0]
+    assert f"{name}: it is missing, or has another size" in damage[0]
     error, older = told["without both"]
-    assert f"{older}, the shards of worker 0 of 1: its checksum differs" in error
+    assert f"{older}: its checksum differs" in error
     assert "it is missing, or has another size" in error
     assert told["with the newest again"] == [(0, 3), []]
     assert told["saved"] and told["kept"]
-
-
-def test_no_other_file_is_removed(tmp_path):
-    position = Position(0, 3)
-    names = [*NOT_OURS, shard_file_name(position, "0" * 16, 0, 2), shard_file_name(position, "0" * 16, 0, 2) + ".old"]
-    for name in names:
-        (tmp_path / name).write_bytes(b"mine\n")
-    kept = write_shards(tmp_path, shard_file_name(position, "1" * 16, 0, 1), [np.zeros(3, "float32")])
-    gone = write_shards(tmp_path, shard_file_name(position, "2" * 16, 0, 1), [np.zeros(3, "float32")])
-    moved = (tmp_path / gone.name).rename(tmp_path / shard_file_name(position, "3" * 16, 0, 1))
-    write_shards(tmp_path, gone.name, [np.ones(2, "bool")])
-    (tmp_path / shard_file_name(position, "4" * 16, 0, 1)).symlink_to(moved)
-    remove_shards(tmp_path, ["1" * 16])
-    assert {path.name for path in tmp_path.iterdir()} == {
-        *names,
-        kept.name,
-        moved.name,
-        shard_file_name(position, "4" * 16, 0, 1),
-    }
-    remove_shards(tmp_path / "nowhere")
 
 
 @pytest.mark.long
@@ -114,7 +97,7 @@ def test_a_worker_killed_while_it_writes(worker, operations, tmp_path):
     check_equal(ended, undisturbed())
 
 
-@pytest.mark.parametrize("shard", ["parameters", pytest.param("optimizer", marks=pytest.mark.long)])
+@pytest.mark.parametrize("shard", ["parameters", None, pytest.param("optimizer", marks=pytest.mark.long)])
 def test_killed_while_writing(shard):
     (told,) = own_process.call(backed_up_shards.killed_while_writing, {"shard": shard, "most": 200}, [{}], SECONDS)
     *killed, last = told["found"]
@@ -129,18 +112,20 @@ def test_killed_while_writing(shard):
         good = value
     status, operations, epoch, batch, values, damage = last
     assert (status, damage, values, (epoch, batch)) == (0, [], [operations], (1, operations // 2))
-    # Nothing that a killed process left is there any longer.
-    assert len(told["left"]) == 4
+    # Nothing that a killed process left is there any longer: two backups, of an archive or two.
+    assert len(told["left"]) == (6 if shard else 4)
 
 
 @pytest.mark.parametrize(
     ("defect", "shard", "saved"),
     [
-        ("reads late", "parameters", True),
+        ("finishes late", "parameters", True),
+        ("writes late", "parameters", True),
+        ("has no disk", "parameters", False),
         ("lists nothing", "parameters", False),
         ("writes nothing", "parameters", False),
         ("writes nothing", None, False),
-        ("writes late", None, True),
+        ("commits late", None, True),
     ],
 )
 def test_one_worker_is_late_or_its_disk_fails(defect, shard, saved, tmp_path):
@@ -150,4 +135,4 @@ def test_one_worker_is_late_or_its_disk_fails(defect, shard, saved, tmp_path):
         backed_up_shards.stopped_with_a_defect, argument, own_process.environments_of_workers(2), 40
     )
     assert [each[0] for each in found] == [saved] * 2
-    assert [each[1] for each in found] == [saved or defect == "lists nothing"] * 2
+    assert [each[1] for each in found] == [saved] * 2

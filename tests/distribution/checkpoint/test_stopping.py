@@ -58,13 +58,13 @@ class Workers:
     """Two workers and a clock, of which this one is the chief."""
 
     def __init__(self, monkeypatch):
-        self.now, self.asked, self.other = 0.0, [], 0
+        self.now, self.asked, self.other, self.written = 0.0, [], 0, 0
         monkeypatch.setattr(interruptions.time, "monotonic", lambda: self.now)
         monkeypatch.setattr(interruptions, "gather", self.gather)
 
     def gather(self, strategy, values):
         self.asked.append(self.now)
-        return np.array([values, [self.other, 10**6]])
+        return np.array([values, [10**6, self.other, self.written]])
 
 
 @pytest.mark.parametrize("seconds", [0.0001, 0.003, 0.2, 5.0], ids=str)
@@ -74,7 +74,7 @@ def test_about_every_second(monkeypatch, seconds):
     for step in range(100_000):
         # The first is compiled.
         workers.now += 20 if step == 0 else seconds
-        assert not checks.after_step(False)
+        assert checks.after_step(False, True) == (False, False)
         if workers.now > 100:
             break
     between = np.diff([time for time in workers.asked if time > min(50, workers.now / 2)])
@@ -87,14 +87,14 @@ def test_a_fixed_number_of_steps(monkeypatch):
     checks = interruptions.StopChecks(None, 2, 3)
     found = []
     for step in range(7):
-        workers.other = step >= 3
-        found.append(checks.after_step(False))
-    assert found == [False] * 5 + [True, False]
+        workers.other, workers.written = step >= 3, step >= 1
+        found.append(checks.after_step(False, True))
+    assert found == [(False, False)] * 2 + [(False, True)] + [(False, False)] * 2 + [(True, True), (False, False)]
 
 
 def test_one_worker_asks_nobody(monkeypatch):
     workers = Workers(monkeypatch)
     checks = interruptions.StopChecks(None, 1, None)
-    assert [checks.after_step(received) for received in (False, True)] == [False, True]
-    assert checks.any_worker_received(True)
+    assert [checks.after_step(received, not received) for received in (False, True)] == [(False, True), (True, False)]
+    assert checks.ask(True).stop
     assert workers.asked == []

@@ -2,6 +2,7 @@
 
 import collections
 import enum
+import io
 import json
 import random
 
@@ -34,7 +35,9 @@ STATES = st.recursive(
 
 def brought_back(state):
     values = {"model": [np.arange(3.0, dtype="float32"), np.zeros(2, ml_dtypes.bfloat16)]}
-    read = Content.from_bytes(Content(values, {"model": ["kernel", "bias"]}, {"Own 0": state}, 12).to_bytes())
+    with io.BytesIO() as packed:
+        np.savez(packed, **dict(Content(values, {"model": ["kernel", "bias"]}, {"Own 0": state}, 12).arrays()))
+        read = Content.from_archive(packed.getvalue())
     assert read.steps == 12
     assert [array.dtype for array in read.values["model"]] == [array.dtype for array in values["model"]]
     return read.callbacks["Own 0"]

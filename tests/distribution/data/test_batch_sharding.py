@@ -8,7 +8,7 @@ from hypothesis import given
 from runner.covering import examples
 
 from keras_paragrad.compat.workers import ReplicaPlacement
-from keras_paragrad.distribution.data.batch_sharding import check_batches, shard_batches, split_batches
+from keras_paragrad.distribution.data.batch_sharding import check_batches, shard_batches
 
 sizes = st.lists(st.integers(1, 11), min_size=1, max_size=4)
 
@@ -99,14 +99,6 @@ def test_unequal_rows_are_an_error():
     )
     with pytest.raises(tf.errors.InvalidArgumentError, match="different numbers of rows"):
         list(shard_batches(dataset, ReplicaPlacement(2, 2, 0)))
-
-
-@given(sizes, st.integers(1, 4))
-def test_split_keeps_every_row_in_order_and_no_empty_batch(sizes, parts):
-    found = [batch[1].numpy() for batch in split_batches(batches_of(sizes), parts)]
-    np.testing.assert_array_equal(np.concatenate(found), np.arange(sum(sizes)) * 10.0)
-    assert all(len(part) for part in found)
-    assert len(found) == sum(min(size, parts) for size in sizes)
 
 
 @pytest.mark.parametrize(

@@ -51,9 +51,9 @@ def test_arrays_are_batched_and_converted_as_fit_does():
         lambda: ((Batches(workers=2),), {}),
         lambda: ((generated(),), {}),
         lambda: ((ROWS, ROWS % 2), {"steps_per_epoch": 3}),
-        lambda: ((tf.data.Dataset.from_tensor_slices((ROWS, ROWS % 2)).batch(4),), {"cache": True, "prefetch": 2}),
+        lambda: ((tf.data.Dataset.from_tensor_slices((ROWS, ROWS % 2)).batch(4),), {"prefetch": 2}),
     ],
-    ids=["arrays", "tensors", "dataset", "py-dataset", "threads", "generator", "steps", "cache"],
+    ids=["arrays", "tensors", "dataset", "py-dataset", "threads", "generator", "steps", "prefetch"],
 )
 def test_every_kind_of_data(make):
     data, options = make()
@@ -97,22 +97,6 @@ def test_a_generator_is_read_on_not_again():
     assert list(data) == []
 
 
-def test_a_cache_file_is_filled_once(tmp_path):
-    read_rows = []
-
-    def generate():
-        for row in range(5):
-            read_rows.append(row)
-            yield row
-
-    dataset = tf.data.Dataset.from_generator(generate, output_signature=tf.TensorSpec((), tf.int64)).batch(2)
-    data = distributed_dataset(DEFAULT, dataset, cache=tmp_path / "pieces")
-    for _ in range(2):
-        assert [batch.numpy().tolist() for batch in data] == [[0, 1], [2, 3], [4]]
-    assert read_rows == list(range(5))
-    assert list(tmp_path.glob("pieces-worker0*"))
-
-
 @pytest.mark.parametrize(
     ("data", "options", "says"),
     [
@@ -121,13 +105,11 @@ def test_a_cache_file_is_filled_once(tmp_path):
         ((ROWS,), {"prefetch": -1}, "an integer of at least 1"),
         ((ROWS,), {"shuffle": "rows"}, " or 'batch'"),
         ((ROWS,), {"seed": 1.5}, "`seed` is 1.5"),
-        ((ROWS,), {"cache": True, "shuffle": True}, "repeat the first epoch's order"),
         ((ROWS,), {"shard_policy": "off"}, "already_sharded"),
-        ((ROWS,), {"shard_policy": "rows"}, "'file' or 'already_sharded'"),
+        ((ROWS,), {"shard_policy": "rows"}, "'data' or 'already_sharded'"),
         ((tf.data.Dataset.range(3),), {}, r"dataset\.batch\(64\)"),
         ((tf.data.Dataset.range(3).batch(2),), {"batch_size": 2}, "has to be batched already"),
         ((tf.data.Dataset.range(3).batch(2).repeat(),), {}, "steps_per_epoch"),
-        ((tf.data.Dataset.range(3).batch(2).repeat(),), {"steps_per_epoch": 1, "cache": True}, r"cache\(\)\.repeat"),
         ((tf.data.Dataset.range(3).batch(2), ROWS), {}, "`y`"),
         ((ROWS, ROWS, ROWS), {"class_weight": {0: 1.0}}, "class_weight"),
         ((ROWS, ROWS[:3]), {}, "same number of samples"),

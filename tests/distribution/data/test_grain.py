@@ -1,6 +1,4 @@
-"""Grain's datasets train as on one device, in each way; workers read their own rows."""
-
-import re
+"""Grain's datasets train as on one device, in each way, and on workers."""
 
 import numpy as np
 import pytest
@@ -134,41 +132,6 @@ def workers():
     return own_process.on_workers(grain_worker.main, None, seconds=240)
 
 
-BY_EIGHT = [[*range(8)], [*range(8, 16)], [*range(16, 21)]]
-SHUFFLED = [batch.tolist() for batch in grain.MapDataset.source(np.arange(21)).shuffle(seed=1).batch(8)]
-
-
-@pytest.mark.parametrize(
-    ("form", "batches", "alone"),
-    [
-        ("map", BY_EIGHT, True),
-        ("shuffled", SHUFFLED, True),
-        ("iterator of batches", BY_EIGHT, True),
-        ("batches of an iterator", BY_EIGHT, True),
-        ("drop_remainder", BY_EIGHT[:2], True),
-        ("one row left", [[*range(10)], [*range(10, 20)], [20]], True),
-        ("mapped batches", BY_EIGHT, False),
-        ("filtered", [[*range(1, 16, 2)], [17, 19]], False),
-        ("padded", [*BY_EIGHT[:2], [*BY_EIGHT[2], 0, 0, 0]], False),
-        ("asked for all", BY_EIGHT, False),
-    ],
-)
-def test_each_worker_gets_its_rows_in_order_and_reads_no_others(workers, form, batches, alone):
-    first, second = (each[form] for each in workers)
-    assert [a + b for a, b in zip(first["rows"], second["rows"], strict=True)] == batches
-    assert first["again"] == first["rows"]
-    if alone:
-        assert first["steps"] == second["steps"] == len(batches)
-        for each in (first, second):
-            # Of a batch without a row for a worker, it reads one for the shape.
-            own = {row for batch in each["rows"] for row in batch} | {20 for batch in each["rows"] if not batch}
-            assert set(each["read"]) == own
-            # To compare with the others, and to know the layout.
-            assert set(each["read before"]) <= own | set(batches[0])
-    else:
-        assert set(first["read"]) == set(second["read"]) == set(range(21))
-
-
 def test_workers_train_on_them_as_one_device(workers, expected):
     for each in workers:
         for name, found in each["trained"].items():
@@ -181,15 +144,6 @@ def test_workers_train_on_them_as_one_device(workers, expected):
             assert len(found["predicted"]) == len(X)
 
 
-@pytest.mark.parametrize(
-    ("form", "says"),
-    [
-        ("other length", "examples: 21 on worker 0, 20 on worker 1"),
-        ("other order", "different first batches of data"),
-        ("elements left out", r'Elements of the Grain dataset are None.*shard_policy="data"'),
-    ],
-)
-def test_what_differs_between_workers_is_refused(workers, form, says):
+def test_what_differs_between_workers_is_refused(workers):
     for each in workers:
-        assert form in each["refused"]
-    assert any(re.search(says, each["refused"][form]) for each in workers)
+        assert "different first batches of data" in each["refused"]

@@ -93,7 +93,7 @@ KINDS = {
     "arrays": lambda: ((X, Y), {"batch_size": 8}),
     "shuffled": lambda: ((X, Y), {"batch_size": 8, "shuffle": True, "seed": 1}),
     "dataset": lambda: ((tf.data.Dataset.from_tensor_slices((X, Y)).batch(8),), {}),
-    "cached": lambda: ((tf.data.Dataset.from_tensor_slices((X, Y)).batch(8),), {"cache": True}),
+    "cached": lambda: ((tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).cache(),), {}),
     "py-dataset": lambda: ((Batches(workers=2),), {"shuffle": True, "seed": 1}),
 }
 

@@ -15,11 +15,8 @@ ROWS = np.arange(20)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("files")
-    for number, lines in enumerate([5, 6, 8]):
-        folder.joinpath(f"{number}.txt").write_text("\n".join(str(100 * number + line) for line in range(lines)))
-    return own_process.on_workers(data_worker.main, folder, seconds=240)
+def found():
+    return own_process.on_workers(data_worker.main, None, seconds=240)
 
 
 def global_batches(found, name):
@@ -40,6 +37,7 @@ BY_EIGHT = [ROWS[:8].tolist(), ROWS[8:16].tolist(), ROWS[16:].tolist()]
         ("dataset of unknown length", BY_EIGHT, [[4, 4], [4, 4], [2, 2]]),
         ("uneven generator", [[0, 1, 2], list(range(3, 11)), [11]], [[2, 1], [4, 4], [1, 0]]),
         ("fewer rows", [list(range(8)), [8]], [[4, 4], [1, 0]]),
+        ("options say file", BY_EIGHT, [[4, 4], [4, 4], [2, 2]]),
     ],
 )
 def test_the_pieces_make_up_the_global_batch(found, name, batches, sizes):
@@ -56,14 +54,6 @@ def test_all_workers_draw_the_same_order(found):
     assert sorted(batches) == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
 
 
-def test_files_are_read_once_and_all_workers_stop_together(found):
-    batches, sizes = global_batches(found, "files")
-    rows = sum(batches, [])
-    assert sorted(rows) == [*range(5), *range(100, 106), *range(200, 208)]
-    assert all(sum(step) for step in sizes)
-    assert [sum(step[worker] for step in sizes) for worker in (0, 1)] == [13, 6]
-
-
 def test_shards_of_ones_own_are_read_whole(found):
     batches, sizes = global_batches(found, "sharded")
     assert sizes == [[4, 4], [4, 4], [2, 4], [0, 2]]
@@ -74,9 +64,6 @@ def test_shards_of_ones_own_are_read_whole(found):
     ("name", "says"),
     [
         ("options say off", 'AutoShardPolicy.OFF.*shard_policy="already_sharded".*shard_policy="data"'),
-        ("options say file", "reads none that can be counted"),
-        ("too few files", "gets 1 file for 2 workers"),
-        ("no files", "this ndarray reads none"),
         ("other sizes", "examples: 1000 on worker 0, 900 on worker 1"),
         ("other rows", r"first batches of data.*ds\.shuffle\(1000, seed=0\)"),
         ("other types", "different nesting, types or shapes of the data"),

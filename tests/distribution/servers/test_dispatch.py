@@ -6,7 +6,7 @@ import threading
 import pytest
 import tensorflow as tf
 
-from keras_paragrad.distribution.servers.dispatch import Dispatcher
+from keras_paragrad.distribution.servers.preparation import Dispatcher
 
 pytestmark = pytest.mark.fast
 
@@ -76,21 +76,21 @@ def test_the_cause_goes_before_what_was_cancelled_for_it():
 
 
 def test_no_more_are_sent_than_may_be_in_flight():
-    dispatcher, ready, scheduled = Dispatcher(Coordinator(), workers=2, in_flight=3), threading.Event(), []
+    dispatcher, ready, scheduled = Dispatcher(Coordinator(), workers=2), threading.Event(), []
 
     def step(value):
         scheduled.append(value)
         return Remote(value, ready=ready)
 
     def send_all():
-        for value in range(5):
+        for value in range(6):
             dispatcher.send(step, value, lambda arrived: arrived)
 
     sender = threading.Thread(target=send_all)
     sender.start()
     sender.join(0.5)
-    assert sender.is_alive() and scheduled == [0, 1, 2]
+    assert sender.is_alive() and scheduled == [0, 1, 2, 3]
     ready.set()
     sender.join(20)
     dispatcher.join()
-    assert scheduled == [0, 1, 2, 3, 4]
+    assert scheduled == [*range(6)]

@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
 from keras_paragrad.distribution import servers
 from keras_paragrad.distribution.cluster import Cluster
+from keras_paragrad.distribution.servers.preparation import ServerPreparation
 
 own_process = pytest.mark.own_process(seconds=200)
 
@@ -43,12 +44,10 @@ def test_models_that_are_refused(strategy):
     for name, (options, says) in REFUSED.items():
         model = build(strategy, options=options)
         with pytest.raises(ValueError, match=says):
-            servers.prepare_for_servers(model)
+            ServerPreparation.of(model)
         assert "fit" not in model.__dict__, name
     model = build(strategy)
-    with pytest.raises(ValueError, match="`in_flight` is 0"):
-        servers.prepare_for_servers(model, in_flight=0)
-    servers.prepare_for_servers(model)
+    ServerPreparation.of(model)
     with strategy.scope():
         model.compile("sgd", "mse", jit_compile=True)
     with pytest.raises(ValueError, match="Write jit_compile=False"):
@@ -58,7 +57,7 @@ def test_models_that_are_refused(strategy):
 def test_models_made_elsewhere_are_refused():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match=r"within `with dist.scope\(\):`"):
-        servers.prepare_for_servers(model)
+        ServerPreparation.of(model)
 
 
 class OtherLogs(keras.Sequential):
@@ -82,11 +81,11 @@ class LastValue(keras.metrics.Metric):
 @own_process
 def test_steps_that_are_refused(strategy):
     model = build(strategy, OtherLogs)
-    servers.prepare_for_servers(model)
+    ServerPreparation.of(model)
     with pytest.raises(ValueError, match=r"return self.get_metrics_result\(\)"):
         model.fit(X, X[:, :1], verbose=0)
     model = build(strategy, options=lambda: {"metrics": [LastValue()]})
-    servers.prepare_for_servers(model)
+    ServerPreparation.of(model)
     with pytest.raises(ValueError, match="can only be summed"):
         model.fit(X, X[:, :1], verbose=0)
 
@@ -94,7 +93,7 @@ def test_steps_that_are_refused(strategy):
 @own_process
 def test_what_changes_the_step_is_refused_and_leaves_the_model_well(strategy):
     model = build(strategy)
-    servers.prepare_for_servers(model)
+    ServerPreparation.of(model)
     with microbatch(model, 4), pytest.raises(ValueError, match="step is modified"):
         model.fit(X, X[:, :1], verbose=0)
     with pytest.raises(ValueError, match=r"ExactAccumulation\(\) needs a model"):
@@ -111,7 +110,7 @@ def test_a_failing_step_says_why_and_leaves_the_workers_well(strategy):
 
     logging.getLogger("tensorflow").setLevel("CRITICAL")
     model = build(strategy, options=lambda: {"loss": fails_on_large})
-    servers.prepare_for_servers(model)
+    ServerPreparation.of(model)
     y = np.arange(60, dtype="float32")[:, None]
     with pytest.raises(RuntimeError, match="step failed on its worker.*\n?.*a target is too large"):
         model.fit(np.ones((60, 4)), y, batch_size=4, shuffle=False, verbose=0)
@@ -129,8 +128,6 @@ def test_only_the_chief_trains_and_only_the_others_serve():
         servers.make_parameter_server_strategy(Cluster(CLUSTER, "worker", 0, "a test"))
     with pytest.raises(ValueError, match="Only workers and parameter servers serve"):
         servers.serve(Cluster(CLUSTER, "chief", 0, "a test"))
-    for cluster in (None, Cluster(CLUSTER, "chief", 0, "a test"), Cluster({"worker": ("a:1",)}, "worker", 0, "a test")):
-        servers.serve_if_asked(cluster)
 
 
 @pytest.mark.parametrize(("workers", "count"), [(0, 1), (1, 0), (True, 1), (1, 2.0)])

@@ -9,7 +9,7 @@ from hypothesis import given
 from oracles.histories import BATCHES, CASES, MicroBatches, assert_same, shown_by
 from runner.covering import examples
 
-from keras_paragrad.distribution import servers
+from keras_paragrad.distribution.servers.preparation import ServerPreparation
 from keras_paragrad.per_example.mixing_layers import find_mixing_layer
 
 own_process = pytest.mark.own_process(seconds=280)
@@ -54,7 +54,7 @@ class Alone:
 def test_metrics_are_those_of_every_example_once(strategy):
     # With a learning rate of 0 all workers see the same weights, so metrics while training are those of evaluation.
     model = build(strategy)
-    servers.prepare_for_servers(model)
+    ServerPreparation.of(model)
     updates, alone = 0, Alone()
 
     @examples(3)
@@ -106,7 +106,7 @@ def test_counts_are_exact_in_every_run_and_the_loss_falls(strategy, names):
         with strategy.scope():
             optimizer = OPTIMIZERS[name]()
         model = build(strategy, optimizer)
-        servers.prepare_for_servers(model, in_flight=5)
+        ServerPreparation.of(model)
         losses = []
         for run in range(1, 3):
             losses += model.fit(x, y, batch_size=8, epochs=2, verbose=0).history["loss"]
@@ -141,7 +141,7 @@ def check_layers(strategy, *names):
         with strategy.scope():
             hidden = LAYERS[name]()
         model = build(strategy, "adam", hidden)
-        servers.prepare_for_servers(model)
+        ServerPreparation.of(model)
         model.fit(x, y, batch_size=8, epochs=2, verbose=0)
         assert int(model.optimizer.iterations) == 26, name
         assert float(model.metrics[0].count.numpy()) == 100, name
@@ -162,7 +162,7 @@ def test_other_models(strategy):
         # Without an Input: it is built from the first batch, on the servers.
         model = OwnStep([keras.layers.Dense(LABELS)])
         model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    servers.prepare_for_servers(model)
+    ServerPreparation.of(model)
     model.fit(x, y, batch_size=8, verbose=0)
     assert int(model.optimizer.iterations) == 13
     assert float(model.metrics[0].count.numpy()) == 100
@@ -174,7 +174,7 @@ def test_other_models(strategy):
 def test_data_of_every_kind(strategy):
     x, y, _ = rows_of(50)
     model = build(strategy, "adam")
-    servers.prepare_for_servers(model)
+    ServerPreparation.of(model)
     batches = [(x[start : start + 12], y[start : start + 12]) for start in range(0, 50, 12)]
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(12)
     for count, data, options in [
@@ -209,7 +209,7 @@ class Seen(keras.callbacks.Callback):
 @own_process
 def test_evaluation_and_prediction_are_exact_and_in_order(strategy):
     model = build(strategy, "adam")
-    prepared, alone = servers.prepare_for_servers(model, in_flight=3), Alone()
+    prepared, alone = ServerPreparation.of(model), Alone()
 
     @examples(3)
     @given(rows=st.integers(1, 60), batch_size=st.integers(1, 30), steps_per_execution=st.sampled_from([1, 4]))
@@ -249,7 +249,7 @@ def test_losses_of_outputs_are_those_of_one_device(strategy, names):
         case = CASES[name]
         with strategy.scope():
             model = case.model(keras.optimizers.SGD(0.0))
-        servers.prepare_for_servers(model)
+        ServerPreparation.of(model)
         found = shown_by(case, model, MicroBatches(case.columns, BATCHES))
         assert_same(found, case.expected(optimizer=keras.optimizers.SGD(0.0)))
 
@@ -258,14 +258,14 @@ def test_losses_of_outputs_are_those_of_one_device(strategy, names):
 def test_undo(strategy):
     model = build(strategy, "adam")
     before = set(model.__dict__)
-    prepared = servers.prepare_for_servers(model)
+    prepared = ServerPreparation.of(model)
     x, y, _ = rows_of(30)
     model.fit(x, y, verbose=0)
     assert model.fit.__self__ is prepared
     prepared.undo()
     assert [name for name in set(model.__dict__) - before if callable(model.__dict__[name])] == []
     assert model.fit.__func__ is type(model).fit
-    servers.prepare_for_servers(model)
+    ServerPreparation.of(model)
     model.fit(x, y, verbose=0)
     assert int(model.optimizer.iterations) == 2
 
@@ -281,7 +281,7 @@ def test_weights_are_not_fetched_for_a_trial(strategy, caplog):
 @own_process
 def test_a_generator_that_ran_dry_is_refused(strategy):
     model = build(strategy)
-    servers.prepare_for_servers(model)
+    ServerPreparation.of(model)
     x, y, _ = rows_of(8)
     seen = []
     log = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: seen.append(logs["loss"]))

@@ -1,0 +1,434 @@
+"""The decisions of the plan, which `make_plan` takes in turn: strategy, devices, all-reduce, XLA, precision, shards."""
+
+import json
+from collections.abc import Sequence
+
+import keras
+
+from keras_paragrad.distribution.decision import Decision
+from keras_paragrad.distribution.hardware import Hardware, kind_of_device
+from keras_paragrad.distribution.options import STRATEGY_KINDS, Options, Planner, StrategyKind, kind_of_strategy
+
+LAUNCH = "python -m keras_paragrad launch --workers 2 train.py"
+_SHARED_CORES = "logical devices of a CPU share its cores: replicas on them cost time and save none"
+_AUTO = 'strategy="auto"'
+
+
+def decide_strategy(hardware: Hardware, options: Options) -> Decision:
+    """Takes the requested strategy, or the one that uses all devices.
+
+    Returns:
+        `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"` or `"tpu"`.
+    """
+    if options.given is not None:
+        reason = f"given: a {type(options.given).__name__}"
+        return Decision(name="strategy", value=kind_of_strategy(options.given), reason=reason, override=_AUTO)
+    if isinstance(options.strategy, Planner):
+        return Decision(name="strategy", value=type(options.strategy).__name__, reason="given", override=_AUTO)
+    alone = options.strategy == "multi_worker" and hardware.trains_alone
+    if options.strategy != "auto" and not alone:
+        _check_named(options.strategy, hardware)
+        return Decision(name="strategy", value=options.strategy, reason="requested", override=_AUTO)
+    value, reason, override = _best_strategy(hardware, options.devices)
+    return Decision(name="strategy", value=value, reason=reason, override=override)
+
+
+def _best_strategy(hardware: Hardware, named: Sequence[str] | None) -> tuple[str, str, str]:
+    """The strategy for the hardware, or for the named devices, why, and what to write instead."""
+    cluster, gpus = hardware.cluster, hardware.of_kind("GPU")
+    on_cpu = 'strategy="one_device", devices=["CPU:0"]'
+    if cluster and cluster.job == "evaluator":
+        return "none", "an evaluator doesn't train with the workers", on_cpu
+    if named is None and hardware.tpus:
+        return "tpu", "there is a TPU", 'strategy="none"'
+    if hardware.worker_count > 1:
+        separately = 'strategy="none", to train on each worker separately'
+        return "multi_worker", f"{hardware.worker_count} workers train together", separately
+    if named is not None and len(named) > 1:
+        return "mirrored", f"{len(named)} devices are named", "devices=None"
+    if named is not None:
+        return "one_device", "one device is named", "devices=None"
+    if len(gpus) > 1:
+        return "mirrored", f"there are {len(gpus)} GPUs", 'devices=["GPU:0"]'
+    if gpus:
+        return "none", "Keras uses the one GPU by itself", on_cpu
+    if len(hardware.of_kind("CPU")) > 1:
+        return "none", _SHARED_CORES, 'strategy="mirrored"'
+    return "none", "there is one device", 'strategy="one_device"'
+
+
+def _check_named(name: str, hardware: Hardware) -> None:
+    """Refuses a named strategy that does not work on this hardware."""
+    cluster, workers = hardware.cluster, hardware.worker_count
+    detected = f"Found: {hardware_in_words(hardware)}"
+    has_servers = bool(cluster and cluster.jobs.get("ps"))
+    kind = STRATEGY_KINDS[name]
+    if kind.on_tpu and not hardware.tpus:
+        raise ValueError(
+            'strategy="tpu", but no TPU was found: neither TensorFlow nor TPU_NAME names one. Set TPU_NAME, or write '
+            'strategy="auto".'
+        )
+    if kind.mirrors and not kind.on_workers and (workers > 1 or has_servers):
+        better = "parameter_server" if has_servers else "multi_worker"
+        raise ValueError(
+            f'strategy="mirrored" works within one process. {detected}. Write strategy="{better}", or '
+            'strategy="none" to train in each process separately.'
+        )
+    if kind.on_workers and has_servers:
+        raise ValueError(
+            f'strategy="multi_worker" has no parameter servers. {detected}. Write '
+            'strategy="parameter_server", or start the cluster without the job "ps".'
+        )
+    if kind.on_workers and workers < 2:
+        raise ValueError(
+            f'strategy="multi_worker" needs a cluster of at least two workers, and there is {workers}. '
+            f'{detected}. Start them with `{LAUNCH}`, or write strategy="auto".'
+        )
+
+
+def hardware_in_words(hardware: Hardware) -> str:
+    """The devices of this process and the cluster, in a line."""
+    parts = [_counted(len(devices), kind) for kind in ("CPU", "GPU") if (devices := hardware.of_kind(kind))]
+    parts += ["a TPU"] if hardware.tpus else []
+    words = f"{', '.join(parts)} in this process" if parts else "no device"
+    cluster = hardware.cluster
+    if cluster is None:
+        return f"{words}; no cluster"
+    jobs = ", ".join(_counted(len(hosts), job) for job, hosts in cluster.jobs.items())
+    return f"{words}; {cluster.source} has {jobs}, and this is {cluster.job} {cluster.index}"
+
+
+def _counted(count: int, thing: str) -> str:
+    return f"{count} {thing}{'' if count == 1 else 's'}"
+
+
+def decide_devices(hardware: Hardware, options: Options, kind: StrategyKind) -> Decision:
+    """Takes the named devices, or the devices that the strategy would use.
+
+    Returns:
+        The names of this process's devices, as a tuple; empty if the strategy defines its own.
+    """
+    if options.given is not None:
+        reason = "the strategy that was passed defines them"
+        return Decision(name="devices", value=(), reason=reason, override=_AUTO)
+    if options.devices is not None:
+        return requested_devices(tuple(options.devices), hardware)
+    if kind.on_tpu:
+        cores = tuple(device.name for device in hardware.of_kind("TPU"))
+        reason = "all of the TPU's cores" if cores else "TensorFlow names the TPU's cores once it has connected"
+        return Decision(name="devices", value=cores, reason=reason, override='strategy="none"')
+    names = tuple(device.name for device in hardware.of_kind("GPU") or hardware.of_kind("CPU"))
+    device = kind_of_device(names[0])
+    chosen, reason, others = names[:1], f"the first {device}", names[:2] if kind.on_workers else names[1:2]
+    if kind.mirrors and (hardware.of_kind("GPU") or not kind.on_workers):
+        everywhere = " of each worker; all workers must have the same number" if kind.on_workers else ""
+        chosen, reason, others = names, f"a replica on each {device}{everywhere}", names[1:3]
+    if len(names) == 1:
+        return Decision(name="devices", value=chosen, reason=reason)
+    return Decision(name="devices", value=chosen, reason=reason, override=devices_argument(others))
+
+
+def devices_argument(names: Sequence[str]) -> str:
+    """The argument `devices`, as it is written."""
+    return f"devices={json.dumps(list(names))}"
+
+
+def requested_devices(named: tuple[str, ...], hardware: Hardware) -> Decision:
+    """The decision for named devices."""
+    available = [device.name for device in hardware.devices]
+    if missing := [name for name in named if name not in available]:
+        fix = "Name some of these, or leave devices out; CUDA_VISIBLE_DEVICES may hide others."
+        if all(kind_of_device(name) == "CPU" for name in missing):
+            fix = splitting_cpu(len(named))
+        raise ValueError(f"devices names {', '.join(missing)}, but TensorFlow has {', '.join(available)}. {fix}")
+    return Decision(name="devices", value=named, reason="requested", override="devices=None")
+
+
+def splitting_cpu(count: int) -> str:
+    """Advice for an error: how to split the CPU into logical devices."""
+    return (
+        "To split the CPU into logical devices, run this first: tf.config.set_logical_device_configuration("
+        f'tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * {count}).'
+    )
+
+
+def decide_replicas(hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...]) -> Decision:
+    """Counts the replicas over all workers; `None` until TensorFlow has connected to a TPU."""
+    if options.given is not None:
+        count = int(options.given.num_replicas_in_sync)
+        return Decision(name="replicas", value=count, reason="as many as the strategy has", override=_AUTO)
+    if kind.on_tpu:
+        return Decision(
+            name="replicas", value=len(devices) or None, reason="one on each core", override='strategy="none"'
+        )
+    count = (hardware.worker_count if kind.on_workers else 1) * len(devices)
+    override = "fewer devices, or fewer workers" if count > 1 else 'strategy="mirrored", with several devices'
+    return Decision(name="replicas", value=count, reason="one on each device", override=override)
+
+
+def decide_communication(
+    hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...], replicas: int | None
+) -> Decision:
+    """Takes the requested all-reduce, or the fastest that works on these devices.
+
+    Returns:
+        `"nccl"`, `"ring"`, `"hierarchical_copy"`, `"one_device"`, `"none"`, or `"given"` for a strategy object.
+    """
+    if options.given is not None:
+        reason = "the strategy was created with its own"
+        return Decision(name="communication", value="given", reason=reason, override=_AUTO)
+    if kind.on_tpu or replicas == 1:
+        reason = "a TPU brings its own" if kind.on_tpu else "there is one replica: nothing to all-reduce"
+        return no_communication(hardware, options, kind, devices, reason)
+    # A ring needs several workers, and an elastic world may have one left.
+    requested = "auto" if hardware.trains_alone and options.communication == "ring" else options.communication
+    _check_requested(requested, hardware, kind, devices)
+    value, reason, override = requested, "requested", 'communication="auto"'
+    if requested == "auto":
+        value, reason, override = _fastest(hardware, kind.on_workers, kind_of_device(devices[0]))
+    return Decision(name="communication", value=value, reason=reason, override=override)
+
+
+def no_communication(
+    hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...], reason: str
+) -> Decision:
+    """The decision if nothing is all-reduced."""
+    _check_requested(options.communication, hardware, kind, devices)
+    return Decision(name="communication", value="none", reason=reason)
+
+
+def _fastest(hardware: Hardware, between_workers: bool, device: str) -> tuple[str, str, str]:
+    """The fastest all-reduce that works between several devices of a kind, why, and what to write instead."""
+    if device == "CPU" and between_workers:
+        return "ring", "the only one that works between CPUs of several processes", "nothing else works"
+    if device == "CPU":
+        return "one_device", "devices share one memory: reducing on one of them is fastest", 'communication="ring"'
+    if hardware.has_virtual_gpus:
+        override = "nothing else works" if between_workers else 'communication="one_device"'
+        return "ring", "NCCL doesn't support parts of a GPU", override
+    other = "ring" if between_workers else "hierarchical_copy"
+    return "nccl", "NVIDIA's own, over NVLink where there is one", f'communication="{other}"'
+
+
+def _check_requested(requested: str, hardware: Hardware, kind: StrategyKind, devices: tuple[str, ...]) -> None:
+    """Refuses a collective implementation that does not work on these devices."""
+    on_gpus = bool(devices) and kind_of_device(devices[0]) == "GPU"
+    if requested == "nccl" and (not on_gpus or hardware.has_virtual_gpus):
+        here = f"{len(devices)} {kind_of_device(devices[0])} here" if devices else "the strategy's own devices"
+        raise ValueError(
+            f'communication="nccl" works between whole GPUs, but there are {"parts of a GPU" if on_gpus else here}. '
+            'Write communication="auto".'
+        )
+    if kind.on_workers and requested in ("hierarchical_copy", "one_device"):
+        raise ValueError(
+            f'communication="{requested}" works within one process, but strategy is "multi_worker". Write '
+            'communication="auto", "ring" or, with GPUs, "nccl".'
+        )
+    mirrors_here = kind.mirrors and not kind.on_workers
+    if mirrors_here and requested == "ring" and on_gpus and not hardware.has_virtual_gpus:
+        raise ValueError(
+            'communication="ring" is not available in a MirroredStrategy on GPUs, which uses NCCL instead. Write '
+            'communication="auto", "hierarchical_copy" or "one_device".'
+        )
+
+
+def decide_pack_bytes(options: Options, communication: str) -> Decision:
+    """Decides the bytes of gradients per bucket.
+
+    Returns:
+        The bytes; 0 for a single bucket, except that between CPUs gradients of 1 MiB and more are reduced separately;
+        `None` if there are no buckets.
+    """
+    if communication not in ("nccl", "ring"):
+        return Decision(name="pack_bytes", value=None, reason="only nccl and ring have buckets")
+    if options.pack_bytes is not None:
+        return Decision(name="pack_bytes", value=options.pack_bytes, reason="requested", override="pack_bytes=None")
+    reason = "gradients are all-reduced once, after the backward pass: smaller buckets would not start any earlier"
+    if communication == "ring":
+        reason = "one bucket; between CPUs, large gradients are all-reduced separately, as they become available"
+    return Decision(name="pack_bytes", value=0, reason=reason, override="pack_bytes=32 * 2**20")
+
+
+def decide_collective_timeout(options: Options, kind: StrategyKind) -> Decision:
+    """Decides how many seconds a collective waits for the other workers before it fails; `None` for no limit."""
+    name, seconds = "collective_timeout", options.collective_timeout
+    if options.given is not None or not kind.on_workers:
+        reason = "no process waits for another" if options.given is None else "the given strategy has its own"
+        return Decision(name=name, value=None, reason=reason)
+    if seconds is not None:
+        return Decision(name=name, value=float(seconds), reason="requested", override="collective_timeout=None")
+    reason = "TensorFlow itself detects that a worker has died"
+    return Decision(name=name, value=None, reason=reason, override="collective_timeout=120")
+
+
+# Why XLA compiles each replica's forward and backward pass, and not the step.
+_ACROSS = "XLA can't compile a step across devices"
+
+
+def compiled_form(kind: StrategyKind, replicas: int | None) -> str:
+    """What `jit_compile=True` compiles: the `"whole_step"`, or `"per_replica"` the forward and backward pass."""
+    return "whole_step" if kind.on_tpu or replicas == 1 else "per_replica"
+
+
+def decide_jit(
+    hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...], replicas: int | None
+) -> Decision:
+    """Decides what XLA compiles of a model whose `jit_compile` is Keras's default, `"auto"`.
+
+    Returns:
+        `"none"`, `"whole_step"`, `"per_replica"` or `"per_stage"`.
+    """
+    form = compiled_form(kind, replicas)
+    across = f"; {_ACROSS}" if form == "per_replica" else ""
+    if kind.on_tpu:
+        if options.jit is False:
+            raise ValueError("jit=False, but a TPU runs only what XLA has compiled. Leave jit out.")
+        return Decision(name="jit", value=form, reason="a TPU runs nothing else")
+    if options.jit is True:
+        return Decision(name="jit", value=form, reason=f"requested{across}", override="jit=False")
+    # A strategy that was passed is assumed to use the GPUs, if there are any.
+    device = kind_of_device(devices[0]) if devices else "GPU" if hardware.of_kind("GPU") else "CPU"
+    if options.jit is False:
+        reason = "requested"
+    elif options.deterministic:
+        reason = "deterministic training has the same bits with XLA nowhere, or everywhere"
+    elif not gains_from_xla(device):
+        reason = f'Keras\'s "auto" leaves CPUs alone; jit_compile=True in compile() still holds, as {form}'
+    else:
+        return Decision(
+            name="jit", value=form, reason=f"what Keras does on one such device{across}", override="jit=False"
+        )
+    return Decision(name="jit", value="none", reason=reason, override="jit=True")
+
+
+def decide_precision(hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...]) -> Decision:
+    """Keeps the dtype policy that is set, unless another is requested: a faster one would change the results.
+
+    Returns:
+        The name of a Keras dtype policy.
+    """
+    requested, current = options.precision, keras.config.dtype_policy().name
+    if requested not in (None, "auto"):
+        reason = f"requested{_caution(requested, hardware)}"
+        return Decision(name="precision", value=requested, reason=reason, override="precision=None")
+    reason = "the policy that is set"
+    if requested is None:
+        return Decision(name="precision", value=current, reason=reason, override='precision="auto"')
+    gpus = [gpu for gpu in hardware.of_kind("GPU") if not devices or gpu.name in devices]
+    device = "TPU" if kind.on_tpu else "GPU" if gpus else "CPU"
+    faster, why = faster_policy(device, [gpu.compute_capability for gpu in gpus])
+    if faster is None or current != "float32":
+        override = 'precision="mixed_bfloat16"'
+        return Decision(name="precision", value=current, reason=f"{reason}; {_CHANGES}", override=override)
+    reason = f"{reason}; {faster} would be faster ({why}), but {_CHANGES}"
+    return Decision(name="precision", value=current, reason=reason, override=f'precision="{faster}"')
+
+
+_CHANGES = "another would change the results"
+
+
+def _caution(policy: str, hardware: Hardware) -> str:
+    """A caution about a requested dtype policy on this hardware; empty if there is none."""
+    if policy == "mixed_float16" and hardware.tpus:
+        return "; a TPU has no units for float16; use mixed_bfloat16"
+    if policy in ("mixed_float16", "mixed_bfloat16") and not hardware.of_kind("GPU") and not hardware.tpus:
+        return "; there is no GPU or TPU here: it saves memory at most"
+    return "; results differ from float32's" if policy != "float32" else ""
+
+
+def gains_from_xla(kind: str) -> bool:
+    """Whether XLA is known to make steps faster on a kind of device, `CPU`, `GPU` or `TPU`; `""` if it isn't known.
+
+    On two cores of a CPU, a step of MobileNetV3Small went from 98 to 769 ms.
+    """
+    return kind in ("GPU", "TPU")
+
+
+def faster_policy(kind: str, capabilities: Sequence[tuple[int, int] | None] = ()) -> tuple[str | None, str]:
+    """The dtype policy that the devices have hardware units for, or `None`, and why.
+
+    On two cores of a CPU, a step of MobileNetV3Small went from 78 to 145 ms with `mixed_bfloat16`.
+
+    Args:
+        kind: `CPU`, `GPU` or `TPU`; `""` if it isn't known.
+        capabilities: The compute capability of each GPU in use, such as `(8, 0)`, or `None` where it isn't known.
+
+    Example:
+
+    >>> from keras_paragrad.distribution.decisions import faster_policy
+    >>> faster_policy("GPU", [(8, 0), (7, 5)])[0]
+    'mixed_float16'
+    """
+    if kind == "TPU":
+        return "mixed_bfloat16", "a TPU multiplies in bfloat16"
+    if kind != "GPU":
+        return None, "CPUs are not known to gain from another policy"
+    known = [capability for capability in capabilities if capability is not None]
+    if not known or len(known) < len(capabilities):
+        return None, "the GPU's compute capability is not known"
+    least = min(known)
+    capability = f"compute capability {least[0]}.{least[1]}"
+    if least >= (8, 0):
+        return "mixed_bfloat16", f"{capability} has tensor cores for it, and it needs no loss scaling"
+    if least >= (7, 0):
+        return "mixed_float16", f"{capability} has tensor cores for it; it needs loss scaling"
+    return None, f"{capability} has no tensor cores"
+
+
+def decide_shard(
+    hardware: Hardware, options: Options, strategy: str, kind: StrategyKind, replicas: int | None
+) -> Decision:
+    """Decides which state each replica holds in shards.
+
+    Returns:
+        `"none"`, `"optimizer"` or `"parameters"`; or `"auto"`, until `fit_memory` knows the model.
+    """
+    chosen = options.fit_memory and options.shard is None
+    if options.shard is None and not chosen:
+        reason = "not requested: each replica holds all variables"
+        if not kind.mirrors:
+            return Decision(name="shard", value="none", reason=reason)
+        return Decision(name="shard", value="none", reason=reason, override='shard="parameters"')
+    if (chosen and not kind.mirrors) or (replicas == 1 and (chosen or hardware.trains_alone)):
+        return Decision(name="shard", value="none", reason="one replica has nobody to share with")
+    if chosen:
+        reason = "chosen when fit or prepare gets the model: the least that fits the devices"
+        return Decision(name="shard", value="auto", reason=reason, override='shard="optimizer"')
+    requested = f'shard="{options.shard}"'
+    if not kind.mirrors:
+        raise ValueError(
+            f"{requested}, but with strategy={strategy!r} there are no replicas that could each hold a shard. Write "
+            'strategy="mirrored" with two devices or more, or "multi_worker", or leave shard out.'
+        )
+    if replicas == 1:
+        raise ValueError(
+            f"{requested} needs two replicas or more, and there is one. Name more devices, or leave shard out."
+        )
+    whole = "weights" if options.shard == "optimizer" else "a layer's weights while it is called"
+    reason = f"requested; each replica holds {whole} whole"
+    return Decision(name="shard", value=options.shard, reason=reason, override="shard=None")
+
+
+def decide_shard_policy(options: Options, kind: StrategyKind) -> Decision:
+    """Decides how workers share the data.
+
+    Returns:
+        `"data"` or `"already_sharded"`.
+    """
+    name, policy = "shard_policy", options.shard_policy
+    if not kind.on_workers:
+        return Decision(name=name, value="data", reason="one process reads all the data")
+    if policy == "already_sharded":
+        reason = "requested: each worker's dataset already holds its own shard"
+        return Decision(name=name, value=policy, reason=reason, override='shard_policy="data"')
+    reason = "works for any data: each worker reads all of it and keeps its shards"
+    return Decision(name=name, value="data", reason=reason, override='shard_policy="already_sharded"')
+
+
+def decide_exact(options: Options) -> Decision:
+    """Decides whether the result must equal one device's: `True`, unless `exact=False` is requested."""
+    if not options.exact:
+        reason = "requested: Keras's own step is used"
+        return Decision(name="exact", value=False, reason=reason, override="exact=True")
+    reason = "uneven batches, clipping, weights and non-finite gradients are handled as on one device"
+    return Decision(name="exact", value=True, reason=reason, override="exact=False")
