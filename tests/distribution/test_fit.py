@@ -159,6 +159,7 @@ def test_a_skipped_update_overwrites_nothing():
         np.testing.assert_array_equal(weight, same)
 
 
+@pytest.mark.long
 def test_windows_are_exact_without_the_callback_too():
     x, y = data(70)
     dist = DistributedFit(strategy="mirrored")

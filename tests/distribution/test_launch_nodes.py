@@ -124,6 +124,7 @@ def ended(*processes):
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first node first", "last node first"])
 def test_machines_meet_in_any_order(machines, order):
     machines.script("print('I am', index)")
@@ -171,6 +172,7 @@ def test_a_first_node_that_is_not_there_is_named(machines):
 FAILS = "wait_for('go')\nif index == 1:\n    sys.exit(7)\ntime.sleep(60)"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("nodes", [2, 3])
 def test_a_failure_on_one_ends_all_with_its_status(machines, nodes):
     machines.script(FAILS)
@@ -186,6 +188,7 @@ def test_a_failure_on_one_ends_all_with_its_status(machines, nodes):
         assert "stopping" not in said or f"stopping worker {rank}" in said
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_one_ends_all(machines, rank):
     machines.script("time.sleep(60)")
@@ -197,6 +200,7 @@ def test_a_signal_to_one_ends_all(machines, rank):
     assert any(line.startswith(f"[launch] node {rank}: received SIGTERM; stopping") for line in found[1 - rank][1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_node_ends_the_others(machines, rank):
     machines.script("time.sleep(60)")
@@ -302,6 +306,7 @@ def test_the_first_machine_comes_again(machines):
     assert [status for status, _ in worlds.end().values()] == [0, 0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lost", [0, 1])
 def test_too_few_machines_are_left(machines, lost):
     worlds = Worlds(machines, "2:3")
@@ -315,6 +320,7 @@ def test_too_few_machines_are_left(machines, lost):
     assert "--wait 3600" in said
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_while_the_first_waits_for_the_others(machines, number):
     """Its own workers are done; the signal ends it, and isn't taken for a failure after which all begin again."""

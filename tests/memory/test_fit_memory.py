@@ -70,6 +70,7 @@ def test_replicas_plan_shards_too():
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
+@pytest.mark.few(1)
 @pytest.mark.own_process
 @pytest.mark.parametrize("shard", [None, "optimizer", "parameters"])
 def test_variables_are_held_as_chosen(shard, monkeypatch):

@@ -220,7 +220,6 @@ class ParameterServerModel:
         self._sender = sender
         self._check = check
         self._metric_states: MetricStates | None = None
-        self._predict: Callable[[Batch], Structure] | None = None
         self.waits = True
         self._methods = {
             "_maybe_symbolic_build": functools.partial(build_from_data, model),
@@ -244,12 +243,6 @@ class ParameterServerModel:
         restore_methods(self._model, *self._methods)
         self._forget_functions()
 
-    def predict_async(self, batch: Batch) -> Future[Any]:
-        """Predicts a batch on a worker. The model's `predict_function` takes the `Future` in place of the batch."""
-        if self._predict is None:
-            self._predict = _compiled(self._model, self._model.predict_step)
-        return self._sender.send(self._predict, self._as_tensors(batch), lambda outputs: outputs)
-
     def _forget_functions(self) -> None:
         self._model.train_function = self._model.test_function = self._model.predict_function = None
 
@@ -263,12 +256,12 @@ class ParameterServerModel:
         self._check()
         return self._function(self._model.train_step)
 
-    def _predict_function(self) -> Callable[[list[Batch | Future[Any]]], Structure]:
+    def _predict_function(self) -> Callable[[list[Batch]], Structure]:
         """A function that predicts batches on workers, and joins them in order."""
-        self._predict = None
+        step = _compiled(self._model, self._model.predict_step)
 
-        def predict(batches: list[Batch | Future[Any]]) -> Structure:
-            futures = [batch if isinstance(batch, Future) else self.predict_async(batch) for batch in batches]
+        def predict(batches: list[Batch]) -> Structure:
+            futures = [self._sender.send(step, self._as_tensors(batch), lambda outputs: outputs) for batch in batches]
             outputs = [future.result() for future in futures]
             return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
