@@ -108,7 +108,7 @@ def test_help_shows_the_parameters_of_what_is_public(package):
     assert taken["quantity"].default == "norms"
     dist = keras_paragrad.DistributedFit
     assert {"batch_size", "seed"} <= set(inspect.signature(dist.dataset).parameters)
-    assert list(inspect.signature(dist.fit).parameters)[-3:] == ["cache", "prefetch", "seed"]
+    assert list(inspect.signature(dist.fit).parameters)[-2:] == ["prefetch", "seed"]
 
 
 def test_docs_and_examples_import_what_is_public():

@@ -93,7 +93,7 @@ def recompute_where_it_pays(model):
 
 def found_batch_size(model):
     """By the estimate, and as far as a trial goes in this process."""
-    find_batch_size(model, X, Y, device_bytes=10**6, steps=0, verbose=0)
+    find_batch_size(model, X, Y, device_bytes=10**8, steps=0, verbose=0)
     Trials(model, (X, Y, None), 10**6, 1)
 
 
