@@ -51,9 +51,9 @@ def names_of(word: str, known: Mapping[str, Path]) -> list[str]:
 
     >>> from pathlib import Path
     >>> from keras_paragrad.pages import names_of
-    >>> known = dict.fromkeys(["guides/launch", "guides/plan", "limits/launch"], Path())
-    >>> names_of("docs/guides/launch.md", known), names_of("plan", known), names_of("launch", known)
-    (['guides/launch'], ['guides/plan'], ['guides/launch', 'limits/launch'])
+    >>> known = dict.fromkeys(["guides/privacy", "guides/plan", "tutorials/privacy"], Path())
+    >>> names_of("docs/guides/privacy.md", known), names_of("plan", known), names_of("privacy", known)
+    (['guides/privacy'], ['guides/plan'], ['guides/privacy', 'tutorials/privacy'])
     """
     name = word.strip("/").removeprefix("./").removeprefix("docs/").removesuffix(".md")
     return [name] if name in known else [candidate for candidate in known if candidate.rpartition("/")[2] == name]

@@ -250,7 +250,7 @@ def test_docs_shows_a_page(word, capsys):
     assert main(["docs", word]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("# Launching several workers\n")
-    assert "(`docs limits/launch`)" in shown and "`examples/cluster/train.py`" in shown
+    assert "(`docs guides/elastic`)" in shown and "`examples/cluster/train.py`" in shown
 
 
 def test_links_in_pages_are_what_to_type(capsys):
@@ -262,7 +262,7 @@ def test_links_in_pages_are_what_to_type(capsys):
         assert shown.startswith("# "), page
         assert not re.search(r"\]\((?!https?:|#|\)\.$)[\w./]+\.md|<!--", shown), page
         named |= set(re.findall(r"\(`docs ([^`]+)`\)", shown))
-    assert {"guides/launch", "limits/launch"} <= named <= pages().keys()
+    assert {"guides/launch", "guides/elastic"} <= named <= pages().keys()
 
 
 @pytest.mark.parametrize(
@@ -271,7 +271,10 @@ def test_links_in_pages_are_what_to_type(capsys):
         ("guides/lanch", "there is no page 'guides/lanch'. Did you mean `guides/launch`?"),
         ("lanch", "Did you mean `launch`?"),
         ("zzz", "there is no page 'zzz'. `keras-paragrad docs` lists all."),
-        ("launch", "is several pages: keras-paragrad docs guides/launch, keras-paragrad docs limits/launch"),
+        (
+            "recompute",
+            "is several pages: keras-paragrad docs benchmarks/recompute, keras-paragrad docs guides/recompute",
+        ),
     ],
 )
 def test_docs_refuses_other_names(word, says, capsys):

@@ -32,7 +32,6 @@ SECTIONS = {
     "guides/profiling": r"guides/(telemetry|throughput|tracking)",
     "reference/index": r"reference/.*",
     "explanation/index": r"explanation/.*|architecture|internals/.*",
-    "limits/index": r"limits/.*",
     "benchmarks/index": r"benchmarks/.*",
     "migration/index": r"migration/.*",
 }

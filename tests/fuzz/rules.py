@@ -51,40 +51,40 @@ def _sums_rows(case: Case) -> bool:
 
 RULES = (
     Rule(
-        "limits/data.md",
+        "guides/data.md",
         "so with such data weights differ from Keras's",
         lambda case: case["data"] == "unknown length" and changes_the_step(case),
         reference={"data": "dataset"},
     ),
     Rule(
-        "limits/accumulation.md",
+        "guides/accumulation.md",
         "They are summed in a dense tensor, so the update is the dense one, as the optimizer's paper has it.",
         lambda case: case["model"] in TOKENS and _sums_rows(case),
         summed=True,
     ),
     Rule(
-        "limits/accumulation.md",
+        "guides/accumulation.md",
         "It normalizes by the statistics of a micro-batch, so its gradient is that of another function.",
         lambda case: "batch norm" in case["model"] and (case["steps"] > 1 or case["slices"] > 0),
         without=EVERYTHING,
         warned="normaliz",
     ),
     Rule(
-        "limits/distribution.md",
+        "guides/distribution.md",
         "layers that normalize by the batch | Warning.",
         lambda case: case["model"] == "batch norm" and ("shards" in case["devices"] or case["devices"] == "replicas"),
         without=EVERYTHING,
         warned="normaliz",
     ),
     Rule(
-        "limits/pipeline.md",
+        "guides/pipeline.md",
         "warns: its statistics are those of a micro-batch.",
         lambda case: "batch norm" in case["model"] and case["devices"] == "pipeline",
         without=EVERYTHING,
         warned="normaliz",
     ),
     Rule(
-        "limits/accumulation.md",
+        "guides/accumulation.md",
         "a number that the step returns is that of the last micro-batch",
         lambda case: case["step"] not in ("Keras's", "compute_loss") and case["steps"] > 1,
         without=("history",),

@@ -35,7 +35,7 @@ REASONS = (
     Reason(
         "layers that can't be tried on ragged rows, and a loss that returns one number",
         "Nothing can be divided",
-        ("limits/accumulation.md", "one of your own that can't be tried"),
+        ("guides/accumulation.md", "one of your own that can't be tried"),
         {
             "two replicas": (
                 "test_trainer_with_raggeds_functional",
@@ -47,7 +47,7 @@ REASONS = (
     Reason(
         "sparse tensors that are not in order",
         "Many sparse ops require sorted indices",
-        ("limits/data.md", "It takes sparse tensors in row-major order only"),
+        ("guides/data.md", "It takes sparse tensors in row-major order only"),
         {
             "two replicas": (
                 "test_evaluate_sparse_scipy_eager",
@@ -62,7 +62,7 @@ REASONS = (
     Reason(
         "inputs that are None",
         "Spec' object has no attribute",
-        ("limits/data.md", "It takes sparse tensors in row-major order only, and no `None`"),
+        ("guides/data.md", "It takes sparse tensors in row-major order only, and no `None`"),
         {
             "two replicas": (
                 "test_functional_optional_inputs_generator_optional_none",
@@ -73,7 +73,7 @@ REASONS = (
     Reason(
         "asks the optimizer for sparse gradients, and slices are added up in a dense tensor",
         "False is not true",
-        ("limits/accumulation.md", "They are summed in a dense tensor"),
+        ("guides/accumulation.md", "They are summed in a dense tensor"),
         {"microbatch": ("test_fit_sparse_scipy_graph", "test_fit_sparse_tf_graph")},
     ),
     Reason(
