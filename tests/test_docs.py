@@ -70,12 +70,10 @@ GUIDES = (
     "parameter_servers",
     "pipeline",
     "privacy",
-    "privacy_choosing",
     "profiling",
     "recompute",
     "scaling",
     "sharding",
-    "telemetry",
 )
 MIGRATIONS = ("accelerate_lightning", "opacus")
 LONG = {

@@ -26,10 +26,9 @@ SECTIONS = {
     "how_to": r"guides/(memory|distribution|launch|per_example|transforms|privacy|input_gradients|profiling)",
     "guides/memory": r"guides/(accumulation|contrastive|custom_train_step|estimate|fine_tune_cnn|recompute)",
     "guides/distribution": r"guides/(data|keras_tuner|mesh|pipeline|plan|scaling|sharding)",
-    "guides/launch": r"guides/(clusters|deterministic|elastic|fault_tolerance|keras_hub|parameter_servers|ray)",
+    "guides/launch": r"guides/(deterministic|elastic|fault_tolerance|keras_hub|parameter_servers)",
     "guides/per_example": r"guides/(clipping|custom_rules|example_norms|noise_scale)",
-    "guides/privacy": r"guides/privacy_\w+",
-    "guides/profiling": r"guides/(telemetry|throughput|tracking)",
+    "guides/profiling": r"guides/tracking",
     "reference/index": r"reference/.*",
     "explanation/index": r"explanation/.*|architecture|internals/.*",
     "benchmarks/index": r"benchmarks/.*",
@@ -40,7 +39,8 @@ _MARK = re.compile(r"^<!-- (\w+)(?:: (.+))? -->$", flags=re.MULTILINE)
 HOOKS = r"on_\w+|get_config|from_config|build|build_from_config|compute_output_\w+|set_model|set_params|finalize_\w+"
 # What other parts of the package call.
 INTERNAL = (
-    r"AccumulatingOptimizer\.(window|gradient_weight|gathering|end_micro_batch|host_schedule)"
+    r"AccumulatingOptimizer\.(window|gradient_weight|gathering|end_micro_batch|host_schedule|options|in_fit_alone|is_open"
+    r"|trains)|ExactAccumulation\.wrap"
 )
 
 

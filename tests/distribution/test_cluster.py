@@ -361,7 +361,7 @@ def test_kinds_have_an_order_of_their_own_and_are_in_the_guide():
     kinds = cluster_kinds()
     assert len({kind.precedence for kind in kinds}) == len({kind.source for kind in kinds}) == len(kinds)
     assert all(kind.read({}) is None for kind in kinds)
-    guide = (Path(__file__).parents[2] / "docs/guides/clusters.md").read_text()
+    guide = (Path(__file__).parents[2] / "docs/guides/launch.md").read_text()
     table = guide.partition("## Cluster variables")[2].partition("\n\n- ")[0]
     assert re.findall(r"^\| `?(\w+)`? \|", table, flags=re.MULTILINE) == ["Source", *(kind.source for kind in kinds)]
 

@@ -79,7 +79,7 @@ REASONS = (
     Reason(
         "compares the names in a history, which the callbacks add to",
         "Lists differ",
-        ("guides/telemetry.md", "It fills `logs`, and so `History`"),
+        ("guides/profiling.md", "It fills `logs`, and so `History`"),
         {
             "callbacks": (
                 "test_functional_deeply_nested_outputs_struct_losses",
