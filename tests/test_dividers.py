@@ -35,7 +35,7 @@ class InTwo(NamedTuple):
 
     normalize: LossNormalization
     size: int = FIRST
-    undivided: str = "A batch can't be cut in two."
+    refusal_prefix: str = "A batch can't be cut in two."
     prove: bool = True
 
     def part_rows(self, rows):

@@ -39,13 +39,13 @@ LINES = {
     "engine": 11797,
     "inputs": 1608,
     "memory": 3407,
-    "per_example": 5424,
+    "per_example": 5425,
     "privacy": 3179,
     "profiling": 5279,
     "storage": 2979,
     "top": 1273,
 }
-TOTAL, SLACK = 51476, 25
+TOTAL, SLACK = 51477, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

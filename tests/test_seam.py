@@ -119,7 +119,7 @@ def test_each_hook_is_used(hook):
         ("class A:\n    def f(self): return self.model._new", "_new"),
         ("getattr(model, '_new')", "_new"),
         ("vars(model)['_new'] = 1", "_new"),
-        ("attributes(model, _new=1)", "_new"),
+        ("override_attributes(model, _new=1)", "_new"),
         ("tf.__internal__", "__internal__"),
         ("strategy.extended._create_variable(f)", "_create_variable"),
     ],

@@ -39,7 +39,7 @@ _MARK = re.compile(r"^<!-- (\w+)(?:: (.+))? -->$", flags=re.MULTILINE)
 HOOKS = r"on_\w+|get_config|from_config|build|build_from_config|compute_output_\w+|set_model|set_params|finalize_\w+"
 # What other parts of the package call.
 INTERNAL = (
-    r"AccumulatingOptimizer\.(window|gradient_weight|gathering|end_micro_batch|host_schedule|options|in_fit_alone|is_open"
+    r"AccumulatingOptimizer\.(window|gradient_weight|accumulate_only|end_micro_batch|host_schedule|options|in_fit_alone|is_open"
     r"|trains)|ExactAccumulation\.wrap"
 )
 

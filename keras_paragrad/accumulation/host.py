@@ -154,9 +154,9 @@ class HostSchedule:
             self.updates += self.optimizer.end_epoch()
             self._counting = False
 
-    def gathering(self) -> contextlib.AbstractContextManager[object]:
+    def accumulate_only(self) -> contextlib.AbstractContextManager[object]:
         """The context in which the optimizer only accumulates."""
-        return self.optimizer.gathering()
+        return self.optimizer.accumulate_only()
 
     def end(self, update: bool) -> None:
         """Ends the micro-batch on this replica, with an update or without."""

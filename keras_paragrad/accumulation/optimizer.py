@@ -21,7 +21,7 @@ from keras_paragrad.engine.step.apply import apply_everywhere
 from keras_paragrad.engine.step.interception import installed_transform
 from keras_paragrad.engine.telemetry.watch import observe_gradient
 from keras_paragrad.engine.tracing.gradient_functions import releasing
-from keras_paragrad.storage.storage import computing_with, mesh_of
+from keras_paragrad.storage.storage import mesh_of, on_mesh_of
 from keras_paragrad.storage.updating import install_storages, squared_norms
 
 # What accumulates in an optimizer's place while `fit` runs with `ExactAccumulation(steps=...)`. It is kept with the
@@ -103,8 +103,8 @@ class AccumulatingOptimizer(WrappingOptimizer):
         self.schedule = StepsSchedule(self.steps)
         self._window: GradientWindow | None = None
         self._strategy = tf.distribute.get_strategy()
-        # How many `gathering` contexts are open: replicas' traces are interleaved, so each opens one.
-        self._gathering = 0
+        # How many `accumulate_only` contexts are open: replicas' traces are interleaved, so each opens one.
+        self._accumulating_only = 0
         # By the index of each variable that has had a gradient: whether it was trainable then. Bypass Keras's tracking.
         self.__dict__["_with_gradient"] = {}
         # Whether `_advise` has warned.
@@ -140,7 +140,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """
         if len(grads) == 0:
             return
-        if self.in_fit_alone and not self._gathering:
+        if self.in_fit_alone and not self._accumulating_only:
             # A `fit` that failed has left it in the optimizer's place.
             self.inner_optimizer.apply(grads, trainable_variables)
             return
@@ -163,7 +163,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
         window.add_gradients(indices, gradients, contribution, drop_nonfinite=self._drops_nonfinite)
         # With data of unknown length, a counter must not advance for a batch that turns out not to exist.
         with tf.control_dependencies(None if tf.executing_eagerly() else gradients):
-            if not self._gathering:
+            if not self._accumulating_only:
                 if contribution is None:
                     self._advise()
                 self.end_micro_batch()
@@ -193,13 +193,13 @@ class AccumulatingOptimizer(WrappingOptimizer):
         return self.window.weight
 
     @contextlib.contextmanager
-    def gathering(self) -> Generator[None]:
+    def accumulate_only(self) -> Generator[None]:
         """Context in which `apply` only accumulates; `end_micro_batch` has to follow."""
-        self._gathering += 1
+        self._accumulating_only += 1
         try:
             yield
         finally:
-            self._gathering -= 1
+            self._accumulating_only -= 1
 
     def end_micro_batch(self, update: bool | None = None) -> None:
         """Counts the micro-batch, and updates if it is the window's last. Call it on every replica.
@@ -260,14 +260,14 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """
         if not self.is_open:
             return False
-        with computing_with(self.trainable_variables):
+        with on_mesh_of(self.trainable_variables):
             self._compiled("update", lambda: self._strategy.run(self.end_micro_batch, args=(True,)))()
         return True
 
     def discard(self) -> None:
         """Discards the accumulated gradients without updating."""
         if self.built:
-            with computing_with(self.trainable_variables):
+            with on_mesh_of(self.trainable_variables):
                 self._compiled("clear", lambda: self._strategy.run(self.window.clear))()
             self.window.position.assign(0)
 

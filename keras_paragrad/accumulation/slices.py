@@ -149,7 +149,7 @@ class Slices(NamedTuple):
         return PreparationCall(__name__, "microbatch", {"size": self.size, "weighting": self.normalize.weighting})
 
     @property
-    def undivided(self) -> str:
+    def refusal_prefix(self) -> str:
         """The first sentence of the error for a batch that can't be cut."""
         return f"A batch has more than size={self.size} examples, and can't be split into slices."
 

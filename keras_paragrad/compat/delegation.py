@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import attributes
+from keras_paragrad.compat.layers import override_attributes
 from keras_paragrad.compat.private import in_symbolic_scope
 from keras_paragrad.compat.state import MethodPatch, Slot, patched, warn
 from keras_paragrad.compat.types import Structure
@@ -98,7 +98,7 @@ def layer_metrics(layer: keras.layers.Layer) -> list[keras.Metric]:
     """A layer's metrics, without the metrics passed to `compile`."""
     if not isinstance(layer, keras.Model):
         return layer.metrics
-    with attributes(layer, compiled=False):
+    with override_attributes(layer, compiled=False):
         return layer.metrics
 
 
@@ -170,7 +170,7 @@ def _delegated_loss(
         training: bool = True,
     ) -> tf.Tensor:
         # The call added losses to the trained model, and regularizers may read weights.
-        added = attributes(model, _losses_override=trained.losses)
+        added = override_attributes(model, _losses_override=trained.losses)
         context = while_loss() if training and not in_symbolic_scope() else contextlib.nullcontext()
         with delegated(model, trained), added, context:
             return model._compute_loss(x, y, y_pred, sample_weight, training)

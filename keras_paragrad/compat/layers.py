@@ -133,7 +133,7 @@ class CallState:
 
 
 @contextlib.contextmanager
-def attributes(layer: keras.layers.Layer, **values: Any) -> Generator[None]:
+def override_attributes(layer: keras.layers.Layer, **values: Any) -> Generator[None]:
     """Context that sets attributes of a layer, bypassing Keras's tracking."""
     attributes = vars(layer)
     before = {name: attributes[name] for name in values if name in attributes}
@@ -151,7 +151,7 @@ def without_remat_scope(layer: keras.layers.Layer) -> Generator[None]:
     """Context in which a layer and its sublayers keep what a `keras.RematScope` would have them recompute."""
     with contextlib.ExitStack() as stack:
         for inner in layer._flatten_layers():
-            stack.enter_context(attributes(inner, _remat_mode=None))
+            stack.enter_context(override_attributes(inner, _remat_mode=None))
         yield
 
 

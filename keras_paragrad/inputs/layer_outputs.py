@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import attributes, call_method, mask_of, with_mask
+from keras_paragrad.compat.layers import call_method, mask_of, override_attributes, with_mask
 from keras_paragrad.compat.types import Structure
 
 _NAME_ANOTHER = (
@@ -73,7 +73,7 @@ def outputs_exchanged(
     with contextlib.ExitStack() as stack:
         for layer in {id(source.layer): source.layer for source in sources}.values():
             method = call_method(layer)
-            stack.enter_context(attributes(layer, **{method: exchanging(layer, getattr(layer, method))}))
+            stack.enter_context(override_attributes(layer, **{method: exchanging(layer, getattr(layer, method))}))
         try:
             yield
         except Exception:

@@ -14,11 +14,11 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.layers import (
-    attributes,
     call_method,
     called_for_training,
     compiled_by_xla,
     mask_of,
+    override_attributes,
     with_mask,
     without_remat_scope,
 )
@@ -57,7 +57,8 @@ class Capture:
         with contextlib.ExitStack() as stack:
             stack.enter_context(without_remat_scope(self.layer))
             for unit in self.units:
-                stack.enter_context(attributes(unit.layer, **{call_method(unit.layer): self._record_calls(unit)}))
+                recording = {call_method(unit.layer): self._record_calls(unit)}
+                stack.enter_context(override_attributes(unit.layer, **recording))
             stack.enter_context(self.reads)
             return self.layer(*arguments, **keywords)
 
@@ -124,7 +125,7 @@ class Capture:
                 activation = layer.activation if rule.before_activation else None
                 if activation is None:
                     return self._tap(call, rule.run(call, original, self.reads))
-                with attributes(layer, activation=lambda outputs: activation(self._tap(call, outputs))):
+                with override_attributes(layer, activation=lambda outputs: activation(self._tap(call, outputs))):
                     return rule.run(call, original, self.reads)
 
         return record_call
@@ -167,7 +168,7 @@ def _rerun(
     keywords: dict[str, Any],
 ) -> Structure:
     """Calls a unit with its original method, so that the call isn't recorded."""
-    with attributes(layer, **{call_method(layer): original}), without_remat_scope(layer):
+    with override_attributes(layer, **{call_method(layer): original}), without_remat_scope(layer):
         return layer(*arguments, **{**keywords, "training": training})
 
 

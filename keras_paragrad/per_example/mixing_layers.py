@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_internals
-from keras_paragrad.compat.layers import attributes, call_model
+from keras_paragrad.compat.layers import call_model, override_attributes
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.types import Array, Batch, Structure
 from keras_paragrad.engine.losses.known_classes import computes_rows_independently
@@ -175,7 +175,7 @@ def _first_mixing(model: keras.layers.Layer, pair: RowPair, training: bool) -> s
         recorded.clear()
         with contextlib.ExitStack() as stack:
             for operation in operations.values():
-                stack.enter_context(attributes(operation, call=recording(operation, operation.call)))
+                stack.enter_context(override_attributes(operation, call=recording(operation, operation.call)))
             call_model(model, *arguments, training=training)
         names[:] = [name for name, _ in recorded]
         # Tensors within a loop can't be returned from it.

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import attributes, call_method, called_for_training
+from keras_paragrad.compat.layers import call_method, called_for_training, override_attributes
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.per_example.capture import Capture, has_axes
@@ -168,7 +168,7 @@ def _unknown_rows_refusal(
     with contextlib.ExitStack() as stack:
         for inner in {id(inner): inner for inner in layer_and_sublayers(layer)}.values():
             method = call_method(inner)
-            stack.enter_context(attributes(inner, **{method: recording(inner, getattr(inner, method))}))
+            stack.enter_context(override_attributes(inner, **{method: recording(inner, getattr(inner, method))}))
         _call_on_placeholders(layer, units_of(layer), arguments, keywords, size)
     cause = causes[0] if causes else f"The output of {layer.name!r} has an unknown shape"
     return ValueError(

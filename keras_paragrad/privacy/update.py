@@ -69,7 +69,7 @@ class PhysicalBatches(Slices):
     private = True
 
     @property
-    def undivided(self) -> str:
+    def refusal_prefix(self) -> str:
         """The first sentence of the error for a model that allows no physical batches."""
         return "An update can't be computed in physical batches."
 

@@ -182,7 +182,7 @@ def mesh_of(variables: Sequence[keras.Variable]) -> Mesh | None:
     return next((mesh for variable in variables if (mesh := storage_of(variable).mesh) is not None), None)
 
 
-def computing_with(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[object]:
+def on_mesh_of(variables: Sequence[keras.Variable]) -> contextlib.AbstractContextManager[object]:
     """The context in which functions that use the variables run."""
     storages = map(storage_of, variables)
     return next((storage.computing() for storage in storages if storage.mesh is not None), contextlib.nullcontext())

@@ -80,7 +80,7 @@ def test_a_micro_step_makes_nothing_as_large_as_the_table():
     def gather(words, targets):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(tf.square(model(words) - targets))
-        with optimizer.gathering():
+        with optimizer.accumulate_only():
             optimizer.apply(tape.gradient(loss, model.trainable_variables))
 
     graph = gather.get_concrete_function(tf.constant(WORDS, tf.int32), tf.constant(TARGETS)).graph

@@ -20,7 +20,7 @@ def stepping(optimizer, variables, mode):
     """A micro-batch: calls of `apply`, each of gradients and the contribution's scale and weight."""
 
     def gather(*calls):
-        with optimizer.gathering():
+        with optimizer.accumulate_only():
             for gradients, scale, weight in calls:
                 contribution = tf.stack([scale, weight, 1.0])
                 optimizer.apply([*gradients, contribution], [*variables, optimizer.gradient_weight])
@@ -102,7 +102,7 @@ def test_sparse_gradients_and_dense_ones(mode, kinds):
     expected = 0.0
     for window in ([0], [1], [0, 1], [1, 0], [0, 0], [1, 1], [0], [1]):
         for place, function in enumerate(window):
-            with optimizer.gathering():
+            with optimizer.accumulate_only():
                 functions[function](tf.constant(2.0 + function))
             if place < len(window) - 1:
                 optimizer.end_micro_batch(False)
@@ -120,7 +120,7 @@ def test_what_a_loss_scale_skips_is_in_no_window():
 
     @tf.function
     def micro_batch(gradient, update):
-        with inner.gathering():
+        with inner.accumulate_only():
             optimizer.apply([tf.fill([3], gradient), tf.fill([3], gradient)], variables)
         inner.end_micro_batch(update)
 

@@ -42,7 +42,7 @@ def updates(argument: dict[str, Any]) -> list[dict[str, Any]]:
         install_storages(ours.optimizer, ours.trainable_weights)
 
         def step(ours: Updated, *gradients: tf.Tensor) -> None:
-            apply_gradient(ours.optimizer, ours.trainable_weights, list(map(tf.identity, gradients)), whole=True)  # pyright: ignore
+            apply_gradient(ours.optimizer, ours.trainable_weights, list(map(tf.identity, gradients)), reduce_first=True)  # pyright: ignore
 
         run = tf.function(functools.partial(strategy.run, functools.partial(step, ours)), autograph=False)
         reference = Updated(scaled(case), variables_to_update())

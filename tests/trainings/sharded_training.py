@@ -229,7 +229,7 @@ def updates(argument: dict[str, Any]) -> list[dict[str, float]]:
         install_storages(ours.optimizer, ours.trainable_weights)
 
         def step(ours: Updated, *gradients: tf.Tensor) -> None:
-            apply_gradient(ours.optimizer, ours.trainable_weights, list(gradients), whole=True)  # pyright: ignore
+            apply_gradient(ours.optimizer, ours.trainable_weights, list(gradients), reduce_first=True)  # pyright: ignore
 
         run = tf.function(functools.partial(dist.strategy.run, functools.partial(step, ours)), autograph=False)
         reference = Updated(made_optimizer(case), variables_to_update())
@@ -267,7 +267,7 @@ def held_after_updates(optimizer: str) -> float:
     @tf.function(autograph=False)
     def step() -> None:
         dist.strategy.run(
-            lambda: apply_gradient(ours.optimizer, ours.trainable_weights, [tf.ones((side, side))], whole=True)
+            lambda: apply_gradient(ours.optimizer, ours.trainable_weights, [tf.ones((side, side))], reduce_first=True)
         )  # pyright: ignore
 
     step()

@@ -218,7 +218,7 @@ class MicroBatches(NamedTuple):
         return 1
 
     @property
-    def undivided(self) -> str:
+    def refusal_prefix(self) -> str:
         """Why a batch can't be cut, for the error of a model that allows no micro-batches."""
         return f"A batch can't be cut into microbatches={self.parts}."
 

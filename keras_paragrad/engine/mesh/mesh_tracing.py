@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import attributes
+from keras_paragrad.compat.layers import override_attributes
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.operations import array_ops, gen_array_ops
 from keras_paragrad.compat.private import distribution_lib
@@ -113,7 +113,7 @@ def _with_own_attributes(model: keras.Model) -> Generator[None]:
             }
             if isinstance(layer, keras.layers.RNN):
                 values["unroll"] = True
-            stack.enter_context(attributes(layer, **values))
+            stack.enter_context(override_attributes(layer, **values))
         yield
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import attributes, children, copy_mask
+from keras_paragrad.compat.layers import children, copy_mask, override_attributes
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.private import in_symbolic_scope
 from keras_paragrad.compat.types import Structure
@@ -59,7 +59,7 @@ def pinning_between_layers(model: keras.Model) -> Generator[None]:
     pinned = [layer for layer in layers if id(layer) not in inside | unpinned and not isinstance(layer, keras.Model)]
     with contextlib.ExitStack() as stack:
         for layer in [model, *pinned]:
-            stack.enter_context(attributes(layer, call=_pin_call(layer.call)))
+            stack.enter_context(override_attributes(layer, call=_pin_call(layer.call)))
         yield
 
 

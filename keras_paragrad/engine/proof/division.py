@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.collectives import as_on_replica, as_one_replica, replica_count
 from keras_paragrad.compat.compiled_call import needs_whole_pass
-from keras_paragrad.compat.layers import attributes
+from keras_paragrad.compat.layers import override_attributes
 from keras_paragrad.compat.model import all_layers, all_variables, check_no_row_states, overrides_train_step
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import log_once
@@ -44,19 +44,19 @@ class Division(NamedTuple):
     Attributes:
         cut: Whether the batch is cut into slices, if it is larger than one.
         calls: Whether the step runs whole, and the calls of layers in it are divided.
-        undivided: Why the batch can't be cut, or `None`; if set, a batch larger than one slice raises.
+        why_whole: Why the batch can't be cut, or `None`; if set, a batch larger than one slice raises.
     """
 
     cut: bool = False
     calls: bool = False
-    undivided: str | None = None
+    why_whole: str | None = None
 
 
 class Divisions:
     """Finds the divisions of a model's batches, until the model is compiled again.
 
     Attributes:
-        undivided: Why batches of unknown size are left whole, or `None`.
+        why_whole: Why batches of unknown size are left whole, or `None`.
         calls: Whether calls of layers are divided in the steps that were found last.
         entered: Why calls of layers are not divided, by the layers' ids; `None` until they are tried.
         by_calls: Why parts of the loss don't give the whole's gradient, as the first batch has shown, or `None`.
@@ -65,7 +65,7 @@ class Divisions:
 
     def __init__(self, model: keras.Model):
         self.model = model
-        self.undivided: str | None = None
+        self.why_whole: str | None = None
         self.calls = False
         self.entered: Mapping[int, str] | None = None
         self.by_calls: str | None = None
@@ -124,8 +124,8 @@ class Divisions:
 
     def _describe(self, stages: Stages, data: Batch) -> str:
         division, model = self.of(stages, data), self.model
-        if division.undivided:
-            return f"Batches are left whole: {division.undivided}"
+        if division.why_whole:
+            return f"Batches are left whole: {division.why_whole}"
         if division.calls:
             return f"The step of {type(model).__name__} runs on whole batches, and calls of layers are divided."
         normalize = stages.normalization(of_slices=division.cut)
@@ -140,17 +140,17 @@ class Divisions:
         if division.cut:
             check_no_row_states(self.model, "slices are", "give batches that are one slice")
         self.calls = division.calls
-        if division.undivided and stages.split and stages.split.cuts(data) is None:
-            self.undivided = division.undivided
+        if division.why_whole and stages.split and stages.split.cuts(data) is None:
+            self.why_whole = division.why_whole
         return division
 
     def _divide_custom_step(self, stages: Stages, data: Batch) -> Division:
         """Finds the division for a model with a custom `train_step`, whose layers it builds."""
         split, cuts = stages.split, stages.split is not None and stages.split.cuts(data)
-        undivided = split.normalize.find_refusal(self.model) if split else None
-        if split and undivided and cuts:
-            raise _too_large(split, undivided)
-        cut = split is not None and not undivided and cuts is not False
+        why_whole = split.normalize.find_refusal(self.model) if split else None
+        if split and why_whole and cuts:
+            raise _too_large(split, why_whole)
+        cut = split is not None and not why_whole and cuts is not False
         if cut:
             _check_slices(self.model, stages)
         calls = cut or replica_count() > 1
@@ -158,7 +158,7 @@ class Divisions:
             raise IndivisibleError(refusal)
         if calls or stages.apply:
             build_layers_by_step(self.model, data)
-        return Division(cut=cut, calls=calls, undivided=undivided)
+        return Division(cut=cut, calls=calls, why_whole=why_whole)
 
     def _divide_keras_step(self, stages: Stages, data: Batch) -> Division:
         """Finds the division for a model with Keras's `train_step`.
@@ -186,13 +186,13 @@ class Divisions:
                 )
                 return Division(cut=cuts is not False, calls=True)
             return Division(cut=cuts is not False)
-        undivided = None
+        why_whole = None
         # Slices need weights; a batch of one slice needs one only if it is accumulated with others.
         if split and cuts is not True and (cuts is None or find_accumulator(self.model.optimizer)):
-            undivided = self._loss.find_refusal(split.normalize, split, data)
-        if split and undivided and cuts:
-            raise _too_large(split, undivided)
-        return Division(cut=cuts is not False and not undivided, undivided=undivided)
+            why_whole = self._loss.find_refusal(split.normalize, split, data)
+        if split and why_whole and cuts:
+            raise _too_large(split, why_whole)
+        return Division(cut=cuts is not False and not why_whole, why_whole=why_whole)
 
     def find_refusal_of_calls(self, stages: Stages) -> str | None:
         """Why calls of layers can't be divided in a step of the model, or `None`."""
@@ -217,7 +217,7 @@ class Divisions:
 
 
 def _too_large(split: Split, refusal: str) -> IndivisibleError:
-    return IndivisibleError(f"{split.undivided} {refusal}")
+    return IndivisibleError(f"{split.refusal_prefix} {refusal}")
 
 
 def _check_slices(model: keras.Model, stages: Stages) -> None:
@@ -240,7 +240,7 @@ def trace_loss(model: keras.Model, data: Batch, *, training: bool = True) -> tup
     # No other replica runs this trace, so weights can't be gathered, nor statistics be synchronized.
     with zeros_in_place_of_shards(all_variables(model)), as_one_replica(), contextlib.ExitStack() as stack:
         for layer in layers_of_batch_statistics(model):
-            stack.enter_context(attributes(layer, synchronized=False))
+            stack.enter_context(override_attributes(layer, synchronized=False))
         _, arguments, terms = compute_loss(model, data, training=training)
     return arguments, terms
 

@@ -27,7 +27,7 @@ from keras_paragrad.engine.proof.model_proof import PartsOfBatch
 from keras_paragrad.engine.proof.questions import Answer, Question
 from keras_paragrad.engine.proof.rows import MOST_BATCHES, join_rows, local_rows, part_size
 from keras_paragrad.engine.step.building import losses_built
-from keras_paragrad.engine.step.execution import Conclusion
+from keras_paragrad.engine.step.execution import PostTraceCheck
 from keras_paragrad.engine.step.stages import Stages
 from keras_paragrad.engine.trials.trial import few_rows, row_count, run_alone
 from keras_paragrad.storage.storage import any_divided
@@ -67,7 +67,7 @@ class FirstBatchProof:
         """Whether calls of layers are divided, and it wasn't tried which can be; also without a proof."""
         return self._divisions.calls and self._divisions.entered is None
 
-    def __call__(self, batch: Batch, update: bool) -> Conclusion | None:
+    def __call__(self, batch: Batch, update: bool) -> PostTraceCheck | None:
         """Takes a batch before its step runs; returns the action on a difference.
 
         Layers are asked about before the first micro-batch of a window changes their states, and losses at its end,
@@ -146,7 +146,7 @@ class FirstBatchProof:
             self._questions = [Question("whether micro-batches of train_step weigh what is stated", proof)]
         return questions.ask(self._questions)
 
-    def _after_trace(self, answer: Answer) -> Conclusion:
+    def _after_trace(self, answer: Answer) -> PostTraceCheck:
         """The action on an answer. What one worker refuses, none goes on with."""
         return functools.partial(all_or_none, worker_strategy(self.model), functools.partial(self._act, answer))
 
@@ -193,7 +193,7 @@ class FirstBatchProof:
     def _refusal(self, difference: str, question: Question) -> str:
         """The error for a difference, with the layer in which it comes about, and what to write."""
         split, divider = self.stages.split, self._normalize and self._normalize.divider
-        begins, advice = f"{split.undivided} " if split else "", question.advice
+        begins, advice = f"{split.refusal_prefix} " if split else "", question.advice
         if question.of_layers:
             trials = CallTrials(self.model, train_step_of(self.model), self._rows)
             names = ", ".join(map(repr, innermost(self.model, trials.try_alone())))

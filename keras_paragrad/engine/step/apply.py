@@ -78,7 +78,7 @@ def apply_gradient(
     gradients: Gradients,
     contribution: Contribution | None = None,
     *,
-    whole: bool,
+    reduce_first: bool,
     also_reduce: Sequence[tf.Tensor] = (),
     reduced: bool = False,
 ) -> list[tf.Tensor] | None:
@@ -88,7 +88,7 @@ def apply_gradient(
         optimizer, variables, gradients: The optimizer, the weights to update, and a gradient for each of them, or
             `None`.
         contribution: Their contribution to an accumulation window, or `None` if all count equally.
-        whole: Whether the sum over the replicas is exactly the batch's gradient. Then gradients are all-reduced
+        reduce_first: Whether the sum over the replicas is exactly the batch's gradient. Then gradients are all-reduced
             before they are clipped, as on one device. Otherwise Keras's optimizer all-reduces them, after clipping. An
             accumulating optimizer all-reduces them itself.
         also_reduce: Other tensors to all-reduce in the same collective.
@@ -103,11 +103,11 @@ def apply_gradient(
         return None
     gradients = reduce_overwritten(gradients, variables)
     accumulator = find_accumulator(optimizer)
-    if accumulator or replica_count() == 1 or not whole:
+    if accumulator or replica_count() == 1 or not reduce_first:
         if accumulator:
             # Gradients of sharded variables are accumulated in shards, so they are weighted and reduced here.
             gradients = reduce_divided_gradients(gradients, variables, contribution.scale if contribution else None)
-        if accumulator and whole and replica_count() > 1 and _skips_nonfinite(optimizer, variables):
+        if accumulator and reduce_first and replica_count() > 1 and _skips_nonfinite(optimizer, variables):
             gradients = _nonfinite_everywhere(gradients)
         pairs = list(zip(gradients, variables, strict=True))
         if accumulator and contribution is not None:
@@ -156,7 +156,7 @@ def apply_same(
         first = tf.constant(float(replica_index() == 0))
         scale, weight, decay = contribution or Contribution(1.0, 1.0)
         counted = Contribution(scale * first, weight * first, decay)
-    apply_gradient(optimizer, variables, gradients, counted, whole=True, reduced=True)
+    apply_gradient(optimizer, variables, gradients, counted, reduce_first=True, reduced=True)
 
 
 def _skips_nonfinite(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> bool:

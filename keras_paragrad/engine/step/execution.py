@@ -38,11 +38,11 @@ from keras_paragrad.engine.tracing.effects import draws_from_graph
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 # Refuses or warns; called after the step is traced, since errors of the trace are more informative.
-Conclusion = Callable[[], None]
+PostTraceCheck = Callable[[], None]
 # Makes a compiled step run on a mesh of devices, with batches from the host.
 OnMesh = Callable[[Step], Step]
 # Gets a batch before its step is traced; may return a function to call after the trace, before the step runs.
-Check = Callable[[Batch], Conclusion | None]
+Check = Callable[[Batch], PostTraceCheck | None]
 
 
 class Proof(Protocol):
@@ -53,7 +53,7 @@ class Proof(Protocol):
         """Whether batches are still to come."""
         ...
 
-    def __call__(self, batch: Batch, update: bool) -> Conclusion | None:
+    def __call__(self, batch: Batch, update: bool) -> PostTraceCheck | None:
         """Takes a batch, which ends an update if `update` says so, before its step is traced."""
         ...
 

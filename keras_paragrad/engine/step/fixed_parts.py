@@ -67,7 +67,7 @@ class FixedParts(NamedTuple):
         return self.most_rows
 
     @property
-    def undivided(self) -> str:
+    def refusal_prefix(self) -> str:
         """The first sentence of the error for a batch that can't be cut."""
         return f"With deterministic={self.parts} every batch is computed in {self.parts} parts."
 

@@ -105,11 +105,11 @@ def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Struc
     """Runs Keras's `train_step` from the inputs to the gradients; also returns the outputs."""
     model, normalize, scale = context.model, context.normalize, context.scale_by_replicas
     # Then losses aren't divided by the number of replicas.
-    undivided = normalize is not None or scale is not None
+    unscaled = normalize is not None or scale is not None
     # Weights in shards are read gathered: `source` maps a variable to the tensor or variable that the tape watches.
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
         # Around the forward pass too: layers may compute and add losses.
-        with as_one_replica() if undivided else contextlib.nullcontext():
+        with as_one_replica() if unscaled else contextlib.nullcontext():
             loss, arguments, terms = compute_loss(model, data, untracked=context.sums)
         scaled_loss = scale(model, loss, arguments, terms) if scale else loss
         with tape.stop_recording():
@@ -117,7 +117,7 @@ def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Struc
             sums = None
             if context.sums:
                 rows = rows_of(arguments["x"])
-                sums = loss_sums(model, loss, terms, rows, weight, divided=not undivided)
+                sums = loss_sums(model, loss, terms, rows, weight, divided=not unscaled)
             if context.look:
                 # Last: terms cache their values, and this call computes them in another graph.
                 context.look(model, arguments, terms)

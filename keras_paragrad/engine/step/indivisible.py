@@ -78,4 +78,4 @@ class IndivisibleBatchGuard:
         """Raises `IndivisibleError` in place of the error of a failed check; ignores other errors."""
         refusal = self._refusal()
         if refusal and _TOO_LARGE in error.message:
-            raise IndivisibleError(f"{self.split.undivided} {refusal}") from None
+            raise IndivisibleError(f"{self.split.refusal_prefix} {refusal}") from None

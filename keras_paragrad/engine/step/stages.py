@@ -108,7 +108,7 @@ class Split(Protocol):
         ...
 
     @property
-    def undivided(self) -> str:
+    def refusal_prefix(self) -> str:
         """The first sentence of the error for a model whose batches can't be divided."""
         ...
 
@@ -182,7 +182,7 @@ class Apply(Protocol):
         """Cleans up after a `fit` that failed, before another step is built."""
         ...
 
-    def gathering(self) -> contextlib.AbstractContextManager[object]:
+    def accumulate_only(self) -> contextlib.AbstractContextManager[object]:
         """Context in which the optimizer only accumulates; `end` ends the micro-batch."""
         ...
 

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_internals
-from keras_paragrad.compat.layers import attributes
+from keras_paragrad.compat.layers import override_attributes
 from keras_paragrad.compat.model import optimizers_of, overrides_train_step
 from keras_paragrad.compat.types import Batch, BatchIterator, Gradients, Specs
 from keras_paragrad.compat.workers import local_replica_values
@@ -104,7 +104,7 @@ def gradient_graph(model: keras.Model, spec: Specs, examples: int) -> tf.Graph:
             with contextlib.ExitStack() as patches:
                 for optimizer in optimizers_of(model):
                     apply = lambda gradients, *_: applied.append(gradients)  # noqa: E731
-                    patches.enter_context(attributes(optimizer, apply=apply))
+                    patches.enter_context(override_attributes(optimizer, apply=apply))
                 return model.train_step(batch), applied
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         with tf.GradientTape() as tape:

@@ -89,7 +89,7 @@ class CompiledModel:
             take=stages.take,
             schedule=stages.apply,
             seen=seen,
-            guard=IndivisibleBatchGuard(model, stages.split, lambda: divisions.undivided),
+            guard=IndivisibleBatchGuard(model, stages.split, lambda: divisions.why_whole),
             prepare=functools.partial(self._prepare, stages, divisions),
             proof=proof,
             renew=renew,

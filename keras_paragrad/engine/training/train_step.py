@@ -88,7 +88,7 @@ class TrainStep(NamedTuple):
             logs = divider.run(train_step_of(self.model), data)
         if divider.refusal and self.stages.split and replica_count() == 1 and self.stages.split.cuts(data) is None:
             # Batches that fit in one slice are trained on.
-            divisions.undivided = divider.refusal
+            divisions.why_whole = divider.refusal
         elif divider.refusal:
             raise IndivisibleError(divider.refusal)
         return logs
@@ -158,7 +158,7 @@ class TrainStep(NamedTuple):
             else:
                 also = shared.parts if shared else ()
                 sums = apply_gradient(
-                    optimizer, weights, gradient.gradients, contribution, whole=whole, also_reduce=also
+                    optimizer, weights, gradient.gradients, contribution, reduce_first=whole, also_reduce=also
                 )
         # Log.
         if shared is None:
@@ -199,7 +199,7 @@ class TrainStep(NamedTuple):
         return self._by_xla and not self.stages.split and compiles_each_layer(self.model)
 
     def _accumulating(self) -> contextlib.AbstractContextManager[object]:
-        return self.stages.apply.gathering() if self.stages.apply else contextlib.nullcontext()
+        return self.stages.apply.accumulate_only() if self.stages.apply else contextlib.nullcontext()
 
     def _gradient(self, context: StepContext, data: Batch) -> Gradient:
         """The gradient of a replica batch, in slices if it is split."""
@@ -216,12 +216,12 @@ class TrainStep(NamedTuple):
         split = self.stages.split
         if split is None or not self.division.cut:
             # A batch of one slice needs a weight only if it is accumulated with others.
-            weighed = split if self._accumulator and not self.division.undivided else None
+            weighed = split if self._accumulator and not self.division.why_whole else None
             return gradient_of(self._context_of(context, weighed)._replace(whole=True), data)
         try:
             gradient = split(self._context_of(context._replace(weigh_replica=None), split), data)
         except IndivisibleError as refusal:
-            raise IndivisibleError(f"{split.undivided} {refusal}") from None
+            raise IndivisibleError(f"{split.refusal_prefix} {refusal}") from None
         return scale_by_replica(self.model, gradient, context.weigh_replica)
 
     @property

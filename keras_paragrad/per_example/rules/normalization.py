@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import attributes
+from keras_paragrad.compat.layers import override_attributes
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.per_example.calls import Call, FixedWeights, WeightReads, widened
 from keras_paragrad.per_example.rule import Pick, Rule, RuleCase, register_rule
@@ -45,7 +45,7 @@ class Normalization(Rule):
         gradients = []
         if self.scale(call.layer) is not None:
             # The scope keeps the layer from adding its losses a second time.
-            with FixedWeights(()), attributes(call.layer, **self.disabled):
+            with FixedWeights(()), override_attributes(call.layer, **self.disabled):
                 normalized = widened(call.rerun(call.arguments, call.keywords))
             gradients.append(tf.reduce_sum(cotangent * normalized, summed))
         if self.offset(call.layer) is not None:
