@@ -472,7 +472,7 @@ def _on_this_worker(directory: str, dist: DistributedFit, case: MeshCase) -> dic
     # What is broken off and gone on with ends where an undisturbed training does: two are traced, and no third.
     with contextlib.suppress(InterruptedError):
         fit(Interrupt(1), Backup(directory, every=1, delete_when_done=False, on_sigterm=False))
-    wrote = {path.name.partition(".shards-")[2][:5] for path in Path(directory).glob("*.shards-*")}
+    wrote = {path.name.split("-")[-3] for path in Path(directory).glob("*-of-*.npz")}
     model, history = fit(Backup(directory))
     divides = any(any(storage.axes) for _, storage in variables_on_mesh(model))
     evaluated, predicted = model.evaluate(x, y, sample_weight=weights, verbose=0), model.predict(x, verbose=0)
