@@ -14,7 +14,7 @@ import tensorflow as tf
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.collectives import strategy_name
 from keras_paragrad.compat.private import DotNotTrackScope
-from keras_paragrad.compat.state import warn_once
+from keras_paragrad.compat.state import attached, warn_once
 from keras_paragrad.compat.types import Config
 
 # Keras's sum of gradients over the replicas, a method of optimizers.
@@ -66,7 +66,9 @@ def held_optimizers(optimizer: keras.optimizers.Optimizer | None) -> list[keras.
         seen[id(value)] = value
         if isinstance(value, keras.optimizers.Optimizer):
             optimizers[id(value)] = value
-            for attribute in (*vars(value).values(), *getattr(value, "optimizers", ())):
+            # Without what this package attaches, such as an optimizer that wraps this one while `fit` runs.
+            own = [attribute for attribute in vars(value).values() if attribute is not attached(value)]
+            for attribute in (*own, *getattr(value, "optimizers", ())):
                 visit(attribute)
         elif isinstance(value, dict):
             for item in value.values():

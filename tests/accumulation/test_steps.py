@@ -8,6 +8,7 @@ from oracles.whole_batches import largest_difference
 from sample_models.cases import DataCase, build_model
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit, ExactAccumulation
+from keras_paragrad.compat.optimizer import held_optimizers
 
 DATA = DataCase((2, 4, 4, 2, 6), seed=1)
 
@@ -47,6 +48,7 @@ def test_as_with_both(tail):
         assert one.optimizer is own
         assert int(own.iterations) == int(both.optimizer.iterations)
     assert largest_difference(both, one) == 0.0
+    assert held_optimizers(own) == [own]
     assert {name for name, value in vars(one).items() if callable(value)} == methods
 
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import keras
 import tensorflow as tf
 
+from keras_paragrad.accumulation.exact_accumulation import wrapping
 from keras_paragrad.compat.collectives import strategy_name
 from keras_paragrad.compat.data import split_for_validation
 from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator, updating_optimizers
@@ -143,8 +144,9 @@ class ServerPreparation(Preparation):
 
     def _fit(self, *arguments: Any, **keywords: Any) -> keras.callbacks.History:
         """`fit`, with data that the chief reads, and steps that workers take."""
-        check_server_model(self.model)
         bound = self._bind("fit", arguments, keywords)
+        with wrapping(self.model, keras.tree.flatten(bound["callbacks"])):
+            check_server_model(self.model)
         if bound["validation_split"] and bound["validation_data"] is None:
             rows, bound["validation_data"] = split_for_validation(
                 bound["x"], bound["y"], bound["sample_weight"], bound["validation_split"]

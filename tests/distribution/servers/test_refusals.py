@@ -96,8 +96,10 @@ def test_what_changes_the_step_is_refused_and_leaves_the_model_well(strategy):
     ServerPreparation.of(model)
     with microbatch(model, 4), pytest.raises(ValueError, match="step is modified"):
         model.fit(X, X[:, :1], verbose=0)
-    with pytest.raises(ValueError, match=r"ExactAccumulation\(\) needs a model"):
+    with pytest.raises(ValueError, match=r"how many micro-batches an update takes"):
         model.fit(X, X[:, :1], verbose=0, callbacks=[ExactAccumulation()])
+    with pytest.raises(ValueError, match="The optimizer accumulates gradients"):
+        model.fit(X, X[:, :1], verbose=0, callbacks=[ExactAccumulation(steps=2)])
     model.fit(X, X[:, :1], batch_size=10, verbose=0)
     assert int(model.optimizer.iterations) == 2
 
