@@ -297,7 +297,7 @@ def _compile_config(model: keras.Model) -> Config:
 
 
 def _warn_of_dropped(model: keras.Model, accumulator: AccumulatingOptimizer | None) -> None:
-    """Warns that a window of an earlier `fit` isn't continued."""
+    """Warns that the window of an earlier `fit` is dropped, and not continued."""
     if accumulator is not None and accumulator.is_open:
         warn(
             f"The last fit of {model.name!r} left a window open, which this ExactAccumulation can't continue, as its "

@@ -31,7 +31,7 @@ JIT: dict[str, str | bool] = {"auto": "auto", "true": True, "false": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declares the arguments of `explain`, which are those of `DistributedFit`."""
+    """Declares the arguments of `explain`: the arguments of `DistributedFit`."""
     add_examples(parser, _EXAMPLES, "guides/plan")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--all", action="store_true", help="print each decision, why, and how to change it")

@@ -105,7 +105,7 @@ def _place_of(path: str, kind: str) -> Any:
 
 
 def _kind_of(name: str, kind: str | None = None) -> str | None:
-    """The kind of a variable by its path, and that of its section; `None` for seeds, which Keras's own files lack."""
+    """The kind that is given, or else the kind by the path; `None` for seeds, which Keras's own files lack."""
     parts = name.split("/")
     if SEED_STATE in parts:
         return None

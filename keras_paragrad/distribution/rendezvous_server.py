@@ -303,7 +303,7 @@ def join(
     host: str | None = None,
 ) -> tuple[socket.socket, dict[str, Any]]:
     """Connects to the first, retrying; returns the connection and the answer."""
-    # Its own name, that of the first, and why an answer may not be signed by the first.
+    # Its own name, the first one's name, and why an answer may not be signed by the first one.
     own, first, stranger = names
     failure = "no answer"
     while wait.goes_on():

@@ -12,7 +12,7 @@ from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Logs
 
-# Characters of a line that the bar, the counter and the times take, and those of a value and around it.
+# The characters of a line that the bar, the counter and the times take, and that a value and its name take.
 _BAR, _VALUE = 48, 15
 # Attached to a progress bar: the filter that decides which values it shows.
 _FILTER = Slot["_Filter | None"]("shown", None)

@@ -143,7 +143,7 @@ class Content(NamedTuple):
         """The content as named arrays, for an archive."""
         all_values = [value for values in self.values.values() for value in values]
         arrays = [value for value in all_values if not isinstance(value, VariableInShards)]
-        # The arrays of callbacks follow those of the variables that are whole, marked by `None` in `cut`.
+        # Arrays of callbacks follow the arrays of whole variables. A whole variable has `None` in `cut`.
         cut = [
             (*each[:1], each.dtype.name, *each[2:]) if isinstance(each, VariableInShards) else None
             for each in all_values

@@ -99,7 +99,7 @@ class Manifest(NamedTuple):
     Attributes:
         position: The position of training.
         key: The key of the attempt.
-        archives: The archive of what is whole, and then those of the workers' shards, if there are any.
+        archives: The archive of whole variables, and then the archives of the workers' shards, if any.
     """
 
     position: Position

@@ -38,7 +38,7 @@ class Snapshot(NamedTuple):
 
 
 class BackupWriter:
-    """Writes a worker's archives in a thread; the manifest follows once those of all workers are there.
+    """Writes a worker's archives in a thread; the manifest follows the archives of all workers.
 
     Where there are no other workers' shards, the thread of the chief writes it; else the chief in `finish`, in which
     the workers tell each other the sizes and checksums of their archives.
@@ -53,7 +53,7 @@ class BackupWriter:
         self.failure: Exception | None = None
         self._files, self._strategy, self._placement = files, strategy, replica_placement(strategy)
         self._waits_for_others = bool(snapshot.shards) and self._placement.workers > 1
-        # This worker's: the chief's of what is whole, and then that of shards.
+        # This worker's archives: on the chief the one of whole variables, and then the one of shards.
         self._archives: list[Archive] = []
         self._thread = threading.Thread(target=self._run, args=(snapshot,), name=_thread_name(files))
         self._thread.start()

@@ -121,7 +121,7 @@ class Trace:
 
     @property
     def steps(self) -> list[Marker]:
-        """The markers of batches in order, or those of steps where there are none."""
+        """The markers of batches in order; without any, the markers of steps."""
         batches = [marker for marker in self.markers if "batch" in marker.stats]
         return sorted(batches or self.markers, key=lambda marker: marker.begin)
 
