@@ -170,6 +170,7 @@ def fit_wrapped(data, verbose):
 STEP = {"tracing, compiling, running", "tracing the step"}
 
 
+@pytest.mark.few(0, "fit_slices-phases0", "fit_distributed-phases2")
 @pytest.mark.not_fast
 @pytest.mark.parametrize(
     ("fit", "phases"),

@@ -93,6 +93,7 @@ ROUNDING = ("TF_ENABLE_ONEDNN_OPTS", "XLA_FLAGS")
 AS_USERS_HAVE_IT = ("digits",)
 
 
+@pytest.mark.few(0, "digits_on_workers")
 @pytest.mark.not_fast
 @pytest.mark.parametrize("name", [pytest.param(each, marks=marks_of(each)) for each in NAMES])
 def test_the_short_form_runs(name, tmp_path):

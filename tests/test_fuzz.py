@@ -23,7 +23,7 @@ SHORT = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", SHORT)
 def test_ends_where_one_device_ends(case):
     found = outside(case, seconds=120)

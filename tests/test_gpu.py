@@ -106,6 +106,7 @@ def test_lines_are_kept_as_they_are_known_and_other_parts_stay(gpu, tmp_path):
     assert list(path.parent.iterdir()) == [path]
 
 
+@pytest.mark.long
 def test_without_a_gpu_the_script_says_what_to_do(gpu, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "LIBRARIES", ("libnot_here.so.9",))
     assert gpu.main([]) == 2

@@ -80,7 +80,7 @@ MODELS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(0, "gradients", "accumulation")
 @pytest.mark.parametrize("name", MODELS)
 def test_steps_have_no_variables_that_gpus_cannot_hold(name):
     created = []

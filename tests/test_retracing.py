@@ -300,6 +300,7 @@ def test_layers_frozen_before_the_first_trace_are_frozen():
     assert not np.array_equal(before[2], model.get_weights()[2])
 
 
+@pytest.mark.long
 @pytest.mark.own_process(seconds=120)
 def test_a_forced_trace_on_replicas():
     one = build(sgd(), run_eagerly=True)
@@ -365,7 +366,7 @@ IN_CALLBACKS = {
 
 
 @pytest.mark.own_process(seconds=240)
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("way", IN_CALLBACKS)
 def test_evaluation_in_a_callback_is_traced_no_more_often_than_by_keras(way):
     stock = Traces(tf.distribute.MirroredStrategy(TWO["devices"]).scope())

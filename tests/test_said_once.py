@@ -59,6 +59,7 @@ def telemetry():
     return lambda: model.fit(X, Y, verbose=0, callbacks=[callback])
 
 
+@pytest.mark.few(0, "slices", "windows")
 @pytest.mark.parametrize("make", [windows, replicas, slices, telemetry])
 def test_is_said_once(make, caplog):
     with warnings.catch_warnings(record=True) as caught:

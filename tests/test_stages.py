@@ -74,6 +74,7 @@ def test_on_one_device(run_eagerly):
     check_orders(run_eagerly=run_eagerly)
 
 
+@pytest.mark.long
 @pytest.mark.own_process(seconds=240)
 def test_on_replicas():
     # Stages are attached before anything is traced, which takes longer than all steps.

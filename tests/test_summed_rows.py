@@ -119,6 +119,7 @@ def test_steps_are_kerass_or_a_warning_says_once_that_they_differ(way, name):
     check(WAYS[way], name, way in SUMMED)
 
 
+@pytest.mark.few(0, "parameters")
 @pytest.mark.own_process
 @pytest.mark.parametrize("shard", [None, "parameters"])
 def test_steps_on_replicas_are_kerass(shard, mirrored):
@@ -144,6 +145,7 @@ def with_places(change=lambda model: None, table=WordsAndPlaces, **options):
 
 
 # Eight rows of static size in slices of seven: the last one has one row, as the numbers of the places have.
+@pytest.mark.few(0, "False-4")
 @pytest.mark.parametrize("size", [4, 7])
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_slices_look_places_up_once(size, jit):

@@ -172,6 +172,7 @@ class Counts(keras.Model):
         return super().compute_metrics(x, y, y_pred, sample_weight)
 
 
+@pytest.mark.long
 def test_a_proof_leaves_nothing_behind(monkeypatch):
     tried = []
 
@@ -216,6 +217,7 @@ def sliced():
     return made
 
 
+@pytest.mark.few(0, "sliced")
 @pytest.mark.filterwarnings("ignore:Parts of a batch leave another state of counting")
 @pytest.mark.parametrize("train", [accumulated, sliced])
 def test_each_part_of_a_batch_is_counted_once(train):

@@ -108,7 +108,7 @@ def test_they_see_and_do_what_they_do_with_whole_batches(replicas):
 ENDS = {"flush": [0, 1, 2, 0, 1, 2], "carry": [0, 1, 0, 1], "drop": [0, 1, 0, 1]}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(0, "1-carry-True")
 @pytest.mark.parametrize(
     ("steps_per_execution", "tail", "known_length"),
     [

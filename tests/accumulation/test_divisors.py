@@ -85,7 +85,7 @@ def check(way, loss, targets, weights=None):
     np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
 
 
-@pytest.mark.few(0, "replicas-negative", "windows-no weight", "slices-no weight")
+@pytest.mark.few(0, "windows-no weight", "replicas-negative")
 @pytest.mark.parametrize(
     ("way", "weights"),
     [

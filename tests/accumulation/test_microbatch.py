@@ -41,6 +41,7 @@ def check(data, size, reduction, inner=INNER, strategy=None, **mode):
 
 
 # Several steps an execution are plain ones.
+@pytest.mark.few(0, "xla")
 @pytest.mark.parametrize(
     "mode", [pytest.param("plain", marks=pytest.mark.long), *[mode for mode in MODES if mode != "plain"]]
 )

@@ -76,6 +76,7 @@ def test_a_spoiled_micro_batch_counts_for_nothing_and_halves_the_scale(mode):
     assert largest_difference(parts, whole) < 1e-3
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 @pytest.mark.parametrize("callbacks", [[ExactAccumulation], pytest.param([], marks=pytest.mark.long)])
 def test_a_spoiled_micro_batch_on_any_replica_never_reaches_the_weights(mirrored, callbacks):

@@ -59,7 +59,7 @@ def mixing_model(name, *more):
     return functools.partial(model_of, functools.partial(MIXING[name], name="mixes"), *more)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(0, "gradient")
 @pytest.mark.parametrize("name", MIXING)
 def test_layers_that_mix_rows_get_whole_batches(name, caplog):
     caplog.set_level("INFO", "keras_paragrad")
@@ -81,6 +81,7 @@ def test_layers_that_mix_rows_are_refused_in_windows(name):
     assert "rows are mixed in 'mixes'" in says
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("last", [lambda: layers.Dense(2, kernel_initializer="zeros"), lambda: layers.Dropout(0.5)])
 def test_no_layer_hides_another(last):
     assert "rows are mixed in 'mixes'" in refusal_in_windows(mixing_model("over the batch", last))
@@ -224,7 +225,7 @@ def test_a_random_generator_is_left_where_it_was():
     np.testing.assert_equal(*states)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(0, "sum")
 @pytest.mark.parametrize("name", STATES)
 def test_states_of_layers_on_replicas(name):
     check(on_replicas, functools.partial(model_of, STATES[name][0]))

@@ -151,6 +151,7 @@ def test_windows_of_a_loss_of_one_number_count_the_same_where_it_is_stated(mirro
     assert largest_difference(*trained) < TOLERANCE
 
 
+@pytest.mark.long
 @own_process
 def test_custom_training_loop(mirrored):
     data = DataCase((4,) * 6)

@@ -159,7 +159,7 @@ def test_slices_need_none(name, caplog):
     assert caplog.text.count(WHOLE) == 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["mask", *LOSSES])
 def test_replicas_need_none(name):
     make, data, right, _ = case(name)

@@ -34,6 +34,7 @@ class BreakOff(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.few(0, "flush")
 @pytest.mark.parametrize("tail", ["flush", "carry"])
 def test_as_with_both(tail):
     both = build_model(lambda: AccumulatingOptimizer(adam(), 3, tail=tail), run_eagerly=tail == "carry")

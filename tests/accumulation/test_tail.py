@@ -21,7 +21,7 @@ def inner():
     return keras.optimizers.Adam(0.01)
 
 
-@pytest.mark.covering
+@pytest.mark.few(0, "flush-9-several steps an execution-False", "drop-6-eager-False")
 @pytest.mark.parametrize("known_length", [False, True])
 # Several steps an execution are plain ones.
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.long] * (mode == "plain")) for mode in MODES])

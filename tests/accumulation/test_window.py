@@ -51,7 +51,7 @@ def updates(mode, windows, inner=None):
 FULL = [[([8.0, 16.0], 1.0, 1.0)]]
 
 
-@pytest.mark.covering
+@pytest.mark.few(0, "window6-expected6-xla", "window2-expected2-xla", "window5-expected5-graph")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("window", "expected"),
@@ -74,7 +74,7 @@ def test_sums_are_those_of_the_window_alone(mode, window, expected):
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.covering
+@pytest.mark.few(0, "sd-graph", "ds-xla", "ns-xla", "sn-graph")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kinds", ["ss", "sd", "ds", "dd", "sn", "ns", "dn", "nd"])
 def test_sparse_gradients_and_dense_ones(mode, kinds):

@@ -51,7 +51,7 @@ def compare(found, expected):
         np.testing.assert_allclose(history[name], values, rtol=5e-6, err_msg=name)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(0, "captions")
 @pytest.mark.parametrize("name", KINDS)
 def test_slices(name):
     compare(fitted(name, size=4), fitted(name))
@@ -94,6 +94,7 @@ def test_shards(name, shard, size, rows, optimizer):
     compare(found, fitted(name, rows, optimizer=optimizer))
 
 
+@pytest.mark.long
 def test_two_workers():
     for found in own_process.on_workers(whole_steps.trained, {"rows": 31, "shard": "parameters"}, seconds=300):
         assert found["error"] < 2e-6
@@ -164,7 +165,7 @@ FORMS = [
 ]
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(0, "Clipped-sgd")
 @pytest.mark.parametrize(("kind", "optimizer"), FORMS)
 def test_steps_in_other_forms(kind, optimizer):
     compare(fitted(kind, size=4, optimizer=optimizer), fitted(kind, optimizer=optimizer))
@@ -259,7 +260,7 @@ def fitted_in_windows(kind=Window, data=(models.ROWS,), weighting="examples", di
 
 # One micro-batch has one row, and a replica none. Counters and averages are assigned once a window.
 @pytest.mark.own_process
-@pytest.mark.few(2)
+@pytest.mark.few(0, "None")
 @pytest.mark.parametrize("how", [None, {"shard": "parameters"}, {}, {"shard": "optimizer"}])
 def test_windows(how):
     found = fitted_in_windows(dist=None if how is None else replicas(**how))
@@ -368,7 +369,7 @@ def test_own_test_steps_show_what_one_device_shows(cases, in_graphs):
         assert found == pytest.approx(expected, rel=1e-6), (case, mode)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.own_process
 @pytest.mark.parametrize("made", [own_steps.Numbers, own_steps.SummedNumbers, own_steps.Largest])
 def test_numbers_that_an_own_train_step_gives_to_metrics_or_returns(made):

@@ -16,10 +16,12 @@ def compare(found, expected):
         np.testing.assert_allclose(one, other, rtol=0, atol=1e-6 * scale)
     assert found[1].keys() == expected[1].keys()
     for name, values in expected[1].items():
-        np.testing.assert_allclose(found[1][name], values, rtol=1e-5, err_msg=name)
+        # A value near zero is as far off as the weights that it is computed from.
+        largest = np.abs(values).max()
+        np.testing.assert_allclose(found[1][name], values, rtol=1e-5, atol=1e-6 * largest, err_msg=name)
 
 
-@pytest.mark.few(0, "Clipped", "Triplets", "AddsLosses", "HasCounter", "Ragged", "TiedDecoder")
+@pytest.mark.few(0, "Clipped", "AddsLosses", "HasCounter", "Ragged")
 @pytest.mark.parametrize("name", STEPS)
 def test_in_slices(name):
     model = made(STEPS[name], jit_compile=False)
@@ -29,7 +31,7 @@ def test_in_slices(name):
 
 
 # With a last batch of two rows, of which each replica has one.
-@pytest.mark.few(0, "Clipped-None", "Sam-None")
+@pytest.mark.few(0, "Sam-None")
 @pytest.mark.own_process
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("name", STEPS)

@@ -206,7 +206,7 @@ def test_in_slices_in_other_modes(name, mode):
 
 
 # The last batch has one row, so that a replica has none.
-@pytest.mark.few(2)
+@pytest.mark.few(0, "pairs-None-how1")
 @pytest.mark.own_process
 @pytest.mark.parametrize("how", [{}, {"shard": "parameters", "min_shard_bytes": 16}, {"jit": True}])
 @pytest.mark.parametrize("size", [None, 3])

@@ -38,6 +38,7 @@ def trained(make, rows, dist=None):
     return before, model.get_weights()
 
 
+@pytest.mark.few(0, "17-unmasked", "16-masked")
 @pytest.mark.parametrize("make", [unmasked, masked])
 # With 17 rows the last batch has one, and the second replica none.
 @pytest.mark.parametrize("rows", [16, 17])

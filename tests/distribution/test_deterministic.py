@@ -55,6 +55,7 @@ def test_the_same_bits_in_any_world(kind):
     assert history_in_slices["accuracy"] == history["accuracy"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("replicas", "kind"), [(3, "dense"), pytest.param(4, "convolutions", marks=pytest.mark.long)])
 def test_more_replicas(replicas, kind):
     """With three, the last one computes no part."""
@@ -64,6 +65,7 @@ def test_more_replicas(replicas, kind):
     assert (list(of(one[0])), one[1]) == (other["digest"], other["history"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_workers(workers):
     one = on_one_device("dense", validated=True)
@@ -104,6 +106,7 @@ def test_optimizer_states_in_shards():
     assert (of(digest), history) == (of(one[0]), one[1])
 
 
+@pytest.mark.long
 def test_prepared_models_are_trained_alike():
     assert of(train(world(2), "dense", prepared=True)[0]) == of(on_one_device("dense")[0])
 
@@ -117,6 +120,7 @@ def test_rows_of_embeddings_are_summed_with_a_warning():
         dist.fit(model, np.ones((16, 7), "int32"), np.ones((16, 56)), verbose=0)
 
 
+@pytest.mark.long
 def test_batches_that_are_given_one_by_one():
     """By `train_on_batch`, of 21 rows, which two replicas and eight parts don't divide; outputs are regularized."""
     digests = []
@@ -172,6 +176,7 @@ def test_resumed_elsewhere_within_a_window(before, after, shard, tmp_path):
     assert (list(of(whole[0])), whole[1]) == (resumed["digest"], resumed["history"])
 
 
+@pytest.mark.long
 def test_another_kind_of_processor_is_said(tmp_path, caplog, monkeypatch):
     def trained(epochs):
         dist = world(1)
@@ -191,6 +196,7 @@ def test_another_kind_of_processor_is_said(tmp_path, caplog, monkeypatch):
     assert "64 here" in caplog.text
 
 
+@pytest.mark.long
 def test_the_digest_shows_another_order_of_additions(monkeypatch):
     def add_in_turn(part: PartFunction, sums: list[BatchPart]) -> BatchPart:
         return functools.reduce(lambda total, each: part._add([total, each]), sums)
@@ -264,6 +270,7 @@ def test_the_digest_shows_swapped_variables(tmp_path, capsys):
         assert capsys.readouterr().out.splitlines()[-1] == "They differ in weights."
 
 
+@pytest.mark.long
 def test_shards_and_their_backups_have_the_same_digest(tmp_path):
     """Shards are joined, without the padding of the last one."""
     dist, digests = world(2, shard="parameters", min_shard_bytes=1), []
@@ -384,6 +391,7 @@ def test_metrics_of_ones_own_get_whole_batches():
     np.testing.assert_allclose(one, shown(), rtol=1e-5)
 
 
+@pytest.mark.long
 def test_prepared_again_with_other_arguments():
     """The last `DistributedFit` counts, whatever an earlier one has filled."""
     model = compile_model(build_model("dense"))

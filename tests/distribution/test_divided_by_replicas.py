@@ -114,6 +114,7 @@ def trained(case, *, alone):
     return model, [*fitted.items(), *shown.items()]
 
 
+@pytest.mark.few(0, "own steps", "of the context", "compute_loss")
 @pytest.mark.own_process
 @pytest.mark.parametrize("case", CASES)
 def test_they_are_divided_by_one(case):

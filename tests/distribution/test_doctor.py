@@ -13,6 +13,7 @@ from keras_paragrad.distribution.diagnosis import check_sums, probed_devices, ru
 pytestmark = pytest.mark.fast
 
 
+@pytest.mark.long
 @pytest.mark.not_fast
 def test_a_healthy_machine(capsys):
     assert main(["doctor"]) == 0

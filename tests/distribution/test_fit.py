@@ -172,6 +172,7 @@ def test_windows_are_exact_without_the_callback_too():
     assert_same(one, made)
 
 
+@pytest.mark.long
 def test_a_step_of_its_own_is_refused_or_taken_as_it_is():
     class Own(keras.Model):
         def __init__(self):
@@ -305,6 +306,7 @@ def test_what_needs_no_training():
         check()
 
 
+@pytest.mark.long
 def test_the_division_of_a_batch_is_explained_after_fit():
     """What a part weighs, and how that was found; nothing before, as there was no batch."""
     x = np.ones((8, 4), "float32")

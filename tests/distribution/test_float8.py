@@ -33,6 +33,7 @@ def trained(dist=None, *, accumulate=1, slices=None, by_xla=False, scaled=False)
     return {each.path.split("/")[-1]: each.numpy() for each in model.trainable_variables}
 
 
+@pytest.mark.few(0, "{'by_xla': True}")
 @pytest.mark.own_process
 @pytest.mark.parametrize("options", [{}, {"by_xla": True}, {"scaled": True}], ids=str)
 def test_replicas_take_their_largest(options):
@@ -43,6 +44,7 @@ def test_replicas_take_their_largest(options):
         np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=rounded, err_msg=name)
 
 
+@pytest.mark.few(0, "{'slices': 4}")
 @pytest.mark.own_process
 @pytest.mark.parametrize("options", [{"accumulate": 2}, {"slices": 4}], ids=str)
 def test_with_windows_and_slices_they_take_the_largest_of_all(options):

@@ -115,7 +115,7 @@ def trained(case, dist=None, *, steps=1, callbacks=()):
     return model
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(0, "a closure")
 @pytest.mark.own_process
 @pytest.mark.parametrize("case", MADE)
 def test_the_outermost_reduces_once(case):

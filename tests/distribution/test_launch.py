@@ -338,6 +338,7 @@ elif size == 2:
     assert said(err)[-1] == "[launch] going on with 3 workers"
 
 
+@pytest.mark.long
 def test_lost_workers_are_not_started_again_for_what_is_done(launcher):
     """A worker has ended well: the others, killed by SIGTERM, would have all begin anew, without backups."""
     script = TRAINS + "if size == 3 and index == 1: sys.exit(3)\nif size == 3: time.sleep(60)\n"
@@ -457,6 +458,7 @@ def test_nobody_outlives_a_killed_guard(launcher):
     assert not any(map(runs, launcher.pids()))
 
 
+@pytest.mark.long
 def test_a_guard_that_does_not_answer_is_passed_over(launcher):
     process = launcher.start("started()\ntime.sleep(60)", "--workers", "1", "--grace-seconds", "0")
     launcher.wait_for_starts(1)

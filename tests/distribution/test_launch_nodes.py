@@ -306,7 +306,7 @@ def test_the_first_machine_comes_again(machines):
     assert [status for status, _ in worlds.end().values()] == [0, 0]
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("lost", [0, 1])
 def test_too_few_machines_are_left(machines, lost):
     worlds = Worlds(machines, "2:3")
@@ -354,6 +354,7 @@ def test_the_first_hears_of_a_status_of_75(machines):
     assert [status for status, _ in ended(*started)] == [75, 75]
 
 
+@pytest.mark.long
 def test_a_machine_with_other_options_comes_late(machines):
     """It is refused alone; the others train on."""
     worlds = Worlds(machines, "1:3")
@@ -367,6 +368,7 @@ def test_a_machine_with_other_options_comes_late(machines):
     assert len(machines.starts()) == 2
 
 
+@pytest.mark.long
 def test_a_machine_that_comes_when_another_is_done(machines):
     """There is nothing left to go on with: backups are removed, and all would begin anew."""
     machines.script("if index:\n    wait_for('go')")
@@ -396,6 +398,7 @@ while not Path("done").exists():
 """
 
 
+@pytest.mark.long
 def test_a_signal_while_all_make_a_backup(machines):
     """The launcher's status is that of the signal, though its workers were told to stop for another reason."""
     machines.script(STOPS)
@@ -409,6 +412,7 @@ def test_a_signal_while_all_make_a_backup(machines):
     assert ended(second)[0][0] == 1
 
 
+@pytest.mark.long
 def test_a_machine_that_ends_first_is_waited_for(machines):
     """It has not gone, though it has closed its connection and takes a moment to come again."""
     machines.script(STOPS.replace("time.sleep(1)", "time.sleep(1 - index)"))
@@ -446,6 +450,7 @@ def test_two_machines_of_one_rank(machines):
     assert [status for status, _ in found] == [0, 0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.not_fast
 def test_another_token(machines):
     machines.script("")

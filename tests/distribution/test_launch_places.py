@@ -236,6 +236,7 @@ def test_what_the_files_start_is_there_and_takes_their_words():
         assert f'add_argument("{option}"' in (CLUSTER / script).read_text()
 
 
+@pytest.mark.long
 @pytest.mark.own_process(seconds=200)
 def test_the_example_backs_up_and_goes_on(tmp_path):
     printed = tmp_path / "printed"

@@ -96,6 +96,7 @@ def trained(mirrored, look_ups, rows, size=8, **options):
     return plain, ours
 
 
+@pytest.mark.few(0, "compiled")
 @pytest.mark.own_process(seconds=200)
 @pytest.mark.parametrize(
     ("look_ups", "rows", "options"),

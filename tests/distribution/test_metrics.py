@@ -66,6 +66,7 @@ def test_losses_in_metrics_are_those_of_one_device(mirrored):
         np.testing.assert_allclose(shown[1][name], values, rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_batches_that_come_whole_are_counted_once(mirrored):
     x, y = data()

@@ -111,6 +111,7 @@ def test_strategies_that_are_handed_over():
             Options(strategy=given["mirrored"], **{name: value})
 
 
+@pytest.mark.long
 @pytest.mark.own_process(seconds=120)
 def test_what_tensorflow_chooses_is_taken():
     """On several workers, `tests/workers/grain_worker.py` trains with it."""

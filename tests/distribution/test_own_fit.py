@@ -19,6 +19,7 @@ def mirrored(**options):
     return DistributedFit(strategy="mirrored", devices=["CPU:0", "CPU:1"], **options)
 
 
+@pytest.mark.long
 def test_a_model_that_reads_its_data_itself_trains_as_one_device():
     alone = consistency_worker.pipeline()
     expected = consistency_worker.results_of_pipeline(alone.fit, alone)

@@ -90,6 +90,7 @@ def test_a_model_that_was_not_prepared_or_compiled_elsewhere(mirrored, tmp_path)
     assert largest_difference(model, one) < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_nothing_is_said_of_prepared_models_and_of_one_replica(mirrored):
     dist, alone = DistributedFit(mirrored), DistributedFit("none")
@@ -110,6 +111,7 @@ def stateful():
     return model
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_a_state_of_each_row_can_not_be_divided(mirrored):
     dist = DistributedFit(mirrored)

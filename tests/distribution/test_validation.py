@@ -40,6 +40,7 @@ def numbers(fit, data, steps, epochs=2):
     return fit(X, Y, verbose=0, **given).history["val_loss"]
 
 
+@pytest.mark.long
 @pytest.mark.own_process(seconds=200)
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
 def test_validation_takes_the_batches_that_keras_takes(mirrored):

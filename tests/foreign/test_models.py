@@ -106,6 +106,7 @@ def test_replicas(mirrored, name):
     assert error(on_replicas(name, mirrored), reference(name).trained) < TOLERANCE
 
 
+@pytest.mark.long
 @pytest.mark.own_process(seconds=900)
 @pytest.mark.parametrize("name", models("shards"))
 def test_shards(mirrored, name):

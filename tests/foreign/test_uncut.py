@@ -42,6 +42,7 @@ def test_a_train_step_of_its_own_is_cut():
         wrap(variational())
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_a_train_step_of_its_own_is_spread(mirrored):
     with mirrored.scope():

@@ -86,6 +86,7 @@ def test_chunks_have_one_size_and_hold_every_row_once(count, batch_size, multipl
     assert all(set(chunk.leaves[0]) <= set(x) for chunk in chunks)
 
 
+@pytest.mark.few(0, "False")
 @pytest.mark.parametrize("jit_compile", [False, True])
 def test_one_function_is_traced(jit_compile):
     model, traces = build(), []
@@ -275,6 +276,7 @@ def differentiated(x):
     ]
 
 
+@pytest.mark.few(0, "False")
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_stateful_layer_is_refused_with_the_way_out(wrapped):
     def recurrent(stateful):

@@ -51,7 +51,7 @@ def attending(kind):
     return keras.Model(tokens, layers.Dense(1, "tanh")(after))
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(0, "heads", "pooled")
 @pytest.mark.parametrize("kind", ["attention", "heads", "recurrent", "pooled", "additive", "normalized", "joined"])
 def test_it_is_the_tape_with_the_mask(kind):
     model = attending(kind)
@@ -234,6 +234,7 @@ def test_layers_that_are_refused(kind, wrt, says):
         input_gradients(refused(kind), np.ones((2, 3), "float32"), wrt=wrt)
 
 
+@pytest.mark.long
 def test_a_loop_in_a_saved_model_that_was_differentiated_eagerly(tmp_path):
     keras.Sequential([keras.Input((3, 2)), layers.LSTM(2)]).export(tmp_path / "lstm", verbose=False)
     x = tf.ones((4, 3, 2))

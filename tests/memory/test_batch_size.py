@@ -134,6 +134,7 @@ def test_repeats_what_prepared_the_model():
 
 
 # Each process imports TensorFlow.
+@pytest.mark.long
 def test_a_trial_that_takes_too_much_is_killed_alone(monkeypatch):
     class Twice(keras.layers.Layer):
         def call(self, inputs):

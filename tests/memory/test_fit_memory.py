@@ -54,6 +54,7 @@ def test_fit_plans_tries_and_trains_the_same_step(capsys):
     handle.undo()
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_replicas_plan_shards_too():
     alone, losses = trained(DistributedFit("none"))
@@ -70,7 +71,7 @@ def test_replicas_plan_shards_too():
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-6)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.own_process
 @pytest.mark.parametrize("shard", [None, "optimizer", "parameters"])
 def test_variables_are_held_as_chosen(shard, monkeypatch):
@@ -116,6 +117,7 @@ def as_it_is(model):
     return StepBuilder.of(model).stages.split is None and not RECOMPUTATIONS.of(model)
 
 
+@pytest.mark.long
 def test_what_was_undone_is_applied_again(halved):
     dist, model = halved(), deep()
     dist.prepare(model, batch_size=ROWS).undo()
@@ -135,6 +137,7 @@ def test_what_was_undone_is_applied_again(halved):
     assert as_it_is(model)
 
 
+@pytest.mark.long
 def test_the_plan_of_one_takes_the_place_of_the_others(halved):
     model = deep()
     halved().prepare(model, batch_size=ROWS)
@@ -268,6 +271,7 @@ def test_refuses_where_there_is_no_choice():
         dist.fit(model, ragged.apply(tf.data.experimental.assert_cardinality(4)), verbose=0)
 
 
+@pytest.mark.long
 def test_each_model_keeps_its_plan(halved):
     dist, models, plans_of = halved(), [deep(), deep()], []
     for _ in range(2):
@@ -278,6 +282,7 @@ def test_each_model_keeps_its_plan(halved):
     assert not any(as_it_is(model) for model in models)
 
 
+@pytest.mark.long
 def test_what_the_user_cuts_is_planned_for(halved):
     dist, model = halved(0.6), deep()
     dist.prepare(model, batch_size=ROWS)

@@ -90,6 +90,7 @@ def test_a_model_that_fits_is_not_tried():
     assert plan.in_words() == "as it is" and plan.trials == 0
 
 
+@pytest.mark.long
 def test_on_several_devices_too(monkeypatch):
     # Updates in shards take less time.
     plan = plan_memory(deep(), ROWS, 2**34, None, replicas=2, shards=SHARDS)
@@ -204,6 +205,7 @@ def test_chosen_by_the_estimate_alone_it_may_run_out(ways, caplog):
     assert "A step of deep may run out of memory: it is estimated to take" in caplog.text
 
 
+@pytest.mark.long
 def test_all_recomputes_no_less_than_what_pays():
     model = deep()
     pays, every = recomputation_of(model), recomputation_of(model, "all")

@@ -95,6 +95,7 @@ def test_several_inputs_and_outputs():
     assert gradient_error(per_example_gradients(model, x, y, losses), theirs) < 1e-6
 
 
+@pytest.mark.long
 def test_within_a_function_of_one_s_own():
     model, (x, y, _) = make_model(), data(4)
 

@@ -136,7 +136,7 @@ def test_what_can_t_be_registered(wrong):
 
 
 # Dropout within a recurrent layer, and beside a weight in a layer of one's own; before layers that have rules.
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("jit_compile", [False, True])
 @pytest.mark.parametrize(
     "make",

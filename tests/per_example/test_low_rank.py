@@ -50,6 +50,7 @@ def rules_of(model):
 
 
 # Without XLA, a quantized one is in the next test but three.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("jit_compile", "beside_plain"),
     [
@@ -87,7 +88,7 @@ def test_a_layer_that_is_called_twice():
     check(adapted(model), some_inputs((3, 5), 9))
 
 
-@pytest.mark.covering
+@pytest.mark.few(0, "False-attention-int8")
 @pytest.mark.parametrize("mode", ["int8", "int4"])
 @pytest.mark.parametrize("make", [attention, one_of_each])
 @pytest.mark.parametrize("beside_plain", [False, True])

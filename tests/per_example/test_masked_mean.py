@@ -131,7 +131,7 @@ WORDS = st.lists(st.lists(st.integers(0, 5), min_size=LENGTH, max_size=LENGTH), 
 )
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(0, "mask-execution0-None")
 @pytest.mark.parametrize(
     ("kind", "execution", "clip"),
     [
@@ -227,6 +227,7 @@ def test_windows_of_uneven_micro_batches(clip, weighting):
     assert history[0]["loss"][0] == pytest.approx(plain("mask")[0].test_on_batch(EVEN, padded), rel=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_slices(jit_compile):
     (y,) = of_parts([EVEN])

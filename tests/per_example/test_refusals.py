@@ -50,6 +50,7 @@ def test_batch_normalization_in_training(weights):
     assert train(model).per_example.count == 4
 
 
+@pytest.mark.long
 def test_what_was_refused_is_looked_at_again():
     tokens = keras.Input((4,), dtype="int32")
     embed, normalization = TokenAndPosition(4), layers.BatchNormalization()

@@ -69,7 +69,7 @@ def fit(model, rows, batch_size=8, epochs=1, **more):
     )
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("quantity", ["norms", "gradients", "second_moment"])
 @examples(2)
 @hypothesis.given(
@@ -110,7 +110,7 @@ def trained_in_a_graph(optimizer, quantity=None):
     return [variable.numpy() for variable in model.trainable_variables]
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "quantity"),
     [
@@ -210,6 +210,7 @@ def test_an_activity_regularizer_counts_as_part_of_the_loss():
 
 
 # What half precision rounds: 10 bits of a float16 and 7 of a bfloat16, over a few layers.
+@pytest.mark.few(0, "False-mixed_float16-0.004")
 @pytest.mark.parametrize(("policy", "tolerance"), [("mixed_float16", 4e-3), ("mixed_bfloat16", 3e-2)])
 @pytest.mark.parametrize("jit_compile", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_half_precision(policy, tolerance, jit_compile):

@@ -185,6 +185,7 @@ def test_a_frozen_layer_of_several_private_models():
         fit(on_top_of(base, noise_multiplier=None, target_epsilon=3.0, epochs=1))
 
 
+@pytest.mark.few(0, "fit")
 @pytest.mark.parametrize("change", ["fit", "quantize", "adapt"])
 def test_private_weights_that_are_changed_in_between_are_unknown(caplog, change):
     """Where the change has no private example, the user says so."""
@@ -260,6 +261,7 @@ def test_a_resumed_run_with_other_settings(tmp_path, ours):
     spent(second, (0.5, RATE, 4), (4.0, RATE, 2))
 
 
+@pytest.mark.long
 def test_another_rate_is_accounted_for(first):
     for options, examples, rate in (({}, 60, SIZE / 60), ({"expected_batch_size": 10}, EXAMPLES, 10 / EXAMPLES)):
         second = build(0.5, **options)
@@ -270,6 +272,7 @@ def test_another_rate_is_accounted_for(first):
         assert second.privacy.epsilon == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.long
 def test_the_best_weights_have_the_cost_of_all(tmp_path):
     # It rises, so the first weights are the best.
     stops = keras.callbacks.EarlyStopping("epsilon", mode="min", patience=2, restore_best_weights=True)
@@ -366,6 +369,7 @@ def test_another_training_has_another_key():
             assert np.isclose(found, factor * first, rtol=1e-3).mean() < 0.2, name
 
 
+@pytest.mark.long
 def test_the_same_training_ends_the_same():
     """Also where it is broken off and begun anew by the same object, or takes up weights of another."""
 

@@ -52,6 +52,7 @@ def moves(seed=None, physical=None, jit=False, secure=False, updates=UPDATES, ea
     return -np.diff(kernels, axis=0).reshape(updates, -1), -np.diff(biases, axis=0)
 
 
+@pytest.mark.few(0, "None-False-False")
 @pytest.mark.parametrize(
     ("physical", "jit", "secure"),
     [

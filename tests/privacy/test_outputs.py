@@ -48,7 +48,7 @@ def check(ours, theirs):
         np.testing.assert_allclose(ours[name], kernel, atol=1e-5)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(0, "dict-loss2-y2-None-4")
 @pytest.mark.parametrize(
     ("kind", "loss", "y", "weight", "physical"),
     [

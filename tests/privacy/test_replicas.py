@@ -37,7 +37,7 @@ def trained(dist, clip_norm, jit, *, seed=19, run_eagerly=False):
 
 
 @pytest.mark.own_process(seconds=200)
-@pytest.mark.covering
+@pytest.mark.few(0, "None-False-0.3")
 @pytest.mark.parametrize(
     "clip_norm",
     # Workers have the last, below.
@@ -90,6 +90,7 @@ def workers():
     return own_process.on_workers(private_worker.work, ["seeded", "unseeded"], seconds=150)
 
 
+@pytest.mark.long
 def test_workers_take_the_updates_of_one_device(workers):
     expected = private_worker.trained(DistributedFit("none"), 4, run_eagerly=True)
     largest = max(np.abs(each).max() for each in expected["weights"])

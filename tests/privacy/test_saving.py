@@ -82,7 +82,7 @@ def test_resumed_from_keras_backup_equals_undisturbed(tmp_path, undisturbed):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("clip_norm", [0.5, {"hidden": 0.2, "out": 0.4}, AdaptiveClip(initial=0.5)], ids=str)
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_saved_model_goes_on_counting(tmp_path, form, clip_norm):

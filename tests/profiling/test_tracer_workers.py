@@ -41,6 +41,7 @@ def check_workers(log_dir, summaries, per_call):
     assert workers_blocks((first, second))[0]["text"][0].startswith("Worker 1")
 
 
+@pytest.mark.long
 def test_the_first_worker_is_traced(tmp_path):
     found, printed = trained(tmp_path, 1)
     # The last two of three windows.

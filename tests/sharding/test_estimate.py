@@ -334,6 +334,7 @@ def test_the_command_refuses_words_that_are_wrong(words, capsys):
 TRAINS = Path(__file__).parents[1] / "trainings" / "memory_worker.py"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="a process's memory is read from Linux's /proc")
 def test_a_run_takes_what_was_estimated():
     # Freed memory goes back at once, and oneDNN keeps none for later.

@@ -102,6 +102,7 @@ def test_half_precision_ends_near_one_device():
     assert found[0]["weights"] <= 1e-2
 
 
+@pytest.mark.long
 def test_files_and_backups_hold_what_those_of_one_device_do(tmp_path):
     (found,) = own_process.call(meshed_training.saved, str(tmp_path), [{}], 180)
     assert max(found[what] for what in ("keras", "slots", "weights", "set")) == 0
@@ -120,6 +121,7 @@ WAYS = ["(4, 1)", "(2, 2)", "(1, 4)", "one device", "replicas", "shards"]
 PAIRS = [(before, after) for before in WAYS for after in WAYS if before != after]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "pairs",
     [

@@ -87,6 +87,7 @@ def accumulating():
     return AccumulatingOptimizer(adam(), steps=4, tail="carry")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("optimizer", "callbacks"),
     [

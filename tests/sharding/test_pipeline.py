@@ -408,6 +408,7 @@ def test_a_model_is_restored():
     model.fit(keras.ops.zeros((4, 4)), keras.ops.zeros((4, 4)), verbose=0)
 
 
+@pytest.mark.long
 def test_a_layer_that_was_frozen_when_it_was_prepared_trains():
     x = np.linspace(-1, 1, 64, dtype="float32").reshape(16, 4)
 
@@ -438,6 +439,7 @@ def test_batch_normalization_is_warned_of():
         prepared(model)
 
 
+@pytest.mark.long
 def test_files_are_those_of_one_device(tmp_path):
     (found,) = own_process.call(pipelined_training.saved, str(tmp_path), [{}], 180)
     assert max(found.values()) <= CLOSE, found

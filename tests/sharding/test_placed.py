@@ -29,6 +29,7 @@ def test_acts_as_on_one_device(asked):
             assert max(differences) <= CLOSE, (scenario, way, differences)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["optimizer", pytest.param("parameters", marks=pytest.mark.long)])
 def test_a_loop_of_ones_own_does_not_update_shards(way):
     with pytest.raises(RuntimeError, match=r"in shards, and is to be updated.*dist.fit\(model"):

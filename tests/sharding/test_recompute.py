@@ -54,6 +54,13 @@ CASES = [
 ]
 
 
+@pytest.mark.few(
+    0,
+    "structures, keywords, mask, metric, added loss-plain",
+    "masked attention-plain",
+    "a weight that is not used-plain",
+    "batch normalization and dropout-plain",
+)
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize(("name", "jit_compile"), CASES)
 def test_trains_as_without(name, jit_compile):
@@ -166,6 +173,7 @@ def on_replicas(strategy, make, context, optimizer=sgd, callbacks=(), jit=False,
     return model, history.history
 
 
+@pytest.mark.long
 @pytest.mark.own_process(seconds=200)
 def test_on_replicas_with_collectives_inside(mirrored):
     def run(context):

@@ -176,7 +176,7 @@ def test_two_workers_with_synchronized_statistics(model):
     check([Case(model, "rmsprop", "parameters")], 1, workers=2, evaluated=model == "cnn")
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.own_process
 @pytest.mark.parametrize("prepared_first", [False, True])
 def test_recomputed_loops_are_evaluated_in_shards(prepared_first):
@@ -208,7 +208,7 @@ class _Centered(keras.layers.Layer):
         return inputs - keras.ops.mean(inputs, axis=0, keepdims=True)
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.own_process
 @pytest.mark.parametrize("shard", ["parameters", "optimizer"])
 def test_a_layer_that_mixes_examples_gets_them_all(shard):

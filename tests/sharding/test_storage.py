@@ -130,6 +130,7 @@ class Stop(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.few(0, "optimizer")
 @pytest.mark.own_process
 @BOTH
 def test_telemetry_and_transforms_see_whole_gradients(shard, tmp_path):
@@ -193,6 +194,7 @@ def waited_for(tensor):
     return found
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_gradients_of_looked_up_rows():
     rows = np.arange(32).reshape(8, 4) % 7

@@ -117,6 +117,7 @@ SHORT = {
 LONG = [("plain", "epoch"), ("accumulating", "epoch"), *((kind, 5) for kind in MAKERS)]
 
 
+@pytest.mark.few(0, "plain-1-(31, 12, 4)")
 @pytest.mark.parametrize(
     ("kind", "every", "breaks"),
     [
@@ -535,6 +536,7 @@ def test_a_state_that_can_no_longer_be_stored_does_not_end_training(tmp_path, ca
     assert named(tmp_path) == ["epoch-000001-batch-0000000000.backup"]
 
 
+@pytest.mark.long
 def test_a_callback_of_ones_own(tmp_path):
     class Own(keras.callbacks.Callback):
         def __init__(self):

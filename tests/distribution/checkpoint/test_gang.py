@@ -65,6 +65,7 @@ def check_equal(found, expected):
         np.testing.assert_allclose(one, other, atol=TOLERANCE, rtol=0)
 
 
+@pytest.mark.long
 def test_a_killed_worker_ends_the_other_with_a_reason(story):
     survivor, victim = story.killed
     assert victim.status == -signal.SIGKILL

@@ -97,6 +97,7 @@ def test_a_worker_killed_while_it_writes(worker, operations, tmp_path):
     check_equal(ended, undisturbed())
 
 
+@pytest.mark.few(0, "parameters")
 @pytest.mark.parametrize("shard", ["parameters", None, pytest.param("optimizer", marks=pytest.mark.long)])
 def test_killed_while_writing(shard):
     (told,) = own_process.call(backed_up_shards.killed_while_writing, {"shard": shard, "most": 200}, [{}], SECONDS)
@@ -116,6 +117,7 @@ def test_killed_while_writing(shard):
     assert len(told["left"]) == (6 if shard else 4)
 
 
+@pytest.mark.few(0, "writes nothing-None-False", "has no disk-parameters-False")
 @pytest.mark.parametrize(
     ("defect", "shard", "saved"),
     [

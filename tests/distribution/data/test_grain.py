@@ -98,7 +98,7 @@ QUICK = ("accumulation", "replicas", "parameters in shards", "mesh")
 
 
 @pytest.mark.own_process(seconds=240)
-@pytest.mark.covering
+@pytest.mark.few(0, "accumulation-MapDataset")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.long] * (way not in QUICK)) for way in WAYS])
 def test_each_way_trains_as_on_arrays(way, kind, expected):
@@ -132,6 +132,7 @@ def workers():
     return own_process.on_workers(grain_worker.main, None, seconds=240)
 
 
+@pytest.mark.long
 def test_workers_train_on_them_as_one_device(workers, expected):
     for each in workers:
         for name, found in each["trained"].items():

@@ -113,6 +113,7 @@ def test_an_order_lasts_until_all_batches_are_read(workers):
         assert found == row_order(12, 1, True, 5, read).tolist()
 
 
+@pytest.mark.long
 def test_a_resumed_fit_reads_what_an_undisturbed_one_reads():
     x = np.random.default_rng(0).normal(size=(22, 3)).astype("float32")
 

@@ -125,6 +125,7 @@ def fitted(model, strategy, kind, start):
 
 
 # A shuffled dataset has the order of shuffled arrays, and a cached one is read as one that is not.
+@pytest.mark.long
 @own_process
 @pytest.mark.parametrize(
     "kinds",

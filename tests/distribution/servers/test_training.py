@@ -206,6 +206,7 @@ class Seen(keras.callbacks.Callback):
             self.seen.append(int(self.model.metrics[0].count.numpy()))
 
 
+@pytest.mark.long
 @own_process
 def test_evaluation_and_prediction_are_exact_and_in_order(strategy):
     model = build(strategy, "adam")
@@ -254,6 +255,7 @@ def test_losses_of_outputs_are_those_of_one_device(strategy, names):
         assert_same(found, case.expected(optimizer=keras.optimizers.SGD(0.0)))
 
 
+@pytest.mark.long
 @own_process
 def test_undo(strategy):
     model = build(strategy, "adam")

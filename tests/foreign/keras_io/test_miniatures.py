@@ -63,11 +63,15 @@ def check(name, way):
     assert shown < TOLERANCE or not outcome.logs
 
 
+@pytest.mark.few(
+    0, "guide-slices", "masked_tokens-accumulation", "two_heads-telemetry", "graph_attention-recomputation"
+)
 @pytest.mark.parametrize(("name", "way"), pairs(["accumulation", "slices", "recomputation", "telemetry"]))
 def test_one_device(name, way):
     check(name, way)
 
 
+@pytest.mark.few(0, "shuffled-replicas", "spectral_normalization-shards")
 @pytest.mark.own_process(seconds=600)
 @pytest.mark.parametrize(("name", "way"), pairs(["replicas", "shards"]))
 def test_two_devices(name, way):

@@ -61,6 +61,7 @@ def test_a_table_has_every_weight_and_the_model(tmp_path):
     assert telemetry.layers == ("first", "second")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fits", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_parquet_is_what_csv_is(tmp_path, fits):
     fitted(tmp_path / "c", fits)

@@ -259,6 +259,7 @@ def check_on_replicas(mirrored, kind, distributed):
     assert_reports(telemetry.last, expected(adam, 16, clip=clip), [2, 4, 6])
 
 
+@pytest.mark.long
 @pytest.mark.own_process(seconds=240)
 def test_two_replicas(mirrored):
     check_on_replicas(mirrored, "accumulation", distributed=True)

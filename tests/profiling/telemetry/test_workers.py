@@ -2,11 +2,13 @@
 
 import keras
 import numpy as np
+import pytest
 from oracles.telemetry_loops import expected
 from runner.own_process import on_workers
 from workers.telemetry_worker import reported_by_worker
 
 
+@pytest.mark.long
 def test_two_workers(tmp_path):
     first, second = on_workers(reported_by_worker, tmp_path, seconds=180)
     wanted = expected(lambda **more: keras.optimizers.Adam(0.01, **more), 16, epochs=2, clip={"clipnorm": 0.3})

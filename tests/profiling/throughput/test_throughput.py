@@ -195,6 +195,7 @@ def test_a_train_step_of_your_own():
     assert_paced(figures, 16)
 
 
+@pytest.mark.long
 def test_it_goes_with_telemetry_in_any_order():
     for callbacks in ([GradientTelemetry(every=2), Throughput()], [Throughput(), GradientTelemetry(every=2)]):
         model = inner()
