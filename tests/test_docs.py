@@ -213,6 +213,14 @@ def test_files_in_commands_exist(page):
                     assert word in given or (folder / word).exists(), word
 
 
+@pytest.mark.not_fast
+def test_a_page_builds(tmp_path):
+    some = "include_patterns=index.md,guides/accumulation.md"
+    command = [sys.executable, "-P", "-m", "sphinx", "-Q", "-b", "html", "-D", some, str(DOCS), str(tmp_path)]
+    subprocess.run(command, env={**os.environ, "TUTORIALS": "off"}, check=True, timeout=300)
+    assert "ExactAccumulation" in (tmp_path / "guides" / "accumulation.html").read_text()
+
+
 def test_a_task_fits_on_one_screen():
     tasks = re.split(r"^###? ", TASKS.read_text(), flags=re.MULTILINE)[1:]
     for task in tasks:

@@ -14,7 +14,8 @@ from sphinx.util.inventory import InventoryFile
 
 import keras_paragrad
 
-pytestmark = pytest.mark.fast
+# Building all of it takes as long as a hundred other tests; `tests/test_docs.py` builds a page.
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -148,7 +149,6 @@ def test_the_pages_are_of_this_version(site):
     assert f"keras_paragrad {keras_paragrad.__version__}" in (site / "index.html").read_text()
 
 
-@pytest.mark.long
 def test_tutorials_run(tmp_path):
     """As `make docs` runs them, with what they print on the page."""
     built = build(tmp_path, tutorials="force")
