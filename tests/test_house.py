@@ -35,17 +35,17 @@ LINES = {
     "accumulation": 1401,
     "cli": 1038,
     "compat": 3244,
-    "distribution": 10851,
-    "engine": 11797,
+    "distribution": 10852,
+    "engine": 11151,
     "inputs": 1608,
     "memory": 3407,
-    "per_example": 5425,
-    "privacy": 3179,
+    "per_example": 5424,
+    "privacy": 3178,
     "profiling": 5279,
-    "storage": 2979,
+    "storage": 2987,
     "top": 1273,
 }
-TOTAL, SLACK = 51481, 25
+TOTAL, SLACK = 50842, 25
 SOURCES = {
     ".".join(("keras_paragrad", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))
@@ -159,7 +159,7 @@ def test_the_engine_asks_no_component_for_its_name():
 
 def test_rows_are_made_up_only_before_there_are_any():
     """What trains is proved on real rows; made-up ones build layers, and refuse layers and losses before data."""
-    made_up = "keras_paragrad.engine.trials.made_up_rows"
+    made_up = "keras_paragrad.engine.trials.trial.synthetic_rows"
     users = {name.split(".", 1)[1] for name in SOURCES if made_up in imported(name)}
     before_data = {
         "per_example.mixing_layers",

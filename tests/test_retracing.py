@@ -20,8 +20,7 @@ from keras_paragrad import (
     microbatch,
 )
 from keras_paragrad.engine.tracing.gradient_functions import releasing
-from keras_paragrad.engine.training.builder import StepBuilder
-from keras_paragrad.engine.training.compiled_model import CompiledModel
+from keras_paragrad.engine.training.builder import CompiledModel, StepBuilder
 
 X = np.random.default_rng(0).normal(size=(44, 6)).astype("float32")
 Y = X[:, :1] ** 2

@@ -57,25 +57,28 @@ def by_examples(x, y, y_pred, sample_weight):
 
 
 DATA = tf.constant(X), tf.constant(Y)
+BY_EXAMPLES = LossNormalization(by_examples, DIVIDER)
 
 
 def model_proof(model):
     """Parts leave another mean of inputs, which the layer follows."""
-    proof = ModelProof(model, DATA, PartsOfBatch(SIZE, True, True))
+    proof = ModelProof(
+        model, DATA, PartsOfBatch(LossNormalization("auto", DIVIDER), SIZE, in_sequence=True, on_replicas=True)
+    )
     assert "leave another state of counting" in proof.ask()
     assert proof.find_metric_differences() == []
 
 
 def loss_proof(model):
     """A function of `weighting` is called as well."""
-    proof = LossProof(model, DATA, SIZE, LossNormalization(by_examples, DIVIDER))
+    proof = LossProof(model, DATA, PartsOfBatch(BY_EXAMPLES, SIZE, in_sequence=True, on_replicas=True))
     assert proof.ask() is None
     return proof
 
 
 def metric_proof(model):
     for summed in (True, False):
-        assert MetricProof(loss_proof(model), SIZE, summed).ask() is None
+        assert MetricProof(loss_proof(model), summed).ask() is None
 
 
 def divisible_calls(model):

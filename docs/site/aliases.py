@@ -5,7 +5,7 @@ from sphinx.application import Sphinx
 from sphinx.util.typing import stringify_annotation
 
 from keras_paragrad.compat.types import FitData, Specs, Structure
-from keras_paragrad.engine.losses.weightings import DivisorFunction
+from keras_paragrad.engine.losses.divisors import DivisorFunction
 from keras_paragrad.inputs.rows import OutFiles
 from keras_paragrad.inputs.selection import Wrt
 from keras_paragrad.per_example.functional import LossArgument

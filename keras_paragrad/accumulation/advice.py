@@ -19,7 +19,7 @@ from keras_paragrad.compat.model import other_optimizers, overrides_train_step
 from keras_paragrad.compat.optimizer import accumulation_steps, find_accumulator
 from keras_paragrad.compat.state import warn
 from keras_paragrad.compat.types import Config
-from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
+from keras_paragrad.engine.losses.divisors import PARAMETERS, DivisorFunction
 
 Optimizer = TypeVar("Optimizer", bound=keras.optimizers.Optimizer)
 

@@ -24,10 +24,9 @@ from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.optimizer import build_optimizer, find_accumulator, replace_optimizer, unwrap_loss_scale
 from keras_paragrad.compat.state import replace_methods, restore_methods, warn
 from keras_paragrad.compat.types import Config, Logs
-from keras_paragrad.engine.losses.dividers import INSTEAD_OF_WINDOWS, Divider
+from keras_paragrad.engine.losses.dividers import INSTEAD_OF_WINDOWS, Divider, warn_of_batch_statistics
+from keras_paragrad.engine.losses.divisors import DivisorFunction
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
-from keras_paragrad.engine.losses.weightings import DivisorFunction
 from keras_paragrad.engine.training.builder import StepBuilder
 
 DIVIDER = Divider(

@@ -16,7 +16,7 @@ from keras_paragrad.compat.collectives import OnReplicas, cross_replica, first_r
 from keras_paragrad.compat.optimizer import WrappingOptimizer, build_optimizer, warn_of_summed_rows
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Config, Gradients
-from keras_paragrad.engine.losses.weightings import DivisorFunction
+from keras_paragrad.engine.losses.divisors import DivisorFunction
 from keras_paragrad.engine.step.apply import apply_everywhere
 from keras_paragrad.engine.step.interception import installed_transform
 from keras_paragrad.engine.telemetry.watch import observe_gradient

@@ -7,6 +7,7 @@ import warnings
 from typing import NamedTuple
 
 import keras
+import tensorflow as tf
 
 from keras_paragrad.accumulation.advice import SLICE_WEIGHTINGS, check_parts
 from keras_paragrad.arguments import check_choice_or_function, check_flag, check_instance, check_integer
@@ -14,13 +15,12 @@ from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.batches.replica_batch import cut_rows_of, rows_at, static_row_count
 from keras_paragrad.engine.calls.divided import RowSlices
-from keras_paragrad.engine.losses.dividers import Divider
+from keras_paragrad.engine.losses.dividers import Divider, warn_of_batch_statistics
+from keras_paragrad.engine.losses.divisors import PARAMETERS, DivisorFunction
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
-from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
 from keras_paragrad.engine.step.batch_part import sum_slices
 from keras_paragrad.engine.step.building import build_losses
-from keras_paragrad.engine.step.fixed_parts import FixedParts, enable_determinism
+from keras_paragrad.engine.step.fixed_parts import FixedParts
 from keras_paragrad.engine.step.gradient import Gradient, StepContext
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.memory.trial import PreparationCall
@@ -110,7 +110,8 @@ class microbatch:  # noqa: N801  (used as a function and as a context manager, l
         if parts:
             on_replicas = f"Write DistributedFit(..., deterministic={parts}), and dist.fit(model, ...)."
             split = FixedParts(parts, normalize, prove, size, for_replicas=on_replicas)
-            enable_determinism()
+            # The same bits in each run of this process.
+            tf.config.experimental.enable_op_determinism()
         builder.fill(split=split)
 
     def undo(self) -> None:

@@ -42,7 +42,6 @@ from keras_paragrad.distribution.parallelism import (
 from keras_paragrad.distribution.plan import MAY_DIFFER, Explanation, Plan, make_plan, summary_lines
 from keras_paragrad.distribution.training import ABOUT_DATA, ABOUT_EPOCHS, FitArguments, check_overridden_fit, train
 from keras_paragrad.engine.replicas.prepared import warn_if_unprepared
-from keras_paragrad.engine.step.fixed_parts import enable_determinism
 from keras_paragrad.engine.tracing.announcing import announcing
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.exports import passing_options_to, with_arguments_of
@@ -130,7 +129,8 @@ class DistributedFit(InNotebooks):
         launched = self._parallelism.parts_if_launched if self.plan.launched else ()
         check_internals("models", "steps", "data", *self._parallelism.parts, *launched)
         if self.options.deterministic:
-            enable_determinism()
+            # The same bits in each run of this process.
+            tf.config.experimental.enable_op_determinism()
         if self.plan.shard.value != "none":
             check_internals("shards", "memory")
         self._strategies = self._parallelism.strategy(self.plan, self.hardware, self.options)

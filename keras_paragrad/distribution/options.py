@@ -31,7 +31,7 @@ from keras_paragrad.distribution.decision import (
     Decision,
 )
 from keras_paragrad.distribution.hardware import Hardware, canonical_devices
-from keras_paragrad.engine.losses.weightings import PARAMETERS, DivisorFunction
+from keras_paragrad.engine.losses.divisors import PARAMETERS, DivisorFunction
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
 
 CHOICES = {

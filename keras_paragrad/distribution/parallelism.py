@@ -20,7 +20,7 @@ from keras_paragrad.distribution.fitted_memory import FittedMemory
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Decisions, Options, Planner, planner_of
 from keras_paragrad.distribution.plan import Plan
-from keras_paragrad.engine.losses.refusals import layers_of_batch_statistics
+from keras_paragrad.engine.losses.dividers import layers_of_batch_statistics
 from keras_paragrad.engine.step.building import check_compiled_in_scope
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.memory.estimate import Estimate, estimate_memory

@@ -15,14 +15,15 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.types import Array, Batch, Structure
 from keras_paragrad.engine.losses.known_classes import computes_rows_independently
 from keras_paragrad.engine.proof.pure_function import PureFunction, uses_half_precision, watch_weights
-from keras_paragrad.engine.trials.made_up_rows import SIZES, synthetic_rows
 from keras_paragrad.engine.trials.trial import (
     OUTPUT,
     OUTPUT_OF_PART,
+    SIZES,
     Inconclusive,
     gradients_match,
     row_count,
     run_trial,
+    synthetic_rows,
     take_rows,
 )
 

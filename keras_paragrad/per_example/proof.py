@@ -14,8 +14,7 @@ from keras_paragrad.engine.losses.known_classes import computes_rows_independent
 from keras_paragrad.engine.proof.pure_function import uses_half_precision, value_of
 from keras_paragrad.engine.tracing.effects import assigned_resources
 from keras_paragrad.engine.tracing.untouched import untouched
-from keras_paragrad.engine.trials.made_up_rows import SIZES, synthetic_rows
-from keras_paragrad.engine.trials.trial import Inconclusive, run_trial
+from keras_paragrad.engine.trials.trial import SIZES, Inconclusive, run_trial, synthetic_rows
 from keras_paragrad.per_example.calls import WeightReads
 from keras_paragrad.per_example.capture import Capture, has_axes
 from keras_paragrad.per_example.quantities import Quantities

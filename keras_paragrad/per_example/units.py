@@ -15,8 +15,7 @@ from keras_paragrad.engine.losses.known_classes import has_value_per_example
 from keras_paragrad.engine.losses.terms import LossTerm
 from keras_paragrad.engine.tracing.effects import assigned_resources
 from keras_paragrad.engine.tracing.untouched import trace_untouched
-from keras_paragrad.engine.trials.made_up_rows import synthetic_rows
-from keras_paragrad.engine.trials.trial import LOSS, Inconclusive, run_trial, take_rows
+from keras_paragrad.engine.trials.trial import LOSS, Inconclusive, run_trial, synthetic_rows, take_rows
 from keras_paragrad.per_example.calls import LossReads
 from keras_paragrad.per_example.mixing_layers import change_rows, check_finite, find_mixing_layer
 from keras_paragrad.per_example.rule import Rule, rule_for

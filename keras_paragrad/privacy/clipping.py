@@ -21,8 +21,7 @@ from keras_paragrad.engine.losses.known_classes import computes_rows_independent
 from keras_paragrad.engine.proof.model_proof import state_owners
 from keras_paragrad.engine.proof.pure_function import PureFunction
 from keras_paragrad.engine.step.building import build_by_calling
-from keras_paragrad.engine.trials.made_up_rows import SIZES, synthetic_rows
-from keras_paragrad.engine.trials.trial import STATE, TINY, is_trial, run_trial
+from keras_paragrad.engine.trials.trial import SIZES, STATE, TINY, is_trial, run_trial, synthetic_rows
 from keras_paragrad.per_example.mixing_layers import change_rows
 from keras_paragrad.per_example.quantities import Quantities
 from keras_paragrad.per_example.step import Step

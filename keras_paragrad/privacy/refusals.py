@@ -7,7 +7,7 @@ import keras
 from keras_paragrad.compat.delegation import overrides
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.optimizer import find_accumulator, nested_optimizers
-from keras_paragrad.engine.losses.refusals import count_layers
+from keras_paragrad.engine.losses.dividers import count_layers
 from keras_paragrad.engine.training.builder import StepBuilder
 
 

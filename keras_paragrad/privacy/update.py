@@ -19,7 +19,7 @@ from keras_paragrad.compat.types import Batch
 from keras_paragrad.engine.calls.divided import RowSlices
 from keras_paragrad.engine.losses.logs import has_metrics
 from keras_paragrad.engine.step.batch_part import BatchPart, sum_slices
-from keras_paragrad.engine.step.gradient import Gradient, StepContext, call_in_function, is_slower_in_xla_loop
+from keras_paragrad.engine.step.gradient import Gradient, StepContext, in_function, is_slower_in_xla_loop
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.privacy.sampling import present_rows
 
@@ -93,7 +93,7 @@ class PhysicalBatches(Slices):
             # Metrics are updated with the drawn rows alone, whose number is dynamic: XLA can't compile that.
             if _by_xla(model) and not has_metrics(model) and not is_slower_in_xla_loop(model):
                 # One call of a compiled loop is faster than a compiled call for each physical batch.
-                total = call_in_function(functools.partial(accumulate, by_xla=False), data)
+                total = in_function(functools.partial(accumulate, by_xla=False))(data)
             else:
                 total = accumulate(data)
         # `averaging` already corrects for how many rows this replica computed, so replicas count equally.

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import first_replica_values, replica_index
 from keras_paragrad.compat.types import TensorVariable
 from keras_paragrad.compat.workers import replica_placement
-from keras_paragrad.storage.model_variables import rename_keys, replace_value, training_variables
+from keras_paragrad.storage.model_variables import following_keys, replace_value, training_variables
 from keras_paragrad.storage.sharded import ShardedVariable, check_being_updated, sharded_value
 from keras_paragrad.storage.sharding import Partition
 
@@ -62,14 +62,11 @@ def may_be_in_shards(model: keras.Model) -> bool:
 
 def unshard(strategy: tf.distribute.Strategy, model: keras.Model) -> None:
     """Makes the variables of a model and its optimizer whole on each replica; called on every worker."""
-    optimizer: keras.optimizers.Optimizer = model.optimizer
-    keys = {}
-    for variable, value in _sharded_variables(model, "model", "optimizer"):
-        old = optimizer._var_key(variable)
-        with creating_whole(strategy):
-            replace_value(variable, value.numpy())
-        keys[old] = optimizer._var_key(variable)
-    rename_keys(optimizer, keys)
+    pairs = list(_sharded_variables(model, "model", "optimizer"))
+    with following_keys(model.optimizer, [variable for variable, _ in pairs]):
+        for variable, value in pairs:
+            with creating_whole(strategy):
+                replace_value(variable, value.numpy())
 
 
 def add_copies(strategy: tf.distribute.Strategy, model: keras.Model) -> None:

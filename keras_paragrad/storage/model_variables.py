@@ -190,6 +190,17 @@ def handles_of(variables: Iterable[keras.Variable]) -> set[int]:
     return {id(part.handle) for part in held if hasattr(part, "handle")}
 
 
+@contextlib.contextmanager
+def following_keys(
+    optimizer: keras.optimizers.Optimizer | None, variables: Sequence[keras.Variable]
+) -> Generator[None]:
+    """Context in which variables move to other `tf.Variable`s; at its end, renames an optimizer's keys of them."""
+    before = [optimizer._var_key(variable) for variable in variables] if optimizer else []
+    yield
+    after = [optimizer._var_key(variable) for variable in variables] if optimizer else []
+    rename_keys(optimizer, {old: new for old, new in zip(before, after, strict=True) if old != new})
+
+
 def rename_keys(optimizer: keras.optimizers.Optimizer, keys: dict[str | int, str | int]) -> None:
     """Replaces an optimizer's keys of variables, which change with the `tf.Variable` that holds them.
 

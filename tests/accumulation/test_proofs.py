@@ -35,8 +35,8 @@ from sample_models.mixing import MARKER, Opens, Running, Updating, by_row, marke
 from trainings import proved_on_workers
 
 from keras_paragrad import DistributedFit, ExactAccumulation, microbatch
-from keras_paragrad.engine.proof import loss_proof, pure_function, questions
-from keras_paragrad.engine.proof.rows import uneven_parts
+from keras_paragrad.engine.proof import first_batch, loss_proof, pure_function
+from keras_paragrad.engine.trials.trial import uneven_parts
 
 # `pytest.warns` shows again what it has caught.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -298,7 +298,7 @@ def test_without_a_proof_it_is_trained(train):
 def test_what_is_known_is_not_computed(monkeypatch):
     made = []
     for name in ("ModelProof", "LossProof", "MetricProof"):
-        monkeypatch.setattr(questions, name, lambda *given, name=name, **more: made.append(name))
+        monkeypatch.setattr(first_batch, name, lambda *given, name=name, **more: made.append(name))
     make = functools.partial(model_of, layers.LayerNormalization, lambda: layers.Dropout(0.1), metrics=["mae"])
     for train in (in_slices, in_windows, on_replicas):
         train(make)
@@ -329,14 +329,14 @@ CLEAN = {
 @pytest.mark.few(4)
 @pytest.mark.parametrize("name", CLEAN)
 def test_nothing_is_found_where_there_is_nothing(name, monkeypatch):
-    answers, ask = [], questions.ask
-    monkeypatch.setattr(questions, "ask", lambda asked: answers.append(ask(asked)) or answers[-1])
+    answers, ask = [], first_batch.ask
+    monkeypatch.setattr(first_batch, "ask", lambda asked: answers.append(ask(asked)) or answers[-1])
     for known in ("is_keras_own", "computes_rows_independently", "has_losses_per_example"):
-        monkeypatch.setattr(questions, known, lambda model: False)
+        monkeypatch.setattr(first_batch, known, lambda model: False)
     how = {**CLEAN[name]}
     in_windows(functools.partial(model_of, *how.pop("more", ()), **how), y=(Y > 0).astype("float32"))
     # Of layers at the first micro-batch, and of the loss at the window's end.
-    assert answers == [questions.Answer()] * 2
+    assert answers == [first_batch.Answer()] * 2
 
 
 METRICS = {

@@ -33,12 +33,18 @@ def test_a_capture_comes_before_an_interceptor():
 
     intercept_apply(optimizer, doubled)
     assert apply(optimizer, weight) == -2
-    with capturing_applies(lambda *call: calls.append(call)) as released:
+
+    def capture(captured, gradients, variables):
+        calls.append(captured)
+        if len(calls) == 2:
+            captured.apply(gradients, variables)
+
+    with capturing_applies(capture):
         assert apply(optimizer, weight) == -2
-        with released():
-            assert apply(optimizer, weight) == -4
+        # Within a handler, `apply` updates.
+        assert apply(optimizer, weight) == -4
         apply(*built())
-    assert [len(call) for call in calls] == [3, 3]
+    assert len(calls) == 3
     intercept_apply(optimizer, None)
     assert "apply" not in vars(optimizer)
     assert apply(optimizer, weight) == -5

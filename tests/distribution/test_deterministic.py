@@ -17,9 +17,9 @@ from keras_paragrad.distribution import Pipeline, kernels
 from keras_paragrad.distribution.checkpoint.files import DamagedBackupError
 from keras_paragrad.distribution.digest import Digest, digest_of
 from keras_paragrad.distribution.replicas import parallelism
-from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.losses.dividers import IndivisibleError
 from keras_paragrad.engine.step.batch_part import BatchPart
-from keras_paragrad.engine.step.part_function import PartFunction
+from keras_paragrad.engine.step.fixed_parts import PartFunction
 from keras_paragrad.engine.training.builder import StepBuilder
 
 layers = keras.layers

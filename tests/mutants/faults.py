@@ -341,7 +341,7 @@ _LOSSES = [
     ),
     _fault(
         "the losses of a window are not reset by its update",
-        "engine/losses/sums.py",
+        "engine/losses/logs.py",
         "self.window.state.assign(tf.zeros_like(state) if self.ends else state)",
         "self.window.state.assign(state)",
         "accumulation/test_callback.py::test_the_logs_are_keras_own",
@@ -561,21 +561,21 @@ _DISTRIBUTION = [
     ),
     _fault(
         "deterministic training adds parts in the order in which replicas have them",
-        "engine/step/part_function.py",
+        "engine/step/fixed_parts.py",
         "            pairs = [sums[index : index + 2] for index in range(0, len(sums), 2)]",
         "            pairs = [sums[:2], *([each] for each in sums[2:])]",
         "distribution/test_deterministic.py::test_the_same_bits_in_any_world",
     ),
     _fault(
         "deterministic training draws the same random numbers in every part",
-        "engine/step/part_function.py",
+        "engine/step/fixed_parts.py",
         "return value + tf.cast(tf.stack([number * tf.constant(_BETWEEN_SEEDS, tf.uint32), 0]), value.dtype)",
         "return value + tf.cast(tf.stack([number * tf.constant(0, tf.uint32), 0]), value.dtype)",
         "distribution/test_deterministic.py::test_parts_draw_numbers_of_their_own",
     ),
     _fault(
         "deterministic training averages the changes of states over parts that have no rows",
-        "engine/step/part_function.py",
+        "engine/step/fixed_parts.py",
         "change = change if is_seed(variable) else change / tf.cast(effects.parts, change.dtype)",
         "change = change if is_seed(variable) else change / tf.cast(8, change.dtype)",
         "distribution/test_deterministic.py::test_batch_statistics_of_fewer_rows_than_parts",
@@ -794,7 +794,7 @@ _SHARDING = [
     ),
     _fault(
         "a recomputed layer's statistics are not updated",
-        "engine/calls/repeatable_call.py",
+        "engine/calls/layer_call.py",
         "            if changed:",
         "            if False:",
         "sharding/test_recompute.py::test_trains_as_without",
@@ -1340,7 +1340,7 @@ _PROOF = [
     ),
     _fault(
         "what can't be proved is taken to be the same",
-        "engine/proof/questions.py",
+        "engine/proof/first_batch.py",
         "return self.difference or self.unproved",
         "return self.difference",
         f"{_PROOFS}::test_a_proof_that_fails_proves_nothing",
@@ -1417,7 +1417,7 @@ _PROOF = [
     ),
     _fault(
         "metrics of one's own in fixed parts get the rows that fill an empty part",
-        "engine/step/part_function.py",
+        "engine/step/fixed_parts.py",
         "return part, keras.tree.map_structure(lambda output: _first_rows(output, count), outputs)",
         "return part, outputs",
         "distribution/test_deterministic.py::test_metrics_of_ones_own_get_whole_batches",
@@ -1445,7 +1445,7 @@ _PROOF = [
     ),
     _fault(
         "the proof is not asked again in later epochs",
-        "engine/training/compiled_model.py",
+        "engine/training/builder.py",
         "if not proof.again():",
         "if True:",
         f"{_PROOFS}::test_it_is_asked_again_each_epoch",
@@ -1502,7 +1502,7 @@ _PROOF = [
     ),
     _fault(
         "statistics of all replicas count an empty one's filler",
-        "engine/batches/batch_statistics.py",
+        "engine/batches/replica_batch.py",
         "inputs = inputs[: tf.where(rows.nonempty, tf.shape(inputs)[0], 0)]",
         "inputs = inputs[:]",
         "distribution/test_batch_statistics.py",
@@ -1631,7 +1631,7 @@ _CALLS = [
     ),
     _fault(
         "the mask of a divided call is lost",
-        "engine/calls/repeatable_call.py",
+        "engine/calls/layer_call.py",
         "masks = [None if mask is None else next(remaining) for mask in self._output_masks]",
         "masks = [None for mask in self._output_masks]",
         "calls/test_whole_losses.py::test_in_slices[masks]",
@@ -1646,8 +1646,8 @@ _CALLS = [
     _fault(
         "micro-batches of a train_step of the model's own count the same",
         "engine/training/window_step.py",
-        "return Contribution(divisor, divisor)",
-        "return Contribution(1.0, 1.0)",
+        "self._contribution = Contribution.of(weight, same=True)",
+        "self._contribution = Contribution(1.0, 1.0)",
         "calls/test_own_steps.py::test_windows[None]",
     ),
 ]
@@ -1676,7 +1676,7 @@ _CUSTOM_STEPS = [
     ),
     _fault(
         "random numbers of a part are not those of the whole",
-        "engine/tracing/random_rows.py",
+        "engine/proof/pure_function.py",
         "if sizes and sizes[0] == self.count:",
         "if False:",
         f"{_PROOFS}::test_nothing_is_found_where_there_is_nothing",

@@ -31,9 +31,8 @@ from keras_paragrad.distribution.options import Decisions, Options
 from keras_paragrad.distribution.parallelism import Parallelism, PlannedRun, Preparation, Strategies
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
-from keras_paragrad.engine.mesh.comparing import gradient_error
 from keras_paragrad.engine.mesh.mesh_tracing import OutputLayouts, install_distribute_tensor, tracing_for_mesh
-from keras_paragrad.engine.mesh.running import ModelOnMesh, batch_rows, take_off_mesh, variables_on_mesh
+from keras_paragrad.engine.mesh.running import ModelOnMesh, batch_rows, gradient_error, take_off_mesh, variables_on_mesh
 from keras_paragrad.memory.estimate import bytes_in_words
 from keras_paragrad.plain_text import Printable, counted
 from keras_paragrad.storage.dtensor import Axes, bytes_by_device, make_mesh, span_workers, turn_combine_pass_off

@@ -22,11 +22,9 @@ from keras_paragrad.distribution.parallelism import Preparation
 from keras_paragrad.distribution.pipeline.cutting import cut, variables_of_part
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_at, rows_of, static_row_count
-from keras_paragrad.engine.losses.dividers import Divider
+from keras_paragrad.engine.losses.dividers import Divider, warn_of_batch_statistics
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.losses.refusals import warn_of_batch_statistics
-from keras_paragrad.engine.pipeline.compiled import CompiledPart
-from keras_paragrad.engine.pipeline.on_device import STAGE, Columns, StageOnDevices
+from keras_paragrad.engine.pipeline.on_device import STAGE, Columns, CompiledPart, StageOnDevices
 from keras_paragrad.engine.pipeline.placement import (
     device_of_variable,
     move_with_slots,

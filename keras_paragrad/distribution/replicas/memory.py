@@ -16,7 +16,7 @@ from keras_paragrad.compat.workers import gather, replica_placement
 from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.distribution.fitted_memory import FittedMemory
 from keras_paragrad.distribution.parallelism import PlannedRun
-from keras_paragrad.engine.losses.refusals import layers_of_batch_statistics
+from keras_paragrad.engine.losses.dividers import layers_of_batch_statistics
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.memory.available import cannot_try_on_gpus, memory_of_device
 from keras_paragrad.memory.breakdown import SHARDS

@@ -29,10 +29,14 @@ from keras_paragrad.distribution.parallelism import FittedMemory, Parallelism, P
 from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
 from keras_paragrad.distribution.replicas.memory import fit_memory
-from keras_paragrad.engine.losses.dividers import Divider
+from keras_paragrad.engine.losses.dividers import (
+    Divider,
+    count_layers,
+    layers_of_batch_statistics,
+    warn_of_batch_statistics,
+)
+from keras_paragrad.engine.losses.divisors import DivisorFunction
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.losses.refusals import count_layers, layers_of_batch_statistics, warn_of_batch_statistics
-from keras_paragrad.engine.losses.weightings import DivisorFunction
 from keras_paragrad.engine.replicas.prepared import (
     distributing_datasets_with,
     install_on_replicas,

@@ -1,5 +1,6 @@
 """Replica batches: the replicas' shares of a batch, some empty if it has fewer examples than there are replicas."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -7,7 +8,10 @@ import keras
 import tensorflow as tf
 
 from keras_paragrad.compat.collectives import replica_count
+from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Batch, Gradients, GradientTensor, Structure
+from keras_paragrad.compat.workers import replica_placement
+from keras_paragrad.engine.trials.trial import is_trial
 
 Data = TypeVar("Data")
 
@@ -31,9 +35,8 @@ DIFFERENT_ROWS = "The tensors of a batch have different numbers of rows."
 def cut_rows_of(data: Structure) -> tf.Tensor | int:
     """The number of examples in a batch that is about to be cut; a Python integer if it is static.
 
-    Raises:
-        ValueError: The tensors have different static numbers of rows. For dynamic ones, the step raises an error of
-            TensorFlow's, which `explain_different_rows` replaces.
+    Refuses tensors with different numbers of rows. For dynamic ones, the step raises an error of TensorFlow's, which
+    `explain_different_rows` replaces.
     """
     tensors = [tensor for tensor in keras.tree.flatten(data) if tensor is not None]
     static = {tensor.shape[0] for tensor in tensors} - {None}
@@ -64,14 +67,7 @@ def no_examples(what: str) -> str:
 
 
 def rows_at(data: Data, first: tf.Tensor | int, count: tf.Tensor | int, *, in_bounds: bool = False) -> Data:
-    """Consecutive rows of every tensor in a batch.
-
-    Args:
-        data: The batch.
-        first: The first row.
-        count: The number of rows.
-        in_bounds: Whether all these rows are known to exist.
-    """
+    """Consecutive rows of every tensor in a batch; `in_bounds` says whether all are known to exist."""
 
     def part_of(tensor: Any) -> Any:
         if tensor is None:
@@ -95,15 +91,31 @@ def rows_at(data: Data, first: tf.Tensor | int, count: tf.Tensor | int, *, in_bo
     return keras.tree.map_structure(part_of, data)
 
 
-class ReplicaBatch(NamedTuple):
-    """A replica's part of a batch, which may be empty.
+def divide_batch(strategy: tf.distribute.Strategy, batch: Batch, parts: int | None = None) -> Batch:
+    """Divides a batch among the replicas, in their order; `parts` as in `ReplicaPlacement`."""
+    placement = replica_placement(strategy, parts)
 
-    Attributes:
-        rows: Number of examples.
-        nonempty: Whether there are examples; `None` if the static shapes show that there are.
-    """
+    def divide(leaf: Any) -> tf.distribute.DistributedValues | None:
+        if leaf is None:
+            return None
+        whole = leaf if isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)) else tf.convert_to_tensor(leaf)
+        rows = int(rows_of(whole))
+
+        def part(context: tf.distribute.experimental.ValueContext) -> Any:
+            index = int(context.replica_id_in_sync_group)
+            start, stop = (placement.first_row(rows, replica) for replica in (index, index + 1))
+            return rows_at(whole, start, stop - start)
+
+        return strategy.experimental_distribute_values_from_function(part)
+
+    return keras.tree.map_structure(divide, batch)
+
+
+class ReplicaBatch(NamedTuple):
+    """A replica's part of a batch, which may be empty."""
 
     rows: tf.Tensor
+    # Whether there are examples; `None` if the static shapes show that there are.
     nonempty: tf.Tensor | None = None
 
     @classmethod
@@ -159,8 +171,6 @@ class ReplicaBatch(NamedTuple):
 
 
 def _zero_row(data: Batch) -> Batch:
-    """Makes a batch of one row of zeros, to replace an empty one."""
-
     def one(tensor: Any):
         if tensor is None:
             return None
@@ -184,3 +194,64 @@ def _zero_ragged_row(tensor: tf.RaggedTensor) -> tf.RaggedTensor:
     for splits in tensor.nested_row_splits:
         one = ragged.from_row_splits(one, tf.constant([0, 1], splits.dtype), validate=False)
     return one
+
+
+class _Rows(NamedTuple):
+    """Whether a replica's rows are examples rather than filler; `None` if they always are."""
+
+    nonempty: tf.Tensor | bool | None
+
+
+def counting_examples(nonempty: tf.Tensor | bool | None) -> contextlib.AbstractContextManager[object]:
+    """Context in which a replica's step is traced. Its rows are examples if `nonempty` is true or `None`."""
+    return _PATCH.open(_Rows(nonempty))
+
+
+def _moments(
+    rows: _Rows,
+    original: Callable[..., tuple[tf.Tensor, tf.Tensor]],
+    layer: keras.layers.BatchNormalization,
+    inputs: tf.Tensor,
+    mask: tf.Tensor | None,
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Replaces `BatchNormalization._moments`, which is `original`: the mean and variance of a batch, `(channels,)`."""
+    averages_rows = 0 in _reduction_axes(layer, inputs)
+    # In a trial, on made-up rows, there are no other replicas.
+    if not (layer.synchronized and averages_rows) or replica_count() == 1 or is_trial():
+        return original(layer, inputs, mask)
+    if mask is not None:
+        return _masked_moments(layer, inputs, mask, rows.nonempty)
+    if rows.nonempty is not None:
+        # Drop the filler.
+        inputs = inputs[: tf.where(rows.nonempty, tf.shape(inputs)[0], 0)]
+    return original(layer, inputs, None)
+
+
+def _reduction_axes(layer: keras.layers.BatchNormalization, inputs: tf.Tensor) -> list[int]:
+    """The axes to average over: all but the channels."""
+    axes = list(range(len(inputs.shape)))
+    del axes[layer.axis]
+    return axes
+
+
+def _masked_moments(
+    layer: keras.layers.BatchNormalization, inputs: tf.Tensor, mask: tf.Tensor, nonempty: tf.Tensor | bool | None
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Keras's moments of masked inputs, with sums over all replicas."""
+    context, axes = tf.distribute.get_replica_context(), _reduction_axes(layer, inputs)
+    counted = tf.broadcast_to(tf.expand_dims(tf.cast(mask, "bool"), -1), tf.shape(inputs))
+    if nonempty is not None:
+        counted = tf.logical_and(counted, nonempty)
+
+    def total(values: tf.Tensor) -> tf.Tensor:
+        local = tf.reduce_sum(tf.where(counted, values, tf.zeros_like(values)), axes, keepdims=True)
+        # Unlike this package's collectives, it has a gradient.
+        return context.all_reduce(tf.distribute.ReduceOp.SUM, local)
+
+    count = total(tf.ones_like(inputs)) + keras.backend.epsilon()
+    mean = total(inputs) / count
+    variance = total(tf.square(inputs - mean)) / count
+    return tf.squeeze(mean, axes), tf.squeeze(variance, axes)
+
+
+_PATCH = ProcessPatch[_Rows](lambda: [Replacement(keras.layers.BatchNormalization, "_moments", _moments)])

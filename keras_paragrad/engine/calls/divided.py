@@ -56,13 +56,8 @@ def divided(
 ) -> Result:
     """Computes a function in parts of its rows.
 
-    Args:
-        function: The function.
-        rows: Tensors with an entry on the first axis for each row.
-        whole: Tensors that all parts read, such as weights.
-        parts: How the rows are divided.
-        state: The state before the first part; each part continues with what the part before has left.
-        before: Instead, the states before each part, as `parts` has returned them.
+    All parts read the tensors that are `whole`, such as weights. `state` is the state before the first part; each part
+    continues with what the part before has left, or begins with its own of the states `before`, as `parts` returns.
     """
     inputs, count = [*rows, *whole], len(rows)
     indices = [index for index, tensor in enumerate(inputs) if isinstance(tensor, tf.Tensor) and has_gradient(tensor)]
@@ -87,7 +82,8 @@ def divided(
             if not needed or not given:
                 return [None] * len(indices)
             backward = _Backward(function, needed, count, list(given), len(result.rows))
-            of_rows, of_sums = backward.by_kind(given)
+            of_rows = [cotangent for index, cotangent in given.items() if index < len(result.rows)]
+            of_sums = list(given.values())[len(of_rows) :]
             # A part is computed again only once its gradient is needed.
             with tf.control_dependencies(list(given.values())):
                 total = divided(backward, [*every[:count], *of_rows], [*every[count:], *of_sums], parts, [], states)
@@ -111,21 +107,14 @@ def divided(
 class _Backward:
     """The gradient of a function, as a function of its rows, of what is whole, and of the cotangents of its outputs.
 
-    Args:
-        function: The function.
-        needed: Its inputs with a gradient, by index; the first `count` inputs are rows.
-        targets: Its outputs with a cotangent, by index; the first `outputs` are rows.
+    `needed` are its inputs with a gradient, by index, of which the first `count` are rows; `targets` its outputs with a
+    cotangent, of which the first `outputs` are rows.
     """
 
     def __init__(self, function: Function, needed: list[int], count: int, targets: list[int], outputs: int):
         self.function, self.needed, self.count, self.targets, self.outputs = function, needed, count, targets, outputs
         # By needed input: the form of its gradient in a result. Found by the last trace, and the same in each.
         self._kinds: list[Any] = []
-
-    def by_kind(self, given: dict[int, tf.Tensor]) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
-        """The cotangents of rows, and of sums."""
-        of_rows = [cotangent for index, cotangent in given.items() if index < self.outputs]
-        return of_rows, list(given.values())[len(of_rows) :]
 
     def __call__(self, rows: list[Any], whole: list[Any], state: list[Any]) -> Result:
         of_sums = sum(index >= self.outputs for index in self.targets)
@@ -185,9 +174,7 @@ class RowSlices(NamedTuple):
     def run(
         self, function: Function, rows: list[Any], whole: list[Any], state: list[Any], before: Any
     ) -> tuple[Result, Any]:
-        """The result for all rows, and the states before the slices, from `before` if given instead of carried on.
-
-        Full slices run in a loop, and the rest after it.
+        """Runs full slices in a loop, and the rest after it; see `RowParts`.
 
         Where the number of rows isn't static, all slices run in the loop, and the last one has fewer rows.
         """

@@ -13,7 +13,7 @@ from keras_paragrad.compat.operations import random_seed
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.calls.sources import differentiating
-from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.losses.dividers import IndivisibleError
 
 
 class Handler(Protocol):
@@ -51,7 +51,8 @@ def _call(
     handler = interception.handler
     if handler is None or any(isinstance(leaf, keras.KerasTensor) for leaf in keras.tree.flatten((args, kwargs))):
         return original(layer, *args, **kwargs)
-    result = handler(functools.partial(original, layer), layer, args, kwargs)
+    with not_intercepting():
+        result = handler(functools.partial(original, layer), layer, args, kwargs)
     return original(layer, *args, **kwargs) if result is NotImplemented else result
 
 

@@ -8,16 +8,104 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.layers import ReadScope, dense_parts, has_gradient, with_mask
+from keras_paragrad.compat.layers import (
+    CallState,
+    ReadScope,
+    dense_parts,
+    full_precision,
+    has_gradient,
+    mask_of,
+    pack_dense_parts,
+    with_mask,
+)
+from keras_paragrad.compat.private import get_stateless_scope
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.batches.replica_batch import rows_at
 from keras_paragrad.engine.calls.divided import Result, spec_of_part
 from keras_paragrad.engine.calls.intercept import not_intercepting
-from keras_paragrad.engine.calls.repeatable_call import RepeatableCall, stored_value
 from keras_paragrad.engine.tracing.effects import find_unrepeatable
 from keras_paragrad.engine.tracing.untouched import never_run, untouched
 from keras_paragrad.storage.lookups import is_of_variables
 from keras_paragrad.storage.row_gradients import is_overwritten
+from keras_paragrad.storage.storage import storage_of
+
+
+class RepeatableCall:
+    """A call that runs again in the backward pass, with the same random numbers and without another effect.
+
+    Errors call it `name`. `once` says whether some of the layers that it calls may be recomputed within it, and
+    `reason` why a layer can't assign to a weight in it, and what to do instead.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Structure],
+        name: str,
+        arguments: tuple[Structure, ...],
+        keywords: dict[str, Any],
+        *,
+        once: bool,
+        reason: str,
+    ):
+        self._call, self.name, self._once, self._reason = call, name, once, reason
+        self._structure = arguments, keywords
+        self._call_state = CallState()
+        # The leaves of the arguments, and their masks, which attention removes.
+        self.leaves: list[Any] = keras.tree.flatten(self._structure)
+        self.masks = [mask_of(leaf) for leaf in self.leaves]
+        # The variables of the state.
+        self.assigned: list[keras.Variable] = []
+        # Found by the last run: the nested outputs and the masks of their leaves, and which state is another.
+        self._outputs: Structure = None
+        self._output_masks: list[tf.Tensor | None] = []
+        self._changed: list[bool] = []
+
+    @property
+    def state(self) -> list[tf.Tensor]:
+        """The values of the variables that the call assigns."""
+        return [load(stored) for stored, load in map(stored_value, self.assigned)]
+
+    def run(
+        self, leaves: list[Any], values: list[tuple[keras.Variable, tf.Tensor]], state: list[tf.Tensor]
+    ) -> tuple[Result, ReadScope]:
+        """Runs the function on `leaves` as its arguments; variables have the given values, and the state.
+
+        Returns:
+            The tensors and then the masks of the outputs, the losses that layers add, and the state; and the scope.
+        """
+        arguments, keywords = keras.tree.pack_sequence_as(self._structure, leaves)
+        values = [*values, *zip(self.assigned, state, strict=True)]
+        with self._call_state.entered(), ReadScope(self.name, values, self._reason, once=self._once) as scope:
+            self._outputs = self._call(*arguments, **keywords)
+        after = [scope.get_current_value(variable) for variable in self.assigned]
+        self._changed = [one is not other for one, other in zip(after, state, strict=True)]
+        outputs = keras.tree.flatten(self._outputs)
+        self._output_masks = [mask_of(leaf) for leaf in outputs]
+        masks = [mask for mask in self._output_masks if mask is not None]
+        return Result(
+            [part for leaf in outputs for part in dense_parts(leaf)] + masks, list(scope.losses), after
+        ), scope
+
+    def finish(self, result: Result) -> Structure:
+        """Assigns the state of a result, and returns the nested outputs."""
+        for variable, value, changed in zip(self.assigned, result.state, self._changed, strict=True):
+            if changed:
+                variable.assign(value)
+        remaining, leaves = iter(result.rows), keras.tree.flatten(self._outputs)
+        parts = [[next(remaining) for _ in dense_parts(leaf)] for leaf in leaves]
+        masks = [None if mask is None else next(remaining) for mask in self._output_masks]
+        return keras.tree.pack_sequence_as(self._outputs, pack_dense_parts(leaves, parts, masks))
+
+
+def stored_value(variable: keras.Variable) -> tuple[tf.Tensor, Callable[[tf.Tensor], tf.Tensor]]:
+    """A tensor to keep for a variable, such as a shard, and a function that makes of it what layers read."""
+    scope = get_stateless_scope()
+    value = None if scope is None else scope.get_current_value(variable)
+    if value is not None:
+        return tf.identity(tf.convert_to_tensor(value)), lambda tensor: tensor
+    with full_precision():
+        return storage_of(variable).recompute()
+
 
 # The rows of the part for which a call is traced to find its variables, where the number isn't static.
 _ROWS = 3
@@ -62,7 +150,7 @@ class LayerCall(RepeatableCall):
     @property
     def read(self) -> set[int]:
         """The ids of the variables that the call reads."""
-        return {id(variable) for variable in self._read}
+        return set(map(id, self._read))
 
     def __call__(self, rows: list[Any], whole: list[Any], state: list[Any]) -> Result:
         return self._run(rows, whole, state)[0]
@@ -85,7 +173,8 @@ class LayerCall(RepeatableCall):
 
         `runs_twice` says whether parts are computed again in the backward pass.
         """
-        parts = [part for leaf in self.leaves if _is_composite(leaf) for part in dense_parts(leaf)]
+        composite = [leaf for leaf in self.leaves if _is_tensor(leaf) and not isinstance(leaf, tf.Tensor)]
+        parts = [part for leaf in composite for part in dense_parts(leaf)]
         if any(has_gradient(part) and is_of_variables(part) for part in parts):
             return "it gets ragged or sparse numbers that may have a gradient"
         try:
@@ -113,7 +202,10 @@ class LayerCall(RepeatableCall):
                     hidden = _hidden_eagerly(functools.partial(trace, rows_at(self.rows, 0, count), self.whole), runs)
                 else:
                     traced = tf.function(trace, autograph=False).get_concrete_function(specs, whole)
-                    hidden = _of_operations(traced.graph, runs_twice)
+                    found = find_unrepeatable(traced.graph.get_operations(), but_random=not runs_twice)
+                    hidden = (
+                        found and f"its operation {found.operation.name!r} ({found.operation.type}) {found.problem}"
+                    )
             result, scope = runs[-1]
             missing = scope.missing
             if not missing:
@@ -123,13 +215,13 @@ class LayerCall(RepeatableCall):
         if missing:
             return f"it reads {next(iter(missing.values())).path!r}, which is of no layer in it"
         assigned = [variable for variable, _ in scope.updates]
-        self._read, self.assigned = _split(self._read, {id(variable) for variable in assigned})
-        return _obstacle(result, scope, assigned, self._read, count) or hidden
+        read, ids = self._read, {id(variable) for variable in assigned}
+        self._read = [variable for variable in read if id(variable) not in ids]
+        self.assigned = [variable for variable in read if id(variable) in ids]
+        return _obstacle(result, assigned, self._read, count) or hidden
 
 
-def _obstacle(
-    result: Result, scope: ReadScope, assigned: list[keras.Variable], read: list[keras.Variable], count: int
-) -> str | None:
+def _obstacle(result: Result, assigned: list[keras.Variable], read: list[keras.Variable], count: int) -> str | None:
     if result.sums:
         return "it adds a loss, which may be of all rows"
     if any(variable.aggregation == "sum" for variable in assigned):
@@ -155,22 +247,9 @@ def _hidden_eagerly(run: Callable[[], None], runs: list[tuple[Result, ReadScope]
     return None
 
 
-def _of_operations(graph: Any, runs_twice: bool) -> str | None:
-    found = find_unrepeatable(graph.get_operations(), but_random=not runs_twice)
-    return found and f"its operation {found.operation.name!r} ({found.operation.type}) {found.problem}"
-
-
 def _is_tensor(leaf: object) -> bool:
     return tf.is_tensor(leaf) and not isinstance(leaf, (keras.Variable, tf.Variable))
 
 
-def _is_composite(leaf: object) -> bool:
-    return _is_tensor(leaf) and not isinstance(leaf, tf.Tensor)
-
-
 def _as_tensor(leaf: Any) -> Any:
     return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.ndim else leaf
-
-
-def _split(variables: list[keras.Variable], chosen: set[int]) -> tuple[list[keras.Variable], list[keras.Variable]]:
-    return [each for each in variables if id(each) not in chosen], [each for each in variables if id(each) in chosen]

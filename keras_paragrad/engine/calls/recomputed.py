@@ -19,7 +19,7 @@ from keras_paragrad.compat.layers import (
 from keras_paragrad.compat.model import count_after
 from keras_paragrad.compat.types import Structure
 from keras_paragrad.engine.calls.divided import Function, Result, divided
-from keras_paragrad.engine.calls.repeatable_call import RepeatableCall, stored_value
+from keras_paragrad.engine.calls.layer_call import RepeatableCall, stored_value
 from keras_paragrad.engine.tracing.effects import check_repeatable
 from keras_paragrad.engine.tracing.gradient_functions import keep_with_graphs
 from keras_paragrad.storage.gathering import call_with_gather, install_gather
@@ -119,13 +119,10 @@ class _RecomputedCall(RepeatableCall):
 
 
 class _OnePart(NamedTuple):
-    """All rows in a single part, whose gradient waits for the cotangents.
+    """All rows in a single part, whose gradient waits for the cotangents, which follow the `tensors` among the rows.
 
-    Attributes:
-        tensors: The number of tensors among the rows; cotangents follow the tensors.
-        loads: For each weight, a function from the tensor that is stored for the weight to its value. Each run calls
-            the function, so shards are gathered there, and not all at once before the step. A stored tensor's gradient
-            is the gradient of its value.
+    `loads` has for each weight a function from the tensor that is stored for it to its value. Each run calls it, so
+    shards are gathered there, and not all at once before the step. A stored tensor's gradient is that of its value.
     """
 
     tensors: int
@@ -134,7 +131,6 @@ class _OnePart(NamedTuple):
     def run(
         self, function: Function, rows: list[Any], whole: list[Any], state: list[Any], before: Any
     ) -> tuple[Result, Any]:
-        """The result, and the state before it."""
         stored, others = whole[: len(self.loads)], whole[len(self.loads) :]
         if before is None:
             with tf.control_dependencies([row for row in rows if has_gradient(row)]):

@@ -11,7 +11,7 @@ What is whole is the same on all replicas, and so is its gradient. With the rows
 """
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import keras
@@ -23,9 +23,9 @@ from keras_paragrad.compat.model import step_metrics
 from keras_paragrad.compat.types import Batch, LossArguments
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_at, rows_of
 from keras_paragrad.engine.calls.sources import is_needed, is_zero, split_lookups
+from keras_paragrad.engine.losses.dividers import IndivisibleError
 from keras_paragrad.engine.losses.known_classes import metrics_are_known
 from keras_paragrad.engine.losses.logs import overrides_compute_metrics, update_metrics
-from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.storage.row_gradients import join_lookups
 from keras_paragrad.storage.sharding import all_gather
 
@@ -85,15 +85,11 @@ class GatheredRows:
 
             return self.gather([tensor[: self.count] for tensor in tensors]), gradient
 
-        real = [index for index, tensor in enumerate(locals_) if has_gradient(tensor)]
-        results: list[Any] = list(locals_)
-        others = [index for index in range(len(results)) if index not in real]
-        for index, tensor in zip(others, self.gather([results[index][: self.count] for index in others]), strict=True):
+        others = [index for index, tensor in enumerate(locals_) if not has_gradient(tensor)]
+        gathered = self.gather([locals_[index][: self.count] for index in others])
+        results = _with_gradient(gather, locals_)
+        for index, tensor in zip(others, gathered, strict=True):
             results[index] = tensor
-        if real:
-            gathered: Any = tf.custom_gradient(gather)(*(results[index] for index in real))
-            for index, tensor in zip(real, gathered, strict=True):
-                results[index] = tensor
         return results
 
     @property
@@ -117,6 +113,18 @@ class GatheredRows:
     def _unpadded(self, total: tf.Tensor, tensor: tf.Tensor) -> tf.Tensor:
         total = tf.bitcast(total, tensor.dtype) if tensor.dtype in _LONG else tf.cast(total, tensor.dtype)
         return tf.ensure_shape(total, [self._static, *tensor.shape[1:]])
+
+
+def _with_gradient(function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
+    """Tensors, of which a function with a gradient of its own replaces those that have one."""
+    results = list(tensors)
+    real = [index for index, tensor in enumerate(results) if isinstance(tensor, tf.Tensor) and has_gradient(tensor)]
+    if real:
+        replaced: Any = tf.custom_gradient(function)(*(results[index] for index in real))
+        replaced = replaced if isinstance(replaced, (list, tuple)) else [replaced]
+        for index, tensor in zip(real, replaced, strict=True):
+            results[index] = tensor
+    return results
 
 
 def gather_batch(data: Batch, count: tf.Tensor) -> Batch:
@@ -170,11 +178,9 @@ class Share(GatheredRows):
 
     def copy(self, tensors: Sequence[tf.Tensor], rows: Sequence[Any]) -> list[Any]:
         """Tensors for a function of this replica's `rows`, whose gradients are summed over the replicas."""
-        results: list[Any] = list(tensors)
-        real = [index for index, tensor in enumerate(tensors) if isinstance(tensor, tf.Tensor) and has_gradient(tensor)]
 
         def copy(*given: tf.Tensor) -> Any:
-            def gradient(*cotangents: Any, variables: Any = None) -> list[Any]:
+            def gradient(*cotangents: Any) -> list[Any]:
                 pairs = zip(given, cotangents, strict=True)
                 wanted = [index for index, (one, of) in enumerate(pairs) if not is_zero(of) and is_needed(one)]
                 found = dict(zip(wanted, self._total([cotangents[index] for index in wanted], rows), strict=True))
@@ -182,10 +188,7 @@ class Share(GatheredRows):
 
             return [tf.identity(each) for each in given], gradient
 
-        copies = tf.custom_gradient(copy)(*(results[index] for index in real)) if real else []
-        for index, tensor in zip(real, copies if isinstance(copies, (list, tuple)) else [copies], strict=True):
-            results[index] = tensor
-        return results
+        return _with_gradient(copy, tensors)
 
     def _total(self, gradients: list[Any], rows: Sequence[Any]) -> list[Any]:
         """The sums of gradients over the replicas; lookups that depend on rows are concatenated instead."""
@@ -203,10 +206,9 @@ class Share(GatheredRows):
             if lookups is None:
                 totals.append(next(sums))
                 continue
-            found: list[Any] = [] if lookups.by_example is None else [next(sums)]
-            if (shared := lookups.shared) is not None:
-                found.append(tf.IndexedSlices(next(sums), shared.indices, shared.dense_shape))
-            totals.append(join_lookups(found))
+            by_example, shared = lookups.by_example and next(sums), lookups.shared
+            shared = shared and tf.IndexedSlices(next(sums), shared.indices, shared.dense_shape)
+            totals.append(join_lookups([each for each in (by_example, shared) if each is not None]))
         return totals
 
     def _sums(self, tensors: list[Any]) -> list[Any]:

@@ -60,23 +60,14 @@ def _keys(sources: Any) -> Iterator[Any]:
 
 def _key(tensor: Any) -> Any:
     """Names a tensor: in a graph by its name, as the object may be another for the same tensor."""
-    return (id(tensor.graph), tensor.name) if hasattr(tensor, "graph") and not _is_eager(tensor) else id(tensor)
-
-
-def _is_eager(tensor: Any) -> bool:
-    return not tf.is_symbolic_tensor(tensor)
+    return (id(tensor.graph), tensor.name) if hasattr(tensor, "graph") and tf.is_symbolic_tensor(tensor) else id(tensor)
 
 
 def is_needed(tensor: tf.Tensor) -> bool:
     """Whether a tensor was computed from a source of the running `tape.gradient`; true where that isn't known."""
-    keys = _RUNNING.keys
-    if keys is None or _is_eager(tensor):
+    keys, known = _RUNNING.keys, _RUNNING.known
+    if keys is None or not tf.is_symbolic_tensor(tensor):
         return True
-    return _leads(tensor, keys, _RUNNING.known)
-
-
-def _leads(tensor: tf.Tensor, keys: Any, known: dict[Any, bool]) -> bool:
-    """Whether a tensor was computed from one with these keys; `known` has the answers so far."""
     pending = [tensor]
     while pending:
         current = pending[-1]
@@ -106,7 +97,7 @@ def is_zero(cotangent: Any) -> bool:
     """Whether a cotangent is the zeros that a tape makes for an output without a gradient."""
     if cotangent is None:
         return True
-    if not isinstance(cotangent, tf.Tensor) or _is_eager(cotangent):
+    if not isinstance(cotangent, tf.Tensor) or not tf.is_symbolic_tensor(cotangent):
         return False
     operation = cotangent.op
     while operation.type in SAME_BUFFER:

@@ -1,9 +1,14 @@
-"""The divisors of compiled losses: what a sum over elements is divided by, such as their number."""
+"""The divisors of losses: what a sum over elements is divided by, as Keras's losses say or as `weighting` states."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import keras
 import tensorflow as tf
 
+from keras_paragrad.compat.private import get_keras_mask
+from keras_paragrad.compat.types import LossArguments, Scalar, Structure
+from keras_paragrad.engine.batches.replica_batch import rows_of
 from keras_paragrad.engine.losses.terms import LossTerm
 
 # Identifies what a divisor counts: a word, and the `id`s of the tensors that it is computed from.
@@ -43,9 +48,6 @@ def divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
 
     Keys are equal for two terms if their divisors are proportional: `SUM` for a loss that is not divided, and `SIZE`
     for one that is divided by a fixed multiple of the rows.
-
-    Raises:
-        UnknownDivisorError: The loss overrides `__call__`, or returns a scalar.
     """
     if term.reduces_itself:
         raise UnknownDivisorError(f"The loss {term.loss.name!r} overrides __call__, so its normalizer is unknown.")
@@ -78,3 +80,78 @@ def gradient_divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
     if not term.by_example or kind == SUM:
         return kind, divisor
     return SIZE, tf.cast(tf.shape(term.values)[0], "float32")
+
+
+# The arguments of a `weighting` function.
+PARAMETERS = ("x", "y", "y_pred", "sample_weight")
+# Maps the arguments, for a part of a batch, to the divisor of its loss.
+DivisorFunction = Callable[[Structure, Structure, Structure, Structure], Scalar]
+
+
+class Weighting(NamedTuple):
+    """The divisor of a loss, which is the weight of a part's gradient in the batch's gradient.
+
+    Attributes:
+        name: `"examples"`, `"sample_weight"`, `"mask"` or `"sum"`, or the name of a function.
+        divisor: Maps the arguments of `compute_loss` to a float32 scalar; `None` for a sum, which is not divided.
+    """
+
+    name: str
+    divisor: Callable[[LossArguments], tf.Tensor] | None
+
+    def normalizer(self, arguments: LossArguments) -> Normalizer:
+        if self.divisor is None:
+            return Normalizer(tf.constant(1.0), summed=True, stated=self.name)
+        return Normalizer(self.divisor(arguments), stated=self.name)
+
+    @property
+    def argument(self) -> str:
+        """The value of `weighting` as it is typed."""
+        return repr(self.name) if self.name in WEIGHTINGS else self.name
+
+
+def weighting_of(stated: str | DivisorFunction) -> Weighting | None:
+    """The weighting that a user states, or `None` for `"auto"`."""
+    if isinstance(stated, str):
+        return WEIGHTINGS.get(stated)
+
+    def divisor(arguments: LossArguments) -> tf.Tensor:
+        value = tf.convert_to_tensor(stated(*(arguments[key] for key in PARAMETERS)))
+        if value.shape.rank != 0:
+            raise ValueError(
+                f"The function {name!r} of `weighting` returned a tensor of shape {value.shape}, and must return one "
+                "number: the divisor of the loss of a part of a batch. Write keras.ops.sum(...) around it."
+            )
+        return tf.cast(value, "float32")
+
+    name = getattr(stated, "__name__", type(stated).__name__)
+    return Weighting(name, divisor)
+
+
+def _examples(arguments: LossArguments) -> tf.Tensor:
+    return tf.cast(rows_of(arguments["x"]), "float32")
+
+
+def _sample_weight(arguments: LossArguments) -> tf.Tensor:
+    weights = keras.tree.flatten(arguments["sample_weight"])
+    return _sum(weights[0]) if weights and weights[0] is not None else _examples(arguments)
+
+
+def _mask(arguments: LossArguments) -> tf.Tensor:
+    masks = (get_keras_mask(leaf) for leaf in keras.tree.flatten(arguments["y_pred"]))
+    return next((_sum(mask) for mask in masks if mask is not None), _examples(arguments))
+
+
+def _sum(tensor: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_sum(tf.cast(tensor, "float32"))
+
+
+WEIGHTINGS = {
+    weighting.name: weighting
+    for weighting in (
+        Weighting("examples", _examples),
+        Weighting("sample_weight", _sample_weight),
+        Weighting("mask", _mask),
+        Weighting("sum", None),
+    )
+}

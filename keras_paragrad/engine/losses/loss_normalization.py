@@ -1,7 +1,6 @@
-"""Loss normalization: the divisor of a micro-batch's loss, and so the weight of its gradient.
+"""Loss normalization: the divisor of the loss of any part of a batch, and so the weight of its gradient.
 
-The *normalizer* of a loss is its divisor. All this holds for any part of a batch: a micro-batch, a slice or a replica's
-share.
+The *normalizer* of a loss is its divisor.
 """
 
 import dataclasses
@@ -13,11 +12,18 @@ from keras_paragrad.compat.collectives import replica_count
 from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step, summed_by_keras
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import LossArguments
-from keras_paragrad.engine.losses.dividers import Divider
-from keras_paragrad.engine.losses.divisors import SIZE, SUM, Normalizer, UnknownDivisorError, gradient_divisor_of
-from keras_paragrad.engine.losses.refusals import IndivisibleError, Refusals
+from keras_paragrad.engine.losses.dividers import Divider, IndivisibleError
+from keras_paragrad.engine.losses.divisors import (
+    SIZE,
+    SUM,
+    DivisorFunction,
+    Normalizer,
+    UnknownDivisorError,
+    Weighting,
+    gradient_divisor_of,
+    weighting_of,
+)
 from keras_paragrad.engine.losses.terms import LossTerm, loss_weights_of
-from keras_paragrad.engine.losses.weightings import DivisorFunction, weighting_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,26 +48,37 @@ class LossNormalization:
     def find_refusal(self, model: keras.Model) -> str | None:
         """Why a model can't be divided, whatever its loss divides by, or `None`."""
         if overrides_train_step(model) and not self.divider.divides_steps:
-            return self.refusals.of_train_step(model)
+            return self.divider.of_train_step(model)
         return None
 
     @property
-    def refusals(self) -> Refusals:
-        """The errors, in the words of the divider."""
-        return Refusals(self.divider)
+    def stated(self) -> Weighting | None:
+        """The weighting that the user states, or `None` for `"auto"`."""
+        return weighting_of(self.weighting)
 
     def __call__(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer:
         """The normalizer of the loss that was just computed: as stated, or as Keras's losses say."""
-        stated = self._stated(model, arguments, terms)
-        if stated is not None:
+        if (stated := self._as_stated(model, arguments, terms)) is not None:
             return stated
         if reason := why_unknown(model, terms):
-            raise IndivisibleError(f"{reason} {self.refusals.to_state_it}")
-        return _normalizer_of_terms(model, terms, self.divider.for_any_loss)
+            raise IndivisibleError(f"{reason} {self.divider.to_state_it}")
+        if not terms:
+            raise IndivisibleError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
+        # Of all compiled losses.
+        divisors = [gradient_divisor_of(term) for term in terms]
+        if len({kind for kind, _ in divisors}) > 1:
+            named = ", ".join(_KINDS[kind[0]] for kind, _ in divisors)
+            raise IndivisibleError(
+                f"The losses of this model's outputs have different normalizers ({named}), so no single "
+                "weight combines micro-batches into the whole batch. Use one reduction, one set of sample weights and "
+                f"one mask for all outputs. {self.divider.for_any_loss}"
+            )
+        kind, value = divisors[0]
+        return _normalizer_of_sum(model, terms) if kind == SUM else Normalizer(value)
 
     def in_evaluation(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
         """The weight of a part of a batch in evaluation, or `None` if each output's loss has its own."""
-        stated = self._stated(model, arguments, terms)
+        stated = self._as_stated(model, arguments, terms)
         reason = why_unknown(model, terms) if stated is None else None
         if reason:
             raise IndivisibleError(reason)
@@ -69,18 +86,17 @@ class LossNormalization:
 
     def describe(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> str:
         """Describes the weight of a part of a batch, and its evidence; a sentence for `explain`."""
-        if (stated := weighting_of(self.weighting)) is not None:
+        if (stated := self.stated) is not None:
             return f"A part weighs what weighting={stated.argument} says, as stated."
         summed = bool(summed_by_keras(model)) or self(model, arguments, terms).summed
         kinds = dict.fromkeys(_KINDS[gradient_divisor_of(term)[0][0]] for term in terms)
         weighs = "Parts are added: the losses are sums" if summed else f"A part weighs {', '.join(kinds)}"
         return f"{weighs}, as the compiled losses and their reductions say."
 
-    def _stated(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
+    def _as_stated(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
         """The normalizer that the user states or added losses determine; `None` if another rule applies."""
-        stated = weighting_of(self.weighting)
-        if stated is not None:
-            self.refusals.check_by_example(terms, stated.name)
+        if (stated := self.stated) is not None:
+            self.divider.check_by_example(terms, stated.name)
             if stated.name == "examples" and any(term.by_example for term in terms) and not why_unknown(model, terms):
                 # The losses give the same normalizer, and the logged losses keep their own divisors.
                 return None
@@ -117,27 +133,20 @@ def why_unknown(model: keras.Model, terms: list[LossTerm]) -> str | None:
     return None
 
 
-UNIFORM_NEEDS = (
-    "weighting='uniform' weights micro-batches equally. It requires micro-batches of one size, a loss that is a mean, "
-    "and nothing that happens once per update."
-)
-
-
-def warn_of_uniform(model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> None:
+def warn_of_uniform(model: keras.Model, terms: list[LossTerm]) -> None:
     """Warns if micro-batches count equally, but Keras's losses aren't means over the examples."""
     kinds = set() if why_unknown(model, terms) else {gradient_divisor_of(term)[0][0] for term in terms}
     if not kinds <= {SIZE[0]}:
         found = ", ".join(sorted(_KINDS[kind] for kind in kinds))
         warn_once(
             model,
-            f"{UNIFORM_NEEDS} The loss of {type(model).__name__} is not divided by the number of examples ({found}). "
-            "Leave weighting out.",
+            "weighting='uniform' weights micro-batches equally. It requires micro-batches of one size, a loss that is "
+            f"a mean, and nothing that happens once per update. The loss of {type(model).__name__} is not divided by "
+            f"the number of examples ({found}). Leave weighting out.",
         )
 
 
-def scale_by_replicas(
-    model: keras.Model, loss: tf.Tensor, arguments: LossArguments, terms: list[LossTerm]
-) -> tf.Tensor:
+def scale_by_replicas(model: keras.Model, loss: tf.Tensor, terms: list[LossTerm]) -> tf.Tensor:
     """Scales a replica's loss so that, for equal replica batches, the replicas' losses sum to the batch's loss.
 
     Divides means, added losses, and losses that aren't Keras's by the number of replicas, as Keras does, but not sums.
@@ -157,23 +166,6 @@ def scale_by_replicas(
             factor = tf.cast(factors[place % len(factors)], term.result.dtype)
             scaled += tf.cast(term.result * factor * (1 - share), loss.dtype)
     return scaled
-
-
-def _normalizer_of_terms(model: keras.Model, terms: list[LossTerm], for_any_loss: str) -> Normalizer:
-    """The normalizer that all compiled losses share."""
-    if not terms:
-        raise IndivisibleError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
-    divisors = [gradient_divisor_of(term) for term in terms]
-    kinds = {kind for kind, _ in divisors}
-    if len(kinds) > 1:
-        named = ", ".join(_KINDS[kind[0]] for kind, _ in divisors)
-        raise IndivisibleError(
-            f"The losses of this model's outputs have different normalizers ({named}), so no single "
-            "weight combines micro-batches into the whole batch. Use one reduction, one set of sample weights and one "
-            f"mask for all outputs. {for_any_loss}"
-        )
-    kind, value = divisors[0]
-    return _normalizer_of_sum(model, terms) if kind == SUM else Normalizer(value)
 
 
 def _normalizer_of_sum(model: keras.Model, terms: list[LossTerm]) -> Normalizer:

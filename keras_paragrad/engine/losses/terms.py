@@ -140,7 +140,6 @@ class _Recordings(MethodPatch):
 
     @property
     def listeners_here(self) -> list[_Listener]:
-        """The listeners on this replica."""
         here = replica_index()
         return [listener for listener in self.listeners if listener.replica == here]
 
@@ -229,13 +228,8 @@ def recorded_terms(
 ) -> Generator[list[LossTerm]]:
     """Context in which `model.compute_loss` appends the terms of the compiled loss to the yielded list.
 
-    Several contexts may be open at a time, and close in any order.
-
-    Args:
-        model: A compiled model, which is restored.
-        untracked: Whether Keras's trackers of outputs' losses ignore these losses.
-        by_example: Whether masked means get the gradient of the mean of the examples' masked means, and keep their
-            values.
+    Several contexts may be open at a time, and close in any order. If `untracked`, Keras's trackers of outputs' losses
+    ignore these losses. If `by_example`, masked means get the gradient of the mean of the examples' masked means.
     """
     check_internals("models")
     terms: list[LossTerm] = []

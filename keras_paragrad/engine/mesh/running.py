@@ -1,33 +1,45 @@
 """Runs a model's steps on a mesh: moves its variables there, and each batch."""
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.model import overrides_test_step
+from keras_paragrad.compat.model import all_variables, overrides_test_step
 from keras_paragrad.compat.state import replace_methods, restore_methods
-from keras_paragrad.compat.types import Batch, Step, StepLogs, Structure
-from keras_paragrad.engine.mesh.mesh_tracing import explaining_errors
-from keras_paragrad.engine.mesh.pinning import ROWS
+from keras_paragrad.compat.types import Batch, GradientTensor, Step, StepLogs, Structure, TensorVariable
+from keras_paragrad.engine.losses.terms import compute_loss
+from keras_paragrad.engine.mesh.mesh_tracing import ROWS, explaining_errors
 from keras_paragrad.engine.pipeline.placement import name_stems
 from keras_paragrad.engine.replicas.evaluation import static_test_step
 from keras_paragrad.engine.replicas.prepared import drop_functions, make_on_demand
 from keras_paragrad.engine.step.building import build_from_data
 from keras_paragrad.engine.step.execution import StepExecution
+from keras_paragrad.engine.step.stages import Stages
+from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.engine.training.builder import StepBuilder
-from keras_paragrad.storage.dtensor import Axes, Mesh, axis_size, distribute, gather_dtensor, on_mesh
+from keras_paragrad.storage.dtensor import (
+    Axes,
+    Mesh,
+    axis_size,
+    discard_assignments,
+    distribute,
+    gather_dtensor,
+    on_mesh,
+)
 from keras_paragrad.storage.mesh_variable import MeshVariable
 from keras_paragrad.storage.model_variables import (
     TracedState,
     accumulated_variables,
     build_model_optimizer,
-    rename_keys,
+    following_keys,
     replace_value,
     training_variables,
 )
+from keras_paragrad.storage.storage import storage_of
 
 # The mesh axes that divide a variable's dimensions, and whether steps read it whole on each device.
 Placement = tuple[Axes, bool]
@@ -42,16 +54,13 @@ def put_on_mesh(model: keras.Model, mesh: Mesh, place: Callable[[keras.Variable]
     sections = training_variables(model)
     by_name = {variable.path.replace("/", "_"): variable for variable in sections["model"]}
     accumulators = accumulated_variables(model.optimizer)
-    # An optimizer finds a variable by a key that changes with the storage.
-    keys = []
-    for section, variables in sections.items():
-        for variable in variables:
-            if mesh_variable_of(variable) is not None:
-                continue
+    pairs = [(section, variable) for section, variables in sections.items() for variable in variables]
+    pairs = [(section, variable) for section, variable in pairs if _mesh_variable_of(variable) is None]
+    with following_keys(model.optimizer, [variable for _, variable in pairs]):
+        for section, variable in pairs:
             owner = variable if section == "model" else accumulators.get(id(variable))
             owner = _owner_of(variable, by_name) if owner is None else owner
             axes, whole = place(owner) if owner is not None else ((None,) * len(variable.shape), False)
-            keys.append((_key(model.optimizer, variable), variable))
             storage: Any = MeshVariable(
                 value=variable.numpy(),
                 mesh=mesh,
@@ -62,26 +71,21 @@ def put_on_mesh(model: keras.Model, mesh: Mesh, place: Callable[[keras.Variable]
             )
             storage.whole_in_steps = whole and section == "model"
             variable._initialize(storage)
-    rename_keys(model.optimizer, {before: _key(model.optimizer, variable) for before, variable in keys})
 
 
 def take_off_mesh(model: keras.Model) -> None:
     """Moves all variables of a model back to the host."""
-    keys = []
     window = StepBuilder.of(model).loss_window
     # Steps traced before the model moved to the mesh would update variables that are replaced now.
     StepBuilder.of(model).retrace()
     sections = [*training_variables(model).values(), window.variables.values() if window else ()]
-    for variable in [variable for variables in sections for variable in variables]:
-        if mesh_variable_of(variable) is not None:
-            keys.append((_key(model.optimizer, variable), variable))
-            with tf.device("CPU:0"):
-                replace_value(variable, tf.convert_to_tensor(variable.value))
-    rename_keys(model.optimizer, {before: _key(model.optimizer, variable) for before, variable in keys})
+    meshed = [variable for variables in sections for variable in variables if _mesh_variable_of(variable) is not None]
+    with following_keys(model.optimizer, meshed), tf.device("CPU:0"):
+        for variable in meshed:
+            replace_value(variable, tf.convert_to_tensor(variable.value))
 
 
-def mesh_variable_of(variable: keras.Variable) -> MeshVariable | None:
-    """The `MeshVariable` that stores a variable, or `None`."""
+def _mesh_variable_of(variable: keras.Variable) -> MeshVariable | None:
     storage = variable._value
     return storage if isinstance(storage, MeshVariable) else None
 
@@ -93,15 +97,11 @@ def _owner_of(slot: keras.Variable, by_name: dict[str, keras.Variable]) -> keras
     return owner if owner is not None and tuple(owner.shape) == tuple(slot.shape) else None
 
 
-def _key(optimizer: keras.optimizers.Optimizer | None, variable: keras.Variable) -> str | int:
-    return optimizer._var_key(variable) if optimizer is not None else id(variable)
-
-
 def variables_on_mesh(model: keras.Model) -> Iterator[tuple[keras.Variable, MeshVariable]]:
     """The variables of a model and its optimizer that are on a mesh, and their storages."""
     sections = training_variables(model)
     for variable in (*sections["model"], *sections["optimizer"]):
-        storage = mesh_variable_of(variable)
+        storage = _mesh_variable_of(variable)
         if storage is not None:
             yield variable, storage
 
@@ -112,13 +112,10 @@ _METHODS = ("make_test_function", "make_predict_function")
 
 
 class ModelOnMesh:
-    """Fills the *mesh* stage: moves batches to a mesh, and the results of a step back.
+    """Fills the *mesh* stage: moves batches to a mesh, divided by rows along `batch_axis`, and results of a step back.
 
-    Args:
-        batch_axis: The mesh axis that divides the rows of a batch.
-        place: Maps one of the model's variables to its placement.
-        tracing: Makes the context in which to trace a step.
-        check: Called with the first training batch and this object, when the variables are on the mesh.
+    `place` maps one of the model's variables to its placement, and `tracing` makes the context in which to trace a
+    step. `check` gets the first training batch and this object, when the variables are on the mesh.
     """
 
     def __init__(
@@ -130,14 +127,13 @@ class ModelOnMesh:
         tracing: Callable[[], contextlib.AbstractContextManager[None]],
         check: Callable[[Batch, "ModelOnMesh"], None],
     ):
-        self.model: keras.Model = model
-        self.mesh, self.batch_axis, self.place, self.tracing = mesh, batch_axis, place, tracing
-        self.check = check
+        self.model, self.mesh, self.batch_axis = model, mesh, batch_axis
+        self.place, self.tracing, self.check = place, tracing, check
         self._traced = TracedState()
 
     def install(self) -> None:
         """Makes the model train, evaluate and predict on the mesh."""
-        StepBuilder.of(self.model).fill(mesh=self, place=self.tracing)
+        StepBuilder.of(self.model).fill(mesh=self.wrap, place=self.tracing)
         replace_methods(
             self.model,
             make_test_function=make_on_demand(self.model, "test_function", self._test_function),
@@ -187,12 +183,16 @@ class ModelOnMesh:
                 StepBuilder.of(self.model).make_loss_window()
                 prepare(data)
                 ready = True
-            batch = self.batch(data)
-            with on_mesh(self.mesh), explaining_errors(self.model):
-                logs = step(batch)
-            return keras.tree.map_structure(gather_dtensor, logs)
+            return self._run(step, data)
 
         return run
+
+    def _run(self, function: Callable[[Batch], Structure], data: Batch) -> Structure:
+        """Runs a function on the mesh, on a batch from the host, and moves the results back."""
+        batch = self.batch(data)
+        with on_mesh(self.mesh), explaining_errors(self.model):
+            results = function(batch)
+        return keras.tree.map_structure(gather_dtensor, results)
 
     def batch(self, data: Batch) -> Batch:
         """Moves a batch to the mesh, divided by rows; whole on each device if its size isn't divisible."""
@@ -218,12 +218,12 @@ class ModelOnMesh:
                 model = self.model
                 return model.test_step(data) if overrides_test_step(model) else static_test_step(model, data)
 
-        on_mesh = lambda step: self._wrap(step, lambda data: self.put_variables())  # noqa: E731
-        return StepExecution(on_mesh=on_mesh).function(self.model, [step])
+        def on_mesh(step: Step) -> Step:
+            return self._wrap(step, lambda data: self.put_variables())
+
+        return StepExecution(self.model, Stages(mesh=on_mesh)).function([step])
 
     def _predict_function(self) -> Callable[[list[Batch]], Structure]:
-        """Builds `model.predict_function`."""
-
         def step(data: Batch) -> Structure:
             with self.tracing():
                 return self.model.predict_step(data)
@@ -234,10 +234,7 @@ class ModelOnMesh:
 
         def run(data: Batch) -> Structure:
             self.put_variables()
-            batch = self.batch(data)
-            with on_mesh(self.mesh), explaining_errors(self.model):
-                outputs = compiled(batch)
-            return keras.tree.map_structure(gather_dtensor, outputs)
+            return self._run(compiled, data)
 
         def predict(batches: list[Batch]) -> Structure:
             outputs = [run(batch) for batch in batches]
@@ -260,3 +257,82 @@ def _check_dense(leaf: Any) -> None:
             f"A batch has {kind}, and a mesh takes dense numbers only. Turn them into dense numbers in the dataset: "
             "dataset.map(...), with x.to_tensor(), tf.sparse.to_dense(x) or a lookup layer."
         )
+
+
+if TYPE_CHECKING:
+    from keras_paragrad.engine.mesh.running import ModelOnMesh
+
+# Gradients smaller than this, relative to the largest, are rounding errors, such as an attention's key bias has.
+_SMALL = 1e-3
+_TINY = 1e-30
+_ZERO = tf.UnconnectedGradients.ZERO
+
+
+def gradient_error(model: keras.Model, data: Batch, model_on_mesh: "ModelOnMesh") -> tuple[float, str]:
+    """The largest error of a variable's gradient on a mesh, without dropout, and the variable's path.
+
+    The error is relative to the largest entry of the variable's gradient on one device, or, if that is smaller, to
+    `_SMALL` times the largest entry of all gradients.
+    """
+    variables = list(model.trainable_variables)
+    if not variables:
+        return 0.0, ""
+    expected = list(map(_to_numpy, _gradients_on_one_device(model, data, variables)))
+    function = tf.function(
+        lambda batch: _gradients_on_mesh(model, batch, variables, model_on_mesh), jit_compile=None, autograph=False
+    )
+    batch = model_on_mesh.batch(data)
+    with on_mesh(model_on_mesh.mesh), explaining_errors(model):
+        actual = list(map(_to_numpy, function(batch)))
+    least = _SMALL * max(map(_largest, expected))
+    # If the gradient is zero, any difference is too large.
+    errors = (
+        (_largest(ours - theirs) / max(_largest(theirs), least, _TINY), str(variable.path))
+        for variable, theirs, ours in zip(variables, expected, actual, strict=True)
+    )
+    return max(errors)
+
+
+def _largest(array: np.ndarray) -> float:
+    return float(np.abs(array).max(initial=0))
+
+
+def _to_numpy(gradient: tf.Tensor) -> np.ndarray:
+    return np.asarray(gather_dtensor(gradient)).astype("float64")
+
+
+def _gradients_on_one_device(model: keras.Model, data: Batch, trainable: list[keras.Variable]) -> list[tf.Tensor]:
+    """Computes the gradients on the host, with the variables' values as arguments."""
+    # On the host, where the model was made.
+    with tf.device("CPU:0"):
+        variables = all_variables(model)
+        indices = {id(variable): index for index, variable in enumerate(variables)}
+
+        # In a graph, as in `fit`: eagerly, Keras's layers lose some masks.
+        @tf.function(autograph=False)
+        def gradients(data: Batch, values: list[tf.Tensor]) -> list[tf.Tensor]:
+            sources = [values[indices[id(variable)]] for variable in trainable]
+            with tf.GradientTape() as tape:
+                tape.watch(sources)
+                mapping = list(zip(variables, values, strict=True))
+                with untouched(model, keras.StatelessScope(state_mapping=mapping, collect_losses=True)):
+                    loss = compute_loss(model, data, training=False).loss
+            return _dense(tape.gradient(loss, sources, unconnected_gradients=_ZERO))
+
+        data = keras.tree.map_structure(lambda leaf: None if leaf is None else tf.identity(leaf), data)
+        return gradients(data, [tf.convert_to_tensor(variable.value) for variable in variables])
+
+
+def _gradients_on_mesh(
+    model: keras.Model, data: Batch, trainable: list[keras.Variable], model_on_mesh: "ModelOnMesh"
+) -> list[tf.Tensor]:
+    """Traces the gradients on a mesh; the variables keep their values."""
+    with model_on_mesh.tracing():
+        with tf.GradientTape() as tape, untouched(model, discard_assignments()):
+            loss = compute_loss(model, data, training=False).loss
+        sources: list[TensorVariable] = [storage_of(variable).local for variable in trainable]
+        return _dense(tape.gradient(loss, sources, unconnected_gradients=_ZERO))
+
+
+def _dense(gradients: Sequence[GradientTensor]) -> list[tf.Tensor]:
+    return [tf.convert_to_tensor(gradient) for gradient in gradients]

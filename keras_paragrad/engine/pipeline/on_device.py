@@ -4,6 +4,7 @@ A stage runs a *part* of a Functional model, and may have several devices, on wh
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -12,14 +13,20 @@ import tensorflow as tf
 
 from keras_paragrad.compat.layers import (
     ReadScope,
+    called_for_training,
     copy_mask,
+    current_read_scope,
     dense_parts,
     full_precision,
     has_gradient,
+    mask_of,
     may_be_differentiated,
     pack_dense_parts,
+    with_mask,
 )
+from keras_paragrad.compat.model import added_losses_of
 from keras_paragrad.compat.private import record_operation_backprop_only, stop_recording
+from keras_paragrad.engine.step.gradient import in_function
 from keras_paragrad.engine.step.segments import OperationFn, Part, Tensors
 from keras_paragrad.engine.trials.trial import is_trial
 
@@ -40,12 +47,10 @@ class Columns:
 
     A column has one device of each stage. A variable is on its stage's first device; each batch copies it once to the
     devices of other columns.
-
-    Attributes:
-        micro_batch: The index of the micro-batch that is being computed; its remainder is the column.
     """
 
     def __init__(self):
+        # The index of the micro-batch that is being computed; its remainder is the column.
         self.micro_batch = 0
         # By variable's `id` and device: the graph in which a copy was made, and the copy; `None` between batches.
         self._copies: dict[tuple[int, str], tuple[tf.Graph | None, tf.Tensor]] | None = None
@@ -80,12 +85,8 @@ class StageOnDevices:
     """Runs a stage, a part of a Functional model, on one of its devices, forward and backward.
 
     TensorFlow places a layer's operations by `tf.device`, but a tape's operations for the backward pass on the default
-    device. So each stage is differentiated by its own tape, on its device.
-
-    Args:
-        runs: For each device, by name, a function that runs the part. Variables are on the first.
-        columns: Says which micro-batch is computed: they take turns on the devices.
-        owner: The model that gets the losses that layers add on devices other than the first.
+    device. So each stage is differentiated by its own tape, on its device. `runs` has for each device, by name, a
+    function that runs the part; variables are on the first. `owner` gets the losses that layers add on the others.
     """
 
     def __init__(self, part: Part, index: int, runs: dict[str, Run], columns: Columns, owner: keras.Model):
@@ -106,17 +107,11 @@ class StageOnDevices:
 
 
 class _StageCall:
-    """One call of a stage, differentiated by its own tape; `remote` if its variables are on another device.
-
-    Attributes:
-        leaves: The inputs, some of them sparse or ragged.
-        tensors: The dense tensors that they consist of.
-        indices: The indices of the tensors that have a gradient.
-        weights, state: If remote, the part's trainable variables, and its others.
-    """
+    """One call of a stage, differentiated by its own tape; `remote` if its variables are on another device."""
 
     def __init__(self, stage: StageOnDevices, inputs: Tensors, device: str, *, remote: bool):
         self.stage, self.inputs, self.device, self.remote = stage, inputs, device, remote
+        # The inputs, some of them sparse or ragged, the dense tensors in them, and which of these have a gradient.
         self.leaves = list(inputs.values())
         self.tensors = [part for leaf in self.leaves for part in dense_parts(leaf)]
         self.indices = [index for index, tensor in enumerate(self.tensors) if has_gradient(tensor)]
@@ -144,7 +139,8 @@ class _StageCall:
                 for index, leaf in self.inputs.items():
                     # Attention removes the masks of its inputs: remove them for other stages too.
                     copy_mask(inputs[index], leaf)
-                targets = _differentiable(outputs, scope)
+                parts = [part for leaf in outputs.values() for part in dense_parts(leaf)]
+                targets = [part for part in parts if has_gradient(part)] + (scope.losses if scope else [])
 
             def gradient(*cotangents: Any, variables: Sequence[tf.Variable] = ()) -> Any:
                 with tf.device(self.device):
@@ -185,7 +181,78 @@ class _StageCall:
         return ReadScope(self.stage.part.name, values, _REMOTE_WEIGHT, once=True)
 
 
-def _differentiable(outputs: Tensors, scope: ReadScope | None) -> list[tf.Tensor]:
-    """The dense tensors of outputs that have a gradient, and the losses that layers have added in a scope."""
-    parts = [part for leaf in outputs.values() for part in dense_parts(leaf)]
-    return [part for part in parts if has_gradient(part)] + (scope.losses if scope else [])
+_COMPILED = "_keras_paragrad_compiled_parts"
+
+
+class CompiledPart:
+    """Runs a part of a Functional model as a function that XLA compiles, once for all calls in a graph.
+
+    `run` maps the values of the part's inputs, by index, to the values of its outputs; its argument `operation_fn` maps
+    each operation to what is called in its place.
+    """
+
+    def __init__(self, part: Part, run: Callable[..., dict[int, Any]], name: str):
+        self.part, self.run, self.name = part, run, name
+
+    def __call__(self, inputs: Tensors, operation_fn: OperationFn) -> Tensors:
+        """Runs the part; see `StageOnDevices`."""
+        if tf.executing_eagerly():
+            return self.run(inputs, operation_fn=operation_fn)
+        graph: Any = tf.compat.v1.get_default_graph()
+        # Stored on the graph: all micro-batches share the function compiled for the first.
+        if not hasattr(graph, _COMPILED):
+            setattr(graph, _COMPILED, {})
+        functions = getattr(graph, _COMPILED)
+        key = (id(self), tuple(inputs), called_for_training())
+        # XLA's program for one device can't read variables on another: their copies are arguments.
+        scope = current_read_scope()
+        copies = scope.values if scope else []
+        if key not in functions:
+            variables = [variable for variable, _ in copies]
+            run = functools.partial(self._run, tuple(inputs), variables, operation_fn)
+            functions[key] = in_function(run, name=self.name)
+        masks = [mask_of(value) for value in inputs.values()]
+        outputs, unmasked, updates = functions[key]((list(inputs.values()), masks, [value for _, value in copies]))
+        for index in unmasked:
+            copy_mask(None, inputs[index])
+        for update in updates:
+            assert scope is not None
+            scope.add_update(update)
+        return outputs
+
+    def _run(
+        self, indices: tuple[int, ...], variables: list[keras.Variable], operation_fn: OperationFn, given: Any
+    ) -> tuple[Tensors, list[int], list[tuple[keras.Variable, tf.Tensor]]]:
+        """The outputs, the indices of inputs that have no mask afterwards, and the assigned variables."""
+        values, masks, weights = given
+        inputs = dict(zip(indices, map(with_mask, values, masks), strict=True))
+        outer = current_read_scope()
+        inner = outer and ReadScope(outer.name, list(zip(variables, weights, strict=True)), outer.reason, once=True)
+        before = len(added_losses_of(self.part.layers))
+        with inner or contextlib.nullcontext():
+            outputs = self.run(inputs, operation_fn=operation_fn)
+        self._check(len(added_losses_of(self.part.layers)) > before, inner)
+        unmasked = [index for index, value in inputs.items() if mask_of(value) is None]
+        return outputs, unmasked, inner.updates if inner else []
+
+    def _check(self, adds_losses: bool, scope: ReadScope | None) -> None:
+        """Refuses layers that XLA's program for one device can't run."""
+        if adds_losses or (scope and scope.losses):
+            raise ValueError(
+                f"A layer of the stage {self.part.name} adds a loss when it is called, which can't leave XLA's "
+                "program. Write DistributedFit(Pipeline(...), jit=False)."
+            )
+        if scope and scope.missing:
+            paths = [variable.path for variable in scope.missing.values()]
+            raise ValueError(
+                f"A layer of the stage {self.part.name} uses {paths}, which is none of the stage's variables, and "
+                "XLA's program for one device can't read a variable on another. Write DistributedFit(Pipeline(...), "
+                "jit=False), or make it an attribute of the layer."
+            )
+        operations = tf.compat.v1.get_default_graph().get_operations()
+        if any(operation.type in ("While", "StatelessWhile") for operation in operations):
+            raise ValueError(
+                f"A layer of the stage {self.part.name} computes in a loop, as recurrent ones do, and XLA can't "
+                "store a loop's activations for its backward pass. Write DistributedFit(Pipeline(...), jit=False), or "
+                "give a recurrent layer unroll=True."
+            )

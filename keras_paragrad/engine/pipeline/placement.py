@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.optimizer import UnreducedOptimizers, held_optimizers, updating_optimizers
 from keras_paragrad.compat.variables import variable_bytes
-from keras_paragrad.storage.model_variables import rename_keys, replace_value, variables_of
+from keras_paragrad.storage.model_variables import following_keys, replace_value, variables_of
 
 # Operations inside these are placed one by one.
 _CALLS = {
@@ -102,8 +102,7 @@ def slot_bytes_by_device(optimizer: keras.optimizers.Optimizer | None) -> dict[s
     return by_device
 
 
-def move_variable(variable: keras.Variable, device: str) -> None:
-    """Moves a variable's value to a device. An optimizer's keys have to be renamed afterwards."""
+def _move(variable: keras.Variable, device: str) -> None:
     if device_of_variable(variable) != device:
         with tf.device(device):
             replace_value(variable, tf.convert_to_tensor(variable.value))
@@ -113,16 +112,14 @@ def move_with_slots(variables: dict[str, list[keras.Variable]], optimizer: keras
     """Moves variables to their devices, with their slots in an optimizer, which may be `None` or not built."""
     pairs = [(device, variable) for device, group in variables.items() for variable in group]
     devices = {variable.path.replace("/", "_"): device for device, variable in pairs}
-    before = [optimizer._var_key(variable) for _, variable in pairs] if optimizer else []
-    for device, variable in pairs:
-        move_variable(variable, device)
-    after = [optimizer._var_key(variable) for _, variable in pairs] if optimizer else []
-    rename_keys(optimizer, dict(zip(before, after, strict=True)))
+    with following_keys(optimizer, [variable for _, variable in pairs]):
+        for device, variable in pairs:
+            _move(variable, device)
     for slot in [variable for inner in held_optimizers(optimizer) for variable in variables_of(inner)]:
         # Keras names a slot after its variable.
         device = next((devices[stem] for stem in name_stems(slot.name) if stem in devices), None)
         if device is not None:
-            move_variable(slot, device)
+            _move(slot, device)
 
 
 def name_stems(name: str) -> Iterator[str]:

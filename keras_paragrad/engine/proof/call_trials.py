@@ -21,27 +21,31 @@ from keras_paragrad.compat.types import Batch, Gradients, Structure
 from keras_paragrad.compat.workers import gather, worker_strategy
 from keras_paragrad.engine.batches.replica_batch import rows_at
 from keras_paragrad.engine.calls.divided import Result
-from keras_paragrad.engine.calls.intercept import intercepting, not_intercepting
+from keras_paragrad.engine.calls.intercept import intercepting
 from keras_paragrad.engine.calls.layer_call import LayerCall
+from keras_paragrad.engine.losses.divisors import Weighting
 from keras_paragrad.engine.losses.known_classes import computes_rows_independently
 from keras_paragrad.engine.losses.terms import arguments_of
-from keras_paragrad.engine.losses.weightings import Weighting
 from keras_paragrad.engine.proof.loss_proof import perturb
 from keras_paragrad.engine.proof.model_proof import aggregate
-from keras_paragrad.engine.proof.pure_function import PureFunction, State, value_of
-from keras_paragrad.engine.proof.rows import even_parts, gather_rows, uneven_parts
+from keras_paragrad.engine.proof.pure_function import PureFunction, State, random_numbers_of_part, value_of
 from keras_paragrad.engine.step.interception import capturing_applies
-from keras_paragrad.engine.tracing.random_rows import random_numbers_of_part
 from keras_paragrad.engine.trials.trial import (
     OUTPUT,
     OUTPUT_OF_PART,
-    STATE_ROUNDING,
     Tolerance,
+    among_others,
+    even_parts,
     few_rows,
+    gather_rows,
+    largest_error,
     row_count,
     run_trial,
+    sum_with_factors,
     take_rows,
+    uneven_parts,
     unexplained_error,
+    with_ends_of,
 )
 
 # The most layers that are entered, each in a trial of its own.
@@ -49,13 +53,7 @@ _LAYERS = 50
 
 
 class CallTrials:
-    """Tries which calls of layers in a step can be divided.
-
-    Args:
-        model: The model.
-        step: Its `train_step` or `test_step`.
-        data: Rows of this process; `None` if they can't be tried.
-    """
+    """Tries which calls of layers in a step can be divided, on rows of this process; `None` if they can't be tried."""
 
     def __init__(self, model: keras.Model, step: Callable[[Batch], Any], data: Batch | None):
         self.model, self.step, self._rows = model, step, None
@@ -193,8 +191,7 @@ class _Trial(StepTrial):
         layer_call = LayerCall(call, layer, arguments, keywords)
         total = layer_call.static
         if total is None or total < 2 or _is_known(layer):
-            with not_intercepting():
-                return call(*arguments, **keywords)
+            return call(*arguments, **keywords)
         if layer_call.find_obstacle(runs_twice=True):
             return NotImplemented
         bounds, rest = uneven_parts(total)
@@ -208,11 +205,10 @@ class _Trial(StepTrial):
         sums = [a + b for a, b in zip(of_one.sums, of_other.sums, strict=True)]
         self._compare(layer, "gradients", gradients.sums, sums)
         if total > 2 and all(isinstance(row, tf.Tensor) for row in layer_call.rows):
-            order = [total // 2, *range(1, total - 1), total // 2]
             with random_numbers_of_part(0, total, total):
-                changed = layer_call([tf.gather(row, order) for row in layer_call.rows], whole, state)
-            one_way, other_way = ([output[1:-1] for output in each.rows] for each in (expected, changed))
-            self._compare(layer, "outputs", one_way, other_way, tolerance=OUTPUT)
+                changed = layer_call([tf.gather(row, among_others(total)) for row in layer_call.rows], whole, state)
+            beside_others = list(map(with_ends_of, expected.rows, changed.rows))
+            self._compare(layer, "outputs", expected.rows, beside_others, tolerance=OUTPUT)
         unseeded = [index for index, variable in enumerate(layer_call.assigned) if not is_seed(variable)]
         after, parted, before = ([each[index] for index in unseeded] for each in (expected.state, other.state, state))
         self._compare(layer, "states", after, parted, before)
@@ -236,12 +232,7 @@ class _Trial(StepTrial):
             tape.watch(inputs)
             with random_numbers_of_part(begin, end - begin, layer_call.static or 0):
                 result = layer_call(rows, whole, state)
-            target = tf.zeros([])
-            for output in result.rows:
-                if output.dtype.is_floating:
-                    flat = tf.reshape(tf.cast(output, "float32"), [end - begin, -1])
-                    factors = tf.cos(tf.range(float(begin), float(end)))[:, None]
-                    target += tf.reduce_sum(flat * factors * tf.cos(tf.range(tf.cast(tf.shape(flat)[1], "float32"))))
+            target = sum_with_factors(result.rows, tf.cos(tf.range(float(begin), float(end))))
         zero: Any = "zero"
         gradients: Any = tape.gradient(target, inputs, unconnected_gradients=zero)
         of_rows, of_whole = (list(map(tf.convert_to_tensor, some)) for some in gradients)
@@ -256,31 +247,13 @@ class _Trial(StepTrial):
         before: list[Any] | None = None,
         tolerance: Tolerance = OUTPUT_OF_PART,
     ) -> None:
-        """Compares outputs, or states, whose change from `before` counts."""
         for one, other, start in zip(expected, found, before or [None] * len(found), strict=True):
             self.compared.append((layer, what, tolerance))
-            if one.shape.rank != other.shape.rank or one.shape[:1] != other.shape[:1]:
-                self._errors.append(tf.constant(float("inf")))
-            elif one.dtype.is_floating:
-                one, other = tf.cast(one, "float32"), tf.cast(other, "float32")
-                same = tf.logical_and(tf.math.is_nan(one), tf.math.is_nan(other))
-                off = tf.reduce_max(tf.where(same, tf.zeros_like(one), tf.abs(one - other)))
-                scale = _largest(one)
-                if start is not None:
-                    off = tf.maximum(off - STATE_ROUNDING * scale, 0.0)
-                    scale = _largest(one - tf.cast(start, "float32"))
-                self._errors.append(tf.where(off > 0, off / scale, off))
-            else:
-                self._errors.append(tf.where(tf.reduce_all(tf.equal(one, other)), 0.0, float("inf")))
+            self._errors.append(largest_error(one, other, start))
 
 
 def _concatenate(one: list[Any], other: list[Any]) -> list[Any]:
     return [tf.concat(pair, 0) for pair in zip(one, other, strict=True)]
-
-
-def _largest(values: tf.Tensor) -> tf.Tensor:
-    """The largest size of a finite value."""
-    return tf.reduce_max(tf.where(tf.math.is_finite(values), tf.abs(values), tf.zeros_like(values)))
 
 
 class WindowProof:
@@ -309,10 +282,6 @@ class WindowProof:
             f"On {row_count(self._rows)} rows of the first batch, the weighted gradients of {len(parts)} parts are "
             f"{percent(error)} off the gradient of the whole"
         )
-
-    def find_metric_differences(self) -> list[str]:
-        """None: the step updates the metrics of a micro-batch."""
-        return []
 
     def _changed(self) -> Iterator[list[np.ndarray]]:
         """The whole's gradient after changes that affect only rounding and random numbers."""

@@ -8,6 +8,7 @@ loss whose divisor is read or stated. Parts of the calls of layers, in a step th
 """
 
 import contextlib
+import re
 import weakref
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -22,20 +23,22 @@ from keras_paragrad.compat.model import all_layers, all_variables, check_no_row_
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, LossArguments, Specs
-from keras_paragrad.engine.batches.replica_batch import static_row_count
-from keras_paragrad.engine.losses.dividers import INSTEAD_OF_WINDOWS
+from keras_paragrad.engine.batches.replica_batch import no_examples, static_row_count
+from keras_paragrad.engine.losses.dividers import INSTEAD_OF_WINDOWS, IndivisibleError, layers_of_batch_statistics
 from keras_paragrad.engine.losses.known_classes import is_keras_own
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.losses.refusals import IndivisibleError, layers_of_batch_statistics
 from keras_paragrad.engine.losses.terms import MEANS, LossTerm, compute_loss
 from keras_paragrad.engine.step.building import build_by_calling, build_layers_by_step, build_losses
-from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.tracing.untouched import never_run, trace_rows, untouched
 from keras_paragrad.engine.trials.trial import without_replicas
 from keras_paragrad.storage.gathering import zeros_in_place_of_shards
 
 Result = TypeVar("Result")
+# Matches shape-mismatch errors from TensorFlow and Keras, never our own.
+_OF_SHAPES = re.compile(
+    r"Dimensions? (\d+ in both shapes )?must|[Ii]ncompatible|Shapes? \S+ must|[Cc]annot reshape|equal rank"
+)
 
 
 class Division(NamedTuple):
@@ -64,9 +67,8 @@ class Divisions:
     """
 
     def __init__(self, model: keras.Model):
-        self.model = model
+        self.model, self.calls = model, False
         self.why_whole: str | None = None
-        self.calls = False
         self.entered: Mapping[int, str] | None = None
         self.by_calls: str | None = None
         self.called: dict[int, keras.optimizers.Optimizer] = {}
@@ -79,25 +81,11 @@ class Divisions:
         """Notes that a custom `train_step` calls an optimizer."""
         self.called[id(optimizer)] = optimizer
 
-    @contextlib.contextmanager
-    def taking_untried(self) -> Generator[None]:
-        """Context of an estimate, in which calls of layers that weren't tried are taken to divide."""
-        entered, self.entered = self.entered, self.entered or {}
-        try:
-            yield
-        finally:
-            self.entered = entered
-
     def find(self, stages: Stages, iterator: Any, specs: Specs) -> None:
-        """Finds the division of an iterator's batches, which have these specs on a replica, before a step is traced.
-
-        Raises:
-            IndivisibleError: The batches can't be divided.
-        """
+        """Finds the division of an iterator's batches, which have these specs on a replica, before a step is traced."""
         found_for, before = self._found_for
         if found_for is stages and before is not None and before() is iterator:
             return
-
         self._specs, self._found_for = specs, (stages, weakref.ref(iterator))
         self._trace(lambda data: self.of(stages, data))
 
@@ -149,7 +137,7 @@ class Divisions:
         split, cuts = stages.split, stages.split is not None and stages.split.cuts(data)
         why_whole = split.normalize.find_refusal(self.model) if split else None
         if split and why_whole and cuts:
-            raise _too_large(split, why_whole)
+            raise IndivisibleError(f"{split.refusal_prefix} {why_whole}")
         cut = split is not None and not why_whole and cuts is not False
         if cut:
             _check_slices(self.model, stages)
@@ -174,24 +162,21 @@ class Divisions:
         if normalize and not stages.combine and normalize.divider.divides_calls:
             # A model without compiled losses may not be built yet.
             build_by_calling(self.model, keras.utils.unpack_x_y_sample_weight(data)[0])
-        if normalize and not stages.combine and normalize.divider.divides_calls and normalize.weighting == "auto":
-            reason = self.by_calls or self._loss.find_refusal(normalize, split, data)
-            if reason:
-                if refusal := self.find_refusal_of_calls(stages):
+            if normalize.weighting == "auto":
+                reason = self.by_calls or self._loss.find_refusal(normalize, split, data)
+                if reason and (refusal := self.find_refusal_of_calls(stages)):
                     raise IndivisibleError(f"{refusal} {reason}")
-                log_once(
-                    self.model,
-                    f"The loss of {self.model.name!r} is computed on whole batches, and only calls of layers are "
-                    f"divided. {reason}",
-                )
-                return Division(cut=cuts is not False, calls=True)
-            return Division(cut=cuts is not False)
+                if reason:
+                    log_once(
+                        self.model,
+                        f"The loss of {self.model.name!r} is computed on whole batches, and only calls of layers are "
+                        f"divided. {reason}",
+                    )
+                return Division(cut=cuts is not False, calls=bool(reason))
         why_whole = None
         # Slices need weights; a batch of one slice needs one only if it is accumulated with others.
         if split and cuts is not True and (cuts is None or find_accumulator(self.model.optimizer)):
             why_whole = self._loss.find_refusal(split.normalize, split, data)
-        if split and why_whole and cuts:
-            raise _too_large(split, why_whole)
         return Division(cut=cuts is not False and not why_whole, why_whole=why_whole)
 
     def find_refusal_of_calls(self, stages: Stages) -> str | None:
@@ -216,10 +201,6 @@ class Divisions:
         return None
 
 
-def _too_large(split: Split, refusal: str) -> IndivisibleError:
-    return IndivisibleError(f"{split.refusal_prefix} {refusal}")
-
-
 def _check_slices(model: keras.Model, stages: Stages) -> None:
     """Refuses slices of a custom `train_step` together with accumulation, or on a mesh."""
     name = type(model).__name__
@@ -233,6 +214,30 @@ def _check_slices(model: keras.Model, stages: Stages) -> None:
             f"{name} defines its own train_step, which microbatch can't divide on a mesh. Move what it does into "
             "compute_loss, or train on replicas: DistributedFit('mirrored')."
         )
+
+
+@contextlib.contextmanager
+def explaining_rows(model: keras.Model, data: Batch, parts: int, trace: Callable[[Any], object]) -> Generator[None]:
+    """Context in which a part of a batch is traced; explains a shape error that the whole batch doesn't raise.
+
+    `data` is one of `parts` equal parts of the batch. `trace` gets the whole batch, and traces the same computation.
+    """
+    try:
+        yield
+    except IndivisibleError:
+        raise
+    except (ValueError, tf.errors.InvalidArgumentError) as error:
+        if not _OF_SHAPES.search(str(error)):
+            raise
+        rows = static_row_count(data)
+        try:
+            trace_rows(model, trace, data, rows and rows * parts)
+        except Exception:
+            # The model's own error.
+            raise error from None
+        raise IndivisibleError(
+            no_examples(f"{type(model).__name__} takes a whole batch, and fails on a part of its rows.")
+        ) from error
 
 
 def trace_loss(model: keras.Model, data: Batch, *, training: bool = True) -> tuple[LossArguments, list[LossTerm]]:
@@ -267,8 +272,6 @@ class DividedLoss:
 def _find_refusal(
     model: keras.Model, normalize: LossNormalization, split: Split | None, data: Batch, *, training: bool = True
 ) -> str | None:
-    """Finds it from a trace of the loss that never runs."""
-
     def trace(data: Batch) -> None:
         measure = normalize if training else normalize.in_evaluation
         measure(model, *trace_loss(model, data, training=training))

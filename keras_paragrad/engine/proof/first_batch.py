@@ -9,30 +9,138 @@ before the first update of an epoch, on rows of the first one:
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import keras
 
-from keras_paragrad.compat.model import overrides_train_step, train_step_of
+from keras_paragrad.compat.model import overrides_compute_loss, overrides_train_step, train_step_of
 from keras_paragrad.compat.state import warn_once
 from keras_paragrad.compat.types import Batch
-from keras_paragrad.compat.workers import all_or_none, gather, worker_strategy
-from keras_paragrad.engine.losses.known_classes import metrics_are_known
+from keras_paragrad.compat.workers import all_or_none, gather, local_replica_values, worker_strategy
+from keras_paragrad.engine.batches.replica_batch import rows_of
+from keras_paragrad.engine.losses.dividers import IndivisibleError
+from keras_paragrad.engine.losses.known_classes import (
+    computes_rows_independently,
+    has_losses_per_example,
+    is_keras_own,
+    metrics_are_known,
+)
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.weightings import weighting_of
-from keras_paragrad.engine.proof import questions
 from keras_paragrad.engine.proof.call_trials import CallTrials, WindowProof, innermost
 from keras_paragrad.engine.proof.division import Divisions
-from keras_paragrad.engine.proof.model_proof import PartsOfBatch
-from keras_paragrad.engine.proof.questions import Answer, Question
-from keras_paragrad.engine.proof.rows import MOST_BATCHES, join_rows, local_rows, part_size
-from keras_paragrad.engine.step.building import losses_built
+from keras_paragrad.engine.proof.loss_proof import LossProof, MetricProof, WrongWeightingError
+from keras_paragrad.engine.proof.model_proof import ModelProof, PartsOfBatch
+from keras_paragrad.engine.step.building import build_by_calling, build_losses, losses_built
 from keras_paragrad.engine.step.execution import PostTraceCheck
 from keras_paragrad.engine.step.stages import Stages
-from keras_paragrad.engine.trials.trial import few_rows, row_count, run_alone
+from keras_paragrad.engine.trials.trial import few_rows, first_line, join_rows, local_rows, row_count, run_alone
 from keras_paragrad.storage.storage import any_divided
 
+# The most batches of a window whose rows are proved together.
+MOST_BATCHES = 8
 ELSEWHERE = "On another worker's rows of the first batch, parts differ from the whole"
+
+
+class Question(NamedTuple):
+    """A question about parts of a batch.
+
+    Attributes:
+        whether: What is asked, a clause that begins with "whether".
+        proof: Makes the proof that answers, once.
+        advice: What to write if the parts differ.
+        of_layers: Whether layers are asked about.
+        warns: Whether a difference is warned of, and not refused; `None` if that depends on the weighting.
+    """
+
+    whether: str
+    proof: Callable[[], Any]
+    advice: str = ""
+    of_layers: bool = False
+    warns: bool | None = None
+
+
+class Answer(NamedTuple):
+    """The first difference between parts and the whole, and its question; or what could not be asked, and why.
+
+    `refused` says whether a stated weighting isn't what the loss divides by, since another one is.
+    """
+
+    difference: str | None = None
+    question: Question | None = None
+    unproved: str | None = None
+    refused: bool = False
+
+    @property
+    def found(self) -> str | None:
+        return self.difference or self.unproved
+
+
+def ask(questions: list[Question]) -> Answer:
+    """Asks until there is a difference."""
+    unproved = None
+    for question in questions:
+        proof = question.proof
+        try:
+            difference = run_alone(lambda proof=proof: proof().ask())
+        except WrongWeightingError as wrong:
+            return Answer(str(wrong), question, refused=True)
+        except IndivisibleError:
+            # The trace that follows refuses the step too.
+            continue
+        except Exception as error:
+            unproved = f"It was not checked {question.whether}: {first_line(error).removesuffix('.')}"
+            continue
+        if difference:
+            return Answer(difference, question)
+    return Answer(unproved=unproved)
+
+
+def of_layers(model: keras.Model, data: Batch, parts: PartsOfBatch) -> list[Question]:
+    """Whether a built model computes each row by itself, unless its classes are known to."""
+    if computes_rows_independently(model):
+        return []
+    whether, divider = f"whether {model.name!r} computes each example by itself", parts.normalize.divider
+    proof = functools.cache(lambda: ModelProof(model, data, parts))
+    return [Question(whether, proof, f"{divider.whole_batches} {divider.anyway}", of_layers=True)]
+
+
+def of_loss(model: keras.Model, data: Batch, parts: PartsOfBatch) -> list[Question]:
+    """Whether parts give the loss, unless it is Keras's own and its weighting isn't stated."""
+    normalize, divider = parts.normalize, parts.normalize.divider
+    if normalize.weighting == "auto" and not overrides_compute_loss(model) and has_losses_per_example(model):
+        return []
+    proof = functools.cache(lambda: LossProof(model, data, parts))
+    whether = f"whether the loss of {model.name!r} is the same in parts"
+    return [Question(whether, proof, f"{divider.for_any_loss} {divider.anyway}")]
+
+
+def are_needless(model: keras.Model, normalize: LossNormalization | None) -> bool:
+    """Whether nothing has to be asked of layers and losses: they are Keras's own, and no weighting is stated."""
+    return is_keras_own(model) and normalize is not None and normalize.weighting == "auto"
+
+
+def build(model: keras.Model, data: Batch) -> None:
+    """Builds a model's layers, losses and metrics, of which questions are asked."""
+    x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+    build_by_calling(model, x)
+    build_losses(model, data, metrics=True)
+
+
+def as_stated(difference: str, normalize: LossNormalization) -> str:
+    """The warning of a stated weighting that isn't what the loss divides by."""
+    return f"{difference}, with weighting={normalize.weighting!r} as stated."
+
+
+def part_size(model: keras.Model, stages: Stages, batch: Batch) -> tuple[int, int]:
+    """The number of rows of a part, a slice or else a replica's share, and the number of parts of an update."""
+    leaf = next(leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
+    size = max(int(rows_of(value)) for value in local_replica_values(leaf))
+    parts = model.distribute_strategy.num_replicas_in_sync
+    if stages.split:
+        rows = stages.split.part_rows(size)
+        size, parts = rows, parts * -(-size // rows)
+    return size, parts * (stages.apply.batches if stages.apply else 1)
 
 
 class FirstBatchProof:
@@ -53,7 +161,7 @@ class FirstBatchProof:
     @property
     def pending(self) -> bool:
         """Whether batches of the first update are still to come, or one that shows which calls can be divided."""
-        if self._window == [] and losses_built(self.model) and questions.are_needless(self.model, self._normalize):
+        if self._window == [] and losses_built(self.model) and are_needless(self.model, self._normalize):
             self._window = None if metrics_are_known(self.model) else self._window
         return self._window is not None or self._is_untried
 
@@ -93,9 +201,11 @@ class FirstBatchProof:
             self._window = None
         if own:
             return self._after_trace(self._of_window(window, size, normalize)) if ends else None
-        asked = self._asked(window, size, normalize, first=first, ends=ends)
+        in_sequence = bool(self.stages.split or self.stages.apply)
+        divided = PartsOfBatch(normalize, size, in_sequence, self._replicas > 1)
+        asked = self._asked(window, divided, first=first, ends=ends)
         self._questions += asked
-        answer = questions.ask(asked)
+        answer = ask(asked)
         if parts > 1:
             return self._after_trace(answer) if asked and not self._turns_to_calls(answer) else None
         # A batch that isn't divided: what can't be is divided in none, and refused in a larger one.
@@ -108,43 +218,41 @@ class FirstBatchProof:
         if self._trials:
             before, self._divisions.entered = self._divisions.entered, self._trials.find()
             return self._divisions.entered != before
-        answer = questions.ask(self._questions)
+        answer = ask(self._questions)
         if self._turns_to_calls(answer):
             return True
         all_or_none(worker_strategy(self.model), functools.partial(self._act, answer))
         return False
 
-    def _asked(
-        self, rows: Batch, size: int, normalize: LossNormalization, *, first: bool, ends: bool
-    ) -> list[Question]:
+    def _asked(self, rows: Batch, parts: PartsOfBatch, *, first: bool, ends: bool) -> list[Question]:
         """What to ask of the rows of a window so far; of all that a batch has, if it is no window."""
         model, asked = self.model, list[Question]()
-        in_sequence, summed = bool(self.stages.split or self.stages.apply), self._replicas > 1
         if first:
-            questions.build(model, rows)
+            build(model, rows)
         # A micro-batch of one row has no parts: layers are asked about with the others.
         several = bool(gather(worker_strategy(model), [int(row_count(rows) > 1)]).all())
         if (several or ends) and not any(question.of_layers for question in self._questions):
             self._rows = few_rows(rows)
-            parts = PartsOfBatch(size, in_sequence, summed, weighting_of(normalize.weighting))
-            asked = questions.of_layers(model, rows, parts, normalize)
+            asked = of_layers(model, rows, parts)
         if not ends:
             return asked
-        asked += questions.of_loss(model, rows, size, normalize)
+        asked += of_loss(model, rows, parts)
         # Replicas and fixed parts update metrics with whole batches.
-        if in_sequence and not self.stages.ordered and not metrics_are_known(model):
-            summed = summed and self.stages.split is not None
-            asked.append(questions.of_metrics(model, rows, size, normalize, summed=summed))
+        if parts.in_sequence and not self.stages.ordered and not metrics_are_known(model):
+            summed = parts.on_replicas and self.stages.split is not None
+            proof = functools.cache(lambda: MetricProof(LossProof(model, rows, parts), summed))
+            whether = f"whether the metrics of {model.name!r} are the same in parts"
+            asked.append(Question(whether, proof, parts.normalize.divider.anyway, warns=not summed))
         return asked
 
     def _of_window(self, rows: Batch, size: int, normalize: LossNormalization) -> Answer:
         """Whether the micro-batches of a custom `train_step` weigh what is stated."""
-        weighting = weighting_of(normalize.weighting)
+        weighting = normalize.stated
         # Other workers hold some of the weights, and don't take part.
         if weighting is not None and not any_divided(self.model.trainable_variables):
             proof = functools.cache(lambda: WindowProof(self.model, rows, size, weighting))
             self._questions = [Question("whether micro-batches of train_step weigh what is stated", proof)]
-        return questions.ask(self._questions)
+        return ask(self._questions)
 
     def _after_trace(self, answer: Answer) -> PostTraceCheck:
         """The action on an answer. What one worker refuses, none goes on with."""
@@ -152,7 +260,7 @@ class FirstBatchProof:
 
     def _warn_of_rows(self) -> None:
         """Warns that nothing was proved, unless there is nothing to prove."""
-        if not questions.are_needless(self.model, self._normalize):
+        if not are_needless(self.model, self._normalize):
             warn_once(self.model, "It was not checked whether parts of a batch add up to it: a tensor has no rows.")
 
     def _turns_to_calls(self, answer: Answer) -> bool:
@@ -181,7 +289,7 @@ class FirstBatchProof:
             return
         stated = normalize.weighting != "auto" and not answer.refused
         if question.warns or (question.warns is None and stated):
-            message = f"{answer.difference}." if question.warns else questions.as_stated(answer.difference, normalize)
+            message = f"{answer.difference}." if question.warns else as_stated(answer.difference, normalize)
             warn_once(self.model, message)
             # Said once: its numbers change.
             self._questions = [each for each in self._questions if each is not question]
@@ -208,7 +316,7 @@ class FirstBatchProof:
         for question in self._questions:
             # What a question couldn't ask was warned of.
             with contextlib.suppress(Exception):
-                names += run_alone(question.proof().find_metric_differences)
+                names += run_alone(getattr(question.proof(), "find_metric_differences", list))
         if names:
             warn_once(
                 self.model,

@@ -8,7 +8,6 @@ Errors of L are relative to |L + size|, where the size, sum |dL/dy y|, adds up a
 digits of y make too is rounding.
 """
 
-import functools
 from typing import Any
 
 import keras
@@ -18,20 +17,21 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import call_model, mask_of, with_mask
 from keras_paragrad.compat.model import is_seed, percent
 from keras_paragrad.compat.types import Batch, Structure
-from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.losses.dividers import IndivisibleError
+from keras_paragrad.engine.losses.divisors import WEIGHTINGS
 from keras_paragrad.engine.losses.terms import arguments_of, compute_loss
-from keras_paragrad.engine.losses.weightings import WEIGHTINGS, weighting_of
-from keras_paragrad.engine.proof.model_proof import aggregate, different_metrics
+from keras_paragrad.engine.proof.model_proof import PartsOfBatch, aggregate, different_metrics
 from keras_paragrad.engine.proof.pure_function import PureFunction, State
-from keras_paragrad.engine.proof.rows import even_parts, gather_rows, uneven_parts
 from keras_paragrad.engine.trials.trial import (
     METRIC,
-    TINY,
     Inconclusive,
+    close,
+    even_parts,
     first_line,
+    gather_rows,
     row_count,
     take_rows,
+    uneven_parts,
     unexplained_error,
 )
 
@@ -47,27 +47,17 @@ class WrongWeightingError(IndivisibleError):
 
 
 class LossProof:
-    """Compares a model's loss on parts of a batch with the loss of the whole.
+    """Compares a built model's loss on parts of the rows of the first update with the loss of the whole."""
 
-    Args:
-        model: A built model.
-        data: The rows of the first update.
-        size: The rows of a part, whose outputs are computed together.
-        normalize: Computes the weight of a part.
-        training: Whether the model is called for training.
-    """
-
-    def __init__(
-        self, model: keras.Model, data: Batch, size: int, normalize: LossNormalization, *, training: bool = True
-    ):
-        self.model, self.normalize, self._training = model, normalize, training
-        self._rows, self._size = data, size
+    def __init__(self, model: keras.Model, data: Batch, parts: PartsOfBatch):
+        self.model, self.normalize, self._training = model, parts.normalize, parts.training
+        self._rows, self.size = data, parts.size
         self._outputs = PureFunction(model, self._forward, any_rows=True)
-        stated = weighting_of(normalize.weighting)
+        self._loss = PureFunction(model, self._compute, any_rows=True, total=row_count(data))
+        stated = self.normalize.stated
         self._stated = stated.argument if stated else ""
         # What the loss may be divided by in place of what is stated.
         self._others = [each for each in WEIGHTINGS.values() if stated and each.name != stated.name]
-        self._loss: PureFunction | None = None
 
     def ask(self) -> str | None:
         """Why the loss of parts isn't the whole's, with the weights of now, or `None`."""
@@ -75,8 +65,6 @@ class LossProof:
         count = row_count(rows)
         if count < 2:
             return None
-        if self._loss is None:
-            self._loss = PureFunction(self.model, self._compute, any_rows=True, total=count)
         self._loss.renew()
         data = rows, outputs
         whole, after = self._run(data, 0)
@@ -88,12 +76,10 @@ class LossProof:
             if self.normalize.weighting == "auto":
                 fewer = uneven_parts(count)[0][1]
                 return f"The loss of {self.model.name!r} fails on {fewer} of {count} rows: {first_line(error)}"
-            parts = [self._run(take_rows(data, *bounds), bounds[0])[0] for bounds in even_parts(count, self._size)]
-        difference = self._compare(whole, _add(parts, 0), data)
-        if not difference:
+            parts = [self._run(take_rows(data, *bounds), bounds[0])[0] for bounds in even_parts(count, self.size)]
+        if not (difference := self._compare(whole, _add(parts, 0), data)):
             return None
-        name = self.model.name
-        what, error = difference
+        name, (what, error) = self.model.name, difference
         message = f"On {count} rows of the first batch, the {what} of {name!r} in parts is {error} off"
         fitting = [
             weighting.argument
@@ -110,7 +96,7 @@ class LossProof:
     def find_metric_differences(self) -> list[str]:
         """The names of the metrics that `compute_loss` updates, and whose results differ after two parts."""
         count = row_count(data := self.with_outputs())
-        if count < 2 or self._loss is None:
+        if count < 2:
             return []
         bounds, rest = uneven_parts(count)
         after = self._run(take_rows(data, *bounds), bounds[0])[1]
@@ -119,10 +105,8 @@ class LossProof:
 
     def _compare(self, whole: Computed, total: Computed, data: Any) -> tuple[str, str] | None:
         """What of the parts' sum differs from the whole, and by how much, or `None`."""
-        assert self._loss is not None
         half = self._loss.half_precision
-        changed = functools.partial(self._changed, data)
-        if error := unexplained_error(whole[0], total[0], lambda: [changed()[0]], half_precision=half):
+        if error := unexplained_error(whole[0], total[0], lambda: [self._changed(data)[0]], half_precision=half):
             return "gradient of the loss", percent(error)
         if error := unexplained_error(whole[1], total[1], lambda: self._other_values(data), half_precision=half):
             return "loss", percent(error)
@@ -139,7 +123,7 @@ class LossProof:
     def with_outputs(self) -> tuple[Batch, Any]:
         """The rows and their outputs, computed part by part; of fewer rows, where the outputs are large."""
         self._outputs.renew()
-        bounds = even_parts(row_count(self._rows), self._size)
+        bounds = even_parts(row_count(self._rows), self.size)
         outputs, taken = [], 0
         for start, stop in bounds:
             outputs.append(self._outputs(take_rows(self._rows, start, stop))[0])
@@ -175,14 +159,12 @@ class LossProof:
         return total, size, dense, tf.stack(divisors)
 
     def _run(self, data: Any, first: int, state: State | None = None) -> tuple[Computed, State]:
-        assert self._loss is not None
         (value, size, gradients, divisors), after = self._loss(data, state, first)
         arrays = [np.asarray(gradient, "float64") for gradient in gradients]
         return (arrays, [np.asarray(value, "float64") + float(size)], [float(each) for each in divisors]), after
 
     def _changes(self, after: State) -> bool:
         """Whether the loss has changed variables of the model, but metrics and seeds."""
-        assert self._loss is not None
         triples = zip(self._loss.variables, self._loss.start, after, strict=True)
         return any(
             not (is_seed(each) or each.aggregation == "sum") and not np.array_equal(before, value, equal_nan=True)
@@ -193,13 +175,12 @@ class LossProof:
     def _other_values(self, data: Any) -> list[list[np.ndarray]]:
         """The value after such changes, and in another order of the rows, which only rounds."""
         values = [self._changed(data)[1]]
-        if self._loss and not self._loss.draws:
+        if not self._loss.draws:
             values.append(self._run(gather_rows(data, range(row_count(data))[::-1]), 0)[0][1])
         return values
 
     def _changed(self, data: Any) -> Computed:
         """The whole after changes that affect only rounding and random numbers."""
-        assert self._loss is not None
         rows, (y_pred, masks) = data
         return self._run((rows, (perturb(y_pred), masks)), 0, perturb(self._loss.reseed()))[0]
 
@@ -214,7 +195,6 @@ def _add(parts: list[Computed], index: int) -> Computed:
 
 
 def mark_outputs(outputs: tuple[Structure, list[tf.Tensor | None]]) -> Structure:
-    """Outputs with their masks, as a model returns them."""
     y_pred, masks = outputs
     marked = [with_mask(*arguments) for arguments in zip(keras.tree.flatten(y_pred), masks, strict=True)]
     return keras.tree.pack_sequence_as(y_pred, marked)
@@ -241,20 +221,14 @@ def _bytes(nested: Structure) -> int:
     return sum((tensor.shape.num_elements() or 0) * tensor.dtype.size for tensor in tensors)
 
 
-USE_SUMS = (
-    "Let each metric accumulate sums over examples, with add_variable(..., aggregation='sum') and assign_add, or use a "
-    "function that returns one value per example"
-)
-
-
 class MetricProof:
-    """Compares the results of compiled metrics on parts of `size` rows with those on the whole.
+    """Compares the results of compiled metrics on parts with those on the whole.
 
     `summed` says whether the states of parts are aggregated as the states of replicas; if not, parts run in sequence.
     """
 
-    def __init__(self, outputs: LossProof, size: int, summed: bool):
-        self.model, self._outputs, self._size, self._summed = outputs.model, outputs, size, summed
+    def __init__(self, outputs: LossProof, summed: bool):
+        self.model, self._outputs, self._summed = outputs.model, outputs, summed
 
     def ask(self) -> str | None:
         """Which metrics differ, and what to write, or `None`."""
@@ -264,7 +238,7 @@ class MetricProof:
         count = row_count(batch)
         reverse = gather_rows(batch, range(count)[::-1])
         whole, reordered = (compute(ordered, start)[0] for ordered in (batch, reverse))
-        parts, state = [take_rows(batch, *each) for each in even_parts(count, self._size)], start
+        parts, state = [take_rows(batch, *each) for each in even_parts(count, self._outputs.size)], start
         if self._summed:
             states = [compute(part, start)[1] for part in parts]
             state = [aggregate(*values) for values in zip(compute.variables, *states, strict=True)]
@@ -277,13 +251,14 @@ class MetricProof:
             f"{name} is {_largest(split[name]):.4g} on {len(parts)} parts of the first batch, and "
             f"{_largest(whole[name]):.4g} on it"
             for name in whole
-            if _close(whole[name], reordered[name], tolerance) and not _close(whole[name], split[name], tolerance)
+            if close(whole[name], reordered[name], tolerance) and not close(whole[name], split[name], tolerance)
         ]
-        return f"{'; '.join(differences)}. {USE_SUMS}" if differences else None
-
-    def find_metric_differences(self) -> list[str]:
-        """None: `ask` has compared the compiled metrics."""
-        return []
+        if not differences:
+            return None
+        return (
+            f"{'; '.join(differences)}. Let each metric accumulate sums over examples, with add_variable(..., "
+            "aggregation='sum') and assign_add, or use a function that returns one value per example"
+        )
 
     def _results(self, batch: Any) -> dict[str, Any]:
         """The metrics' results after an update with a batch and its outputs; without one, if `None`."""
@@ -291,11 +266,6 @@ class MetricProof:
             data, outputs = batch
             self.model.compute_metrics(**arguments_of(data, mark_outputs(outputs)))
         return dict(self.model.get_metrics_result())
-
-
-def _close(one: Any, other: Any, tolerance: float) -> bool:
-    pairs = zip(keras.tree.flatten(one), keras.tree.flatten(other), strict=True)
-    return all(np.allclose(*pair, rtol=tolerance, atol=TINY, equal_nan=True) for pair in pairs)
 
 
 def _largest(result: Any) -> float:

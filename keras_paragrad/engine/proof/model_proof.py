@@ -8,6 +8,7 @@ A sum over many rows may hardly change a row's output in a part. So rows are als
 are rounded alike.
 """
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import keras
@@ -17,23 +18,27 @@ import tensorflow as tf
 from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import added_losses, all_layers, all_metrics, is_seed, percent
 from keras_paragrad.compat.types import Batch
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.terms import arguments_of
-from keras_paragrad.engine.losses.weightings import Weighting
 from keras_paragrad.engine.proof.pure_function import PureFunction, State, watch_weights
-from keras_paragrad.engine.proof.rows import gather_rows, uneven_parts
 from keras_paragrad.engine.trials.trial import (
     ADDED,
     OUTPUT,
     OUTPUT_OF_PART,
     STATE,
     STATE_CHANGE,
-    STATE_ROUNDING,
-    TINY,
     Inconclusive,
+    among_others,
+    close,
     few_rows,
+    gather_rows,
     gradients_match,
+    largest_error,
     row_count,
+    sum_with_factors,
     take_rows,
+    uneven_parts,
+    with_ends_of,
 )
 
 
@@ -41,16 +46,18 @@ class PartsOfBatch(NamedTuple):
     """How a batch is divided.
 
     Attributes:
+        normalize: Computes the weight of a part.
         size: The rows of a part.
         in_sequence: Whether a part sees the states that earlier parts leave.
         on_replicas: Whether replicas have parts, and their states are aggregated.
-        weighting: What a part's loss is stated to be divided by, or `None`.
+        training: Whether the model is called for training.
     """
 
+    normalize: LossNormalization
     size: int
     in_sequence: bool
     on_replicas: bool
-    weighting: Weighting | None = None
+    training: bool = True
 
 
 class _Results(NamedTuple):
@@ -62,28 +69,20 @@ class _Results(NamedTuple):
 
 
 class ModelProof:
-    """Compares a model's outputs, gradients and states on rows of a batch with those of two parts.
+    """Compares a built model's outputs, gradients and states on rows of a batch with those of two parts.
 
-    Args:
-        model: A built model.
-        data: The batch. No more of its rows are computed than a part has, but at least 2.
-        parts: How the batch is divided.
-        training: Whether the model is called for training.
+    No more rows are computed than a part has, but at least 2.
     """
 
-    def __init__(self, model: keras.Model, data: Batch, parts: PartsOfBatch, *, training: bool = True):
-        self.model, self._parts, self._training = model, parts, training
+    def __init__(self, model: keras.Model, data: Batch, parts: PartsOfBatch):
+        self.model, self._parts, self._training = model, parts, parts.training
         self._rows = few_rows(data, max(2, parts.size))
         self._count = row_count(self._rows)
         self._factors = tf.cos(tf.range(float(self._count)))
         self._function = PureFunction(model, self._compute, any_rows=True, total=self._count)
 
     def ask(self) -> str | None:
-        """Why parts don't give what the whole gives, with the weights of now, or `None`.
-
-        Raises:
-            Inconclusive: The outputs are random in a way that doesn't follow Keras's seeds.
-        """
+        """Why parts don't give what the whole gives, with the weights of now, or `None`."""
         if self._count < 2:
             return None
         self._function.renew()
@@ -103,14 +102,9 @@ class ModelProof:
         with watch_weights(self.model) as gradients_of:
             y_pred = call_model(self.model, x, training=self._training)
             outputs = [output for output in keras.tree.flatten(y_pred) if isinstance(output, tf.Tensor)]
-            target = tf.zeros([])
-            for output in outputs:
-                if output.dtype.is_floating and output.shape.rank and output.shape[0] in (None, factors.shape[0]):
-                    flat = tf.reshape(tf.cast(output, "float32"), [tf.shape(output)[0], -1])
-                    columns = tf.cos(tf.range(tf.cast(tf.shape(flat)[1], "float32")))
-                    target += tf.reduce_sum(flat * factors[:, None] * columns)
+            target = sum_with_factors(outputs, factors)
         added = [tf.cast(tf.reduce_sum(loss), "float32") for loss in added_losses(self.model)]
-        if added and (weighting := self._parts.weighting):
+        if added and (weighting := self._parts.normalize.stated):
             divisor = weighting.normalizer(arguments_of(rows, y_pred))
             added = [tf.add_n(added), tf.zeros([]) if divisor.summed else tf.cast(divisor.never_zero.value, "float32")]
         return _Results(outputs, gradients_of(target), added)
@@ -127,27 +121,24 @@ class ModelProof:
                 return f"{self.model.name!r} returns a tensor of shape {output.shape} for {self._count} rows"
         bounds, rest = uneven_parts(self._count)
         (one, after_one), (other, after_other) = self._run(*bounds), self._run(*rest)
-        error = max(map(_error, expected.outputs, map(_join, one.outputs, other.outputs)), default=0.0)
-        replaced = max(map(_error_of_inner, expected.outputs, self._outputs_among_others()), default=0.0)
+        error = _largest(expected.outputs, map(_join, one.outputs, other.outputs))
+        # The same rows at the same places, but for the first and last, which are replaced.
+        others = self._function((gather_rows(self._rows, among_others(self._count)), self._factors))[0].outputs
+        replaced = _largest(expected.outputs, map(with_ends_of, expected.outputs, others))
         if error > OUTPUT_OF_PART.of(half) or replaced > OUTPUT.of(half):
             again, _ = self._run(0, self._count)
-            if any(_error(*pair) > OUTPUT.single for pair in zip(expected.outputs, again.outputs, strict=True)):
+            if _largest(expected.outputs, again.outputs) > OUTPUT.single:
                 raise Inconclusive("the outputs are random")
             return self._says("outputs", max(error, replaced))
         sums = [a + b for a, b in zip(one.gradients, other.gradients, strict=True)]
         finite = all(bool(tf.reduce_all(tf.math.is_finite(gradient))) for gradient in expected.gradients)
         if finite and not gradients_match(expected.gradients, sums, half_precision=half):
-            return self._says("gradients", max(map(_error, expected.gradients, sums)))
-        if expected.added and self._parts.weighting:
+            return self._says("gradients", _largest(expected.gradients, sums))
+        if expected.added and self._parts.normalize.stated:
             error = _error_of_added(expected.added, one.added, other.added)
             if error > ADDED:
                 return f"The losses that layers of {self.model.name!r} add are {percent(error)} off in parts of a batch"
         return self._compare_states(expected, after, after_one, after_other)
-
-    def _outputs_among_others(self) -> list[tf.Tensor]:
-        """The outputs of the same rows at the same places, but for the first and last, which are replaced."""
-        order = [self._count // 2, *range(1, self._count - 1), self._count // 2]
-        return self._function((gather_rows(self._rows, order), self._factors))[0].outputs
 
     def _compare_states(self, expected: _Results, whole: State, one: State, other: State) -> str | None:
         """Compares the states after both parts: one after the other, and aggregated over replicas."""
@@ -169,12 +160,12 @@ class ModelProof:
             for index, variable in enumerate(variables)
             if id(variable) in owners
             and not is_seed(variable)
-            and not all(_changed_alike(start[index], whole[index], end[index]) for end in ends)
+            and not all(_change_alike(start[index], whole[index], end[index]) for end in ends)
         ]
         if found:
             # With other seeds: what draws random numbers differs anyway.
             _, random = self._run(0, self._count, function.reseed())
-            found = [index for index in found if _close(whole[index], random[index])]
+            found = [index for index in found if close(whole[index], random[index], STATE)]
         names = dict.fromkeys(owners[id(variables[index])] for index in found)
         return f"Parts of a batch leave another state of {', '.join(names)} than the whole batch" if names else None
 
@@ -188,7 +179,7 @@ class ModelProof:
         triples = zip(self._function.variables, self._function.start, one, strict=True)
         begin = [before if is_seed(variable) else value for variable, before, value in triples]
         found, end = self._run(*bounds, begin)
-        return end, max(map(_error, take_rows(expected.outputs, *bounds), found.outputs), default=0.0)
+        return end, _largest(take_rows(expected.outputs, *bounds), found.outputs)
 
     def find_metric_differences(self) -> list[str]:
         """The names of the metrics that the model updates in its call, and whose results differ after two parts."""
@@ -211,31 +202,15 @@ def different_metrics(model: keras.Model, one: State, other: State) -> list[str]
         return []
     results = PureFunction(model, lambda _: [keras.tree.flatten(metric.result()) for metric in metrics])
     pairs = zip(results(None, one)[0], results(None, other)[0], strict=True)
-    return [metric.name for metric, pair in zip(metrics, pairs, strict=True) if not all(map(_close, *pair))]
+    return [metric.name for metric, pair in zip(metrics, pairs, strict=True) if not close(*pair, STATE)]
 
 
 def _join(one: tf.Tensor, other: tf.Tensor) -> tf.Tensor:
     return tf.concat([one, other], 0) if one.shape[1:] == other.shape[1:] else one
 
 
-def _error(expected: tf.Tensor, found: tf.Tensor) -> float:
-    """The largest difference, over the largest finite value of what is expected."""
-    if expected.shape != found.shape:
-        return float("inf")
-    if not expected.dtype.is_floating:
-        return 0.0 if np.array_equal(expected, found) else float("inf")
-    one, other = (np.asarray(tf.cast(tensor, "float64")) for tensor in (expected, found))
-    same = (one == other) | (np.isnan(one) & np.isnan(other))
-    scale = np.abs(one[np.isfinite(one)]).max(initial=0)
-    off = np.abs(one - other)[~same].max(initial=0)
-    return float(off / scale) if scale else float(off > 0)
-
-
-def _error_of_inner(expected: tf.Tensor, found: tf.Tensor) -> float:
-    """The error without the first and last rows, over the largest of all."""
-    if expected.shape != found.shape:
-        return float("inf")
-    return _error(expected, tf.concat([expected[:1], found[1:-1], expected[-1:]], 0))
+def _largest(expected: Iterable[tf.Tensor], found: Iterable[tf.Tensor]) -> float:
+    return max((float(largest_error(*pair)) for pair in zip(expected, found, strict=True)), default=0.0)
 
 
 def _error_of_added(whole: list[tf.Tensor], *parts: list[tf.Tensor]) -> float:
@@ -263,13 +238,7 @@ def aggregate(variable: keras.Variable, *values: tf.Tensor) -> tf.Tensor:
     return tf.add_n(values) / len(values) if variable.aggregation == "mean" else values[0]
 
 
-def _close(one: Any, other: Any) -> bool:
-    return np.allclose(one, other, rtol=STATE, atol=TINY, equal_nan=True)
-
-
-def _changed_alike(start: Any, one: Any, other: Any) -> bool:
-    """Whether a state has changed equally from `start` to `one` and to `other`, within the tolerance."""
-    before, one, other = (np.asarray(state, "float64") for state in (start, one, other))
-    largest_change = np.abs(one - before)[np.isfinite(one)].max(initial=0)
-    rounding = STATE_ROUNDING * np.abs(one[np.isfinite(one)]).max(initial=0)
-    return np.allclose(one, other, rtol=0, atol=STATE_CHANGE * largest_change + rounding, equal_nan=True)
+def _change_alike(start: Any, one: Any, other: Any) -> bool:
+    """Whether a state changes equally from `start` to `one` and to `other`, within the tolerance."""
+    one, other, start = (tf.cast(state, "float64") for state in (one, other, start))
+    return float(largest_error(one, other, start)) <= STATE_CHANGE

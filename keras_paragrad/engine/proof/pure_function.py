@@ -5,19 +5,20 @@ import functools
 import logging
 import zlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.model import all_layers, all_variables, is_seed
+from keras_paragrad.compat.operations import gen_random_ops, gen_stateless_random_ops_v2
+from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Batch, Structure
 from keras_paragrad.compat.workers import local_replica_values
 from keras_paragrad.engine.batches.replica_batch import static_row_count
 from keras_paragrad.engine.losses.terms import loss_weights_of
 from keras_paragrad.engine.tracing.effects import assigned_resources, random_generators
-from keras_paragrad.engine.tracing.random_rows import random_numbers_by_row
 from keras_paragrad.engine.tracing.untouched import untouched
 from keras_paragrad.engine.trials.trial import MOST_ELEMENTS, Inconclusive, row_count
 from keras_paragrad.storage.sharded import sharded_value
@@ -43,13 +44,6 @@ class PureFunction:
         any_rows: Whether to trace it once for any number of rows, unless it needs to know the number.
         total: The rows of the whole batch, if parts of it are to draw the random numbers that it draws for their rows.
         variables: The variables that make up the state; by default, all of the model, which is built.
-
-    Attributes:
-        variables: The variables that make up the state.
-        start: Their values, as `renew` has read them.
-        half_precision: Whether the model computes in half precision.
-        draws: Whether the computation draws random numbers by row; `None` before it is traced.
-        assigned: The paths of variables that it assigns, and that aren't the state's; but of metrics.
     """
 
     def __init__(
@@ -66,7 +60,9 @@ class PureFunction:
         self.model, self.compute, self._any_rows = model, compute, any_rows
         self.total, self.half_precision = total, uses_half_precision(model)
         self.variables = list(all_variables(model) if variables is None else variables)
+        # Whether the computation draws random numbers by row; `None` before it is traced.
         self.draws: bool | None = None
+        # The paths of variables that it assigns, and that aren't the state's; but of metrics.
         self.assigned: list[str] = []
         # The function that was checked last, and the `tf.random.Generator`s from which it draws.
         self._checked: Any = None
@@ -81,12 +77,9 @@ class PureFunction:
         self._loss_weights = _values_of_loss_weights(self.model)
 
     def __call__(self, data: Batch, state: State | None = None, first: int = 0) -> tuple[Any, State]:
-        """Returns the results for `data` and the new state. By default, `state` is `start`.
+        """Returns the results for `data` and the new state. By default, `state` is what `renew` has read.
 
         `first` is the index in the whole batch of the first row of `data`; random numbers by row depend on it.
-
-        Raises:
-            Inconclusive: The model changes a state that is unknown to Keras.
         """
         state = self.start if state is None else state
         if self._any_rows:
@@ -282,3 +275,85 @@ def watch_weights(model: keras.layers.Layer) -> Generator[Callable[[tf.Tensor], 
     with tape:
         tape.watch(weights)
         yield gradients_of
+
+
+def _numbers(kind: str, generator: np.random.Generator, shape: list[int], arguments: dict[str, Any]) -> Any:
+    """Draws numbers of a shape, for an operation with these arguments."""
+    if kind in ("normal", "truncated"):
+        drawn = generator.normal(size=shape)
+        return drawn if kind == "normal" else np.clip(drawn, -2, 2)
+    drawn = generator.uniform(size=shape)
+    if kind == "uniform":
+        return drawn
+    low, high = (tf.cast(arguments[name], "float64") for name in ("minval", "maxval"))
+    return tf.floor(low + (high - low) * drawn)
+
+
+# The operations that draw: their modules, names and numbers.
+_DRAWS: list[tuple[Any, str, str]] = [
+    (gen_random_ops, "random_standard_normal", "normal"),
+    (gen_random_ops, "truncated_normal", "truncated"),
+    (gen_random_ops, "random_uniform", "uniform"),
+    (gen_random_ops, "random_uniform_int", "integers"),
+    (gen_stateless_random_ops_v2, "stateless_random_normal_v2", "normal"),
+    (gen_stateless_random_ops_v2, "stateless_truncated_normal_v2", "truncated"),
+    (gen_stateless_random_ops_v2, "stateless_random_uniform_v2", "uniform"),
+    (gen_stateless_random_ops_v2, "stateless_random_uniform_int_v2", "integers"),
+]
+
+
+class Rows:
+    """The `count` rows from `first` on, of a batch of `total` rows; `draws` counts the random operations so far.
+
+    `count` is `None` if the number of rows is unknown.
+    """
+
+    def __init__(self, first: int, count: int | None, total: int):
+        self.first, self.count, self.total, self.draws = first, count, total, 0
+
+    def draw(self, kind: str, shape: Any, arguments: dict[str, Any]) -> Any:
+        """Draws the numbers of these rows; `None` if the shape isn't static.
+
+        Tensors with another number of rows get other numbers in each part; scalars and single rows get the same ones.
+        """
+        if self.count is None:
+            raise ValueError("random numbers are drawn for rows whose number isn't known while the graph is traced")
+        sizes = tf.get_static_value(tf.convert_to_tensor(shape))
+        if sizes is None:
+            return None
+        sizes = [int(size) for size in sizes]
+        self.draws += 1
+        if sizes and sizes[0] == self.count:
+            generator = np.random.default_rng(self.draws)
+            return _numbers(kind, generator, [self.total, *sizes[1:]], arguments)[self.first : self.first + self.count]
+        fixed = bool(sizes) and sizes[0] > 1
+        return _numbers(kind, np.random.default_rng([self.draws, self.first if fixed else 0]), sizes, arguments)
+
+
+def _draw(kind: str, rows: Rows, original: Callable[..., tf.Tensor], shape: Any, *args: Any, **kwargs: Any):
+    """Replaces a random operation of TensorFlow: calls it, and takes the values of `rows` instead, if any."""
+    # The original's result gives the dtype.
+    drawn = original(shape, *args, **kwargs)
+    values = rows.draw(kind, shape, {**dict(zip(("minval", "maxval"), args, strict=False)), **kwargs})
+    return drawn if values is None else tf.cast(values, drawn.dtype)
+
+
+_PATCH = ProcessPatch[Rows](
+    lambda: [Replacement(module, name, functools.partial(_draw, kind)) for module, name, kind in _DRAWS]
+)
+
+
+def random_numbers_by_row(first: int, count: int | None, total: int) -> contextlib.AbstractContextManager[Rows]:
+    """Context in which, on this thread, tensors of `count` rows get the random numbers of rows from `first` on."""
+    return _PATCH.open(Rows(first, count, total))
+
+
+@contextlib.contextmanager
+def random_numbers_of_part(first: int, count: int, total: int) -> Generator[None]:
+    """Context, within `random_numbers_by_row`, of another part; later draws continue after the last part."""
+    whole, part = cast(Rows, _PATCH.value), Rows(first, count, total)
+    part.draws = whole.draws
+    with _PATCH.open(part):
+        yield
+    if first + count == total:
+        whole.draws = part.draws

@@ -3,7 +3,6 @@
 `EvaluationProof` asks of the first batch whether its parts give the loss and metrics of the whole.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,27 +17,41 @@ from keras_paragrad.compat.layers import call_model
 from keras_paragrad.compat.model import overrides_predict_step, overrides_test_step
 from keras_paragrad.compat.state import log_once, warn_once
 from keras_paragrad.compat.types import Batch, StepLogs, Structure, TrainFunction
-from keras_paragrad.compat.workers import gather, worker_strategy
+from keras_paragrad.compat.workers import gather, local_replica_values, worker_strategy
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.calls.replicas import update_metrics_of
-from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result, update_metrics
-from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.sums import LossSums, TrackedLosses, loss_sums
+from keras_paragrad.engine.losses.dividers import IndivisibleError
+from keras_paragrad.engine.losses.logs import (
+    AllReducedResults,
+    LossSums,
+    TrackedLosses,
+    loss_sums,
+    metrics_result,
+    update_metrics,
+)
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.terms import arguments_of, compute_loss
-from keras_paragrad.engine.losses.weightings import weighting_of
-from keras_paragrad.engine.proof import questions
 from keras_paragrad.engine.proof.call_trials import CallTrials
 from keras_paragrad.engine.proof.division import DividedLoss
-from keras_paragrad.engine.proof.first_batch import ELSEWHERE
+from keras_paragrad.engine.proof.first_batch import (
+    ELSEWHERE,
+    Answer,
+    are_needless,
+    as_stated,
+    ask,
+    build,
+    of_layers,
+    of_loss,
+    part_size,
+)
 from keras_paragrad.engine.proof.model_proof import PartsOfBatch
-from keras_paragrad.engine.proof.questions import Answer
-from keras_paragrad.engine.proof.rows import local_rows, part_size
-from keras_paragrad.engine.step.building import build_layers_from_inputs, losses_built
+from keras_paragrad.engine.step.building import build_by_calling, losses_built
 from keras_paragrad.engine.step.execution import StepExecution
-from keras_paragrad.engine.step.gradient import call_in_function
+from keras_paragrad.engine.step.gradient import in_function
 from keras_paragrad.engine.step.stages import Stages, Take
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.engine.training.whole_step import CallDivider
+from keras_paragrad.engine.trials.trial import local_rows
 from keras_paragrad.storage.gathering import compiles_each_layer, gather_before_pass
 
 
@@ -53,31 +66,32 @@ def build_test_function(model: keras.Model, take: Take) -> TrainFunction:
         replica_batch = ReplicaBatch.of(data)
         filled = replica_batch.filled(data)
         normalize = take.ordered.normalize if take.ordered else take.normalize
-        by_calls = False
-        if normalize and normalize.weighting == "auto" and (replica_count() > 1 or take.ordered):
-            by_calls = proof.whole_losses or bool(loss.find_refusal(normalize, None, filled, training=False))
-        if by_calls and take.ordered:
-            raise IndivisibleError(
-                "The loss compares examples of different parts of a batch. Evaluate without deterministic: call "
-                "undo() of what dist.prepare(model) returned."
-            )
-        if by_calls:
+        if (
+            normalize
+            and normalize.weighting == "auto"
+            and (replica_count() > 1 or take.ordered)
+            and (proof.whole_losses or loss.find_refusal(normalize, None, filled, training=False))
+        ):
+            if take.ordered:
+                raise IndivisibleError(
+                    "The loss compares examples of different parts of a batch. Evaluate without deterministic: call "
+                    "undo() of what dist.prepare(model) returned."
+                )
             return _test_whole(model, data, proof.entered)
         if take.ordered:
-            compute = functools.partial(_compute_losses, model, take=Take(take.ordered.normalize))
+            compute = functools.partial(_compute_losses, model, normalize=normalize)
             # Each part is a separate function, in which weights can't be gathered.
             with gather_before_pass(model):
                 sums = take.ordered.evaluate(model, replica_batch, filled, compute)
             return _results(model, TrackedLosses(model, sums, same=True))
-        evaluate = _compiled_alone(functools.partial(_compute_losses, take=take), take)
+        evaluate = _compiled_alone(functools.partial(_compute_losses, normalize=normalize), take)
         y_pred, sums = evaluate(model, filled)
         sums = sums.zero_unless(replica_batch.nonempty)
         batch = arguments_of(filled, y_pred)
         update_metrics_of(model, batch, replica_batch)
         return _results(model, TrackedLosses(model, sums))
 
-    running = take.ordered.running if take.ordered else contextlib.nullcontext
-    return StepExecution(take=take, proof=proof, running=running).function(model, [step])
+    return StepExecution(model, Stages(take=take, split=take.ordered), proof=proof).function([step])
 
 
 def _test_whole(model: keras.Model, data: Batch, entered: Mapping[int, str] | None) -> StepLogs:
@@ -95,7 +109,7 @@ def _results(model: keras.Model, losses: TrackedLosses) -> StepLogs:
 
 def static_test_step(model: keras.Model, data: Batch) -> StepLogs:
     """A `test_step` for batches of a static size. Unlike Keras's, it doesn't weight losses by the static size."""
-    y_pred, sums = _compute_losses(model, data, Take(), divided=True)
+    y_pred, sums = _compute_losses(model, data, None, divided=True)
     TrackedLosses(model, sums).track()
     update_metrics(model, arguments_of(data, y_pred))
     return metrics_result(model)
@@ -124,7 +138,9 @@ def build_predict_function(model: keras.Model, take: Take) -> Callable[[list[Bat
     def predict(batches: list[Batch]) -> Structure:
         if take.by_xla:
             # XLA can't create variables on several devices.
-            build_layers_from_inputs(model, batches[0])
+            x = keras.utils.unpack_x_y_sample_weight(batches[0])[0]
+            with strategy.scope():
+                build_by_calling(model, keras.tree.map_structure(lambda leaf: local_replica_values(leaf)[0], x))
         outputs = [predict_batch(batch) for batch in batches]
         return keras.tree.map_structure(lambda *parts: tf.concat(parts, 0), *outputs)
 
@@ -158,18 +174,17 @@ def _compiled_alone(function: ModelFunction, take: Take) -> ModelFunction:
             with compile_by_layer():
                 return function(model, data)
         with gather_before_pass(model):
-            return call_in_function(functools.partial(function, model), data)
+            return in_function(functools.partial(function, model))(data)
 
     return compiled
 
 
 def _compute_losses(
-    model: keras.Model, data: Batch, take: Take, *, divided: bool = False
+    model: keras.Model, data: Batch, normalize: LossNormalization | None, *, divided: bool = False
 ) -> tuple[Structure, LossSums]:
-    """The predictions for a batch, and the sums of its losses."""
     with as_one_replica():
         loss, arguments, terms = compute_loss(model, data, training=False)
-    weight = take.normalize.in_evaluation(model, arguments, terms) if take.normalize else None
+    weight = normalize.in_evaluation(model, arguments, terms) if normalize else None
     return arguments["y_pred"], loss_sums(model, loss, terms, rows_of(arguments["x"]), weight, divided=divided)
 
 
@@ -178,15 +193,13 @@ def _predict(model: keras.Model, data: Batch) -> Structure:
 
 
 class EvaluationProof:
-    """Asks once, before the first batch is evaluated.
-
-    Attributes:
-        whole_losses: Whether the loss differs, so that it is computed on the outputs of whole batches.
-        entered: Why calls of layers are not divided, by the layers' ids; `None` until they are tried.
-    """
+    """Asks once, before the first batch is evaluated."""
 
     def __init__(self, model: keras.Model, take: Take):
-        self.model, self._take, self.whole_losses = model, take, False
+        self.model, self._take = model, take
+        # Whether the loss differs, so that it is computed on the outputs of whole batches.
+        self.whole_losses = False
+        # Why calls of layers are not divided, by the layers' ids; `None` until they are tried.
         self.entered: Mapping[int, str] | None = None
         several = model.distribute_strategy.num_replicas_in_sync > 1
         self._normalize = take.ordered.normalize if take.ordered else take.normalize
@@ -195,7 +208,7 @@ class EvaluationProof:
     @property
     def pending(self) -> bool:
         """Whether the first batch is still to come."""
-        if self._proves and losses_built(self.model) and questions.are_needless(self.model, self._normalize):
+        if self._proves and losses_built(self.model) and are_needless(self.model, self._normalize):
             self._proves = overrides_test_step(self.model)
         return self._proves
 
@@ -206,11 +219,10 @@ class EvaluationProof:
         assert normalize is not None
         answer = Answer()
         if not overrides_test_step(model) and rows is not None:
-            questions.build(model, rows)
+            build(model, rows)
             size, _ = part_size(model, Stages(take=self._take), batch)
-            parts = PartsOfBatch(size, False, True, weighting_of(normalize.weighting))
-            asked = questions.of_layers(model, rows, parts, normalize, training=False)
-            answer = questions.ask([*asked, *questions.of_loss(model, rows, size, normalize, training=False)])
+            parts = PartsOfBatch(normalize, size, in_sequence=False, on_replicas=True, training=False)
+            answer = ask([*of_layers(model, rows, parts), *of_loss(model, rows, parts)])
         auto = normalize.weighting == "auto"
         if overrides_test_step(model) or auto:
             self.entered = CallTrials(model, model.test_step, rows).find()
@@ -220,6 +232,6 @@ class EvaluationProof:
             reason = answer.found or ELSEWHERE
             log_once(model, f"{reason}, so the loss of {model.name!r} is computed on the outputs of whole batches.")
         elif answer.difference:
-            warn_once(model, questions.as_stated(answer.difference, normalize))
+            warn_once(model, as_stated(answer.difference, normalize))
         elif answer.unproved:
             warn_once(model, answer.unproved)

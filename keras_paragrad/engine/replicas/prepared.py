@@ -17,10 +17,10 @@ from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.optimizer import find_accumulator
 from keras_paragrad.compat.private import PyDatasetAdapter
 from keras_paragrad.compat.state import Slot, replace_methods, restore_methods, warn
-from keras_paragrad.compat.types import Batch, Dataset
+from keras_paragrad.compat.types import Batch, Dataset, Structure
+from keras_paragrad.engine.batches.replica_batch import divide_batch
 from keras_paragrad.engine.replicas.evaluation import build_predict_function, build_test_function
 from keras_paragrad.engine.step.building import build_from_data
-from keras_paragrad.engine.step.execution import predict_on_batch
 from keras_paragrad.engine.step.stages import Take
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.storage.gathering import gather_at_calls, gather_on_read
@@ -100,10 +100,19 @@ def install_on_replicas(model: keras.Model, take: Take, distribute: Distribute |
         model,
         _maybe_symbolic_build=build,
         make_test_function=make_on_demand(model, "test_function", lambda: build_test_function(model, take)),
-        predict_on_batch=functools.partial(predict_on_batch, model),
+        predict_on_batch=functools.partial(_predict_on_batch, model),
         make_predict_function=make_on_demand(model, "predict_function", lambda: build_predict_function(model, take)),
     )
     drop_functions(model)
+
+
+def _predict_on_batch(model: keras.Model, x: Structure) -> Structure:
+    """Predicts the rows of a batch on replicas: each row once, in order."""
+    model.make_predict_function()
+    outputs = model.predict_function([divide_batch(model.distribute_strategy, (x,))])
+    return keras.tree.map_structure(
+        lambda output: output if isinstance(output, (tf.SparseTensor, tf.RaggedTensor)) else output.numpy(), outputs
+    )
 
 
 def uninstall_from_replicas(model: keras.Model) -> None:
@@ -130,8 +139,7 @@ class _StrategyWithDatasets:
     """A strategy with a custom `experimental_distribute_dataset`."""
 
     def __init__(self, strategy: tf.distribute.Strategy, distribute: Callable[[Dataset], Adapter]):
-        self._strategy = strategy
-        self._distribute = distribute
+        self._strategy, self._distribute = strategy, distribute
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._strategy, name)
@@ -139,7 +147,6 @@ class _StrategyWithDatasets:
     def experimental_distribute_dataset(
         self, dataset: Dataset, options: tf.distribute.InputOptions | None = None
     ) -> Dataset:
-        """Distributes a dataset for Keras's trainer."""
         return self._distribute(dataset).get_tf_dataset()
 
 

@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.data import without_optionals
+from keras_paragrad.compat.layers import override_attributes
 from keras_paragrad.compat.optimizer import updating_optimizers
 from keras_paragrad.compat.state import replace_methods, restore_methods
 from keras_paragrad.compat.types import Array, Batch, BatchIterator, Scalar, Step, StepLogs, Structure, TrainFunction
@@ -25,9 +26,6 @@ from keras_paragrad.engine.step.execution import check_not_dry
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 Result = TypeVar("Result")
-
-
-_ASSIGN = "_direct_assign"
 
 
 class MetricStates:
@@ -40,22 +38,18 @@ class MetricStates:
     def __init__(self, model: keras.Model):
         self._model: keras.Model = model
         self._variables: list[keras.Variable] = list(model.metrics_variables)
-        self._check()
-        with _holding_tensors(self._variables):
-            type(self._model).reset_metrics(self._model)
-            self._start = _packed(self._variables).numpy()
-        self._lock = threading.Lock()
-        self._total = self._start.copy()
-        self._compiled = tf.function(self._results, autograph=False)
-
-    def _check(self) -> None:
-        """Refuses states that are not sums."""
         others = {variable.path: variable.aggregation for variable in self._variables if variable.aggregation != "sum"}
         if others:
             raise ValueError(
                 f"Metrics have states that are not sums over the examples ({others}), and the metrics of workers can "
                 "only be summed. Create these with add_variable(..., aggregation='sum'), or leave the metrics out."
             )
+        with _holding_tensors(self._variables):
+            type(self._model).reset_metrics(self._model)
+            self._start = _packed(self._variables).numpy()
+        self._lock = threading.Lock()
+        self._total = self._start.copy()
+        self._compiled = tf.function(self._results, autograph=False)
 
     def matches(self, model: keras.Model) -> bool:
         """Whether the model still has these metrics."""
@@ -113,15 +107,11 @@ def _check_logs(model: keras.Model, logs: object) -> None:
 @contextlib.contextmanager
 def _holding_tensors(variables: list[keras.Variable]) -> Generator[None]:
     """Context in which variables hold tensors: assignments don't reach a server, and are discarded at the end."""
-    values = [variable._value for variable in variables]
-    for variable in variables:
-        variable.__dict__[_ASSIGN] = functools.partial(_rebind, variable)
-    try:
+    with contextlib.ExitStack() as stack:
+        for variable in variables:
+            rebind = functools.partial(_rebind, variable)
+            stack.enter_context(override_attributes(variable, _direct_assign=rebind, _value=variable._value))
         yield
-    finally:
-        for variable, value in zip(variables, values, strict=True):
-            del variable.__dict__[_ASSIGN]
-            variable._value = value
 
 
 def _rebind(variable: keras.Variable, value: Array) -> None:
@@ -177,14 +167,11 @@ def _incrementing_on_server(optimizer: keras.optimizers.Optimizer | None) -> Gen
 
     Keras reads it and then writes it, so increments of other workers in between would be lost.
     """
-    counters = [] if optimizer is None else [inner.iterations for inner in updating_optimizers(optimizer)]
-    for counter in counters:
-        counter.__dict__["assign_add"] = functools.partial(_increment, counter)
-    try:
+    with contextlib.ExitStack() as stack:
+        for inner in [] if optimizer is None else updating_optimizers(optimizer):
+            counter: Any = inner.iterations
+            stack.enter_context(override_attributes(counter, assign_add=functools.partial(_increment, counter)))
         yield
-    finally:
-        for counter in counters:
-            del counter.__dict__["assign_add"]
 
 
 def _increment(counter: keras.Variable, value: Scalar) -> object:
@@ -206,19 +193,13 @@ class StepSender(Protocol):
 class ParameterServerModel:
     """Runs a model's steps on workers, with its weights on parameter servers.
 
-    Args:
-        sender: Sends steps to workers.
-        check: Called before a train function is built; raises if the model can't be trained with parameter servers.
-
-    Attributes:
-        waits: Whether each call of the train and test functions waits for its steps, as in `train_on_batch`.
+    `check` is called before a train function is built, and raises if the model can't be trained with parameter servers.
+    `waits` says whether each call of the train and test functions waits for its steps, as in `train_on_batch`.
     """
 
     def __init__(self, model: keras.Model, sender: StepSender, check: Callable[[], None]):
         check_internals("models", "steps")
-        self._model: keras.Model = model
-        self._sender = sender
-        self._check = check
+        self._model, self._sender, self._check = model, sender, check
         self._metric_states: MetricStates | None = None
         self.waits = True
         self._methods = {
@@ -278,28 +259,25 @@ class ParameterServerModel:
         step = _compiled(self._model, contribute)
 
         def run(iterator: BatchIterator) -> StepLogs:
-            for index in range(self._model.steps_per_execution):
-                try:
-                    batch = next(iterator)
-                except (StopIteration, tf.errors.OutOfRangeError):
-                    if index:
-                        break
-                    check_not_dry(self._model)
-                    raise StopIteration from None
-                self._sender.send(step, self._as_tensors(batch), metric_states.add)
-            if self.waits:
-                self._sender.join()
-            return metric_states.results()
-
-        def run_with_cause(iterator: BatchIterator) -> StepLogs:
             try:
-                return run(iterator)
+                for index in range(self._model.steps_per_execution):
+                    try:
+                        batch = next(iterator)
+                    except (StopIteration, tf.errors.OutOfRangeError):
+                        if index:
+                            break
+                        check_not_dry(self._model)
+                        raise StopIteration from None
+                    self._sender.send(step, self._as_tensors(batch), metric_states.add)
+                if self.waits:
+                    self._sender.join()
+                return metric_states.results()
             except tf.errors.CancelledError:
                 # If a worker's step fails, TensorFlow cancels the chief's operations too. This raises the cause.
                 self._sender.join()
                 raise
 
-        return run_with_cause
+        return run
 
     def _as_tensors(self, batch: Batch) -> Batch:
         batch = without_optionals(self._model, lambda data: data)(batch)

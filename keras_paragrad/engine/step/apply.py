@@ -84,18 +84,12 @@ def apply_gradient(
 ) -> list[tf.Tensor] | None:
     """Passes gradients to an optimizer; called on every replica.
 
-    Args:
-        optimizer, variables, gradients: The optimizer, the weights to update, and a gradient for each of them, or
-            `None`.
-        contribution: Their contribution to an accumulation window, or `None` if all count equally.
-        reduce_first: Whether the sum over the replicas is exactly the batch's gradient. Then gradients are all-reduced
-            before they are clipped, as on one device. Otherwise Keras's optimizer all-reduces them, after clipping. An
-            accumulating optimizer all-reduces them itself.
-        also_reduce: Other tensors to all-reduce in the same collective.
-        reduced: Whether every replica has the sums already.
+    With `reduce_first`, the sum over the replicas is exactly the batch's gradient, which is all-reduced before it is
+    clipped, as on one device, unless every replica has it already (`reduced`). Otherwise Keras's optimizer all-reduces
+    gradients after clipping, and an accumulating optimizer itself. `contribution` is to an accumulation window; all
+    count equally, if `None`.
 
-    Returns:
-        The sums of `also_reduce`, or `None` if gradients were not all-reduced here.
+    Returns the sums of `also_reduce`, from the same collective, or `None` if gradients were not all-reduced here.
     """
     if not variables:
         # As in Keras: the step still updates metrics and non-trainable state.
@@ -146,10 +140,7 @@ def apply_same(
     variables: Sequence[keras.Variable],
     contribution: Contribution | None = None,
 ) -> None:
-    """Passes gradients of a whole batch, which every replica has, to an optimizer; called on every replica.
-
-    `contribution` is that of a gradient of the whole batch to an accumulation window.
-    """
+    """Passes gradients of a whole batch, which every replica has, to an optimizer; called on every replica."""
     counted = None
     if find_accumulator(optimizer):
         # A window's sums are summed over the replicas. Those of one count: equal shares would be rounded.
@@ -191,10 +182,7 @@ def apply_everywhere(
 ) -> None:
     """Applies all-reduced gradients on every replica; called in cross-replica context, with a built optimizer.
 
-    Args:
-        per_replica: Runs a function on every replica; see `keras_paragrad.compat.collectives.cross_replica`.
-        gradients, norms: Grouped by replica: a gradient or `None` for each variable, and the results of
-            `squared_norms`.
+    `per_replica` is of `cross_replica`. Gradients, and the results of `squared_norms`, are grouped by replica.
     """
     norms_by_replica: dict[int, Sequence[tf.Tensor | None]] = {}
     unreduced = UnreducedOptimizers()

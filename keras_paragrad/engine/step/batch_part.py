@@ -15,7 +15,7 @@ from keras_paragrad.compat.types import Batch, Gradients, Scalar
 from keras_paragrad.engine.batches.replica_batch import rows_of, static_row_count
 from keras_paragrad.engine.calls.divided import Result, RowSlices
 from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.losses.sums import LossSums
+from keras_paragrad.engine.losses.logs import LossSums
 from keras_paragrad.engine.step.gradient import Gradient, StepContext, equal_share, gradient_of
 from keras_paragrad.storage.row_gradients import Lookups, accumulate_gradient, dense_if_linear, scale_gradients
 

@@ -30,8 +30,7 @@ from keras_paragrad.compat.types import Batch, Specs
 from keras_paragrad.engine.step.interception import capturing_applies
 from keras_paragrad.engine.tracing.announcing import announcing
 from keras_paragrad.engine.tracing.untouched import untouched
-from keras_paragrad.engine.trials.made_up_rows import SIZES, synthetic_rows
-from keras_paragrad.engine.trials.trial import run_trial
+from keras_paragrad.engine.trials.trial import SIZES, run_trial, synthetic_rows
 from keras_paragrad.storage.gathering import zeros_in_place_of_shards
 from keras_paragrad.storage.storage import any_divided
 from keras_paragrad.storage.updating import check_optimizer_of_shards, install_storages
@@ -160,17 +159,6 @@ _WITHOUT_UPDATES = ProcessPatch[int](
 )
 
 
-def build_layers_from_inputs(model: keras.Model, data_batch: Batch) -> None:
-    """Builds the layers of a model that predicts before it is trained, from a batch of `predict_step`."""
-    if all(layer.built for layer in model._flatten_layers()):
-        return
-    strategy = model.distribute_strategy
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
-    local = keras.tree.map_structure(lambda tensor: strategy.experimental_local_results(tensor)[0], x)
-    with strategy.scope():
-        build_by_calling(model, local)
-
-
 def losses_built(model: keras.Model) -> bool:
     """Whether a model's compiled losses, if any, are built."""
     return model._compile_loss is None or model._compile_loss.built
@@ -269,8 +257,13 @@ def build_optimizers_outside_of_graphs(model: keras.Model) -> contextlib.Abstrac
     """
     if replica_count() == 1 or not replicas_are_local() or tf.executing_eagerly():
         return contextlib.nullcontext()
+
+    def build_eagerly(build: Callable[..., None], variables: Sequence[keras.Variable]) -> None:
+        with tf.init_scope():
+            build(variables)
+
     unbuilt = [optimizer for optimizer in optimizers_of(model) if not optimizer.built]
-    return patched(model, lambda: _ReplacedBuild(unbuilt, _build_eagerly))
+    return patched(model, lambda: _ReplacedBuild(unbuilt, build_eagerly))
 
 
 def build_for(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.Variable]) -> None:
@@ -278,22 +271,13 @@ def build_for(optimizer: keras.optimizers.Optimizer, variables: Sequence[keras.V
     if any_divided(variables):
         check_optimizer_of_shards(optimizer)
     if not optimizer.built:
-        make_variables(functools.partial(build_optimizer, optimizer, variables))
+        strategy = tf.distribute.get_strategy()
+
+        def build_in_scope() -> None:
+            with strategy.scope():
+                build_optimizer(optimizer, variables)
+
+        # In another thread: TensorFlow refuses to make variables while it retraces a function.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(build_in_scope).result()
     install_storages(optimizer, variables)
-
-
-def make_variables(make: Callable[[], None]) -> None:
-    """Makes variables in another thread: TensorFlow refuses to make any while it retraces a function."""
-    strategy = tf.distribute.get_strategy()
-
-    def make_in_scope() -> None:
-        with strategy.scope():
-            make()
-
-    with ThreadPoolExecutor(1) as thread:
-        thread.submit(make_in_scope).result()
-
-
-def _build_eagerly(build: Callable[..., None], variables: Sequence[keras.Variable]) -> None:
-    with tf.init_scope():
-        build(variables)

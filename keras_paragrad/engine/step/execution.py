@@ -3,7 +3,7 @@
 for each call, with the next `steps_per_execution` batches of the iterator:
     before an epoch's first batch, ask again how batches are divided: the function may be made anew     (renew)
     take the batches that a resumed training has seen                                                   (seen)
-    plan which of the others end with an update                                                         (schedule)
+    plan which of the others end with an update                                                         (stages.apply)
     before a step is traced, find how its batches are divided                                           (prepare)
     prove it on the batches of the first update, before their steps run                                 (proof)
     run a step on each: one that only accumulates, or one that ends with an update
@@ -15,7 +15,6 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
 import keras
@@ -26,23 +25,24 @@ from keras_paragrad.compat.collectives import first_replica_values
 from keras_paragrad.compat.data import without_optionals
 from keras_paragrad.compat.model import begins_epoch
 from keras_paragrad.compat.private import NO_INLINE, reduce_per_replica
-from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, Structure, TrainFunction
-from keras_paragrad.compat.workers import ReplicaPlacement, replica_placement
-from keras_paragrad.engine.batches.replica_batch import explain_different_rows
-from keras_paragrad.engine.step.indivisible import IndivisibleBatchGuard
-from keras_paragrad.engine.step.stages import Apply, Take
+from keras_paragrad.compat.types import Batch, BatchIterator, Specs, Step, StepLogs, TrainFunction
+from keras_paragrad.engine.batches.replica_batch import divide_batch, explain_different_rows, rows_of
+from keras_paragrad.engine.losses.dividers import IndivisibleError
+from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.telemetry.train_functions import LATEST, batch_spec
-from keras_paragrad.engine.telemetry.watch import Telemetry
+from keras_paragrad.engine.telemetry.watch import updates_each_batch
 from keras_paragrad.engine.tracing.announcing import announcing, announcing_part
 from keras_paragrad.engine.tracing.effects import draws_from_graph
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 
 # Refuses or warns; called after the step is traced, since errors of the trace are more informative.
 PostTraceCheck = Callable[[], None]
-# Makes a compiled step run on a mesh of devices, with batches from the host.
-OnMesh = Callable[[Step], Step]
 # Gets a batch before its step is traced; may return a function to call after the trace, before the step runs.
 Check = Callable[[Batch], PostTraceCheck | None]
+# Maps an iterator, and whether each batch ends with an update, to the last batch's logs; `None` without a batch.
+Execute = Callable[[BatchIterator, list[bool]], StepLogs | None]
+# TensorFlow quotes an assertion's message, but cuts long ones.
+_TOO_LARGE = "keras_paragrad: a batch is larger than a slice"
 
 
 class Proof(Protocol):
@@ -59,11 +59,7 @@ class Proof(Protocol):
 
 
 class SeenBatches:
-    """Batches that a train function takes from the data without training on them.
-
-    Attributes:
-        left: The number of batches still to skip.
-    """
+    """Batches that a train function takes from the data without training on them; `left` are still to come."""
 
     def __init__(self):
         self.left = 0
@@ -93,110 +89,86 @@ class SeenBatches:
         return skipped
 
 
-class WatchedSteps(NamedTuple):
-    """Steps whose updates telemetry sees; `updates_each_batch` says whether each batch makes one."""
-
-    steps: Sequence[Step]
-    telemetry: Telemetry
-    updates_each_batch: bool
-
-    def wants(self, planned: list[bool] | None, batches: int) -> bool:
-        """Whether telemetry watches the next call; `planned` says which batches update, or is `None` if unknown."""
-        known = batches if self.updates_each_batch else None
-        return self.telemetry.wants(known if planned is None else sum(planned))
-
-
 class StepExecution(NamedTuple):
-    """What is done around the steps of a function.
+    """What is done around the steps of a model, in its stages.
 
     Attributes:
-        take: Divides batches among replicas; Keras does, if `None`.
-        schedule: Plans which batches end with an update; there is one step, if `None`.
+        model: The model. Its `jit_compile`, `run_eagerly` and `steps_per_execution` apply.
+        stages: How batches are taken, and steps are run; the steps themselves run the other stages.
         seen: The batches to skip.
-        guard: Checks the size of batches.
+        why_whole: Returns why a batch that is larger than a slice can't be trained on, or `None`.
         prepare: Called before each call that traces a step, with the iterator and the specs of a replica's batches.
         proof: Gets the first batch, or the batches of the first update, before their steps.
-        renew: Called with the frame of each call; makes the function anew, if batches are to be divided otherwise.
-        running: Makes the context in which steps are traced and run.
-        watched: Replaces the steps in calls that telemetry watches.
-        by_xla: Whether XLA may compile the steps.
-        on_mesh: Makes a step run on a mesh of devices; it runs on one device, if `None`.
+        renew: Called in each call; makes the function anew, if batches are to be divided otherwise.
     """
 
-    take: Take | None = None
-    schedule: Apply | None = None
+    model: keras.Model
+    stages: Stages
     seen: SeenBatches | None = None
-    guard: IndivisibleBatchGuard | None = None
+    why_whole: Callable[[], str | None] = lambda: None
     prepare: Callable[[Any, Specs], None] | None = None
     proof: Proof | None = None
-    renew: Callable[[FrameType | None], TrainFunction | None] | None = None
-    running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    watched: WatchedSteps | None = None
-    by_xla: bool = True
-    on_mesh: OnMesh | None = None
+    renew: Callable[[], TrainFunction | None] | None = None
 
-    def function(self, model: keras.Model, steps: Sequence[Step]) -> TrainFunction:
+    def function(self, steps: Sequence[Step], watched: Sequence[Step] = ()) -> TrainFunction:
         """Makes a function for `model.train_function` that runs one of several compiled steps on each batch.
 
         The host picks the step, outside of the compiled code, so the other steps cost nothing.
 
         Args:
-            model: The model. Its `jit_compile`, `run_eagerly` and `steps_per_execution` apply.
-            steps: One step; or two, without and with an update: the schedule chooses.
+            steps: One step; or two, without and with an update: the *apply* stage chooses.
+            watched: The steps of calls that telemetry watches.
         """
-        in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and self.on_mesh is None
+        model, schedule, telemetry, split = self.model, self.stages.apply, self.stages.telemetry, self.stages.split
+        in_graph = model.distribute_strategy.num_replicas_in_sync == 1 and not self.stages.mesh
 
-        def compile_pair(steps: Sequence[Step]) -> tuple[Execute, Execute]:
-            """Returns an executor for iterators of TensorFlow, and one for any iterator."""
-            compiled = [CompiledStep(model, step, self) for step in steps]
-            by_host = _by_host(model, compiled, self)
-            if not in_graph:
-                return by_host, by_host
-            within = _in_graph(model, compiled)
-            # The first batch may have run by itself.
-            return lambda *call: (by_host if any(step.draws for step in compiled) else within)(*call), by_host
+        def compiled(steps: Sequence[Step]) -> tuple[Execute, Execute, list[CompiledStep]]:
+            """An executor for iterators of TensorFlow, one for any iterator, and their steps."""
+            functions = [CompiledStep(self, step) for step in steps]
+            by_host = _by_host(self, functions)
+            return _in_graph(model, functions) if in_graph else by_host, by_host, functions
 
-        plain = compile_pair(steps)
-        watching = compile_pair(self.watched.steps) if self.watched else plain
-
+        plain = compiled(steps)
+        watching = compiled(watched) if watched else plain
         has_run = False
 
         def train_function(iterator: BatchIterator) -> StepLogs:
             nonlocal has_run
-            if has_run:
-                return run_call(iterator)
-            with announcing("tracing, compiling, running the first step"):
+            with contextlib.nullcontext() if has_run else announcing("tracing, compiling, running the first step"):
                 logs = run_call(iterator)
             has_run = True
             return logs
 
         def run_call(iterator: BatchIterator) -> StepLogs:
-            schedule, watched = self.schedule, self.watched
-            if self.renew and (function := self.renew(inspect.currentframe())):
+            if self.renew and (function := self.renew()):
                 return function(iterator)
-            batches = model.steps_per_execution
-            skipped = self.seen.skip(iterator, batches) if self.seen else 0
+            skipped = self.seen.skip(iterator, model.steps_per_execution) if self.seen else 0
             if schedule and skipped:
                 schedule.skipped(skipped)
-            if skipped == batches:
+            batches = model.steps_per_execution - skipped
+            if not batches:
                 return {}
-            batches -= skipped
             updates = schedule.plan(batches) if schedule else [False] * batches
-            watches = watched is not None and not skipped and watched.wants(updates if schedule else None, batches)
-            run, by_host = watching if watches else plain
+            watches = False
+            if telemetry and not skipped:
+                each = batches if updates_each_batch(model.optimizer) else None
+                watches = telemetry.wants(sum(updates) if schedule else each)
             # After skipped batches, fewer are left than `_in_graph` runs.
             of_tensors = isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)) and not skipped
-            execute = run if of_tensors else by_host
             if self.prepare and of_tensors and not model.run_eagerly:
                 with announcing_part("finding how batches are divided"):
                     self.prepare(iterator, keras.tree.map_structure(_without_optional, batch_spec(iterator)))
+            within, by_host, functions = watching if watches else plain
             try:
-                with self.running():
-                    logs = (by_host if self.proof and self.proof.pending else execute)(iterator, updates)
+                with self.stages.running():
+                    proves = self.proof is not None and self.proof.pending
+                    # The first batch may have run by itself, and drawn random numbers.
+                    alone = proves or not of_tensors or any(step.draws for step in functions)
+                    logs = (by_host if alone else within)(iterator, updates)
             except tf.errors.InvalidArgumentError as error:
                 explain_different_rows(error)
-                if self.guard:
-                    self.guard.explain(error)
+                if split and _TOO_LARGE in error.message and (refusal := self.why_whole()):
+                    raise IndivisibleError(f"{split.refusal_prefix} {refusal}") from None
                 raise
             if schedule:
                 schedule.ended(batches, exhausted=logs is None)
@@ -204,9 +176,9 @@ class StepExecution(NamedTuple):
                 if not skipped:
                     check_not_dry(model)
                 raise StopIteration
-            if watched and not skipped:
+            if telemetry and watched and not skipped:
                 latest: Any = logs.pop(LATEST, None)
-                watched.telemetry.ran(watches, batches, latest)
+                telemetry.ran(watches, batches, latest)
             return logs
 
         return train_function
@@ -219,32 +191,35 @@ class CompiledStep:
     `run_eagerly` apply.
     """
 
-    def __init__(self, model: keras.Model, step: Step, execution: StepExecution):
-        strategy, take, on_mesh, guard = model.distribute_strategy, execution.take, execution.on_mesh, execution.guard
+    def __init__(self, execution: StepExecution, step: Step):
+        model, stages = execution.model, execution.stages
+        strategy = model.distribute_strategy
+        several = strategy.num_replicas_in_sync > 1
 
         def one_step(data: Batch) -> StepLogs:
             logs = strategy.run(step, args=(data,))
-            return (
-                first_replica_values(strategy, logs) if take else reduce_per_replica(logs, strategy, reduction="auto")
-            )
+            if stages.take:
+                return first_replica_values(strategy, logs)
+            return reduce_per_replica(logs, strategy, reduction="auto")
 
         if not model.run_eagerly:
             one_step = tf.function(
                 releasing(one_step),
                 # DTensor knows static shapes only.
-                reduce_retracing=on_mesh is None,
+                reduce_retracing=stages.mesh is None,
                 # XLA can't compile collectives between these devices.
-                jit_compile=execution.by_xla
-                and model.jit_compile
-                and (take is None or strategy.num_replicas_in_sync == 1),
+                jit_compile=model.jit_compile
+                and not stages.by_xla_alone(model, strategy.num_replicas_in_sync)
+                and not (stages.take and several),
                 autograph=False,
                 experimental_attributes={NO_INLINE: True},
             )
-        compiled = without_optionals(model, guard.watch(one_step) if guard else one_step)
-        self._run = on_mesh(compiled) if on_mesh else compiled
+        checked = _checking_size(model, stages.split, execution.why_whole, one_step) if stages.split else one_step
+        compiled = without_optionals(model, checked)
+        self._run = stages.mesh(compiled) if stages.mesh else compiled
         self._function: Any = one_step
         # Whether a `tf.function` takes the batches. TensorFlow can't pass a mesh's batches to one.
-        self._in_functions = on_mesh is None and not model.run_eagerly
+        self._in_functions = not stages.mesh and not model.run_eagerly
         self._get_next = tf.function(
             releasing(lambda iterator: iterator.get_next()), reduce_retracing=True, autograph=False
         )
@@ -308,10 +283,6 @@ def _is_ragged(spec: Specs) -> bool:
     return any(isinstance(part, tf.RaggedTensorSpec) for part in getattr(spec, "_value_specs", (spec,)))
 
 
-# Maps an iterator, and whether each batch ends with an update, to the last batch's logs; `None` without a batch.
-Execute = Callable[[BatchIterator, list[bool]], StepLogs | None]
-
-
 def check_not_dry(model: keras.Model) -> None:
     """Refuses an epoch that ends without a batch: Keras shows losses of 0.0 for it."""
     if begins_epoch(inspect.currentframe(), model):
@@ -365,9 +336,9 @@ def _in_graph(model: keras.Model, steps: Sequence[CompiledStep]) -> Execute:
     return execute
 
 
-def _by_host(model: keras.Model, steps: Sequence[CompiledStep], execution: StepExecution) -> Execute:
+def _by_host(execution: StepExecution, steps: Sequence[CompiledStep]) -> Execute:
     """Makes a function that runs batches one by one from Python: TensorFlow can't run collectives inside `tf.cond`."""
-    strategy, proof, take = model.distribute_strategy, execution.proof, execution.take
+    strategy, proof, take = execution.model.distribute_strategy, execution.proof, execution.stages.take
     parts = take.ordered.parts if take and take.ordered else None
 
     def take_next(iterator: BatchIterator) -> Batch:
@@ -375,7 +346,9 @@ def _by_host(model: keras.Model, steps: Sequence[CompiledStep], execution: StepE
         batch = next(iterator)
         if take and strategy.num_replicas_in_sync > 1:
             return divide_batch(strategy, batch, parts)
-        return keras.tree.map_structure(_as_tensor, batch)
+        return keras.tree.map_structure(
+            lambda leaf: tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf, batch
+        )
 
     def execute(iterator: BatchIterator, updates: list[bool]) -> StepLogs | None:
         logs = None
@@ -395,41 +368,19 @@ def _by_host(model: keras.Model, steps: Sequence[CompiledStep], execution: StepE
     return execute
 
 
-def _as_tensor(leaf: Any) -> Any:
-    return tf.convert_to_tensor(leaf) if isinstance(leaf, np.ndarray) else leaf
+def _checking_size(model: keras.Model, split: Split, why_whole: Callable[[], str | None], step: Step) -> Step:
+    """Wraps a compiled step: checks before it that a batch fits in a slice, as XLA drops a step's assertions."""
 
+    def check(data: Batch) -> None:
+        tf.debugging.Assert(rows_of(data) <= split.size, [_TOO_LARGE])
 
-def divide_batch(strategy: tf.distribute.Strategy, batch: Batch, parts: int | None = None) -> Batch:
-    """Divides a batch among the replicas, in their order; `parts` as in `ReplicaPlacement`."""
-    placement = replica_placement(strategy, parts)
+    @functools.partial(tf.function, reduce_retracing=True, autograph=False)
+    def check_all(data: Batch) -> None:
+        model.distribute_strategy.run(check, args=(data,))
 
-    def divide(leaf: Any) -> tf.distribute.DistributedValues | None:
-        if leaf is None:
-            return None
-        whole = leaf if isinstance(leaf, (tf.SparseTensor, tf.RaggedTensor)) else tf.convert_to_tensor(leaf)
+    def checked(data: Batch) -> StepLogs:
+        if why_whole():
+            check_all(data)
+        return step(data)
 
-        def part(context: tf.distribute.experimental.ValueContext) -> Any:
-            return _rows_for_replica(whole, int(context.replica_id_in_sync_group), placement)
-
-        return strategy.experimental_distribute_values_from_function(part)
-
-    return keras.tree.map_structure(divide, batch)
-
-
-def predict_on_batch(model: keras.Model, x: Structure) -> Structure:
-    """Predicts the rows of a batch on replicas: each row once, in order."""
-    model.make_predict_function()
-    outputs = model.predict_function([divide_batch(model.distribute_strategy, (x,))])
-    return keras.tree.map_structure(
-        lambda output: output if isinstance(output, (tf.SparseTensor, tf.RaggedTensor)) else output.numpy(), outputs
-    )
-
-
-def _rows_for_replica(whole: Any, index: int, placement: ReplicaPlacement) -> Any:
-    """The rows of a batch's tensor that the replica with this index gets."""
-    rows = int(whole.nrows() if isinstance(whole, tf.RaggedTensor) else whole.shape[0])
-    start, stop = (placement.first_row(rows, replica) for replica in (index, index + 1))
-    if isinstance(whole, tf.SparseTensor):
-        rest = list(whole.shape[1:])
-        return tf.sparse.slice(whole, [start, *(0 for _ in rest)], [stop - start, *rest])
-    return whole[start:stop]
+    return checked

@@ -22,9 +22,9 @@ from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.calls.replicas import update_metrics_of
 from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.losses.logs import has_metrics, update_metrics
-from keras_paragrad.engine.losses.sums import LossSums, loss_sums
-from keras_paragrad.engine.losses.terms import LossTerm, arguments_of, compute_loss
+from keras_paragrad.engine.losses.logs import LossSums, has_metrics, loss_sums, update_metrics
+from keras_paragrad.engine.losses.loss_normalization import LossNormalization, scale_by_replicas, warn_of_uniform
+from keras_paragrad.engine.losses.terms import arguments_of, compute_loss
 from keras_paragrad.storage.gathering import watch_gathered
 from keras_paragrad.storage.regathering import regather_in_backward
 from keras_paragrad.storage.row_gradients import scale_gradients
@@ -33,12 +33,6 @@ Data = TypeVar("Data")
 Result = TypeVar("Result")
 # By replica, the factor of a model's loss in the backward pass that is being traced.
 _WEIGHTS = Slot[Mapping[int, Scalar]]("replica_weights", {})
-# Maps a model, the arguments of its `compute_loss` and the recorded loss terms to the weight.
-Normalize = Callable[[keras.Model, LossArguments, list[LossTerm]], Normalizer]
-# Takes the arguments of a `Normalize`.
-Look = Callable[[keras.Model, LossArguments, list[LossTerm]], None]
-# Takes a model, the loss, the arguments of a `Normalize`; returns the scaled loss.
-ScaleByReplicas = Callable[[keras.Model, tf.Tensor, LossArguments, list[LossTerm]], tf.Tensor]
 # Maps the weight of a replica's gradient to the factor of its loss in the backward pass.
 WeighReplica = Callable[[Normalizer], Scalar]
 # Maps a batch, as `train_step` takes it, to a boolean tensor `(rows,)`.
@@ -53,10 +47,10 @@ class StepContext(NamedTuple):
         replica_batch: Says whether there are examples in the batch.
         normalize: Measures the weight of the gradient; not measured, if `None`.
         weigh_replica: Maps the weight to the factor of the loss; `equal_share`, if `None`.
-        scale_by_replicas: Scales the loss of a replica that isn't weighted, so that the replicas' gradients are summed;
-            Keras scales some losses, if `None`.
+        inexact: Whether to scale the loss of a replica that isn't weighted, so that the replicas' gradients are summed;
+            otherwise, Keras scales some losses.
         sums: Whether to return numerators and denominators of the losses, instead of updating Keras's trackers.
-        look: Receives the arguments of `normalize`.
+        uniform: Whether micro-batches count the same, which is warned of if their losses say otherwise.
         present: Masks the rows that are examples; all are, if `None`.
         by_xla: Whether XLA compiles the pass alone.
         in_loop: Whether the pass is traced in a loop.
@@ -65,11 +59,11 @@ class StepContext(NamedTuple):
 
     model: keras.Model
     replica_batch: ReplicaBatch
-    normalize: Normalize | None = None
+    normalize: LossNormalization | None = None
     weigh_replica: WeighReplica | None = None
-    scale_by_replicas: ScaleByReplicas | None = None
+    inexact: bool = False
     sums: bool = False
-    look: Look | None = None
+    uniform: bool = False
     present: Present | None = None
     by_xla: bool = False
     in_loop: bool = False
@@ -103,24 +97,24 @@ class Gradient(NamedTuple):
 
 def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Structure]:
     """Runs Keras's `train_step` from the inputs to the gradients; also returns the outputs."""
-    model, normalize, scale = context.model, context.normalize, context.scale_by_replicas
+    model, normalize = context.model, context.normalize
     # Then losses aren't divided by the number of replicas.
-    unscaled = normalize is not None or scale is not None
+    unscaled = normalize is not None or context.inexact
     # Weights in shards are read gathered: `source` maps a variable to the tensor or variable that the tape watches.
     with tf.GradientTape() as tape, watch_gathered(tape) as source:
         # Around the forward pass too: layers may compute and add losses.
         with as_one_replica() if unscaled else contextlib.nullcontext():
             loss, arguments, terms = compute_loss(model, data, untracked=context.sums)
-        scaled_loss = scale(model, loss, arguments, terms) if scale else loss
+        scaled_loss = scale_by_replicas(model, loss, terms) if context.inexact else loss
         with tape.stop_recording():
             weight = normalize(model, arguments, terms).never_zero if normalize else None
             sums = None
             if context.sums:
                 rows = rows_of(arguments["x"])
                 sums = loss_sums(model, loss, terms, rows, weight, divided=not unscaled)
-            if context.look:
+            if context.uniform:
                 # Last: terms cache their values, and this call computes them in another graph.
-                context.look(model, arguments, terms)
+                warn_of_uniform(model, terms)
             factor = None if weight is None else (context.weigh_replica or equal_share)(weight)
             if context.weigh_replica:
                 _time_wait([loss], factor)
@@ -142,16 +136,13 @@ def forward_backward_in_function(context: StepContext, data: Batch) -> tuple[Gra
     """
     weigh_replica = context.weigh_replica if context.by_xla else None
     inside = context._replace(weigh_replica=None) if context.by_xla else context
-    gradient, y_pred = call_in_function(functools.partial(forward_backward, inside), data, by_xla=context.by_xla)
+    gradient, y_pred = in_function(functools.partial(forward_backward, inside), by_xla=context.by_xla)(data)
     return scale_by_replica(context.model, gradient, weigh_replica), y_pred
 
 
-def call_in_function(function: Callable[[Data], Result], data: Data, *, by_xla: bool = True) -> Result:
-    """Calls a function on one replica without inlining it; see `in_function`."""
-    return in_function(function, by_xla=by_xla)(data)
-
-
-def in_function(function: Callable[[Data], Result], *, by_xla: bool = True) -> Callable[[Data], Result]:
+def in_function(
+    function: Callable[[Data], Result], *, by_xla: bool = True, name: str = "call"
+) -> Callable[[Data], Result]:
     """Wraps a function for one replica, so that TensorFlow doesn't inline it, or so that XLA compiles it if `by_xla`.
 
     Tensors in its result keep their Keras masks. All other objects in it are the last trace's.
@@ -160,14 +151,16 @@ def in_function(function: Callable[[Data], Result], *, by_xla: bool = True) -> C
     traced: list[Result] = []
 
     # Traced on each replica: a shared function would run on the first one's device.
-    @tf.function(jit_compile=by_xla, autograph=False, experimental_attributes=attributes)
     def call(data: Data):
         traced.append(function(data))
         tensors = [leaf for leaf in keras.tree.flatten(traced[-1]) if isinstance(leaf, _TENSORS)]
         return tensors, list(map(mask_of, tensors))
 
+    call.__name__ = name
+    compiled: Any = tf.function(call, jit_compile=by_xla, autograph=False, experimental_attributes=attributes)
+
     def call_and_pack(data: Data) -> Result:
-        tensors = map(with_mask, *call(data))
+        tensors = map(with_mask, *compiled(data))
         leaves = [next(tensors) if isinstance(leaf, _TENSORS) else leaf for leaf in keras.tree.flatten(traced[-1])]
         return keras.tree.pack_sequence_as(traced[-1], leaves)
 
@@ -244,18 +237,16 @@ def gradient_of(context: StepContext, data: Batch, **fields: Any) -> Gradient:
         present = tf.logical_and(context.present(data), replica_batch.rows > 0)
         sums = sums and sums.of_some_rows(tf.math.count_nonzero(present))
         if has_metrics(model):
-            replica_batch.only(present).run(lambda: update_metrics(model, _select_rows(batch, present)))
+            replica_batch.only(present).run(lambda: update_metrics(model, _select(batch, present)))
     elif not context.sums and replica_batch.nonempty is None:
-        show = functools.partial(track_batch, model, gradient.loss, batch)
+        show = functools.partial(_track_batch, model, gradient.loss, batch)
+    elif context.whole:
+        update_metrics_of(model, batch, replica_batch)
     else:
-        (update_metrics_of if context.whole else _update_metrics_of_part)(model, batch, replica_batch)
+        replica_batch.run(lambda: update_metrics(model, batch))
     weight = gradient.weight and gradient.weight._replace(value=replica_batch.weight(gradient.weight.value))
     gradients = replica_batch.gradients(gradient.gradients)
     return gradient._replace(gradients=gradients, weight=weight, sums=sums, show=show)
-
-
-def _update_metrics_of_part(model: keras.Model, batch: LossArguments, replica_batch: ReplicaBatch) -> None:
-    replica_batch.run(lambda: update_metrics(model, batch))
 
 
 def is_slower_in_loop(model: keras.Model) -> bool:
@@ -270,12 +261,12 @@ def is_slower_in_xla_loop(model: keras.Model) -> bool:
     return any(isinstance(layer, _CONVOLUTIONS) for layer in all_layers(model))
 
 
-def _select_rows(batch: LossArguments, present: tf.Tensor) -> LossArguments:
+def _select(batch: LossArguments, present: tf.Tensor) -> LossArguments:
     rows = tf.squeeze(tf.where(present), 1)
     return keras.tree.map_structure(lambda tensor: tensor if tensor is None else tf.gather(tensor, rows), batch)
 
 
-def track_batch(model: keras.Model, loss: tf.Tensor, batch: LossArguments) -> StepLogs:
+def _track_batch(model: keras.Model, loss: tf.Tensor, batch: LossArguments) -> StepLogs:
     """Updates loss and metrics with a whole batch, and returns the logs."""
     track_loss(model, loss, rows_of(batch["x"]))
     return model.compute_metrics(**batch)

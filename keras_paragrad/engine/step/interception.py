@@ -5,7 +5,7 @@ No other module replaces it.
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
@@ -33,15 +33,10 @@ _TRANSFORM = Slot[Transform | None]("transform", None)
 
 
 class _Calls(NamedTuple):
-    """The handlers of this thread's calls of any optimizer's `apply`.
-
-    Attributes:
-        handler: Called instead of `apply`, if any.
-        notice: Called before `apply`, if any and there is no handler.
-    """
+    """This thread's handlers of any optimizer's `apply`: called in its place, or before it if there is no handler."""
 
     handler: Handler | None = None
-    notice: Callable[[keras.optimizers.Optimizer], None] | None = None
+    notices: tuple[Callable[[keras.optimizers.Optimizer], None], ...] = ()
 
 
 def _apply(
@@ -53,12 +48,14 @@ def _apply(
     **keywords: object,
 ) -> None:
     """Replaces `apply` of any optimizer: this thread's handler gets the call, if any, and otherwise the original."""
-    if calls is not None and calls.handler is not None:
+    calls = calls or _Calls()
+    if calls.handler is not None:
         variables = optimizer._trainable_variables if trainable_variables is None else trainable_variables
-        calls.handler(optimizer, list(grads), list(variables))
+        with _PATCH.open(calls._replace(handler=None)):
+            calls.handler(optimizer, list(grads), list(variables))
         return
-    if calls is not None and calls.notice is not None:
-        calls.notice(optimizer)
+    for notice in calls.notices:
+        notice(optimizer)
     original(optimizer, grads, trainable_variables, **keywords)
 
 
@@ -98,28 +95,15 @@ def intercept_apply(optimizer: keras.optimizers.Optimizer, intercept: Intercepto
     replace_methods(optimizer, apply=apply)
 
 
-@contextlib.contextmanager
-def capturing_applies(handler: Handler) -> Generator[Callable[[], contextlib.AbstractContextManager[object]]]:
-    """Context in which calls of any optimizer's `apply` on this thread go to a handler instead.
-
-    Yields a function that returns a context, within which `apply` updates variables again.
-    """
-    calls = _PATCH.value or _Calls()
-    with _PATCH.open(calls._replace(handler=handler)):
-        yield lambda: _PATCH.open(calls._replace(handler=None))
+def capturing_applies(handler: Handler) -> contextlib.AbstractContextManager[object]:
+    """Context in which calls of any optimizer's `apply` on this thread go to a handler; within it, `apply` updates."""
+    return _PATCH.open((_PATCH.value or _Calls())._replace(handler=handler))
 
 
 def noticing_applies(notice: Callable[[keras.optimizers.Optimizer], None]) -> contextlib.AbstractContextManager[object]:
     """Context that calls `notice(optimizer)` before any optimizer on this thread applies an update."""
     calls = _PATCH.value or _Calls()
-    before = calls.notice
-
-    def notice_both(optimizer: keras.optimizers.Optimizer) -> None:
-        if before is not None:
-            before(optimizer)
-        notice(optimizer)
-
-    return _PATCH.open(calls._replace(notice=notice_both))
+    return _PATCH.open(calls._replace(notices=(*calls.notices, notice)))
 
 
 def install_transform(

@@ -154,16 +154,11 @@ def run_in_parts(functional: Functional, parts: Sequence[tuple[Part, Wrap]]) -> 
 
 
 class _GraphRunner:
-    """Runs a Functional model in stages, in segments, or in segments within stages.
-
-    Attributes:
-        stages: The stages, each with a wrapper of its function, or `None`.
-        segments: The segments likewise. A stage's boundary cuts a segment in two.
-        functions: The functions to call, in order.
-    """
+    """Runs a Functional model in stages, in segments, or in segments within stages."""
 
     def __init__(self, functional: Functional):
         self.functional = functional
+        # Each with a wrapper of its function. A stage's boundary cuts a segment in two.
         self.stages: Sequence[tuple[Part, Wrap]] | None = None
         self.segments: Sequence[tuple[Part, Wrap]] | None = None
         self.functions: list[tuple[Part, RunPart]] = []

@@ -14,8 +14,8 @@ import tensorflow as tf
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.types import Batch, Step
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch
+from keras_paragrad.engine.losses.logs import LossSums
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.losses.sums import LossSums
 from keras_paragrad.engine.step.gradient import Gradient, Present, StepContext, is_slower_in_xla_loop
 from keras_paragrad.engine.telemetry.watch import Observe, Telemetry
 
@@ -191,14 +191,6 @@ class Apply(Protocol):
         ...
 
 
-class MeshRunner(Protocol):
-    """Runs the steps of a model on a mesh of devices."""
-
-    def wrap(self, step: Step) -> Callable[[Any], Any]:
-        """Makes a compiled step run on the mesh, with batches from the host."""
-        ...
-
-
 class Stages(NamedTuple):
     """The fillers of a step's stages, in the order in which the step runs them.
 
@@ -214,7 +206,7 @@ class Stages(NamedTuple):
         present: Masks the rows that are examples, in batches padded with rows of weight 0; all are, if `None`. Losses
             and metrics cover these rows only.
         place: Makes a context that places operations on devices; TensorFlow does, if `None`.
-        mesh: Runs steps on a mesh of devices; on one device, if `None`.
+        mesh: Makes a compiled step run on a mesh of devices, with batches from the host; on one device, if `None`.
     """
 
     take: Take | None = None
@@ -227,7 +219,7 @@ class Stages(NamedTuple):
     telemetry: Telemetry | None = None
     present: Present | None = None
     place: Callable[[], contextlib.AbstractContextManager[None]] | None = None
-    mesh: MeshRunner | None = None
+    mesh: Callable[[Step], Step] | None = None
 
     @property
     def chain(self) -> Chain | None:

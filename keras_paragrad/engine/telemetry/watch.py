@@ -72,15 +72,13 @@ def observe_before_all_reduce(model: keras.Model, gradients: Gradients, factor: 
 
 
 class Observation(MethodPatch):
-    """The observer of the step that is being traced, attached to the innermost optimizer.
-
-    `before_optimizer`: whether the gradients of replica batches are observed before they reach the optimizer.
-    """
+    """The observer of the step that is being traced, attached to the innermost optimizer."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, observe: Observe):
         super().__init__()
         self.optimizer, self.observer = innermost_optimizer(optimizer), observe
         self.rows: dict[int, tf.Tensor] = {}
+        # Whether the gradients of replica batches are observed before they reach the optimizer.
         self.before_optimizer = find_accumulator(optimizer) is not None
 
     def patch_all(self) -> None:
@@ -264,8 +262,9 @@ class UpdateWatch(MethodPatch):
 
     def patch_all(self) -> None:
         for inner in updating_optimizers(self.optimizer):
-            self.replace(inner, "_clip_gradients", self._recording_clip(inner._clip_gradients))
-            self.replace(inner, "_backend_update_step", self._recording_step(inner, inner._backend_update_step))
+            self.replace(inner, "_clip_gradients", functools.partial(self._clip, inner._clip_gradients))
+            step = functools.partial(self._step, inner, inner._backend_update_step)
+            self.replace(inner, "_backend_update_step", step)
 
     def begin(self, weights: Sequence[keras.Variable] | None) -> None:
         """Begins an update of some weights, or of all if `None`; called on each replica."""
@@ -278,37 +277,34 @@ class UpdateWatch(MethodPatch):
         if not self.optimizer.gradient_accumulation_steps:
             self._show(self.records[replica_index()], self.optimizer.iterations)
 
-    def _recording_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def clip(gradients: Sequence[GradientTensor]):
-            self.records[replica_index()].unclipped = list(gradients)
-            return original(gradients)
+    def _clip(self, original: Callable[..., Any], gradients: Sequence[GradientTensor]) -> Any:
+        self.records[replica_index()].unclipped = list(gradients)
+        return original(gradients)
 
-        return clip
-
-    def _recording_step(
-        self, optimizer: keras.optimizers.Optimizer, original: Callable[..., None]
-    ) -> Callable[..., None]:
-        """Wraps an optimizer's update rule to record its gradients and learning rate."""
-
-        def step(gradients: Sequence[GradientTensor], variables: Sequence[keras.Variable], learning_rate: Scalar):
-            record = self.records[replica_index()]
-            record.learning_rate = learning_rate
-            positions = [record.positions[id(variable)] for variable in variables]
-            # Before and after clipping: whole gradients of sharded variables, in one call.
-            gathered = gather_gradients([*record.unclipped, *gradients], [*variables, *variables])
-            both = [_dense(gradient, variables[index % len(variables)]) for index, gradient in enumerate(gathered)]
-            # Otherwise the optimizer gets all-reduced gradients.
-            if replica_count() > 1 and reduces_gradients(optimizer):
-                both = sum_over_replicas(both)
-            for index, position in enumerate(positions):
-                record.gradients[position], record.clipped[position] = both[index], both[index + len(positions)]
-            result = original(gradients, variables, learning_rate)
-            if optimizer.gradient_accumulation_steps:
-                # In the branch in which Keras's own accumulation updates.
-                self._show(record, optimizer.iterations + 1)
-            return result
-
-        return step
+    def _step(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        original: Callable[..., None],
+        gradients: Sequence[GradientTensor],
+        variables: Sequence[keras.Variable],
+        learning_rate: Scalar,
+    ) -> None:
+        """Replaces an optimizer's update rule, which is `original`: records its gradients and learning rate, too."""
+        record = self.records[replica_index()]
+        record.learning_rate = learning_rate
+        positions = [record.positions[id(variable)] for variable in variables]
+        # Before and after clipping: whole gradients of sharded variables, in one call.
+        gathered = gather_gradients([*record.unclipped, *gradients], [*variables, *variables])
+        both = [_dense(gradient, variables[index % len(variables)]) for index, gradient in enumerate(gathered)]
+        # Otherwise the optimizer gets all-reduced gradients.
+        if replica_count() > 1 and reduces_gradients(optimizer):
+            both = sum_over_replicas(both)
+        for index, position in enumerate(positions):
+            record.gradients[position], record.clipped[position] = both[index], both[index + len(positions)]
+        original(gradients, variables, learning_rate)
+        if optimizer.gradient_accumulation_steps:
+            # In the branch in which Keras's own accumulation updates.
+            self._show(record, optimizer.iterations + 1)
 
     def _show(self, record: _UpdateRecord, number: Scalar) -> None:
         """Passes an update on to the watcher."""

@@ -24,10 +24,8 @@ _thread = threading.local()
 def announcing(phase: str, verbose: str | int | None = None) -> Generator[None]:
     """Context in which `fit` is busy with a phase: shown as a line that disappears, or logged once without a terminal.
 
-    Args:
-        phase: What it does, as a participle: `"tracing the step"`. Within another phase, replaces that for a while.
-        verbose: The `verbose` of `fit`; by default, the running `fit`'s. 0 is silent, and so is a call outside of
-            `fit`.
+    Within another phase, replaces that for a while. `verbose` is as in `fit`; by default, the running `fit`'s. 0 is
+    silent, and so is a call outside of `fit`.
     """
     line: _Line | None = getattr(_thread, "line", None)
     if line is not None:

@@ -10,7 +10,6 @@ otherwise run the stages:
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import keras
@@ -20,16 +19,14 @@ from keras_paragrad.compat.collectives import replica_count, sum_over_replicas
 from keras_paragrad.compat.compiled_call import compile_by_layer
 from keras_paragrad.compat.model import all_layers, overrides_train_step, train_step_of
 from keras_paragrad.compat.optimizer import Accumulating, find_accumulator
-from keras_paragrad.compat.types import Batch, Gradients, StepLogs
+from keras_paragrad.compat.types import Batch, Gradients, Step, StepLogs
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch
 from keras_paragrad.engine.calls.divided import RowSlices
+from keras_paragrad.engine.losses.dividers import IndivisibleError
 from keras_paragrad.engine.losses.divisors import Normalizer
-from keras_paragrad.engine.losses.logs import AllReducedResults, metrics_result
-from keras_paragrad.engine.losses.loss_normalization import scale_by_replicas, warn_of_uniform
-from keras_paragrad.engine.losses.refusals import IndivisibleError
-from keras_paragrad.engine.losses.sums import LossWindow, TrackedLosses
+from keras_paragrad.engine.losses.logs import AllReducedResults, LossWindow, TrackedLosses, metrics_result
 from keras_paragrad.engine.losses.terms import compute_loss
-from keras_paragrad.engine.proof.division import Division, Divisions
+from keras_paragrad.engine.proof.division import Division, Divisions, explaining_rows
 from keras_paragrad.engine.step.apply import Contribution, apply_gradient, apply_same
 from keras_paragrad.engine.step.building import build_optimizers_outside_of_graphs
 from keras_paragrad.engine.step.gradient import (
@@ -41,7 +38,6 @@ from keras_paragrad.engine.step.gradient import (
     scale_by_replica,
     track_loss,
 )
-from keras_paragrad.engine.step.indivisible import explaining_rows
 from keras_paragrad.engine.step.interception import capturing_applies, noticing_applies
 from keras_paragrad.engine.step.stages import Split, Stages
 from keras_paragrad.engine.telemetry.watch import observe_before_all_reduce, refuse_unwatched
@@ -55,50 +51,52 @@ class TrainStep(NamedTuple):
     """One replica's step on a batch.
 
     If the *apply* stage is filled, `window` has the losses of the micro-batches since the last update, and `update`
-    says whether the step ends with an update. `division` says whether the batch is cut into slices.
+    says whether the step ends with an update. `division`, one of the model's `divisions`, is of this batch.
     """
 
     model: keras.Model
     stages: Stages
+    divisions: Divisions
+    division: Division
+    replica_batch: ReplicaBatch
     window: LossWindow | None
     update: bool
-    division: Division
 
-    def run(self, data: Batch, replica_batch: ReplicaBatch, divisions: Divisions) -> StepLogs:
+    def run(self, data: Batch) -> StepLogs:
         """Runs the step: of parts of the loss, or whole, with the model's `train_step` as it is written."""
         if self.division.calls or overrides_train_step(self.model):
             check = functools.partial(refuse_unwatched, self.model)
             with noticing_applies(check) if self.stages.telemetry else contextlib.nullcontext():
-                logs = self._run_whole(data, divisions)
+                logs = self._run_whole(data)
             # The backward pass of a custom step reuses gathered weights.
             forget_gathers()
             return logs
-        logs = self._run_stages(data, replica_batch)
+        logs = self._run_stages(data)
         self.end()
         return logs
 
-    def _run_whole(self, data: Batch, divisions: Divisions) -> StepLogs:
+    def _run_whole(self, data: Batch) -> StepLogs:
         """Runs the model's `train_step` on the whole batch, with calls of layers divided if `division` says so."""
-        with build_optimizers_outside_of_graphs(self.model), noticing_applies(divisions.note_call):
+        with build_optimizers_outside_of_graphs(self.model), noticing_applies(self.divisions.note_call):
             if self.stages.apply:
-                return self._in_window(data, divisions.entered)
+                return self._in_window(data)
             if not self.division.calls:
                 return self.model.train_step(data)
-            divider = self._call_divider(divisions.entered)
+            divider = self._call_divider()
             logs = divider.run(train_step_of(self.model), data)
         if divider.refusal and self.stages.split and replica_count() == 1 and self.stages.split.cuts(data) is None:
             # Batches that fit in one slice are trained on.
-            divisions.why_whole = divider.refusal
+            self.divisions.why_whole = divider.refusal
         elif divider.refusal:
             raise IndivisibleError(divider.refusal)
         return logs
 
-    def _call_divider(self, entered: Mapping[int, str] | None, **options: Any) -> CallDivider:
+    def _call_divider(self, **options: Any) -> CallDivider:
         in_xla = bool(self.model.jit_compile) and replica_count() == 1
         slices = RowSlices(self.stages.split.size, in_xla=in_xla) if self.stages.split and self.division.cut else None
-        return CallDivider(self.model, slices, entered, by_xla=self._by_xla, **options)
+        return CallDivider(self.model, slices, self.divisions.entered, by_xla=self._by_xla, **options)
 
-    def _in_window(self, data: Batch, entered: Mapping[int, str] | None) -> StepLogs:
+    def _in_window(self, data: Batch) -> StepLogs:
         """Runs the custom `train_step` on a micro-batch of a window."""
         assert self.stages.apply
         # If every batch is a whole window, nothing has to be weighed.
@@ -106,18 +104,14 @@ class TrainStep(NamedTuple):
         window, step = WindowStep(self.model, normalize, self.update, self.end), train_step_of(self.model)
         with self._accumulating():
             if replica_count() > 1:
-                divider = self._call_divider(entered, apply=window.apply)
+                divider = self._call_divider(apply=window.apply)
                 logs = window.run(divider.run, step, data)
                 if divider.refusal:
                     raise IndivisibleError(divider.refusal)
                 return logs
 
-            def run(step: Callable[[Batch], StepLogs], data: Batch) -> StepLogs:
-                def apply(*call: Any) -> None:
-                    with not_capturing():
-                        window.apply(*call)
-
-                with capturing_applies(apply) as not_capturing:
+            def run(step: Step, data: Batch) -> StepLogs:
+                with capturing_applies(window.apply):
                     return step(data)
 
             return window.run(run, step, data)
@@ -127,17 +121,17 @@ class TrainStep(NamedTuple):
         if self.stages.apply:
             self.stages.apply.end(self.update)
 
-    def _run_stages(self, data: Batch, replica_batch: ReplicaBatch) -> StepLogs:
+    def _run_stages(self, data: Batch) -> StepLogs:
         several = replica_count() > 1
-        replica_weight = ReplicaWeight(replica_batch) if several else None
+        replica_weight = ReplicaWeight(self.replica_batch) if several else None
         # An accumulating optimizer weights the replicas itself.
         weigh = None if self._accumulator else replica_weight
-        context = StepContext(self.model, replica_batch, weigh_replica=weigh)
+        context = StepContext(self.model, self.replica_batch, weigh_replica=weigh)
         # Split, gradient, combine.
-        gradient = self._gradient(context, replica_batch.filled(data))
+        gradient = self._gradient(context, self.replica_batch.filled(data))
         if (weigh or self.division.cut) and tf.executing_eagerly():
             _check_rows(self.model, data, gradient.gradients)
-        losses = self._track_losses(gradient, replica_batch)
+        losses = self._track_losses(gradient)
         # Whether gradients are all-reduced before the optimizer gets them.
         whole = gradient.weight is not None or self.stages.chain is not None
         if weigh and whole and not gradient.reduced:
@@ -169,12 +163,12 @@ class TrainStep(NamedTuple):
     def _accumulator(self) -> Accumulating | None:
         return find_accumulator(self.model.optimizer)
 
-    def _track_losses(self, gradient: Gradient, replica_batch: ReplicaBatch) -> TrackedLosses | None:
+    def _track_losses(self, gradient: Gradient) -> TrackedLosses | None:
         """The losses to log, or `None` where Keras tracks them."""
         if gradient.sums is not None:
             return TrackedLosses(self.model, gradient.sums, self.window, ends=self.update, same=gradient.reduced)
         if gradient.show is None and (loss := gradient.loss) is not None:
-            replica_batch.run(lambda: track_loss(self.model, loss, replica_batch.rows))
+            self.replica_batch.run(lambda: track_loss(self.model, loss, self.replica_batch.rows))
         return None
 
     def _contribution(self, gradient: Gradient, replica_weight: ReplicaWeight | None) -> Contribution | None:
@@ -202,27 +196,24 @@ class TrainStep(NamedTuple):
         return self.stages.apply.accumulate_only() if self.stages.apply else contextlib.nullcontext()
 
     def _gradient(self, context: StepContext, data: Batch) -> Gradient:
-        """The gradient of a replica batch, in slices if it is split."""
+        """The gradient of a replica batch, summed over its slices if it is cut."""
+        split, cut = self.stages.split, self.division.cut
         # TensorFlow can't all-gather weights within XLA, or in a loop over slices.
-        gather_first = (self._by_xla and not self._by_layer) or self.stages.split
-        with gather_before_pass(self.model) if gather_first else compile_by_layer(self._by_layer):
-            trace = functools.partial(compute_loss, self.model)
-            explained = explaining_rows(self.model, data, replica_count(), trace)
-            with explained if replica_count() > 1 or self.division.cut else contextlib.nullcontext():
-                return self._of_parts(context, data)
-
-    def _of_parts(self, context: StepContext, data: Batch) -> Gradient:
-        """The gradient of a batch, summed over its slices if it is cut."""
-        split = self.stages.split
-        if split is None or not self.division.cut:
-            # A batch of one slice needs a weight only if it is accumulated with others.
-            weighed = split if self._accumulator and not self.division.why_whole else None
-            return gradient_of(self._context_of(context, weighed)._replace(whole=True), data)
-        try:
-            gradient = split(self._context_of(context._replace(weigh_replica=None), split), data)
-        except IndivisibleError as refusal:
-            raise IndivisibleError(f"{split.refusal_prefix} {refusal}") from None
-        return scale_by_replica(self.model, gradient, context.weigh_replica)
+        gather_first = (self._by_xla and not self._by_layer) or split
+        explained = explaining_rows(self.model, data, replica_count(), functools.partial(compute_loss, self.model))
+        with (
+            gather_before_pass(self.model) if gather_first else compile_by_layer(self._by_layer),
+            explained if replica_count() > 1 or cut else contextlib.nullcontext(),
+        ):
+            if split is None or not cut:
+                # A batch of one slice needs a weight only if it is accumulated with others.
+                weighed = split if self._accumulator and not self.division.why_whole else None
+                return gradient_of(self._context_of(context, weighed)._replace(whole=True), data)
+            try:
+                gradient = split(self._context_of(context._replace(weigh_replica=None), split), data)
+            except IndivisibleError as refusal:
+                raise IndivisibleError(f"{split.refusal_prefix} {refusal}") from None
+            return scale_by_replica(self.model, gradient, context.weigh_replica)
 
     @property
     def _is_uniform(self) -> bool:
@@ -241,13 +232,13 @@ class TrainStep(NamedTuple):
         normalize = self.stages.normalization(of_slices=split is not None)
         # Keras's trackers expect whole batches.
         partial = bool(split or self.stages.apply or self.stages.present or (self.stages.take and replica_count() > 1))
-        inexact = normalize is None and self.stages.take and replica_count() > 1
+        inexact = normalize is None and self.stages.take is not None and replica_count() > 1
         return context._replace(
             normalize=normalize,
-            scale_by_replicas=scale_by_replicas if inexact else None,
+            inexact=inexact,
             # On a mesh the number of rows is static, and Keras's trackers would count by it.
             sums=partial or self.stages.mesh is not None,
-            look=warn_of_uniform if self._is_uniform else None,
+            uniform=self._is_uniform,
             present=self.stages.present,
             by_xla=self._by_xla and not self._by_layer,
         )

@@ -22,13 +22,12 @@ from keras_paragrad.compat.collectives import (
 )
 from keras_paragrad.compat.state import log_once
 from keras_paragrad.compat.types import Batch, Gradients, StepLogs, Structure
-from keras_paragrad.engine.batches.batch_statistics import counting_examples
-from keras_paragrad.engine.batches.replica_batch import ReplicaBatch
+from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, counting_examples
 from keras_paragrad.engine.calls.divided import Result, RowSlices, divided
-from keras_paragrad.engine.calls.intercept import intercepting, not_intercepting
+from keras_paragrad.engine.calls.intercept import intercepting
 from keras_paragrad.engine.calls.layer_call import LayerCall
 from keras_paragrad.engine.calls.replicas import Share, gather_batch, metrics_of_one_device
-from keras_paragrad.engine.losses.refusals import IndivisibleError
+from keras_paragrad.engine.losses.dividers import IndivisibleError
 from keras_paragrad.engine.proof.call_trials import untried_layers
 from keras_paragrad.engine.step.apply import apply_same
 from keras_paragrad.engine.step.building import build_for
@@ -43,12 +42,9 @@ ApplySame = Callable[[keras.optimizers.Optimizer, Gradients, list[keras.Variable
 class CallDivider:
     """Divides the calls of layers in a step, in slices, if given, and on replicas, if there are several.
 
-    Args:
-        model: The model.
-        slices: The slices of a call on a device; a call is made whole, if `None`.
-        entered: Why calls of layers are not divided, by the layers' ids; `None` enters all that are untried.
-        by_xla: Whether XLA compiles each replica's share of a call.
-        apply: Updates with gradients that are the same on every replica.
+    `entered` says why calls of layers are not divided, by the layers' ids; `None` enters all that are untried. `by_xla`
+    says whether XLA compiles each replica's share of a call. `apply` updates with gradients that are the same on every
+    replica.
     """
 
     def __init__(
@@ -70,7 +66,7 @@ class CallDivider:
     def run(self, step: Callable[[Batch], StepLogs], data: Batch) -> StepLogs:
         """Runs a step of a replica on the whole batch, of which it has `data`; returns its logs."""
         if replica_count() == 1:
-            with capturing_applies(self._apply_here) as self._not_capturing, intercepting(self):
+            with capturing_applies(self._apply), intercepting(self):
                 logs = step(data)
         else:
             logs = self._on_replica(step, data)
@@ -89,7 +85,7 @@ class CallDivider:
             as_one_replica(),
             metrics_of_one_device(self.model),
             counting_examples(None),
-            capturing_applies(self._apply) as self._not_capturing,
+            capturing_applies(self._apply),
             intercepting(self),
         ):
             return step(whole)
@@ -105,8 +101,7 @@ class CallDivider:
         several = replica_count() > 1
         if not several and self.slices and layer_call.static is not None and layer_call.static <= self.slices.size:
             self._divided += 1
-            with not_intercepting():
-                return call(*arguments, **keywords)
+            return call(*arguments, **keywords)
         obstacle = layer_call.find_obstacle(runs_twice=self.slices is not None)
         if obstacle:
             self._obstacles[layer.name] = obstacle
@@ -127,25 +122,21 @@ class CallDivider:
         with counting_examples(share.nonempty):
             if self.by_xla and not self.slices:
                 inputs: Any = (rows, whole, state)
-                result: Result = in_function(functools.partial(_call_with, layer_call))(inputs)
+                result: Result = in_function(functools.partial(_call, layer_call))(inputs)
             else:
                 result = self._in_slices(layer_call, rows, whole, state)
         self._summed |= layer_call.read
         return result._replace(rows=share.whole(result.rows))
 
-    def _apply_here(
-        self, optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
-    ) -> None:
-        """Updates on one device, with variables made outside of the graph, which would be traced again for them."""
-        build_for(optimizer, variables)
-        with self._not_capturing():
-            optimizer.apply(gradients, variables)
-
     def _apply(
         self, optimizer: keras.optimizers.Optimizer, gradients: Gradients, variables: list[keras.Variable]
     ) -> None:
         """Updates with gradients that each replica has of the whole batch."""
+        # Outside of the graph, which would be traced again for the variables that it makes.
         build_for(optimizer, variables)
+        if replica_count() == 1:
+            optimizer.apply(gradients, variables)
+            return
         # Computed by each replica for itself, they may differ by rounding on GPUs, and with them the weights.
         own = [
             index
@@ -155,8 +146,7 @@ class CallDivider:
         same = list(gradients)
         for index, total in zip(own, sum_over_replicas([tf.identity(same[index]) for index in own]), strict=True):
             same[index] = total / tf.cast(replica_count(), total.dtype)
-        with self._not_capturing():
-            self.apply(optimizer, same, variables)
+        self.apply(optimizer, same, variables)
 
     @property
     def refusal(self) -> str | None:
@@ -170,5 +160,5 @@ class CallDivider:
         )
 
 
-def _call_with(layer_call: LayerCall, inputs: Any) -> Result:
+def _call(layer_call: LayerCall, inputs: Any) -> Result:
     return layer_call(*inputs)

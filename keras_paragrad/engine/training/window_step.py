@@ -18,10 +18,9 @@ from keras_paragrad.compat.layers import WeightScope, assign_now, outermost_laye
 from keras_paragrad.compat.model import is_seed, step_metrics
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Batch, Gradients, Step, StepLogs
+from keras_paragrad.engine.losses.dividers import IndivisibleError
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
-from keras_paragrad.engine.losses.refusals import IndivisibleError
 from keras_paragrad.engine.losses.terms import arguments_of
-from keras_paragrad.engine.losses.weightings import weighting_of
 from keras_paragrad.engine.step.apply import Contribution, apply_same
 
 _INSTEAD = (
@@ -32,13 +31,10 @@ _INSTEAD = (
 
 
 class WindowStep:
-    """The `train_step` of a model for the micro-batches of windows.
+    """The `train_step` of a model, compiled with an accumulating optimizer, for the micro-batches of windows.
 
-    Args:
-        model: The model, compiled with an accumulating optimizer.
-        normalize: Has the stated weighting; all micro-batches count the same, if `None`.
-        update: Whether the micro-batch ends a window.
-        end: Ends the micro-batch, with an update if it ends a window.
+    All micro-batches count the same, without `normalize`. `end` ends the micro-batch, with an `update` if it ends a
+    window.
     """
 
     def __init__(self, model: keras.Model, normalize: LossNormalization | None, update: bool, end: Callable[[], None]):
@@ -56,7 +52,9 @@ class WindowStep:
         """Runs the step by `run`, which gets a function of the batch and this replica's data; returns its logs."""
 
         def in_window(batch: Batch) -> StepLogs:
-            self._contribution = self._contribution_of(batch)
+            weighting = self.normalize and self.normalize.stated
+            weight = weighting.normalizer(arguments_of(batch)) if weighting else None
+            self._contribution = Contribution.of(weight, same=True)
             kept = {id(variable) for metric in step_metrics(self.model) for variable in metric.variables}
             scope = contextlib.nullcontext() if self.update else _WindowScope(kept, self._check_assigned)
             with scope, _COUNTING.open(_Counted(self._contribution, self.update)):
@@ -89,15 +87,6 @@ class WindowStep:
                 f"The train_step of {type(self.model).__name__} assigns to its weight {variable.path!r} before it "
                 f"calls the optimizer, so its micro-batches can't be accumulated one after the other. {_INSTEAD}"
             )
-
-    def _contribution_of(self, batch: Batch) -> Contribution:
-        weighting = self.normalize and weighting_of(self.normalize.weighting)
-        if weighting is None:
-            return Contribution(1.0, 1.0)
-        if weighting.divisor is None:
-            return Contribution(1.0, 1.0, decay=0.0)
-        divisor = weighting.divisor(arguments_of(batch))
-        return Contribution(divisor, divisor)
 
 
 class _WindowScope(WeightScope):

@@ -16,7 +16,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.types import Array, Structure
+from keras_paragrad.compat.types import Array, Batch, Structure
+from keras_paragrad.compat.workers import local_replica_values
 
 
 class Tolerance(NamedTuple):
@@ -126,6 +127,55 @@ def row_count(batch: Structure) -> int:
     return int(next(tensor for tensor in keras.tree.flatten(batch) if tensor is not None).shape[0])
 
 
+def uneven_parts(count: int) -> list[tuple[int, int]]:
+    """Cuts `count` rows, at least 2, into two parts: the first row of each, and the row after it.
+
+    Their sizes differ, if there are more than two rows, and the first is odd: pairs have no place in it.
+    """
+    first = max(3 * count // 8 - 1, 0) | 1
+    return [(0, first), (first, count)]
+
+
+def even_parts(count: int, size: int) -> list[tuple[int, int]]:
+    """Cuts `count` rows into parts of `size` rows; the last holds the rest."""
+    return [(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def join_rows(batches: Sequence[Batch]) -> Batch:
+    """Concatenates batches; leaves out those whose rows have other shapes than the first batch's (other padding)."""
+
+    def shapes(batch: Batch) -> list[Any]:
+        return [None if leaf is None else tuple(leaf.shape[1:]) for leaf in keras.tree.flatten(batch)]
+
+    alike = [batch for batch in batches if shapes(batch) == shapes(batches[0])]
+    return keras.tree.map_structure(lambda *leaves: _join(leaves), *alike)
+
+
+def local_rows(batch: Batch) -> Batch:
+    """Joins a batch's rows on this process's replicas; `None` if a tensor has no rows."""
+    leaves = [local_replica_values(leaf) for leaf in keras.tree.flatten(batch)]
+    if not all(value.shape.rank for values in leaves for value in values if value is not None):
+        return None
+    return keras.tree.pack_sequence_as(batch, list(map(_join, leaves)))
+
+
+def gather_rows(nested: Structure, order: Sequence[int]) -> Any:
+    """The rows of nested tensors in another order."""
+
+    def gather(leaf: Any) -> Any:
+        if isinstance(leaf, tf.SparseTensor):
+            return tf.sparse.concat(0, [take_rows(leaf, row, row + 1) for row in order])
+        return None if leaf is None else tf.gather(leaf, order)
+
+    return keras.tree.map_structure(gather, nested)
+
+
+def _join(leaves: Sequence[Any]) -> Any:
+    if leaves[0] is None or len(leaves) == 1:
+        return leaves[0]
+    return tf.sparse.concat(0, list(leaves)) if isinstance(leaves[0], tf.SparseTensor) else tf.concat(leaves, 0)
+
+
 @contextlib.contextmanager
 def without_replicas() -> Generator[None]:
     """Context of a trial, or of a trace that never runs: there are no other replicas to wait for."""
@@ -153,6 +203,59 @@ def gradients_match(first: Sequence[Array], second: Sequence[Array], *, half_pre
         np.allclose(a, b, rtol=0, atol=OF_WEIGHT * size + OF_ALL.single * of_all, equal_nan=True)
         for (a, b), size in zip(pairs, largest, strict=True)
     )
+
+
+def close(one: Any, other: Any, tolerance: float) -> bool:
+    """Whether nested results are the same, within a relative tolerance."""
+    pairs = zip(keras.tree.flatten(one), keras.tree.flatten(other), strict=True)
+    return all(np.allclose(*pair, rtol=tolerance, atol=TINY, equal_nan=True) for pair in pairs)
+
+
+def sum_with_factors(outputs: Iterable[tf.Tensor], factors: tf.Tensor) -> tf.Tensor:
+    """A sum of outputs in which each row has its factor, and no two columns count the same."""
+    total = tf.zeros([])
+    for output in outputs:
+        if output.dtype.is_floating and output.shape.rank and output.shape[0] in (None, factors.shape[0]):
+            flat = tf.reshape(tf.cast(output, "float32"), [tf.shape(output)[0], -1])
+            columns = tf.cos(tf.range(tf.cast(tf.shape(flat)[1], "float32")))
+            total += tf.reduce_sum(flat * factors[:, None] * columns)
+    return total
+
+
+def among_others(count: int) -> list[int]:
+    """An order of rows in which all but the first and last stay where they are, beside others at the ends."""
+    return [count // 2, *range(1, count - 1), count // 2]
+
+
+def with_ends_of(expected: tf.Tensor, found: tf.Tensor) -> tf.Tensor:
+    """Rows with the first and last of what is expected."""
+    alike = expected.shape.is_compatible_with(found.shape)
+    return tf.concat([expected[:1], found[1:-1], expected[-1:]], 0) if alike else found
+
+
+def largest_error(expected: tf.Tensor, found: tf.Tensor, before: Any = None) -> tf.Tensor:
+    """The largest difference, over the largest value of what is expected, or of its change from `before`."""
+    if not expected.shape.is_compatible_with(found.shape):
+        return tf.constant(float("inf"))
+    if not expected.dtype.is_floating:
+        return tf.where(tf.reduce_all(tf.equal(expected, found)), 0.0, float("inf"))
+    dtype = "float64" if expected.dtype == tf.float64 else "float32"
+    one, other = tf.cast(expected, dtype), tf.cast(found, dtype)
+    same = tf.logical_or(tf.equal(one, other), tf.logical_and(tf.math.is_nan(one), tf.math.is_nan(other)))
+    off = tf.abs(one - other)
+    off = tf.where(tf.math.is_finite(off), off, tf.constant(float("inf"), dtype))
+    # Without a value, the largest is the least.
+    off = tf.maximum(tf.reduce_max(tf.where(same, tf.zeros_like(off), off)), 0)
+    scale = _largest(one)
+    if before is not None:
+        off = tf.maximum(off - STATE_ROUNDING * scale, 0)
+        scale = _largest(one - tf.cast(before, dtype))
+    return tf.where(off > 0, off / scale, off)
+
+
+def _largest(values: tf.Tensor) -> tf.Tensor:
+    """The largest size of a finite value."""
+    return tf.maximum(tf.reduce_max(tf.where(tf.math.is_finite(values), tf.abs(values), tf.zeros_like(values))), 0)
 
 
 def relative_error(whole: list[np.ndarray], other: list[np.ndarray]) -> float | None:
@@ -184,3 +287,40 @@ def unexplained_error(
 
 def _norm(tensors: list[np.ndarray]) -> float:
     return float(np.sqrt(sum(np.sum(np.square(each)) for each in tensors)))
+
+
+# The sizes to try for axes of unknown size: a short sequence, then an image that can be halved often.
+SIZES = (8, 64)
+
+
+def synthetic_rows(
+    nested: Structure,
+    rows: int,
+    *,
+    seed: int,
+    size: int = 8,
+    low: float = 0.1,
+    high: float = 0.9,
+    labels: bool = False,
+    tokens: int = 2,
+) -> Any:
+    """Draws eager tensors with the shapes and dtypes of a batch: real numbers from `low` to `high`, and 0 or 1.
+
+    These are valid classes and tokens; integers are below `tokens`. With `labels`, real numbers are 0 or 1 too: Keras
+    casts classes to float. Axes of unknown size get `size`. Strings and sparse, ragged or huge tensors are refused.
+    """
+    generator = np.random.default_rng(seed)
+
+    def draw(tensor: Any) -> tf.Tensor | None:
+        if tensor is None:
+            return None
+        if not isinstance(tensor, (tf.Tensor, tf.TensorSpec)) or not tensor.shape.rank:
+            raise Inconclusive(f"data that isn't dense or has no rows: {type(tensor).__name__}")
+        shape = [rows, *(size if length is None else length for length in tensor.shape[1:])]
+        real = tensor.dtype.is_floating
+        if np.prod(shape) > MOST_ELEMENTS or not (real or tensor.dtype.is_integer or tensor.dtype.is_bool):
+            raise Inconclusive(f"data of type {tensor.dtype.name} and shape {tuple(shape)}, which can't be drawn")
+        values = generator.uniform(low, high, shape) if real and not labels else generator.integers(0, tokens, shape)
+        return tf.cast(values, tensor.dtype)
+
+    return keras.tree.map_structure(draw, nested)
