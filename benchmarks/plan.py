@@ -72,8 +72,7 @@ def measure(name, devices):
     """Measures the bytes and seconds of every candidate; prints as JSON what plans for the budgets choose by them."""
     from keras_paragrad.distribution.replicas import memory as replicas
     from keras_paragrad.memory import plan as plans
-    from keras_paragrad.memory.plan_search import PlanSearch
-    from keras_paragrad.memory.plan_table import MemoryPlan
+    from keras_paragrad.memory.plan import MemoryPlan, choose
 
     dist, model = prepared(name, devices)
     run, replicas._STEPS = dist._run, STEPS
@@ -105,9 +104,9 @@ def measure(name, devices):
         row = {"model": name, "devices": devices, "budget, MB": round(budget / 1e6), "ways": len(measured)}
         row |= {"ways that fit": len(fitting), "fastest that fits, s": best}
         chosen = MemoryPlan(name, BATCHES[name], devices, budget)
-        chosen.recomputed, chosen.candidates = plan.recomputed, list(plan.candidates)
+        chosen.recomputed, chosen.candidates = plan.recomputed, [dataclasses.replace(way) for way in plan.candidates]
         try:
-            PlanSearch(chosen, lambda lookup=lookup: lookup, lambda line: None).run()
+            choose(chosen, lambda lookup=lookup: lookup, lambda line: None)
         except ValueError:
             rows.append({**row, "chosen": "refused"})
             continue
@@ -119,7 +118,7 @@ def measure(name, devices):
 
 def kept(name, devices):
     """What was measured before, by choice."""
-    from keras_paragrad.memory.plan_table import Choice
+    from keras_paragrad.memory.plan import Choice
     from keras_paragrad.memory.trial import Measured
 
     file = Path(os.environ.get("KEEP", "/nowhere"), f"{name}-{devices}.json")

@@ -189,7 +189,6 @@ def check_path(
     value: object,
     *,
     directory: bool = False,
-    remote: bool = False,
     example: str | None = None,
     optional: bool = False,
 ) -> Any:
@@ -197,7 +196,6 @@ def check_path(
 
     Args:
         directory: Whether it must be a directory if it exists.
-        remote: Whether it may be an address such as `gs://...`, which is returned as text.
     """
     if value is None and optional:
         return None
@@ -211,8 +209,6 @@ def check_path(
         raise refusal(name, value, expected, _text(example))
     if len(raw) > _PATH_BYTES or max(map(len, raw.split(b"/"))) > _NAME_BYTES:
         raise refusal(name, value, f"{expected}; this one, of {len(raw)} bytes, is too long", _text(example))
-    if remote and "://" in text:
-        return text
     if "://" in text:
         raise refusal(name, value, f"{expected} on a local or mounted file system", _text(example))
     path = Path(text)

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 EXTRAS = {
     "dp_accounting": "privacy",
     "psutil": "profile",
-    "pyarrow": "profile",
     "ray": "ray",
+    "scipy": "privacy",
     "shtab": "completions",
     "tensorboard": "profile",
     "xprof": "profile",
@@ -30,13 +30,12 @@ def is_installed(package: str) -> bool:
         return False
 
 
-def explain_missing(feature: str, packages: Iterable[str], instead: str | None = None) -> str:
+def explain_missing(feature: str, packages: Iterable[str]) -> str:
     """A sentence that names the missing packages and the command that installs them, quoted for a shell.
 
     Args:
         feature: The feature that needs them; starts the sentence.
         packages: The packages, perhaps with a purpose: "xprof (to read traces)".
-        instead: An alternative, such as "write file_format='csv'".
 
     Example:
 
@@ -49,12 +48,11 @@ def explain_missing(feature: str, packages: Iterable[str], instead: str | None =
     extras = ",".join(sorted({EXTRAS[package] for package in missing}))
     also = "".join(f" {ALSO_BRINGS[name]} brings {name} as well." for name in missing if name in ALSO_BRINGS)
     names = f"{', '.join(others)} and {last}, which are" if others else f"{last}, which is"
-    advice = f", or {instead}" if instead else ""
-    return f"{feature} needs {names} not installed. Run pip install 'keras_paragrad[{extras}]'{advice}.{also}"
+    return f"{feature} needs {names} not installed. Run pip install 'keras_paragrad[{extras}]'.{also}"
 
 
-def require(feature: str, *packages: str, instead: str | None = None) -> None:
+def require(feature: str, *packages: str) -> None:
     """Raises a `MissingExtraError` if one of the packages is not installed; see `explain_missing`."""
     missing = [package for package in packages if not is_installed(package)]
     if missing:
-        raise MissingExtraError(explain_missing(feature, missing, instead), name=missing[0])
+        raise MissingExtraError(explain_missing(feature, missing), name=missing[0])

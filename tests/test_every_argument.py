@@ -164,7 +164,6 @@ DERIVATIVE = {
     "batch_size": COUNT | NONE,
     "wrt": NONE | ZERO,
     "jit_compile": FLAG | AUTO,
-    "out": NONE | PATH,
     "stream": FLAG,
     "verbose": FLAG | ZERO | taken("1"),
 }
@@ -325,7 +324,6 @@ PUBLIC = {
             "quantiles": taken("[]", "()", "[1]", "[0.5]", "array", "empty array"),
             "bins": COUNT,
             "largest": COUNT | LARGE,
-            "log_dir": PATH | NONE | taken("gs://"),
         },
     ),
     "GradientNoiseScale": Called(
@@ -337,11 +335,9 @@ PUBLIC = {
         {
             "log_dir": PATH | NONE,
             "every": COUNT | LARGE,
-            "file_format": NOTHING,
             "vanishing": HALF | ZERO,
             "exploding": ABOVE_0 - HALF - taken("1") | taken("inf"),
             "patience": COUNT | LARGE,
-            "show": AUTO | taken("[]", "()", "empty array"),
         },
     ),
     "Options": Called(Options, OPTIONS),
@@ -354,7 +350,6 @@ PUBLIC = {
             "transform": FUNCTION | NONE,
             "capacity": COUNT | NONE,
             "loss_reduction": NONE,
-            "masked_mean": NOTHING,
             "kwargs": ELSEWHERE,
         },
         {"layer": lambda: keras.layers.Dense(1)},
@@ -388,7 +383,6 @@ PUBLIC = {
             "peak_flops": ABOVE_0 | NONE,
             "flops": FLAG | NONE,
             "batch_size": COUNT | LARGE | NONE,
-            "show": AUTO | taken("[]", "()", "empty array"),
         },
     ),
     "distributed_dataset": Called(
@@ -477,9 +471,7 @@ PUBLIC = {
         {
             "model": NOTHING,
             # Those of `PerExampleGradients`.
-            **dict.fromkeys(
-                ("quantity", "clip_norm", "transform", "capacity", "loss_reduction", "masked_mean"), ELSEWHERE
-            ),
+            **dict.fromkeys(("quantity", "clip_norm", "transform", "capacity", "loss_reduction"), ELSEWHERE),
         },
         {"model": model},
     ),

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from keras_paragrad import ExampleGradients, GradientTelemetry
 from keras_paragrad.extras import EXTRAS, MissingExtraError, explain_missing, require
 from keras_paragrad.profiling.analysis.trace import read_trace
 
@@ -22,8 +21,6 @@ PROJECT = Path(__file__).parents[1] / "pyproject.toml"
 @pytest.mark.parametrize(
     ("package", "use"),
     [
-        ("pyarrow", lambda path: GradientTelemetry(file_format="parquet")),
-        ("tensorboard", lambda path: ExampleGradients(log_dir=path)),
         ("xprof", lambda path: read_trace(path / "made.xplane.pb")),
     ],
 )

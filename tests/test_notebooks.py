@@ -16,9 +16,8 @@ from keras_paragrad.distribution.mesh.mesh import Mesh
 from keras_paragrad.distribution.mesh.parallelism import Divided, LayoutTable
 from keras_paragrad.distribution.pipeline.preparation import Stage, StageTable
 from keras_paragrad.memory import Estimate
-from keras_paragrad.memory.batch_size import SizesTried, SizeTried
 from keras_paragrad.memory.breakdown import MemoryBreakdown
-from keras_paragrad.memory.plan_table import MemoryPlan
+from keras_paragrad.memory.plan import MemoryPlan
 from keras_paragrad.plain_text import InNotebooks, Printable
 from keras_paragrad.privacy.budget import Privacy
 from keras_paragrad.profiling.summary import OperationTime, ProfileSummary, StepTime
@@ -52,7 +51,6 @@ SHOWN = {
     LayoutTable: (layout, "one device: 8 B"),
     MemoryPlan: (lambda: MemoryPlan(NAME, 8, 1, 4096), "4 KiB on each"),
     Privacy: (privacy, "differentially private"),
-    SizesTried: (lambda: SizesTried([SizeTried(64, 1024, 2048, True)], 4096), "2 KiB"),
     StageTable: (lambda: StageTable(NAME, [Stage(("CPU:0",), (NAME,), 4, 16, 0)]), "16 B"),
     WindowFigures: (window, "Profile of batches 0 to 0"),
 }

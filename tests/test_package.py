@@ -104,7 +104,7 @@ def test_help_shows_the_parameters_of_what_is_public(package):
         kinds = {each.kind for each in inspect.signature(function).parameters.values()}
         assert name in TAKE_ANY or not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}, name
     taken = inspect.signature(keras_paragrad.wrap).parameters
-    assert list(taken) == ["model", "quantity", "clip_norm", "transform", "capacity", "loss_reduction", "masked_mean"]
+    assert list(taken) == ["model", "quantity", "clip_norm", "transform", "capacity", "loss_reduction"]
     assert taken["quantity"].default == "norms"
     dist = keras_paragrad.DistributedFit
     assert {"batch_size", "seed"} <= set(inspect.signature(dist.dataset).parameters)

@@ -12,7 +12,6 @@ import tensorflow as tf
 
 from keras_paragrad.compat.operations import REPLICAS_IN_SYNC, StrategyBase
 from keras_paragrad.compat.types import GradientTensor
-from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.compat.workers import replica_placement
 
 # Bytes from which a CPU tensor is all-reduced separately, which saves two copies and waiting for a bucket to fill.
@@ -127,10 +126,6 @@ def sum_over_replicas(tensors: Sequence[Any]) -> list[Any]:
     # Not every collective supports integers. A float64 holds counts up to 2**53.
     floats: list[Any] = [tf.cast(tensor, "float64") if tensor.dtype.is_integer else tensor for tensor in tensors]
     sums = _all_reduce_sum(floats)
-    clock = WaitClock.here()
-    # Not measured for few values, such as the weights of replica batches: something else is computed meanwhile.
-    if clock and sum(map(_bytes_of, floats)) > SMALL:
-        clock.wait(floats, sums)
     return [
         tf.cast(total, tensor.dtype) if tensor.dtype.is_integer else total
         for total, tensor in zip(sums, tensors, strict=True)

@@ -45,8 +45,6 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("keras.src.backend.common.variables", "get_autocast_scope"),
         Hook("keras.src.layers.layer", "CallContext.get_value", ("arg_name",)),
         Hook("keras.src.losses.loss", "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
-        Hook("keras.src.losses.loss", "reduce_weighted_values", ("values", "sample_weight", "reduction", "dtype")),
-        Hook("keras.src.losses.loss", "squeeze_or_expand_to_same_rank", ("x1", "x2")),
         Hook("keras.src.trainers.compile_utils", "CompileLoss.build", ("y_true", "y_pred")),
         Hook("sys", "_current_frames"),
         Hook("tensorflow", "Graph._get_function", ("name",)),

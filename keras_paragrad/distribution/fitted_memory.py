@@ -11,7 +11,7 @@ from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Specs
 from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.engine.training.builder import StepBuilder
-from keras_paragrad.memory.plan_table import MemoryPlan
+from keras_paragrad.memory.plan import MemoryPlan
 from keras_paragrad.memory.recomputation import RECOMPUTATIONS
 
 

@@ -10,7 +10,6 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_integer, refusal
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.inputs.function import Derivative, OutputChoice, RowFunction
-from keras_paragrad.inputs.rows import OutFiles
 from keras_paragrad.inputs.run import DerivativeOptions, differentiate
 from keras_paragrad.inputs.selection import Wrt
 
@@ -25,7 +24,6 @@ def integrated_gradients(
     batch_size: int | None = None,
     wrt: Wrt = None,
     jit_compile: bool | str = "auto",
-    out: OutFiles = None,
     stream: bool = False,
     verbose: int = 0,
 ) -> Any:
@@ -44,7 +42,6 @@ def integrated_gradients(
         batch_size: Rows per chunk; see `input_gradients`, also for the arguments that follow.
         wrt: The inputs or layers to attribute to. Other inputs are fixed to their values in `x`.
         jit_compile: Whether to compile with XLA.
-        out: Files to write the results to.
         stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar.
 
@@ -70,7 +67,7 @@ def integrated_gradients(
     """
     # The quadrature points are eigenvalues of a matrix with `steps` rows.
     steps = check_integer("steps", steps, most=10_000, example=50)
-    options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
+    options = DerivativeOptions(output, wrt, batch_size, jit_compile, stream, verbose)
     rows = [_check_baseline(row) for row in keras.tree.flatten(0.0 if baseline is None else baseline)]
     return differentiate(model, x, [_Path(rows, steps)], options)
 

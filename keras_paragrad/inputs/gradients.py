@@ -9,7 +9,6 @@ import tensorflow as tf
 from keras_paragrad.compat.data import is_batched
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.inputs.function import Derivative, OutputChoice, RowFunction, refuse_missing_derivatives
-from keras_paragrad.inputs.rows import OutFiles
 from keras_paragrad.inputs.run import DerivativeOptions, differentiate
 from keras_paragrad.inputs.selection import Wrt
 
@@ -31,7 +30,6 @@ def input_gradients(
     batch_size: int | None = None,
     wrt: Wrt = None,
     jit_compile: bool | str = "auto",
-    out: OutFiles = None,
     stream: bool = False,
     verbose: int = 0,
 ) -> Any:
@@ -54,14 +52,13 @@ def input_gradients(
             its path as in `"encoder/embedding"`, for what the layer gives when the model is called; or a list or dict
             of these. All inputs if `None`. `"embedding:0"` is the first call of a layer that is called several times.
         jit_compile: Whether to compile with XLA; `"auto"` follows the model.
-        out: Files to write the results to: the path of a `.npy` file, or paths nested as the result.
         stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar, 2 for one line at the end, 0 for neither.
 
     Returns:
         An array for each input or layer, of the shape of what is differentiated by, in float32 (float64 if the input or
-        the layer's output is), nested as the inputs or as `wrt`; memory-mapped read-only if `out` is given. With
-        `stream=True`, an iterator of such results, some rows each.
+        the layer's output is), nested as the inputs or as `wrt`. With `stream=True`, an iterator of such
+        results, some rows each.
 
     Raises:
         ValueError: An input is not real-valued, or the output does not depend on it; the output is not a scalar per
@@ -86,7 +83,7 @@ def input_gradients(
     Reference:
         Simonyan, Vedaldi and Zisserman, *Deep Inside Convolutional Networks*, 2013, https://arxiv.org/abs/1312.6034.
     """
-    options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
+    options = DerivativeOptions(output, wrt, batch_size, jit_compile, stream, verbose)
     return differentiate(model, x, [lambda function, free, _: Derivative(function.gradients(free))], options)
 
 
@@ -99,7 +96,6 @@ def hessian_vector_product(
     batch_size: int | None = None,
     wrt: Wrt = None,
     jit_compile: bool | str = "auto",
-    out: OutFiles = None,
     stream: bool = False,
     verbose: int = 0,
 ) -> Any:
@@ -113,7 +109,6 @@ def hessian_vector_product(
         batch_size: Rows per chunk; see `input_gradients`, also for the arguments that follow.
         wrt: The inputs or layers to differentiate with respect to.
         jit_compile: Whether to compile with XLA.
-        out: Files to write the results to.
         stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar.
 
@@ -138,7 +133,7 @@ def hessian_vector_product(
     """
     if is_batched(x):
         raise ValueError(f"`x` is a {type(x).__name__}, and `vector` must match it row by row. Pass arrays for both.")
-    options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
+    options = DerivativeOptions(output, wrt, batch_size, jit_compile, stream, verbose)
     return differentiate(
         model,
         x,

@@ -9,7 +9,6 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_choice
 from keras_paragrad.compat.types import FitData
 from keras_paragrad.inputs.function import Derivative, OutputChoice, RowFunction, refuse_missing_derivatives
-from keras_paragrad.inputs.rows import OutFiles
 from keras_paragrad.inputs.run import DerivativeOptions, differentiate
 from keras_paragrad.inputs.selection import Wrt
 
@@ -28,7 +27,6 @@ def input_jacobian(
     batch_size: int | None = None,
     wrt: Wrt = None,
     jit_compile: bool | str = "auto",
-    out: OutFiles = None,
     stream: bool = False,
     verbose: int = 0,
 ) -> Any:
@@ -47,7 +45,6 @@ def input_jacobian(
             entries. If `None`, chosen by the memory that a row takes; see `input_gradients`.
         wrt: The inputs or layers to differentiate with respect to; see `input_gradients`.
         jit_compile: Whether to compile with XLA; `"auto"` follows the model.
-        out: Files to write the results to; see `input_gradients`.
         stream: Whether to return an iterator over the results of the chunks.
         verbose: 1 for a progress bar, 2 for one line at the end, 0 for neither.
 
@@ -71,7 +68,7 @@ def input_jacobian(
         Griewank and Walther, *Evaluating Derivatives*, 2nd edition, SIAM 2008, chapter 3.
     """
     check_choice("mode", mode, MODES)
-    options = DerivativeOptions(output, wrt, batch_size, jit_compile, out, stream, verbose)
+    options = DerivativeOptions(output, wrt, batch_size, jit_compile, stream, verbose)
     methods = [Jacobian("auto"), Jacobian("reverse")] if mode == "auto" else [Jacobian(mode)]
     return differentiate(model, x, methods, options, estimate=_bytes_of_jacobian)
 

@@ -1,22 +1,16 @@
-"""Reads rows from arrays, datasets or generators, in chunks of equal size, and collects results in memory or files."""
+"""Reads rows from arrays, datasets or generators, in chunks of equal size, and collects results."""
 
 import itertools
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.arguments import check_path, quote, refusal
+from keras_paragrad.arguments import quote
 from keras_paragrad.compat.data import is_batched
 from keras_paragrad.compat.types import FitData, Structure
-from keras_paragrad.inputs.selection import Nesting
-
-# The argument `out`: the file of each result, nested as the results.
-OutFiles: TypeAlias = str | os.PathLike[str] | Sequence["OutFiles"] | Mapping[str, "OutFiles"] | None
 
 
 class Chunk(NamedTuple):
@@ -149,65 +143,3 @@ class InMemory:
     def result(self) -> np.ndarray:
         self._array.resize((self._rows, *self._array.shape[1:]), refcheck=False)
         return self._array
-
-
-class NpyFile:
-    """A `.npy` file that rows are appended to. It is readable at any time, and holds the rows written so far."""
-
-    def __init__(self, path: Path):
-        self._path, self._rows = path, 0
-
-    def append(self, part: np.ndarray) -> None:
-        """Writes rows to the end of the file, and then counts them in its header."""
-        # A file of that name is replaced by one with rows: arrays that are mapped from the old one keep it.
-        new = None if self._rows else self._path.with_name(f".{self._path.name}.{os.getpid()}")
-        with (new or self._path).open("wb" if new else "r+b") as file:
-            self._write_header(file, part)
-            file.seek(0, os.SEEK_END)
-            file.write(np.ascontiguousarray(part).data)
-            self._rows += len(part)
-            self._write_header(file, part)
-        if new:
-            new.replace(self._path)
-
-    def _write_header(self, file: BinaryIO, part: np.ndarray) -> None:
-        # NumPy pads the header for any number of rows, so its length never changes.
-        shape = (self._rows, *part.shape[1:])
-        header = {"descr": np.lib.format.dtype_to_descr(part.dtype), "fortran_order": False, "shape": shape}
-        file.seek(0)
-        np.lib.format.write_array_header_1_0(file, header)
-
-    def result(self) -> np.ndarray:
-        """All rows, memory-mapped read-only."""
-        return np.load(self._path, mmap_mode="r")
-
-
-def make_sinks(out: OutFiles, nesting: Nesting, rows: int | None, x: FitData) -> list[InMemory] | list[NpyFile]:
-    """Makes a sink, which rows are appended to, for each result: a file if `out` is given, or an array in memory.
-
-    `out` and `nesting` are nested as the results are; `rows` is the number of all rows, if it is known. Refuses files
-    that `x` is memory-mapped from, and one file for several results.
-    """
-    if out is None:
-        return [InMemory(rows) for _ in keras.tree.flatten(nesting)]
-    try:
-        keras.tree.assert_same_structure(out, nesting)
-        paths = [check_path("out", path) for path in keras.tree.flatten(out)]
-    except Exception:  # whatever Keras raises for another nesting
-        example = keras.tree.map_structure(lambda number: f"{number}.npy", nesting)
-        raise refusal("out", out, "a file for each result, nested as they are", repr(example)) from None
-    files = [os.path.realpath(path) for path in paths]
-    mapped = {os.path.realpath(file) for leaf in keras.tree.flatten(x) for file in _mapped_files(leaf)}
-    if inputs := set(files) & mapped:
-        raise ValueError(f"`out` names {inputs.pop()}, which the rows are read from. Name another file.")
-    if duplicates := {file for file in files if files.count(file) > 1}:
-        raise ValueError(f"`out` names {duplicates.pop()} twice. Name a separate file for each result.")
-    return [NpyFile(path) for path in paths]
-
-
-def _mapped_files(array: object) -> Iterator[str]:
-    """The files that an array, or what it is a view of, is mapped from."""
-    while isinstance(array, np.ndarray):
-        if isinstance(array, np.memmap) and array.filename is not None:
-            yield str(array.filename)
-        array = array.base

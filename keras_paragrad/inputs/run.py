@@ -22,7 +22,7 @@ from keras_paragrad.engine.tracing.effects import assigned_resources
 from keras_paragrad.engine.tracing.gradient_functions import releasing
 from keras_paragrad.engine.tracing.untouched import trace_untouched
 from keras_paragrad.inputs.function import Differentiate, Output, RowFunction, check_output
-from keras_paragrad.inputs.rows import Chunk, InputRows, OutFiles, make_sinks, to_arrays
+from keras_paragrad.inputs.rows import Chunk, InMemory, InputRows, to_arrays
 from keras_paragrad.inputs.selection import Selection, Wrt
 from keras_paragrad.memory.cost import bytes_of_results
 from keras_paragrad.per_example.mixing_layers import find_mixing_layer
@@ -44,24 +44,18 @@ class DerivativeOptions(NamedTuple):
     wrt: Wrt
     batch_size: int | None
     jit_compile: bool | str
-    out: OutFiles
     stream: bool
     verbose: int
 
     def checked(self) -> "DerivativeOptions":
         """Returns the options, validated."""
-        checked = self._replace(
+        return self._replace(
             batch_size=check_integer("batch_size", self.batch_size, most=2**31 - 1, example=2048, optional=True),
             jit_compile=check_choice("jit_compile", self.jit_compile, ("auto", True, False)),
             verbose=int(check_integer("verbose", self.verbose, least=0, most=2, also=(True, False), example=1)),
             stream=check_flag("stream", self.stream),
             output=check_output(self.output),
         )
-        if checked.stream and self.out is not None:
-            raise ValueError(
-                "`stream` and `out` can't be combined: results are yielded or written. Remove one of them."
-            )
-        return checked
 
 
 def bytes_of_gradient(forward: float, inputs: float, outputs: int) -> float:
@@ -101,7 +95,6 @@ def differentiate(
     rows = InputRows((x, *extras) if extras else x)
     structure = rows.structure[0] if extras else rows.structure
     selection = Selection.of(model, structure, rows.first, options.wrt)
-    sinks = make_sinks(options.out, selection.nesting, rows.count, (x, extra))
     execution = Execution(model, selection, options.output, options.jit_compile, methods)
     execution.build(rows.first)
     size = options.batch_size or rows_within_budget(execution.bytes_per_row(rows.first, estimate))
@@ -111,10 +104,11 @@ def differentiate(
     results = itertools.chain([next(results)], results)
     if options.stream:
         return (selection.nested(values) for values in results)
+    arrays = [InMemory(rows.count) for _ in selection.sources]
     for values in results:
-        for sink, value in zip(sinks, values, strict=True):
-            sink.append(value)
-    return selection.nested([sink.result() for sink in sinks])
+        for array, value in zip(arrays, values, strict=True):
+            array.append(value)
+    return selection.nested([array.result() for array in arrays])
 
 
 def _run_all(

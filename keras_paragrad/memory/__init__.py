@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from keras_paragrad.exports import lazily
 
 if TYPE_CHECKING:
-    from keras_paragrad.memory.batch_size import BatchSize as BatchSize
     from keras_paragrad.memory.batch_size import find_batch_size as find_batch_size
     from keras_paragrad.memory.estimate import Estimate as Estimate
     from keras_paragrad.memory.estimate import estimate_memory as estimate_memory

@@ -15,8 +15,6 @@ STEP_SHARE = 0.8
 # The share of the available memory that training may take: other processes use the machine, and TensorFlow the GPU.
 _HOST_FRACTION, _GPU_FRACTION = 0.8, 0.9
 _SMI_SECONDS = 10
-# A limit from which a cgroup has none, in bytes.
-_UNLIMITED = 2**60
 
 
 def resident_bytes(process: int | str = "self", *, peak: bool = False) -> int | None:
@@ -60,40 +58,27 @@ def _of_machine() -> int | None:
 
 
 def _of_cgroups(root: Path = Path("/sys/fs/cgroup"), groups: Path = Path("/proc/self/cgroup")) -> list[int]:
-    """The bytes left below the limit of each cgroup around this process, in either version of the interface."""
+    """The bytes left below the limit of each cgroup (version 2) around this process."""
     try:
         lines = [line.split(":", 2) for line in groups.read_text().splitlines()]
     except OSError:
         return []
-    found: list[int] = []
-    for _, controllers, path in lines:
-        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
-            continue
-        base = root if controllers == "" else root / "memory"
-        names = ("memory.max", "memory.current") if controllers == "" else _CGROUP_V1_FILES
-        inside = base / path.lstrip("/")
-        # In a container, the group is the visible root.
-        for folder in dict.fromkeys((base, inside, *inside.parents)):
-            if folder.is_relative_to(base) and (left := _left_in(folder, *names)) is not None:
-                found.append(left)
-    return found
+    # In a container, the group is the visible root.
+    paths = [root / path.lstrip("/") for _, controllers, path in lines if not controllers]
+    folders = dict.fromkeys(folder for path in paths for folder in (root, path, *path.parents))
+    left = (_left_in(folder) for folder in folders if folder.is_relative_to(root))
+    return [size for size in left if size is not None]
 
 
-_CGROUP_V1_FILES = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-
-
-def _left_in(folder: Path, limit_file: str, usage_file: str) -> int | None:
+def _left_in(folder: Path) -> int | None:
     """The bytes left below a cgroup's limit, or `None` without one; the cache of files it has only read is free."""
     try:
-        limit, used = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
+        limit, used = int((folder / "memory.max").read_text()), int((folder / "memory.current").read_text())
         pairs = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        statistics = {name: int(value) for name, value in pairs}
-    except (OSError, ValueError):
+        reclaimable = {name: int(value) for name, value in pairs}["inactive_file"]
+    except (OSError, ValueError, KeyError):  # "max", where there is no limit
         return None
-    if limit == "max" or int(limit) >= _UNLIMITED:
-        return None
-    reclaimable = statistics.get("inactive_file", statistics.get("total_inactive_file", 0))
-    return max(0, int(limit) - used + reclaimable)
+    return max(0, limit - used + reclaimable)
 
 
 def least_free_gpu_bytes() -> int | None:

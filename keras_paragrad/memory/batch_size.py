@@ -4,14 +4,10 @@ import bisect
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Self
 
 import keras
 import numpy as np
 import tensorflow as tf
-from rich.console import Console, ConsoleOptions, RenderResult
-from rich.table import Table
 
 from keras_paragrad.arguments import check_instance, check_integer
 from keras_paragrad.compat.check import check_internals
@@ -21,7 +17,7 @@ from keras_paragrad.memory.available import STEP_SHARE, memory_of_device
 from keras_paragrad.memory.breakdown import breakdowns_of
 from keras_paragrad.memory.traced_step import traced_step
 from keras_paragrad.memory.trial import CannotTryError, Trials, first_rows, warn_untried
-from keras_paragrad.plain_text import Printable, bytes_in_words, counted
+from keras_paragrad.plain_text import bytes_in_words, counted
 
 _log = logging.getLogger("keras_paragrad")
 # Rows of the data that are repeated to make trial batches.
@@ -29,61 +25,8 @@ _ROWS = 64
 # Rows of the first trial without an estimate: the default of Keras's `fit`.
 _FIRST = 32
 _UNBOUNDED = 2**20
-
-
-class SizeTried(NamedTuple):
-    """A size that was tried.
-
-    Attributes:
-        size: The number of rows.
-        estimated: The estimated bytes; `None` if the step can't be estimated.
-        measured: The bytes at the peak of training; `None` if they ran out, or the size was not trained on.
-        fits: Whether it fits.
-    """
-
-    size: int
-    estimated: int | None
-    measured: int | None
-    fits: bool
-
-
-@dataclass(repr=False, eq=False)
-class SizesTried(Printable):
-    """The sizes that were tried, for `print`.
-
-    Attributes:
-        sizes: The sizes, in the order in which they were tried.
-        device_bytes: The bytes that training could take.
-    """
-
-    sizes: list[SizeTried]
-    device_bytes: int
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        table = Table(title=f"Of {bytes_in_words(self.device_bytes)}", title_justify="left")
-        table.add_column("Rows", justify="right")
-        table.add_column("Estimated", justify="right")
-        table.add_column("Measured", justify="right")
-        table.add_column("Fits")
-        for size, estimated, measured, fits in self.sizes:
-            words = ("" if size is None else bytes_in_words(size) for size in (estimated, measured))
-            table.add_row(str(size), *words, "yes" if fits else "no")
-        yield table
-
-
-class BatchSize(int):
-    """A number of rows that records how it was found. An `int` everywhere else, as for `batch_size=`.
-
-    Attributes:
-        tried: What was tried, for `print`; `None` if no search produced the number.
-    """
-
-    tried: SizesTried | None
-
-    def __new__(cls, rows: int, tried: SizesTried | None = None) -> Self:
-        size = super().__new__(cls, rows)
-        size.tried = tried
-        return size
+# Returns the bytes that a number of rows takes; `None` if memory ran out.
+Measure = Callable[[int], int | None]
 
 
 def find_batch_size(
@@ -95,7 +38,7 @@ def find_batch_size(
     max_batch_size: int | None = None,
     steps: int = 2,
     verbose: bool | int = 1,
-) -> BatchSize:
+) -> int:
     """Finds the largest batch that a device takes, within an eighth: by the estimate, then by training some steps.
 
     Each trial is a separate process, in which the model is made again from its config and trained on rows of the
@@ -114,9 +57,8 @@ def find_batch_size(
         verbose: 1 prints what is tried; it is logged at INFO in any case.
 
     Returns:
-        An `int` of at most four significant binary digits, such as 112 or 4096, or `max_batch_size`. Its
-        attribute `tried` shows what was tried. Where a model can't be made again in another process, it goes by the
-        estimate alone, and a warning is logged that says why.
+        A number of at most four significant binary digits, such as 112 or 4096, or `max_batch_size`. Where a model
+        can't be made again in another process, it goes by the estimate alone, and a warning is logged that says why.
 
     Raises:
         ValueError: A single row doesn't fit, or nothing can be tried: on several replicas, or on a GPU whose memory
@@ -143,14 +85,49 @@ def find_batch_size(
     rows = first_rows(x, y, _ROWS)
     data = [rows.x, rows.y, rows.sample_weight]
     sizes = nice_sizes(most or rows.total or _UNBOUNDED)
+    log, spec = TrialLog("find_batch_size", verbose), _spec_of(model, data)
 
-    def begin() -> Callable[[int], int | None]:
-        return Trials(model, data, device_bytes, steps).bytes_of
+    def measuring(measure: Measure, limit: int, how: str = "") -> Measure:
+        def bytes_of(size: int) -> int | None:
+            used = measure(size)
+            takes = f"take{'s' if size == 1 else ''} {'more than' if used is None else f'{bytes_in_words(used)} of'}"
+            ending = ", too much." if used is None or used > limit else "."
+            log(f"{counted(size, 'row')} {takes} {bytes_in_words(limit)}{how}{ending}")
+            return used
 
-    estimate = functools.partial(estimated_bytes, model, spec_of(model, data))
-    return find_size(
-        model, sizes, device_bytes, estimate, begin if steps else None, TrialLog("find_batch_size", verbose)
-    )
+        return bytes_of
+
+    @functools.cache
+    def estimate(size: int) -> int:
+        return breakdowns_of(model, traced_step(model, size, batch=spec), replicas=1)[0].total
+
+    # Where to begin without an estimate.
+    first, per_row = bisect.bisect_right(sizes, max(_FIRST, sizes[0])) - 1, None
+    no_estimate = cannot_try = None
+    try:
+        first, per_row = _guess(sizes, device_bytes, estimate, first)
+    except ValueError as error:
+        no_estimate = error
+    found = None
+    try:
+        if steps:
+            trials = Trials(model, data, device_bytes, steps)
+            found = largest(sizes, device_bytes, measuring(trials.bytes_of, device_bytes), first, per_row)
+    except CannotTryError as error:
+        cannot_try = error
+        warn_untried(log.asked_by, model.name, error)
+    if cannot_try or not steps:
+        if no_estimate:
+            untried = f" It can't be tried either: {str(cannot_try).rstrip('.')}." if cannot_try else ""
+            raise ValueError(f"find_batch_size can't estimate what {model.name!r} takes. {no_estimate}{untried}")
+        limit = int(STEP_SHARE * device_bytes)
+        found = largest(sizes, limit, measuring(estimate, limit, " by the estimate"), first, per_row)
+    if found is None:
+        raise ValueError(
+            f"Not even {counted(sizes[0], 'row')} of {model.name!r} can be trained in {bytes_in_words(device_bytes)}. "
+            "Write recompute(model), or train it in shards: DistributedFit(shard='parameters')."
+        )
+    return found
 
 
 def _check_can_find(model: keras.Model) -> None:
@@ -170,16 +147,7 @@ def _check_can_find(model: keras.Model) -> None:
         )
 
 
-def estimated_bytes(model: keras.Model, spec: Specs, rows: int) -> int:
-    """The estimated peak of a step of `rows` rows on one device, in bytes; `spec` is from `spec_of`.
-
-    Raises:
-        ValueError: The step can't be traced.
-    """
-    return breakdowns_of(model, traced_step(model, rows, batch=spec), replicas=1)[0].total
-
-
-def spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:
+def _spec_of(model: keras.Model, data: Sequence[Structure]) -> Specs:
     """The specs of batches `(x, y)` or `(x, y, sample_weight)` with any number of rows, from arrays of some rows.
 
     `None` if arrays don't tell what the step gets: the model overrides `fit`, or an array holds no numbers.
@@ -210,105 +178,21 @@ class TrialLog:
         _log.info("%s: %s", self.asked_by, line)
 
 
-def find_size(
-    model: keras.Model,
-    sizes: Sequence[int],
-    device_bytes: int,
-    estimate: Callable[[int], int],
-    begin: Callable[[], Callable[[int], int | None]] | None,
-    log: TrialLog,
-) -> BatchSize:
-    """Returns the largest size that fits.
-
-    Args:
-        model: The model, for messages.
-        sizes: The sizes, in ascending order.
-        device_bytes: The bytes that training may take.
-        estimate: The estimated bytes of a size; raises `ValueError` where there is no estimate.
-        begin: Makes a function that trains on a size and returns the bytes it took, or `None` if memory ran out; may
-            raise `CannotTryError`. Without it, sizes are not tried.
-        log: Gets a line for each size that is tried.
+def _guess(sizes: Sequence[int], limit: int, estimate: Callable[[int], int], first: int) -> tuple[int, float]:
+    """The index of the largest size that fits by the estimate, and the estimated bytes of a row there.
 
     Raises:
-        ValueError: Not even the smallest size fits, or there is neither an estimate nor a trial.
+        ValueError: The step can't be traced.
     """
-    guess = _Guess(sizes, estimate, device_bytes)
-    tried: list[SizeTried] = []
+    points = [(0, 0)]
 
-    def search(measure: Callable[[int], int | None], limit: int, how: str = "") -> int | None:
-        """The largest size that fits by `measure`, whose results are appended to `tried`."""
+    def measure(size: int) -> int:
+        points.append((size, estimate(size)))
+        return points[-1][1]
 
-        def bytes_of(size: int) -> int | None:
-            used = measure(size)
-            fits = used is not None and used <= limit
-            estimated, measured = (used, None) if how else (guess.estimated(size), used)
-            tried.append(SizeTried(size, estimated, measured, fits))
-            takes = f"take{'s' if size == 1 else ''} {'more than' if used is None else f'{bytes_in_words(used)} of'}"
-            log(f"{counted(size, 'row')} {takes} {bytes_in_words(limit)}{how}{'' if fits else ', too much'}.")
-            return used
-
-        return largest(sizes, limit, bytes_of, guess.first, guess.line)
-
-    problem = found = None
-    if begin:
-        try:
-            found = search(begin(), device_bytes)
-        except CannotTryError as error:
-            problem = str(error).rstrip(".")
-            warn_untried(log.asked_by, model.name, error)
-    if not begin or problem:
-        if guess.problem:
-            untried = f" It can't be tried either: {problem}." if problem else ""
-            raise ValueError(f"{log.asked_by} can't estimate what {model.name!r} takes. {guess.problem}{untried}")
-        found = search(guess.estimate, int(STEP_SHARE * device_bytes), " by the estimate")
-    if found is None:
-        raise ValueError(
-            f"Not even {counted(sizes[0], 'row')} of {model.name!r} can be trained in "
-            f"{bytes_in_words(device_bytes)}. Write recompute(model), or train it in shards: "
-            "DistributedFit(shard='parameters')."
-        )
-    return BatchSize(found, SizesTried(tried, device_bytes))
-
-
-class _Guess:
-    """The estimated bytes of a step as a linear function of its rows.
-
-    Args:
-        sizes: The sizes, in ascending order.
-        estimate: The estimated bytes of a size; raises `ValueError` where there is no estimate.
-        limit: The bytes around which estimates are needed.
-
-    Attributes:
-        first: The index of the largest size that fits by the estimate, or of the one to begin with.
-        line: The fixed bytes and the bytes per row, from the last two sizes; `None` without an estimate.
-        problem: Why there is no estimate, or `None`.
-    """
-
-    def __init__(self, sizes: Sequence[int], estimate: Callable[[int], int], limit: int):
-        self.estimate = functools.cache(estimate)
-        self.line: tuple[float, float] | None = None
-        self.problem: ValueError | None = None
-        # Where to begin without an estimate.
-        self.first = bisect.bisect_right(sizes, max(_FIRST, sizes[0])) - 1
-        points: list[tuple[int, int]] = []
-
-        def measure(size: int) -> int:
-            points.append((size, self.estimate(size)))
-            return points[-1][1]
-
-        try:
-            found = largest(sizes, limit, measure, self.first, None)
-        except ValueError as error:
-            self.problem = error
-            return
-        (size, used), (other, used_there) = points[-1], points[-2] if len(points) > 1 else (0, 0)
-        per_row = max(1.0, (used - used_there) / (size - other))
-        self.line = used - per_row * size, per_row
-        self.first = bisect.bisect_left(sizes, found) if found else 0
-
-    def estimated(self, size: int) -> int | None:
-        """The estimated bytes of a size, by the line; `None` without an estimate."""
-        return None if self.line is None else round(self.line[0] + self.line[1] * size)
+    found = largest(sizes, limit, measure, first, None)
+    (other, used_there), (size, used) = points[-2:]
+    return bisect.bisect_left(sizes, found) if found else 0, max(1.0, (used - used_there) / (size - other))
 
 
 def nice_sizes(most: int) -> list[int]:
@@ -317,13 +201,7 @@ def nice_sizes(most: int) -> list[int]:
     return sorted({size for power in powers for digits in range(1, 16) if (size := digits << power) < most} | {most})
 
 
-def largest(
-    sizes: Sequence[int],
-    limit: int,
-    measure: Callable[[int], int | None],
-    first: int,
-    line: tuple[float, float] | None,
-) -> int | None:
+def largest(sizes: Sequence[int], limit: int, measure: Measure, first: int, per_row: float | None) -> int | None:
     """Returns the largest size whose cost is at most `limit`, if the cost grows with the size.
 
     Extrapolates from the sizes measured so far to the limit. Ends when a size fits and the next one doesn't fit, or
@@ -334,7 +212,7 @@ def largest(
         limit: The limit, in bytes.
         measure: Returns the bytes that a size takes, or `None` if the memory ran out.
         first: The index of the size to begin with.
-        line: The expected cost: fixed bytes, and bytes per row; `None` if unknown.
+        per_row: The expected bytes of a row; `None` if unknown.
     """
     # The index of the largest size that fits, and of the smallest that doesn't, so far.
     low, high, index = -1, len(sizes), first
@@ -351,7 +229,7 @@ def largest(
             half = bisect.bisect_right(sizes, sizes[index] // 2) - 1
             index = (low + high) // 2 if low >= 0 else half
         else:
-            index = bisect.bisect_right(sizes, _rows_at(limit, points, line)) - 1
+            index = bisect.bisect_right(sizes, _rows_at(limit, points, per_row)) - 1
             # The next size isn't expected to fit.
             if index <= low and len(points) > 1:
                 break
@@ -359,13 +237,10 @@ def largest(
     return sizes[low] if low >= 0 else None
 
 
-def _rows_at(limit: int, points: Sequence[tuple[int, int]], line: tuple[float, float] | None) -> float:
-    """The rows whose expected cost is `limit`, by the last two points, or by one point and a line of bytes per row."""
+def _rows_at(limit: int, points: Sequence[tuple[int, int]], per_row: float | None) -> float:
+    """The rows whose expected cost is `limit`, by the last two points, or by one point and the bytes of a row."""
     rows, used = points[-1]
-    others = [(other, there) for other, there in points[:-1] if other != rows]
-    if others:
-        other, used_there = others[-1]
-        slope = (used - used_there) / (rows - other)
-    else:
-        slope = line[1] if line else used / rows
+    slope = per_row or used / rows
+    if len(points) > 1:
+        slope = (used - points[-2][1]) / (rows - points[-2][0])
     return rows + (limit - used) / slope if slope > 0 else float("inf")

@@ -1,11 +1,9 @@
 """`estimate_memory`: the bytes that a training step takes on each device, before anything is trained."""
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -15,10 +13,8 @@ from rich.text import Text
 from keras_paragrad.arguments import check_instance, check_integer
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.types import Specs
-from keras_paragrad.engine.step.segments import recompute_parts
 from keras_paragrad.memory.available import STEP_SHARE
 from keras_paragrad.memory.breakdown import MemoryBreakdown, breakdowns_of
-from keras_paragrad.memory.recomputed_segments import Cut, cut_for_least_memory
 from keras_paragrad.memory.traced_step import traced_step
 from keras_paragrad.plain_text import Printable, bytes_in_words, counted
 from keras_paragrad.storage.sharding import MIN_SHARD_BYTES
@@ -122,42 +118,6 @@ class Estimate(Printable):
             yield Text(self.left_out, "dim", overflow="fold")
         if self.verdict:
             yield Text(self.verdict, "bold", overflow="fold")
-
-
-class Recomputation(NamedTuple):
-    """Parts of a model that can be recomputed in the backward pass.
-
-    Attributes:
-        model: The model.
-        layers: The argument of `recompute` that recomputes them.
-        cut: Where the model is cut.
-    """
-
-    model: keras.Model
-    layers: str | list[keras.layers.Layer]
-    cut: Cut
-
-    @property
-    def names(self) -> list[str]:
-        return [part.name for part, recomputed in self.cut.segments if recomputed]
-
-    @contextlib.contextmanager
-    def in_effect(self) -> Generator[None]:
-        """Context in which traced functions recompute the parts."""
-        end = recompute_parts(self.model, self.cut.functional, self.cut.segments)
-        try:
-            yield
-        finally:
-            end()
-
-
-def recomputation_of(model: keras.Model, layers: str = "auto") -> Recomputation:
-    """The parts that `recompute(model, layers)` recomputes.
-
-    Raises:
-        ValueError: The model can't be cut into parts.
-    """
-    return Recomputation(model, layers, cut_for_least_memory(model, where_it_pays=layers == "auto"))
 
 
 def estimate_memory(

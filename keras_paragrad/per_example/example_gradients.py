@@ -2,17 +2,14 @@
 
 import functools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
 import numpy as np
-import tensorflow as tf
 
-from keras_paragrad.arguments import check_each, check_instance, check_integer, check_number, check_path
+from keras_paragrad.arguments import check_each, check_instance, check_integer, check_number
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.types import Logs
-from keras_paragrad.extras import require
 from keras_paragrad.per_example.wrapped_model import find_per_example_layer
 from keras_paragrad.per_example.wrapper import PerExampleGradients
 
@@ -43,9 +40,8 @@ class ExampleGradients(keras.callbacks.Callback):
     Args:
         layer: The `PerExampleGradients` layer, or `None` for the model's first.
         quantiles: Which quantiles of the norms to compute, each from 0 to 1.
-        bins: Number of histogram bins.
+        bins: Number of bins of `histogram`.
         largest: How many of the examples with the largest norms to report.
-        log_dir: TensorBoard log directory for the quantiles and the histogram, or `None`.
 
     Attributes:
         norms: The gradient norms of the last epoch, `(examples,)`, each measured in the step that used the example.
@@ -60,7 +56,6 @@ class ExampleGradients(keras.callbacks.Callback):
     Raises:
         ValueError: An argument is invalid; or, when `fit` begins, the model has no such layer or runs several steps per
             callback.
-        MissingExtraError: `log_dir` is given and TensorBoard is not installed.
 
     Example:
 
@@ -82,7 +77,6 @@ class ExampleGradients(keras.callbacks.Callback):
         quantiles: Sequence[float] = (0.5, 0.9, 0.99),
         bins: int = 30,
         largest: int = 10,
-        log_dir: str | Path | None = None,
     ):
         check_internals("models")
         super().__init__()
@@ -94,11 +88,7 @@ class ExampleGradients(keras.callbacks.Callback):
         self.quantiles = check_each("quantiles", quantiles, check_fraction, "numbers from 0 to 1", example="(0.5, 0.9)")
         self.bins = check_integer("bins", bins, most=_MOST_BINS, example=30)
         self.largest = check_integer("largest", largest, example=10)
-        self.log_dir = check_path("log_dir", log_dir, directory=True, remote=True, example="logs", optional=True)
-        if log_dir is not None:
-            require("ExampleGradients(log_dir=...)", "tensorboard")
         self._batches: list[np.ndarray] = []
-        self._writer: tf.summary.SummaryWriter | None = None
         # The layer of the model that is trained.
         self._wrapper: Any = layer
         self.norms = np.empty(0, "float32")
@@ -146,8 +136,6 @@ class ExampleGradients(keras.callbacks.Callback):
                 f"With steps_per_execution={model.steps_per_execution}, a callback sees only the last of these "
                 "batches. Compile the model with steps_per_execution=1."
             )
-        if self.log_dir is not None:
-            self._writer = tf.summary.create_file_writer(str(self.log_dir))
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Starts collecting."""
@@ -158,7 +146,7 @@ class ExampleGradients(keras.callbacks.Callback):
         self._batches.append(self._wrapper.norms)
 
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
-        """Adds the statistics to the logs, and writes them for TensorBoard."""
+        """Adds the statistics to the logs."""
         self.norms = np.concatenate(self._batches) if self._batches else np.empty(0, "float32")
         if not len(self.norms):
             return
@@ -169,13 +157,3 @@ class ExampleGradients(keras.callbacks.Callback):
         statistics["example_nonfinite_count"] = self.nonfinite_count
         if logs is not None:
             logs.update(statistics)
-        if self._writer is not None:
-            with self._writer.as_default(step=epoch):
-                for name, value in statistics.items():
-                    tf.summary.scalar(name, value)
-                tf.summary.histogram("example_norms", self._finite_norms, buckets=self.bins)
-
-    def on_train_end(self, logs: Logs | None = None) -> None:
-        """Flushes and closes the TensorBoard writer."""
-        if self._writer is not None:
-            self._writer.close()

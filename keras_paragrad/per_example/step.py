@@ -90,22 +90,20 @@ class LossRecord:
     Args:
         reduction: How the loss reduces over the examples where that can't be observed: `"sum_over_batch_size"` or
             `"sum"`.
-        masked_mean: Whether a masked mean is taken over the `"batch"`, as in Keras, or over each `"example"`.
 
     Attributes:
         model: The compiled model whose call is running, or `None` in a custom training loop.
         terms: The calls of its compiled losses.
     """
 
-    def __init__(self, reduction: str | None, masked_mean: str) -> None:
-        self.reduction, self.masked_mean = reduction, masked_mean
+    def __init__(self, reduction: str | None) -> None:
+        self.reduction = reduction
         outermost: Any = outermost_layer()
         self.model = outermost if isinstance(outermost, keras.Model) and outermost.compiled else None
         self.terms: list[LossTerm] = []
         self._recording = contextlib.ExitStack()
         if self.model is not None:
-            recorded = recorded_terms(self.model, by_example=masked_mean == "example")
-            self.terms = self._recording.enter_context(recorded)
+            self.terms = self._recording.enter_context(recorded_terms(self.model))
 
     def close(self) -> None:
         """Stops recording."""
@@ -124,7 +122,6 @@ class LossRecord:
         batch = quantities.batch
         for term in self.terms:
             check_separable_loss(term, quantities.variables)
-        self._check_masked_mean()
         # Of a custom loss, the reduction can't be observed.
         summed = not self._is_custom and self._has_summed_losses()
         divisors = {} if self._is_custom else dict(_divisor_of(term, batch) for term in self.terms)
@@ -154,13 +151,13 @@ class LossRecord:
         """Warns where an example's norm depends on the masks of the others."""
         means = [term for term in self.terms if term.loss.reduction in MEANS or term.sample_weight is None]
         masked = [term.loss.name for term in means if not term.is_sum and term.mask is not None]
-        if masked and self.masked_mean == "batch":
+        if masked:
             warn_once(
                 self.model,
                 f"{', '.join(masked)} averages over all unmasked positions of the batch, so the norm by which an "
-                "example is clipped or weighted depends on the masks of the others. Write masked_mean='example' for "
-                "this layer or wrap(), so that each example has its own masked mean, or reduction='sum' for the loss: "
-                "then an example's gradient depends on its own mask only.",
+                "example is clipped or weighted depends on the masks of the others. Write reduction='sum' for the "
+                "loss, or a loss that returns each example's own masked mean: then an example's gradient depends on "
+                "its own mask only.",
             )
 
     def may_overflow(self, batch: tf.Tensor) -> tf.Tensor:
@@ -172,32 +169,6 @@ class LossRecord:
             return tf.zeros([batch], tf.bool)
         finite = [tf.math.is_finite(example_losses(term)) for term in self.terms]
         return tf.reduce_all(tf.stack([tf.ones([batch], tf.bool), *finite]), 0)
-
-    def _check_masked_mean(self) -> None:
-        """Refuses a loss for which a masked mean per example is not possible."""
-        if self.masked_mean == "batch":
-            if any(term.by_example for term in self.terms):
-                raise ValueError(
-                    "Two PerExampleGradients layers of this model differ in masked_mean, and share one loss. Write "
-                    "masked_mean='example' for all of them, or for none."
-                )
-            return
-        if self._is_custom or not self.terms:
-            raise ValueError(
-                "masked_mean='example' changes what a compiled loss averages over, and this loss is not one: it is "
-                "computed in a custom compute_loss or train_step, or in a custom training loop. Remove "
-                "masked_mean, and there average over each example's own positions first, then over the examples."
-            )
-        weighted = [
-            term.loss.name
-            for term in self.terms
-            if term.loss.reduction == "mean_with_sample_weight" and term.weights is not None
-        ]
-        if weighted:
-            raise ValueError(
-                f"masked_mean='example', but {', '.join(weighted)} is divided by the sample weights of all examples. "
-                "Write reduction='sum_over_batch_size' for it, or remove masked_mean."
-            )
 
     @property
     def _is_custom(self) -> bool:

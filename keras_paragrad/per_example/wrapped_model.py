@@ -99,8 +99,7 @@ def wrap(model: keras.Model, **options: Any) -> PerExampleModel:
 
     Args:
         model: A Sequential, Functional or subclassed model.
-        **options: `quantity`, `clip_norm`, `transform`, `capacity`, `loss_reduction` and `masked_mean`; see
-            `PerExampleGradients`.
+        **options: `quantity`, `clip_norm`, `transform`, `capacity` and `loss_reduction`; see `PerExampleGradients`.
 
     Returns:
         A model to compile and fit, whose attribute `per_example` is the `PerExampleGradients` layer. Training it trains

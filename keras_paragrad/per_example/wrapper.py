@@ -26,7 +26,6 @@ from keras_paragrad.per_example.step import LossRecord, Step
 
 QUANTITIES = ("norms", "gradients", "second_moment")
 REDUCTIONS = ("sum_over_batch_size", "sum")
-MASKED_MEANS = ("batch", "example")
 _TRANSFORM = "lambda norms: tf.cast(norms < 10.0, 'float32')"
 # Most calls that may be waiting for a backward pass; some never get one.
 _MOST_PENDING_STEPS = 16
@@ -54,10 +53,6 @@ class PerExampleGradients(keras.layers.Wrapper):
             16384.
         loss_reduction: `"sum_over_batch_size"` or `"sum"`: how a loss that is not passed to `compile` reduces over the
             examples of a batch. In a custom training loop the default is to average.
-        masked_mean: `"batch"` or `"example"`: what a compiled loss averages over where there is a mask. Keras averages
-            over what the masks of the whole batch keep, so an example's gradient depends on the masks of others. With
-            `"example"`, an example's loss is the mean over what its own mask keeps, zero if that is nothing, and the
-            batch's gradient is the mean over the examples. The displayed `loss` remains Keras's.
         **kwargs: Arguments of `keras.layers.Layer`.
 
     Attributes:
@@ -105,7 +100,6 @@ class PerExampleGradients(keras.layers.Wrapper):
         *,
         capacity: int | None = None,
         loss_reduction: str | None = None,
-        masked_mean: str = "batch",
         **kwargs: Any,
     ):
         check_internals("models")
@@ -117,7 +111,6 @@ class PerExampleGradients(keras.layers.Wrapper):
         )
         capacity = check_integer("capacity", capacity, most=2**31 - 1, example=256, optional=True)
         loss_reduction = check_choice("loss_reduction", loss_reduction, (*REDUCTIONS, None))
-        masked_mean = check_choice("masked_mean", masked_mean, MASKED_MEANS)
         if clip_norm is not None and transform is not None:
             raise ValueError(
                 "`clip_norm` and `transform` both scale the examples' gradients. Pass only one: clipping is "
@@ -136,7 +129,6 @@ class PerExampleGradients(keras.layers.Wrapper):
         self.transform = transform
         self.capacity = capacity
         self.loss_reduction = loss_reduction
-        self.masked_mean = masked_mean
         self.supports_jit = quantity != "gradients" or capacity is not None
         # Bypasses Keras's attribute tracking: a step's results are not model state and are not saved.
         pending_steps = collections.defaultdict(functools.partial(collections.deque, maxlen=_MOST_PENDING_STEPS))
@@ -174,7 +166,7 @@ class PerExampleGradients(keras.layers.Wrapper):
             self._note_graph()
         # The optimizer counts an update only once its batch exists.
         count_after(keras.tree.flatten(inputs))
-        loss = LossRecord(self.loss_reduction, self.masked_mean)
+        loss = LossRecord(self.loss_reduction)
         step = Step(self.layer, self._finish, self._replaces_gradients(), loss)
         self._steps[replica_index()].append(step)
         with announcing("tracing the gradients of single examples"):
@@ -219,7 +211,6 @@ class PerExampleGradients(keras.layers.Wrapper):
             "transform": keras.saving.serialize_keras_object(self.transform),
             "capacity": self.capacity,
             "loss_reduction": self.loss_reduction,
-            "masked_mean": self.masked_mean,
         }
 
     @classmethod

@@ -20,8 +20,7 @@ from keras_paragrad.extras import require
 from keras_paragrad.per_example.wrapped_model import PerExampleModel
 from keras_paragrad.privacy.accounting import ACCOUNTANTS
 from keras_paragrad.privacy.adaptive import AdaptiveClip, ClipState
-from keras_paragrad.privacy.budget import Privacy, Settings
-from keras_paragrad.privacy.budget_callbacks import EpsilonLogs, UpdateCounter
+from keras_paragrad.privacy.budget import EpsilonLogs, Privacy, Settings, UpdateCounter
 from keras_paragrad.privacy.clipping import ClipNorm, PrivateGradients, check_clip
 from keras_paragrad.privacy.ledger import ROWS, WORDS
 from keras_paragrad.privacy.random_access import digest_of_examples, examples_of

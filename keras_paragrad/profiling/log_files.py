@@ -1,6 +1,5 @@
 """Files in log directories: `run.json`, tables, TensorBoard scalars. A full disk ends the writing, not `fit`."""
 
-import contextlib
 import csv
 import datetime
 import io
@@ -11,7 +10,6 @@ import os
 import platform
 import socket
 import time
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -34,14 +32,16 @@ _file_numbers = itertools.count()
 Ints = Sequence[int] | np.ndarray
 
 
-class _Csv:
-    """A table that is complete after every `append`."""
+class _Table:
+    """A CSV file of the columns `step`, `epoch`, labels and `value`, which is complete after every `append`."""
 
-    def __init__(self, path: Path, columns: Sequence[str], resume: bool):
+    def __init__(self, path: Path, labels: Sequence[str], resume: bool):
         self._path = path
-        begin_csv(path, columns, resume)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        begin_csv(path, ["step", "epoch", *labels, "value"], resume)
 
     def append(self, steps: Ints, epochs: Ints, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
+        """Adds reports, with the labels of a report's values, and values of the shape `(reports, len(labels))`."""
         quoted = [_quoted(label) for label in labels]
         # Opened each time: an aborted training leaves no file open.
         with self._path.open("a", newline="", encoding="utf-8") as file:
@@ -49,69 +49,6 @@ class _Csv:
                 # Nine digits already distinguish any two 32-bit floats; seventeen take three times as long.
                 rows = zip(quoted, row, strict=True)
                 file.writelines(f"{step},{epoch},{label},{value:.12g}\n" for label, value in rows)
-
-    def close(self) -> None:
-        pass
-
-
-class _Parquet:
-    """A table that replaces its predecessor on `close`."""
-
-    def __init__(self, path: Path, columns: Sequence[str], resume: bool):
-        import pyarrow
-        from pyarrow import parquet
-
-        self._columns, self._pyarrow = columns, pyarrow
-        kinds = [pyarrow.int64()] * 2 + [pyarrow.string()] * (len(columns) - 3) + [pyarrow.float64()]
-        self._schema = pyarrow.schema(list(zip(columns, kinds, strict=True)))
-        previous = self._read_previous(path)
-        # Parquet can't be appended to: a process killed while writing a new file leaves the previous one intact.
-        partial = path.with_name(f"{path.name}.partial")
-        if partial.exists():
-            with partial.open("rb") as file:
-                _check_ours(file.read(4) in (b"", b"PAR1"), partial)
-        self._writer = parquet.ParquetWriter(partial, self._schema)
-        # An aborted `fit` never closes it.
-        self._finish = weakref.finalize(self, _finish, self._writer, partial, path)
-        if resume and previous is not None:
-            self._writer.write_table(previous)
-
-    def append(self, steps: Ints, epochs: Ints, labels: Sequence[tuple[str, ...]], values: np.ndarray) -> None:
-        count = len(labels)
-        columns = [np.repeat(steps, count), np.repeat(epochs, count)]
-        columns += [list(column) * len(values) for column in zip(*labels, strict=True)]
-        self._writer.write_table(self._pyarrow.table([*columns, values.ravel()], schema=self._schema))
-
-    def close(self) -> None:
-        self._finish()
-
-    def _read_previous(self, path: Path) -> Any:
-        """The table of a file to append to, or `None`."""
-        from pyarrow import parquet
-
-        if not path.exists():
-            return None
-        table = None
-        with contextlib.suppress(self._pyarrow.ArrowInvalid):
-            table = parquet.read_table(path)
-        _check_ours(table is not None and table.schema.equals(self._schema), path)
-        return table
-
-
-def open_table(path: Path, labels: Sequence[str], resume: bool) -> _Csv | _Parquet:
-    """A table with one value per row: the columns `step`, `epoch`, custom labels and `value`.
-
-    Its `append` gets the steps and epochs of reports, the labels of a report's values, and values of the shape
-    `(reports, len(labels))`.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    columns = ["step", "epoch", *labels, "value"]
-    return _Parquet(path, columns, resume) if path.suffix == ".parquet" else _Csv(path, columns, resume)
-
-
-def _finish(writer: Any, partial: Path, path: Path) -> None:
-    writer.close()
-    partial.replace(path)
 
 
 def begin_csv(path: Path, columns: Sequence[str], resume: bool) -> None:
@@ -172,7 +109,7 @@ class LogFiles:
 
     def __init__(self, name: str, table: Path, labels: Sequence[str], resume: bool):
         self._name, self._log_dir, self._failed = name, table.parent, False
-        self._table: Any = self._safely(lambda: open_table(table, labels, resume))
+        self._table: Any = self._safely(lambda: _Table(table, labels, resume))
         self._scalars: Any = self._safely(lambda: Scalars(self._log_dir, f".{table.stem}"))
 
     def describe(self, model: keras.Model) -> None:
@@ -180,11 +117,10 @@ class LogFiles:
         self._safely(lambda: write_run_info(self._log_dir, run_info(model)))
 
     def close(self) -> None:
-        """Closes the files that could be opened, even after a failure."""
-        for file in (self._table, self._scalars):
-            if file is not None:
-                self._failed = False
-                self._safely(file.close)
+        """Closes the file of the scalars, even after a failure."""
+        if self._scalars is not None:
+            self._failed = False
+            self._safely(self._scalars.close)
 
     def _safely(self, write: Callable[[], Result]) -> Result | None:
         """Returns the result of `write`, or `None` after a failure, which is logged once."""

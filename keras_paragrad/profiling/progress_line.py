@@ -7,7 +7,6 @@ from typing import Any
 
 import keras
 
-from keras_paragrad.arguments import check_each, check_text, refusal
 from keras_paragrad.compat.model import fit_frame
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Logs
@@ -18,26 +17,8 @@ _BAR, _VALUE = 48, 15
 _FILTER = Slot["_Filter | None"]("shown", None)
 
 
-def check_show(value: object, names: Collection[str], example: str) -> str | tuple[str, ...]:
-    """Checks the argument `show`: `"auto"`, or some of the names that a callback reports."""
-    if isinstance(value, str) and value == "auto":
-        return value
-    expected = f"'auto', or names among {', '.join(names)}"
-    if isinstance(value, str):
-        raise refusal("show", value, expected, f'["{example}"]')
-
-    def check(name: str, value: object) -> str:
-        if (text := check_text(name, value)) not in names:
-            raise refusal(name, value, f"one of {', '.join(names)}", None)
-        return text
-
-    return check_each("show", value, check, expected, example=f'["{example}"]')
-
-
-def hide_in_progress_bar(
-    model: keras.Model, names: Collection[str], few: Sequence[str], show: str | tuple[str, ...]
-) -> None:
-    """Makes the progress bar of the running `fit` show only some of the values that a callback adds to `logs`.
+def hide_in_progress_bar(model: keras.Model, names: Collection[str], few: Sequence[str]) -> None:
+    """Makes the progress bar of the running `fit` show only a few of a callback's values in `logs`, if they fit.
 
     Other callbacks, and so `History`, get all of them.
     """
@@ -48,10 +29,7 @@ def hide_in_progress_bar(
         value_filter = _FILTER.of(bar) or _Filter(bar, fit.f_locals.get("validation_data") is not None)
         _FILTER.attach(bar, value_filter)
         value_filter.names |= {*names}
-        if show == "auto":
-            value_filter.few += few
-        else:
-            value_filter.chosen += show
+        value_filter.few += few
 
 
 class _Filter:
@@ -60,7 +38,6 @@ class _Filter:
     def __init__(self, bar: keras.callbacks.ProgbarLogger, validates: bool):
         self.validates = validates
         self.names: set[str] = set()
-        self.chosen: list[str] = []
         self.few: list[str] = []
         hooks: Any = bar
         on_batch, on_epoch = bar.on_train_batch_end, bar.on_epoch_end
@@ -70,7 +47,7 @@ class _Filter:
     def _filtered(self, logs: Logs | None) -> Logs:
         """The logs without the callbacks' values that the bar doesn't show."""
         logs = logs or {}
-        shown = {name for name in logs if name not in self.names} | set(self.chosen)
+        shown = {name for name in logs if name not in self.names}
         room = shutil.get_terminal_size().columns - _BAR
         for name in shown:
             # Validation adds another value beside each of Keras's.

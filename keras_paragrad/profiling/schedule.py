@@ -1,15 +1,10 @@
-"""`ProfileSchedule`: which batches of a training are traced; and the signal that requests a trace window."""
+"""`ProfileSchedule`: which batches of a training are traced."""
 
-import logging
-import signal
-import threading
-from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 from keras_paragrad.arguments import check_integer
 
-_log = logging.getLogger("keras_paragrad")
 # A trace's size grows with the batches it covers, and TensorBoard reads all of it.
 MOST_ACTIVE = 200
 
@@ -80,30 +75,3 @@ class ProfileSchedule:
 
 
 DEFAULT = ProfileSchedule()
-
-
-class RequestSignal:
-    """Calls a function, between any two bytecode instructions of the main thread, when this process gets SIGUSR1."""
-
-    # An aborted `fit` doesn't notify its callbacks, so the next `listen` removes its handler.
-    handler: ClassVar[Any] = None
-
-    @classmethod
-    def listen(cls, request: Callable[[], None]) -> None:
-        """Installs the handler, unless the signal already has one."""
-        cls.stop()
-        number = getattr(signal, "SIGUSR1", None)
-        if number is None or threading.current_thread() is not threading.main_thread():
-            return
-        if signal.getsignal(number) is not signal.SIG_DFL:
-            _log.info("SIGUSR1 already has a handler, so it does not request a trace window.")
-            return
-        cls.handler = lambda *_: request()
-        signal.signal(number, cls.handler)
-
-    @classmethod
-    def stop(cls) -> None:
-        """Removes the handler."""
-        if cls.handler is not None and signal.getsignal(signal.SIGUSR1) is cls.handler:
-            signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        cls.handler = None

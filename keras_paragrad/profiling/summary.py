@@ -142,8 +142,6 @@ class LayerTime:
 COLLECTIVES, LOSS, OPTIMIZER = "collectives", "loss", "optimizer"
 # The prefix in the names of oneDNN's variants of an operation.
 VARIANT = re.compile(r"^_(Mkl)?(Native)?")
-# In a log directory, the files of `WorkerSteps`.
-WORKER_FILES = "worker_*_batches.csv"
 PASSES = ("forward", "backward", "recompute", "other")
 
 

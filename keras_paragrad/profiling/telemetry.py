@@ -11,17 +11,16 @@ from pathlib import Path
 import keras
 import numpy as np
 
-from keras_paragrad.arguments import check_choice, check_integer, check_number, check_path
+from keras_paragrad.arguments import check_integer, check_number, check_path
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.model import optimizers_of, overrides_train_step
 from keras_paragrad.compat.optimizer import clips_gradients
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.compat.workers import replica_placement, worker_strategy
 from keras_paragrad.engine.training.builder import StepBuilder
-from keras_paragrad.extras import require
 from keras_paragrad.profiling.log_files import LogFiles
 from keras_paragrad.profiling.meter import Meter
-from keras_paragrad.profiling.progress_line import check_show, hide_in_progress_bar
+from keras_paragrad.profiling.progress_line import hide_in_progress_bar
 from keras_paragrad.profiling.telemetry_reports import HEADER, QUANTITIES, Alarms, ReportReader, Reports, Weight
 
 _log = logging.getLogger("keras_paragrad")
@@ -47,21 +46,19 @@ class GradientTelemetry(keras.callbacks.Callback):
 
     `logs` gets `gradient_norm`, `update_ratio` and `nonfinite_gradients` of the whole model, `clipped_gradient_norm` if
     the optimizer clips, and `loss_scale` if it scales the loss: of the latest report, and at the end of an epoch the
-    means over its reports, the sum of `nonfinite_gradients`, and the last `loss_scale`. With a `log_dir`, per-weight
-    values go to `telemetry.csv` or `telemetry.parquet`, and per-layer values to TensorBoard. The logger
+    means over its reports, the sum of `nonfinite_gradients`, and the last `loss_scale`. Keras's progress bar shows
+    `gradient_norm` alone, where the terminal is wide enough. With a `log_dir`, per-weight
+    values go to `telemetry.csv`, and per-layer values to TensorBoard. The logger
     `keras_paragrad` warns once per layer and kind if a gradient vanishes, explodes, is zero or is not finite.
 
     Args:
         log_dir: Where to write; nothing is written if `None`. Of several workers only the first writes.
         every: Report every `every`-th update. With `steps_per_execution`, only the last of those within a call.
-        file_format: `"csv"`, or `"parquet"`, which can be read once `fit` is over.
         vanishing: A layer's gradient vanishes if its norm is below this fraction of the largest layer's, in `patience`
             consecutive reports.
         exploding: A layer's gradient explodes if its norm exceeds this many times the median over layers, or this many
             times the geometric mean of its own earlier norms.
         patience: How many consecutive reports a gradient has to vanish, or be zero, before a warning.
-        show: Which of the values in `logs` Keras's progress bar shows: `"auto"` is `gradient_norm`, where the
-            terminal is wide enough. Other callbacks, and the `History`, get all.
 
     Attributes:
         layers: The layers with trainable weights, by path, in the model's order.
@@ -70,7 +67,6 @@ class GradientTelemetry(keras.callbacks.Callback):
     Raises:
         ValueError: An argument is invalid, or, in `fit`, a custom `train_step` updates weights with an
             optimizer that is not an attribute of the model. The message says what to write.
-        MissingExtraError: Parquet is requested and pyarrow is not installed.
 
     Example:
 
@@ -93,24 +89,18 @@ class GradientTelemetry(keras.callbacks.Callback):
         log_dir: str | PathLike[str] | None = None,
         every: int = 10,
         *,
-        file_format: str = "csv",
         vanishing: float = 1e-6,
         exploding: float = 1e3,
         patience: int = 3,
-        show: str | Sequence[str] = "auto",
     ):
         check_internals("models", "steps")
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir, directory=True, example="logs", optional=True)
         self.every = check_integer("every", every, example=10)
-        self.file_format = check_choice("file_format", file_format, ("csv", "parquet"))
-        if self.file_format == "parquet":
-            require("file_format='parquet'", "pyarrow", instead="write file_format='csv'")
         self.vanishing = check_number("vanishing", vanishing, least=0, below=1, example=1e-6)
         # Infinity disables the warning.
         self.exploding = check_number("exploding", exploding, above=1, finite=False, example=1e3)
         self.patience = check_integer("patience", patience, example=3)
-        self.show = check_show(show, SHOWN, "gradient_norm")
         self.layers: tuple[str, ...] = ()
         self._recent: deque[tuple[np.ndarray, int]] = deque(maxlen=_MOST_PENDING)
         self._meter: Meter | None = None
@@ -139,7 +129,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         resumes = self._start() or self._updates() > 0
         self._files = None
         if self.log_dir is not None and replica_placement(worker_strategy(model)).worker == 0:
-            self._files = TelemetryFiles(self.log_dir, self.file_format, resumes)
+            self._files = TelemetryFiles(self.log_dir, resumes)
             self._files.set_weights(self._reader.weights, self.layers)
             self._files.describe(model)
         self._vectors: list[np.ndarray] = []
@@ -147,7 +137,7 @@ class GradientTelemetry(keras.callbacks.Callback):
         self._flushed = time.monotonic()
         self._updates_at_begin, self._ran, self._reported = self._updates(), False, False
         builder.begin_fit(self._fillers)
-        hide_in_progress_bar(model, SHOWN, _FEW, self.show)
+        hide_in_progress_bar(model, SHOWN, _FEW)
 
     def on_epoch_begin(self, epoch: int, logs: Logs | None = None) -> None:
         """Records the epoch."""
@@ -269,9 +259,9 @@ class GradientTelemetry(keras.callbacks.Callback):
 class TelemetryFiles(LogFiles):
     """Writes reports into a log directory: a table of weights, and scalars of layers and of the model."""
 
-    def __init__(self, log_dir: Path, file_format: str, resume: bool) -> None:
+    def __init__(self, log_dir: Path, resume: bool) -> None:
         columns = ("layer", "variable", "quantity")
-        super().__init__("Telemetry", log_dir / f"telemetry.{file_format}", columns, resume)
+        super().__init__("Telemetry", log_dir / "telemetry.csv", columns, resume)
         self._labels: list[tuple[str, ...]] = []
         self._tags: list[str] = []
 

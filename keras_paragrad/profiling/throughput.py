@@ -4,7 +4,7 @@ import csv
 import logging
 import time
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from keras_paragrad.flops import flops_of
 from keras_paragrad.profiling.log_files import LogFiles, begin_csv
 from keras_paragrad.profiling.memory import can_read_host_memory, device_memory, host_memory
 from keras_paragrad.profiling.pace import Clock, Pace, Retraces
-from keras_paragrad.profiling.progress_line import check_show, hide_in_progress_bar
+from keras_paragrad.profiling.progress_line import hide_in_progress_bar
 from keras_paragrad.profiling.session import ProfilerPauses
 
 _log = logging.getLogger("keras_paragrad")
@@ -41,7 +41,8 @@ class Throughput(keras.callbacks.Callback):
 
     A step is a batch. Its time runs from the end of the previous one, and includes the wait for data and all callbacks.
     Times and rates exclude validation, steps that trace or compile, and the time that `Profiler` takes to start and
-    stop its windows. At the end of an epoch they are the epoch's. As far as they can be determined, it reports:
+    stop its windows. At the end of an epoch they are the epoch's. The progress bar shows `examples_per_second` and
+    `mfu`, as far as the terminal is wide enough. As far as they can be determined, it reports:
 
     - `examples_per_second`, over all replicas and workers; `updates_per_second`.
     - `step_time_p50_ms`, `step_time_p95_ms`, within an epoch over its latest thousand calls of the train function.
@@ -59,8 +60,6 @@ class Throughput(keras.callbacks.Callback):
         peak_flops: Peak floating-point operations per second of all devices together.
         flops: Whether to count operations, which traces the model once more; by default, if `peak_flops` is set.
         batch_size: Examples per batch, for a `train_step` that doesn't update Keras's mean loss.
-        show: Which of these figures Keras's progress bar shows: `"auto"` is `examples_per_second` and `mfu`, as far as
-            the terminal is wide enough. Other callbacks, and the `History`, get all.
 
     Attributes:
         figures: The latest figures by name.
@@ -97,7 +96,6 @@ class Throughput(keras.callbacks.Callback):
         peak_flops: float | None = None,
         flops: bool | None = None,
         batch_size: int | None = None,
-        show: str | Sequence[str] = "auto",
     ):
         check_internals("models", "traced functions")
         super().__init__()
@@ -107,7 +105,6 @@ class Throughput(keras.callbacks.Callback):
         self.batch_size = check_integer("batch_size", batch_size, example=32, optional=True)
         flops = check_flag("flops", flops, optional=True)
         self.flops = peak_flops is not None if flops is None else flops
-        self.show = check_show(show, SHOWN, "examples_per_second")
         self.figures: dict[str, float] = {}
         self._batch_logs: dict[str, float] = {}
         self._host_memory = can_read_host_memory()
@@ -123,7 +120,7 @@ class Throughput(keras.callbacks.Callback):
         resumes = self._known_model is model or int(model.optimizer.iterations.numpy()) > 0
         # `_first`: the first call hasn't ended. `_constants`: the figures that are measured once.
         self._known_model, self._first, self._constants = model, True, {}
-        hide_in_progress_bar(model, SHOWN, _FEW, self.show)
+        hide_in_progress_bar(model, SHOWN, _FEW)
         self._retraces, self._pace = Retraces(), Pace(model, self.batch_size)
         if self.log_dir is not None and replica_placement(worker_strategy(model)).worker == 0:
             self._files = ThroughputFiles(self.log_dir, resumes)

@@ -1,13 +1,11 @@
-"""Windows, which are ranges of batches: the first worker's are traced, and the batches of all workers are timed.
+"""Windows, which are ranges of batches that are traced.
 
 A call is a call of the train function, which runs `steps_per_execution` batches.
 """
 
-import csv
 import json
 import logging
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +16,12 @@ import tensorflow as tf
 from keras_paragrad.accumulation.optimizer import AccumulatingOptimizer
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.optimizer import find_accumulator, innermost_optimizer
-from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.compat.workers import replica_placement
 from keras_paragrad.extras import MissingExtraError
-from keras_paragrad.profiling.log_files import begin_csv
 from keras_paragrad.profiling.memory import PeakMemory
 from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, TraceWindow
 from keras_paragrad.profiling.session import SUMMARY, ProfilerPauses, Session, remove_oldest
-from keras_paragrad.profiling.summary import WORKER_FILES, ProfileSummary, RunInfo
+from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -281,70 +277,3 @@ class WindowTracer:
         self._session = self._markers = self.window = None
         if session is not None:
             session.discard()
-
-
-class WorkerSteps:
-    """Times this worker's batches, in every window of the schedule, into a separate file."""
-
-    def __init__(self, model: keras.Model, log_dir: Path, schedule: ProfileSchedule):
-        strategy = model.distribute_strategy
-        clock = WaitClock.of(strategy)
-        if clock is None:
-            clock = WaitClock.attach(strategy)
-            # A step that was traced before has no clock.
-            model.make_train_function(force=True)
-        self._clock, self._schedule = clock, schedule
-        self._index = 0
-        # Of a call of the train function that has begun: how many batches had run, and when.
-        self._call: tuple[int, float] | None = None
-        self._rows: list[tuple[int, int, float, float]] = []
-        self._path = log_dir / WORKER_FILES.replace("*", str(replica_placement(strategy).worker))
-        log_dir.mkdir(parents=True, exist_ok=True)
-        begin_csv(self._path, ("window", "batch", "milliseconds", "waiting"), resume=False)
-
-    def next_due(self, batch: int) -> float:
-        """The batch count at which `advance` has to be called next; 0, which is past, within a window."""
-        if self._call is not None:
-            return 0
-        window = self._schedule.window(self._index)
-        return window.begin if window else float("inf")
-
-    def advance(self, batch: int) -> None:
-        """Before a call, after `batch` batches: times the previous call, and begins to time this one if one is due."""
-        was_timing = self._call is not None
-        self.pause(batch)
-        window = self._schedule.window(self._index)
-        if window is not None and batch >= window.end:
-            self._index += 1
-            self._clock.switch(on=False)
-            self._write()
-            window = self._schedule.window(self._index)
-        if window is None or batch < window.begin:
-            return
-        if not was_timing:
-            self._clock.switch(on=True)
-        self._call = batch, time.perf_counter()
-
-    def pause(self, batch: int) -> None:
-        """Times the last call, after which `batch` batches have run, as the next one begins or training pauses."""
-        if self._call is None:
-            return
-        first, begin = self._call
-        milliseconds, waiting = 1e3 * (time.perf_counter() - begin), 1e3 * self._clock.read()
-        for each in range(first, batch):
-            self._rows.append((self._index, each, milliseconds / (batch - first), waiting / (batch - first)))
-        self._call = None
-
-    def close(self, batch: int) -> None:
-        """Writes the times, as training ends."""
-        self.pause(batch)
-        self._clock.switch(on=False)
-        self._write()
-
-    def _write(self) -> None:
-        with self._path.open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows(
-                (window, batch, f"{milliseconds:.6g}", f"{waiting:.6g}")
-                for window, batch, milliseconds, waiting in self._rows
-            )
-        self._rows = []

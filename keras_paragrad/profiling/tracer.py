@@ -1,6 +1,5 @@
 """`Profiler`: traces windows of a training run and summarizes them."""
 
-import functools
 import logging
 import math
 from collections.abc import Callable
@@ -18,11 +17,11 @@ from keras_paragrad.arguments import (
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.types import Logs
 from keras_paragrad.profiling.log_files import run_info, write_run_info
-from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule, RequestSignal
+from keras_paragrad.profiling.schedule import DEFAULT, ProfileSchedule
 from keras_paragrad.profiling.session import ProfilerPauses, Session, warn_of_missing
 from keras_paragrad.profiling.summary import ProfileSummary
 from keras_paragrad.profiling.terminal import WindowFigures, print_figures
-from keras_paragrad.profiling.trace_windows import UpdateCount, WindowTracer, WorkerSteps
+from keras_paragrad.profiling.trace_windows import UpdateCount, WindowTracer
 
 _log = logging.getLogger("keras_paragrad")
 
@@ -32,18 +31,16 @@ _log = logging.getLogger("keras_paragrad")
 FIRST_WORKER_ALONE = "Profiler traces the first worker only: on the others, TensorFlow's profiler may crash."
 
 _NOT_TRACED = "A window was not traced"
-_NOT_TIMED = "This worker's batches are not timed"
 
 
 class Profiler(keras.callbacks.Callback):
     """Traces windows of `fit` for TensorBoard's Profile tab, prints a summary of each, and writes an offline report.
 
     Works with `jit_compile`, `steps_per_execution`, gradient accumulation, strategies, several workers (the first
-    is traced, and the batches of all are timed) and data of unknown length. A profiling failure is logged in one
+    is traced) and data of unknown length. A profiling failure is logged in one
     line, and training continues. Between windows, the overhead per batch is one comparison and one addition.
 
-    Request a window of a running training with `kill -USR1 PID`, unless SIGUSR1 has a handler, or `trace_now()` from a
-    callback.
+    Request a window of a running training with `trace_now()`, from a callback or another thread.
 
     Args:
         log_dir: Where traces go: TensorBoard's log directory.
@@ -96,8 +93,6 @@ class Profiler(keras.callbacks.Callback):
         self.summaries: list[ProfileSummary] = []
         warn_of_missing()
         self._tracer: WindowTracer | None = None
-        # What follows the batches.
-        self._followers: list[WindowTracer | WorkerSteps] = []
         # As the epoch began: how many batches had run, and how many the optimizer had seen.
         self._epoch: tuple[int, int | None] | None = None
         self._warned: set[str] = set()
@@ -150,53 +145,42 @@ class Profiler(keras.callbacks.Callback):
 
     def on_train_end(self, logs: Logs | None = None) -> None:
         """Closes an open window, logs if none was traced, and writes the report."""
-        self._safely(RequestSignal.stop, "The signal handler was not restored")
-        for follower in self._followers:
-            if isinstance(follower, WorkerSteps):
-                self._safely(functools.partial(follower.close, self._batches), _NOT_TIMED)
         self._safely(self._end)
-        self._tracer, self._followers, self._epoch, self._next = None, [], None, math.inf
+        self._tracer, self._epoch, self._next = None, None, math.inf
 
     def _begin(self) -> None:
-        """Prepares windows on the first worker, timing of batches if there are several, and the signal's handler."""
+        """Prepares windows, on the first worker."""
         Session.end_running()
         run = run_info(self.model)
         self._is_first_worker = run.worker == 0
-        self._tracer, self._followers = None, []
-        if (schedule := self.schedule) and run.workers > 1:
-            self._safely(lambda: self._followers.append(WorkerSteps(self.model, self.log_dir, schedule)), _NOT_TIMED)
+        self._tracer = None
         if self._is_first_worker:
             self._tracer = WindowTracer(self.model, self.log_dir, self.schedule, run, self.keep)
-            self._followers.append(self._tracer)
-        self._update_next()
-        # On other workers too: without a handler, the signal would kill the training.
-        RequestSignal.listen(self.trace_now)
-        if self._is_first_worker:
+            self._update_next()
             self._safely(lambda: write_run_info(self.log_dir, run), "The run's description was not written")
 
     def _advance(self) -> None:
-        """Before a call: times the previous one, and opens, continues or closes a window."""
-        closed = [follower.advance(self._batches) for follower in self._followers]
+        """Before a call: opens, continues or closes a window."""
+        closed = self._tracer and self._tracer.advance(self._batches)
         self._update_next()
-        for summary in closed:
-            self._add(summary)
+        self._add(closed)
 
     def _update_next(self) -> None:
         """Looks up the batch at which something is due next."""
-        self._next = min((follower.next_due(self._batches) for follower in self._followers), default=math.inf)
-        # A signal, which can arrive between any two lines, may have requested a window meanwhile.
+        self._next = math.inf if self._tracer is None else self._tracer.next_due(self._batches)
+        # Another thread may have requested a window meanwhile.
         if self._tracer is not None and self._tracer.requested:
             self._next = 0
 
     def _pause(self) -> None:
-        """Ends the last call: corrects the number of batches it ran, and closes its marker and its timing."""
+        """Ends the last call: corrects the number of batches it ran, and closes its marker."""
         if self._epoch is not None:
             # The last call of an epoch may have got fewer batches than it asked for.
             (begin, before), seen, ran = self._epoch, self._seen_batches(), self.params.get("steps")
             ran = ran if seen is None or before is None else seen - before
             self._batches = self._batches if ran is None else min(self._batches, begin + ran)
-        for follower in self._followers:
-            follower.pause(self._batches)
+        if self._tracer is not None:
+            self._tracer.pause(self._batches)
 
     def _resume(self) -> None:
         self._epoch = self._batches, self._seen_batches()

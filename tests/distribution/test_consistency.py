@@ -4,7 +4,6 @@ import contextlib
 import functools
 import json
 import re
-import time
 
 import keras
 import numpy as np
@@ -14,8 +13,7 @@ from runner import own_process
 from workers import consistency_worker
 
 from keras_paragrad import AccumulatingOptimizer, GradientTelemetry, Throughput
-from keras_paragrad.compat.wait_clock import WaitClock
-from keras_paragrad.distribution.consistency import compare, fitting
+from keras_paragrad.distribution.consistency import compare
 from keras_paragrad.distribution.consistency.compare import check_same, first_difference, sketches
 from keras_paragrad.distribution.consistency.describe import can_change_training, describe_training
 from keras_paragrad.distribution.consistency.fitting import _TEST_HOOKS, _TRAIN_HOOKS, may_stop_within
@@ -330,21 +328,6 @@ def test_which_callbacks_are_compared(callback, expected):
 def test_who_may_stop_between_batches(callback, may):
     assert may_stop_within([callback], _TRAIN_HOOKS) == may
     assert not may_stop_within([Stops()], _TEST_HOOKS)
-
-
-def test_workers_that_ask_wait_in_profiles(monkeypatch):
-    def ask(strategy, values):
-        time.sleep(0.05)
-        return values[None]
-
-    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
-    clock = WaitClock.attach(strategy)
-    monkeypatch.setattr(fitting, "gather", ask)
-    agreement = fitting.AgreeEachEpoch(strategy, [], None)
-    assert agreement._any(True, False) == [True, False] and clock.read() == 0
-    clock.switch(on=True)
-    agreement._any(True)
-    assert clock.read() >= 0.05
 
 
 @pytest.mark.parametrize(

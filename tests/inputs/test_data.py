@@ -116,56 +116,13 @@ def test_a_generator_without_end_is_streamed():
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_files_and_streams_hold_the_same(tmp_path, known):
+def test_streams_hold_the_same(known):
     model, x = build(), rows(29)
     data = (lambda: x) if known else (lambda: generator(x, [3, 4], with_targets=True))
     expected = input_jacobian(model, data(), batch_size=8)
-    path = tmp_path / "jacobian.npy"
-    found = input_jacobian(model, data(), batch_size=8, out=path)
-    assert isinstance(found, np.memmap)
-    np.testing.assert_array_equal(found, expected)
-    np.testing.assert_array_equal(np.load(path), expected)
     parts = list(input_jacobian(model, data(), batch_size=8, stream=True))
     assert [len(part) for part in parts] == [8, 8, 8, 5]
     np.testing.assert_array_equal(np.concatenate(parts), expected)
-
-
-def test_an_array_that_is_mapped_from_the_file_before_stays_as_it_is(tmp_path):
-    model, path = build(), tmp_path / "gradients.npy"
-    first = input_gradients(model, rows(29), 0, out=path)
-    before = first.copy()
-    second = input_gradients(model, rows(2), 1, out=path)
-    np.testing.assert_array_equal(first, before)
-    assert len(second) == 2
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_files_that_are_read_from_or_named_twice_are_refused(tmp_path):
-    path = tmp_path / "rows.npy"
-    np.save(path, rows(5))
-    before = path.read_bytes()
-    (tmp_path / "link.npy").symlink_to(path)
-    mapped = np.load(path, mmap_mode="r")
-    for x in (mapped, mapped[1:], np.asarray(mapped)):
-        with pytest.raises(ValueError, match="`out` names .*rows.npy, which the rows are read from"):
-            input_gradients(build(), x, 0, out=tmp_path / "link.npy")
-    model = keras.Model(inputs := [keras.Input((2,)), keras.Input((2,))], keras.layers.Add()(inputs))
-    with pytest.raises(ValueError, match="`out` names .*g.npy twice. Name a separate file for each result"):
-        input_gradients(model, [np.ones((3, 2))] * 2, 0, out=[tmp_path / "g.npy", f"{tmp_path}/./g.npy"])
-    assert path.read_bytes() == before
-
-
-def test_a_file_can_be_read_while_it_grows(tmp_path):
-    model, path = build(), tmp_path / "gradients.npy"
-
-    def interrupted():
-        yield rows(4)
-        yield rows(4)
-        raise OSError("the disk is gone")
-
-    with pytest.raises(OSError, match="the disk is gone"):
-        input_gradients(model, interrupted(), 0, batch_size=4, out=str(path))
-    np.testing.assert_allclose(np.load(path), np.tile(expected_of(model, rows(4)), (2, 1)), atol=1e-6)
 
 
 def test_many_calls_say_nothing(caplog):
@@ -232,13 +189,6 @@ def test_arguments_are_checked_at_the_call(argument):
     (name,) = argument
     with pytest.raises(ValueError, match=f"`{name}` is"):
         input_gradients(build(), iter([]), 0, stream=True, **argument)
-
-
-def test_one_way_out(tmp_path):
-    with pytest.raises(ValueError, match="Remove one of them"):
-        input_gradients(build(), rows(3), 0, stream=True, out=tmp_path / "x.npy")
-    with pytest.raises(ValueError, match="Write out='0.npy'"):
-        input_gradients(build(), rows(3), 0, out=3)
 
 
 class Counts(layers.Layer):

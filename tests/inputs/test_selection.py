@@ -84,14 +84,6 @@ def test_some_of_the_inputs(nesting):
     check(input_gradients(model, x, "value", wrt={"it": "left"}), {"it": left})
 
 
-def test_a_file_for_each_input(tmp_path):
-    model, x = two_inputs(), data()
-    paths = {"left": tmp_path / "left.npy", "right": tmp_path / "right.npy"}
-    check(dict(input_gradients(model, x, "value", out=paths, batch_size=3)), input_gradients(model, x, "value"))
-    with pytest.raises(ValueError, match=r"Write out={'left': '0.npy', 'right': '1.npy'}"):
-        input_gradients(model, x, "value", out=tmp_path / "both.npy")
-
-
 def test_a_subclassed_model():
     class Product(keras.Model):
         def call(self, inputs):

@@ -9,8 +9,7 @@ from trainings.planned_models import ROWS, WIDE, X, Y, deep, exactly, whole
 from keras_paragrad import DistributedFit, microbatch, recompute
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.memory import plan as plans
-from keras_paragrad.memory.plan import plan_memory
-from keras_paragrad.memory.plan_table import Candidate, Choice, MemoryPlan
+from keras_paragrad.memory.plan import Candidate, Choice, MemoryPlan, plan_memory
 from keras_paragrad.memory.recomputation import RECOMPUTATIONS
 from keras_paragrad.memory.trial import Measured
 from keras_paragrad.storage.sharded import sharded_value

@@ -14,10 +14,8 @@ from keras_paragrad.memory import estimate_memory
 from keras_paragrad.memory import plan as plans
 from keras_paragrad.memory.breakdown import SHARDS, breakdowns_of
 from keras_paragrad.memory.cost import Cost, Speed, cost_of
-from keras_paragrad.memory.estimate import recomputation_of
-from keras_paragrad.memory.plan import plan_memory
-from keras_paragrad.memory.plan_search import PlanSearch
-from keras_paragrad.memory.plan_table import Choice, MemoryPlan
+from keras_paragrad.memory.plan import Choice, MemoryPlan, choose, plan_memory
+from keras_paragrad.memory.recomputed_segments import cut_for_least_memory
 from keras_paragrad.memory.traced_step import traced_step, traced_steps
 from keras_paragrad.memory.trial import CannotTryError, Measured
 
@@ -68,7 +66,7 @@ def choosing(ways, device_bytes, trial=None, *, sliced=True):
     )
     if not sliced:
         plan.candidates = [each for each in plan.candidates if each.choice.slices == 1]
-    PlanSearch(plan, trial and (lambda: trial), lambda line: None).run()
+    choose(plan, trial and (lambda: trial), lambda line: None)
     return plan
 
 
@@ -208,8 +206,11 @@ def test_chosen_by_the_estimate_alone_it_may_run_out(ways, caplog):
 @pytest.mark.long
 def test_all_recomputes_no_less_than_what_pays():
     model = deep()
-    pays, every = recomputation_of(model), recomputation_of(model, "all")
-    assert len(every.names) >= len(pays.names) > 0
+    pays, every = (
+        [part.name for part, again in cut_for_least_memory(model, where_it_pays=pays).segments if again]
+        for pays in (True, False)
+    )
+    assert len(every) >= len(pays) > 0
     with pytest.raises(ValueError, match="`every` and `layers` both say what to recompute"):
         recompute(model, "all", every=2)
     plain = deep()

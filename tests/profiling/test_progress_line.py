@@ -21,25 +21,14 @@ def fitted(capsys, callbacks, **options):
 
 
 @pytest.mark.parametrize(
-    ("columns", "show", "shown"),
-    [
-        (60, "auto", ()),
-        (90, "auto", ("mfu",)),
-        (100, "auto", ("gradient_norm",)),
-        (200, "auto", ("examples_per_second", "gradient_norm", "mfu")),
-        (80, ("update_ratio", "retraces"), ("retraces", "update_ratio")),
-    ],
+    ("columns", "shown"),
+    [(60, ()), (90, ("mfu",)), (100, ("gradient_norm",)), (200, ("examples_per_second", "gradient_norm", "mfu"))],
 )
-def test_as_much_as_fits_and_history_has_all(columns, show, shown, capsys, monkeypatch):
+def test_as_much_as_fits_and_history_has_all(columns, shown, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", str(columns))
-    of_both = (show, show) if show == "auto" else (show[:1], show[1:])
-    callbacks = [
-        GradientTelemetry(every=1, show=of_both[0]),
-        Throughput(interval=1e-6, peak_flops=1e12, show=of_both[1]),
-    ]
+    callbacks = [GradientTelemetry(every=1), Throughput(interval=1e-6, peak_flops=1e12)]
     history, lines = fitted(capsys, callbacks)
-    if show == "auto":
-        assert max(map(len, lines)) <= columns
+    assert max(map(len, lines)) <= columns
     named = {name for name in (*telemetry.SHOWN, *throughput.SHOWN) if f" {name}: " in lines[-1]}
     assert named == set(shown)
     assert {"gradient_norm", "update_ratio", "clipped_gradient_norm", "examples_per_second", "retraces"} <= set(history)
@@ -57,9 +46,3 @@ def test_validation_takes_its_room(capsys, monkeypatch):
 def test_without_a_bar(verbose, capsys):
     history, lines = fitted(capsys, [GradientTelemetry(every=1)], verbose=verbose)
     assert not lines and len(history["gradient_norm"]) == 2
-
-
-@pytest.mark.parametrize("show", ["gradient_norm", ["loss"], 3])
-def test_refuses_other_names(show):
-    with pytest.raises(ValueError, match=r"`show(\[0\])?` is .*gradient_norm"):
-        GradientTelemetry(show=show)

@@ -2,8 +2,6 @@
 
 import builtins
 import importlib.util
-import logging
-import signal
 from pathlib import Path
 
 import keras
@@ -195,18 +193,6 @@ def test_a_disk_that_is_full(tmp_path):
     assert (updates, windows) == (16, 0)
     assert len(said) == 1 and "A window was not traced" in said[0] and "Make space in" in said[0]
     assert not list((tmp_path / "logs").glob(".tracing-*"))
-
-
-def test_a_handler_of_the_users_is_left_alone(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "keras_paragrad")
-    mine = signal.signal(signal.SIGUSR1, lambda *_: None)
-    try:
-        handler = signal.getsignal(signal.SIGUSR1)
-        trained(profiler(tmp_path, None))
-        assert signal.getsignal(signal.SIGUSR1) is handler
-    finally:
-        signal.signal(signal.SIGUSR1, mine)
-    assert_one_line(caplog, "SIGUSR1 already has a handler")
 
 
 def test_a_report_is_written_at_the_end(tmp_path):

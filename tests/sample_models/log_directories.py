@@ -24,7 +24,6 @@ from keras_paragrad.profiling.summary import (
 WINDOW = "plugins/profile/2026_01_02_03_04_05"
 TELEMETRY = ("step", "epoch", "layer", "variable", "quantity", "value")
 THROUGHPUT = ("step", "epoch", "quantity", "value")
-WORKER = ("window", "batch", "milliseconds", "waiting")
 RETRACES = ("step", "function", "signature")
 RUN = RunInfo(
     model="digits",
@@ -145,20 +144,11 @@ def throughput_rows(steps: int) -> Iterable[tuple[Any, ...]]:
             yield number, number // 100, quantity, value
 
 
-def worker_rows(worker: int, batches: int) -> Iterable[tuple[Any, ...]]:
-    """Two windows of a worker, of which the second counts: worker 1 works 8 ms on a batch, the other 3 ms."""
-    for window in range(2):
-        for number in range(batches):
-            yield window, 100 * window + number, 10.0, 2.0 if worker else 7.0
-
-
 def make_run(log_dir: Path, steps: int = 30, layers: int = 3, scale: float = 1.0) -> Path:
     """A log directory with everything in it."""
     write_window(log_dir, summary(scale=scale))
     (log_dir / "run.json").write_text(json.dumps(asdict(RUN)), encoding="utf-8")
     write_rows(log_dir / "telemetry.csv", TELEMETRY, telemetry_rows(steps, layers))
     write_rows(log_dir / "throughput.csv", THROUGHPUT, throughput_rows(steps))
-    for worker in range(2):
-        write_rows(log_dir / f"worker_{worker}_batches.csv", WORKER, worker_rows(worker, 24))
     write_rows(log_dir / "retraces.csv", RETRACES, [(63, "one_step_on_data", "float32[17, 784]")])
     return log_dir

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 
 from keras_paragrad.memory.cost import Speed
-from keras_paragrad.memory.plan_table import Choice
+from keras_paragrad.memory.plan import Choice
 
 ROWS, WIDE = 512, 64
 SPEED = Speed(1e11, 1e10, 1e-6)

@@ -118,35 +118,10 @@ def tasks(alike: Callable[..., Any] | None, name: str) -> tuple:
     return hub_task.trained(alike() if alike else None, name == "preprocessor=None")
 
 
-def masked_means(alike: Callable[..., Any] | None, name: str) -> dict[str, Any]:
-    """What training by each example's own masked mean shows and ends with, and the last batch's norms."""
-    from keras_paragrad import wrap
-
-    generator = np.random.default_rng(3)
-    # A row is all padding, and the batch of one row leaves a worker without any.
-    words = generator.integers(1, 6, (15, 4)) * (np.arange(4) < generator.integers(0, 5, (15, 1)))
-    columns = words.astype("int32"), generator.normal(size=(15, 4, 3)).astype("float32")
-    dist = alike() if alike else None
-    with dist.scope() if dist else contextlib.nullcontext():
-        keras.utils.set_random_seed(1)
-        layers = [keras.layers.Embedding(6, 3, mask_zero=True), keras.layers.Dense(3)]
-        options = {"clip_norm": 0.2} if name == "clipped" else {}
-        inner = keras.Sequential([keras.Input((4,), dtype="int32"), *layers])
-        model = wrap(inner, masked_mean="example", **options)
-        model.compile(keras.optimizers.SGD(0.1), "mse", jit_compile=False)
-    if dist:
-        dist.prepare(model)
-    data = MicroBatches(columns, (7, 1, 7))
-    history = model.fit(dist.dataset(data) if dist else data, shuffle=False, verbose=0).history
-    weights = {f"weight {index}": weight.tolist() for index, weight in enumerate(model.get_weights())}
-    return {**history, **weights, NORMS: model.per_example.norms.tolist()}
-
-
 KINDS: dict[str, Callable[[Callable[..., Any] | None, str], Any]] = {
     "comparing": comparing,
     "loss": losses,
     "own step": steps,
     "metrics": metrics,
     "task": tasks,
-    "masked mean of examples": masked_means,
 }

@@ -3,7 +3,6 @@
 import functools
 import inspect
 import math
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +14,6 @@ from keras_paragrad.accumulation.exact_accumulation import with_those_of_updates
 from keras_paragrad.compat.data import Adapter, source_with_options
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Logs
-from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.compat.workers import all_or_none, barrier, gather
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.consistency.compare import check_same, check_same_weights, variables_to_compare
@@ -97,11 +95,7 @@ class AgreeEachEpoch(keras.callbacks.Callback):
 
     def _any(self, *mine: bool) -> list[bool]:
         """For each flag, whether it is true on any worker; all workers call this."""
-        start = time.perf_counter()
         counts = gather(self._strategy, np.array(mine, np.int64)).sum(axis=0)
-        if clock := WaitClock.of(self._strategy):
-            # Profiles tell a worker's own time from its waiting.
-            clock.add(time.perf_counter() - start)
         return [bool(count) for count in counts]
 
 

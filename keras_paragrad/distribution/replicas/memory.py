@@ -20,10 +20,8 @@ from keras_paragrad.engine.losses.dividers import layers_of_batch_statistics
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.memory.available import cannot_try_on_gpus, memory_of_device
 from keras_paragrad.memory.breakdown import SHARDS
-from keras_paragrad.memory.estimate import bytes_in_words, recomputation_of
-from keras_paragrad.memory.plan import plan_memory
-from keras_paragrad.memory.plan_search import Try
-from keras_paragrad.memory.plan_table import Candidate, MemoryPlan, way_in_words
+from keras_paragrad.memory.estimate import bytes_in_words
+from keras_paragrad.memory.plan import Candidate, MemoryPlan, Try, plan_memory, way_in_words
 from keras_paragrad.memory.recomputation import recompute
 from keras_paragrad.memory.trial import CannotTryError, Measured, PreparationCall, Runner, Trials
 from keras_paragrad.storage.creation import add_copies, create_in_shards, create_whole, unshard
@@ -122,7 +120,7 @@ def _make_trial(model: keras.Model, run: PlannedRun, rows: int, spec: Specs, dev
 
     def trial(candidate: Candidate) -> Measured | None:
         runner = _runner(run, candidate, replicas) if replicas > 1 or run.options.jit != "auto" else None
-        return trials.measure(rows, _preparations(model, run, candidate), runner)
+        return trials.measure(rows, _preparations(run, candidate), runner)
 
     return trial
 
@@ -154,14 +152,11 @@ def _runner(run: PlannedRun, candidate: Candidate, replicas: int) -> Runner:
     return Runner("keras_paragrad.distribution.fit", "DistributedFit", arguments, replicas)
 
 
-def _preparations(model: keras.Model, run: PlannedRun, candidate: Candidate) -> list[PreparationCall]:
+def _preparations(run: PlannedRun, candidate: Candidate) -> list[PreparationCall]:
     """The calls that prepare a model in a trial."""
-    form = candidate.choice.recompute
     calls = []
-    if form:
-        layers = recomputation_of(model, form).layers
-        names = layers if isinstance(layers, str) else [layer.name for layer in layers]
-        calls.append(PreparationCall(recompute.__module__, recompute.__name__, {"layers": names}))
+    if form := candidate.choice.recompute:
+        calls.append(PreparationCall(recompute.__module__, recompute.__name__, {"layers": form}))
     if candidate.choice.slices > 1:
         # Zeros prove nothing; the first batch of `fit` does.
         arguments = {"size": candidate.rows, "weighting": run.options.weighting, "prove": False}
@@ -171,10 +166,9 @@ def _preparations(model: keras.Model, run: PlannedRun, candidate: Candidate) -> 
 
 def _apply(model: keras.Model, run: PlannedRun, candidate: Candidate) -> Callable[[], None]:
     """Applies a choice to the model; returns a function that undoes everything except sharding."""
-    form = candidate.choice.recompute
     with contextlib.ExitStack() as applied:
-        if form:
-            applied.callback(recompute(model, recomputation_of(model, form).layers).undo)
+        if form := candidate.choice.recompute:
+            applied.callback(recompute(model, form).undo)
         if candidate.choice.slices > 1:
             microbatch(model, candidate.rows, weighting=run.options.weighting, prove=run.options.prove)
             builder: Any = StepBuilder.of(model)

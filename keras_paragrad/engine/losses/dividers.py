@@ -10,7 +10,6 @@ import keras
 
 from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.state import warn_once
-from keras_paragrad.engine.losses.terms import LossTerm
 
 INSTEAD_OF_WINDOWS = (
     "For any loss, give fit() the whole batch, compile with the inner optimizer, and write "
@@ -73,15 +72,6 @@ class Divider:
             "of a batch with different sizes or weights would bias the gradient. If all parts have the same size and "
             f"weights, {self.for_equal_parts}; otherwise move what train_step does into compute_loss."
         )
-
-    def check_by_example(self, terms: list[LossTerm], name: str) -> None:
-        """Refuses a weighting that contradicts the gradient of a mean of the examples' masked means."""
-        if any(term.by_example for term in terms) and name in ("sample_weight", "mask"):
-            raise ValueError(
-                f"weighting={name!r}, but with PerExampleGradients(..., masked_mean='example') the gradient "
-                f"is divided by the number of examples. Write {self.configured_by}(..., "
-                "weighting='examples'), or leave it out."
-            )
 
 
 def layers_of_batch_statistics(model: keras.Model) -> list[keras.layers.BatchNormalization]:

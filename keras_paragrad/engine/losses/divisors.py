@@ -71,17 +71,6 @@ def divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
     return SIZE if inner.is_fully_defined() else ("size", id(values)), size
 
 
-def gradient_divisor_of(term: LossTerm) -> tuple[DivisorKey, tf.Tensor]:
-    """The divisor of one loss's gradient, as in `divisor_of`.
-
-    It differs from the loss's divisor for a mean of the examples' masked means: it is the number of examples.
-    """
-    kind, divisor = divisor_of(term)
-    if not term.by_example or kind == SUM:
-        return kind, divisor
-    return SIZE, tf.cast(tf.shape(term.values)[0], "float32")
-
-
 # The arguments of a `weighting` function.
 PARAMETERS = ("x", "y", "y_pred", "sample_weight")
 # Maps the arguments, for a part of a batch, to the divisor of its loss.

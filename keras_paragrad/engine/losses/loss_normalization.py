@@ -20,7 +20,7 @@ from keras_paragrad.engine.losses.divisors import (
     Normalizer,
     UnknownDivisorError,
     Weighting,
-    gradient_divisor_of,
+    divisor_of,
     weighting_of,
 )
 from keras_paragrad.engine.losses.terms import LossTerm, loss_weights_of
@@ -65,7 +65,7 @@ class LossNormalization:
         if not terms:
             raise IndivisibleError("The model was compiled without a loss. Write model.compile(optimizer, loss=...).")
         # Of all compiled losses.
-        divisors = [gradient_divisor_of(term) for term in terms]
+        divisors = [divisor_of(term) for term in terms]
         if len({kind for kind, _ in divisors}) > 1:
             named = ", ".join(_KINDS[kind[0]] for kind, _ in divisors)
             raise IndivisibleError(
@@ -89,17 +89,13 @@ class LossNormalization:
         if (stated := self.stated) is not None:
             return f"A part weighs what weighting={stated.argument} says, as stated."
         summed = bool(summed_by_keras(model)) or self(model, arguments, terms).summed
-        kinds = dict.fromkeys(_KINDS[gradient_divisor_of(term)[0][0]] for term in terms)
+        kinds = dict.fromkeys(_KINDS[divisor_of(term)[0][0]] for term in terms)
         weighs = "Parts are added: the losses are sums" if summed else f"A part weighs {', '.join(kinds)}"
         return f"{weighs}, as the compiled losses and their reductions say."
 
     def _as_stated(self, model: keras.Model, arguments: LossArguments, terms: list[LossTerm]) -> Normalizer | None:
         """The normalizer that the user states or added losses determine; `None` if another rule applies."""
         if (stated := self.stated) is not None:
-            self.divider.check_by_example(terms, stated.name)
-            if stated.name == "examples" and any(term.by_example for term in terms) and not why_unknown(model, terms):
-                # The losses give the same normalizer, and the logged losses keep their own divisors.
-                return None
             if stated.divisor is None:
                 return _normalizer_of_sum(model, terms)._replace(stated="sum")
             return stated.normalizer(arguments)
@@ -127,7 +123,7 @@ def why_unknown(model: keras.Model, terms: list[LossTerm]) -> str | None:
         )
     try:
         for term in terms:
-            gradient_divisor_of(term)
+            divisor_of(term)
     except UnknownDivisorError as error:
         return str(error)
     return None
@@ -135,7 +131,7 @@ def why_unknown(model: keras.Model, terms: list[LossTerm]) -> str | None:
 
 def warn_of_uniform(model: keras.Model, terms: list[LossTerm]) -> None:
     """Warns if micro-batches count equally, but Keras's losses aren't means over the examples."""
-    kinds = set() if why_unknown(model, terms) else {gradient_divisor_of(term)[0][0] for term in terms}
+    kinds = set() if why_unknown(model, terms) else {divisor_of(term)[0][0] for term in terms}
     if not kinds <= {SIZE[0]}:
         found = ", ".join(sorted(_KINDS[kind] for kind in kinds))
         warn_once(

@@ -12,12 +12,7 @@ import tensorflow as tf
 from keras_paragrad.compat.check import check_internals
 from keras_paragrad.compat.collectives import replica_index
 from keras_paragrad.compat.layers import call_model
-from keras_paragrad.compat.private import (
-    apply_mask,
-    get_keras_mask,
-    reduce_weighted_values,
-    squeeze_or_expand_to_same_rank,
-)
+from keras_paragrad.compat.private import apply_mask, get_keras_mask
 from keras_paragrad.compat.state import MethodPatch, patched
 from keras_paragrad.compat.types import Array, Batch, LossArguments, Structure
 from keras_paragrad.engine.tracing.untouched import untouched, without_assignments
@@ -34,8 +29,6 @@ class LossTerm:
         y_true, y_pred, sample_weight: Its arguments.
         result: Its result.
         computed: The loss of every element, if the call has computed it.
-        by_example: Whether to take the gradient of the mean of the examples' masked means: each example then counts
-            the same, however many of its elements the mask keeps.
     """
 
     loss: keras.losses.Loss
@@ -43,7 +36,6 @@ class LossTerm:
     y_pred: Structure
     sample_weight: Array | None
     result: Any = None
-    by_example: bool = False
     computed: tf.Tensor | None = None
 
     @property
@@ -89,23 +81,6 @@ class LossTerm:
         )
         return apply_mask(weight, mask, dtype=dtype, reduction=self.loss.reduction)
 
-    def result_with_gradient_by_example(self) -> tf.Tensor:
-        """The result, with the gradient of the mean of the examples' masked means if `by_example`."""
-        if not self.by_example or self.reduces_itself or self.loss.reduction not in MEANS or self.mask is None:
-            return self.result
-        dtype = self.loss.dtype
-        mask = tf.cast(self.mask, dtype)
-        inner = list(range(1, mask.shape.rank))
-        # Keras scales a batch's mask like this; here, each example's.
-        size = tf.cast(tf.reduce_prod(tf.shape(mask)[1:]), mask.dtype)
-        weight = mask * tf.math.divide_no_nan(size, tf.reduce_sum(mask, inner, keepdims=True))
-        if self.sample_weight is not None:
-            stated = keras.ops.convert_to_tensor(self.sample_weight, dtype=dtype)
-            weight, stated = squeeze_or_expand_to_same_rank(weight, stated)
-            weight *= stated
-        mean = reduce_weighted_values(self.values, weight, reduction=self.loss.reduction, dtype=dtype)
-        return tf.stop_gradient(self.result) + (mean - tf.stop_gradient(mean))
-
 
 def is_summed(model: keras.Model) -> bool:
     """Whether a model's built loss is a sum over the examples, and not a mean."""
@@ -125,7 +100,6 @@ class _Listener(NamedTuple):
     replica: int
     terms: list[LossTerm]
     untracked: bool
-    by_example: bool
 
 
 class _Recordings(MethodPatch):
@@ -183,15 +157,13 @@ class _Recording:
     def __call__(self, y_true: Structure, y_pred: Structure, sample_weight: Array | None = None):
         with _noted_values(self.loss) as values:
             result = self.loss(y_true, y_pred, sample_weight)
-        listeners = self.recordings.listeners_here
-        by_example = any(listener.by_example for listener in listeners)
-        term = LossTerm(self.loss, y_true, y_pred, sample_weight, result, by_example)
+        term = LossTerm(self.loss, y_true, y_pred, sample_weight, result)
         if len(values) == 1 and not term.reduces_itself:
             # Computed again, the loss would be traced twice.
             term.computed = tf.convert_to_tensor(values[0])
-        for listener in listeners:
+        for listener in self.recordings.listeners_here:
             listener.terms.append(term)
-        return term.result_with_gradient_by_example()
+        return result
 
 
 class _NotedCall:
@@ -223,13 +195,11 @@ def _noted_values(loss: keras.losses.Loss) -> Generator[list[Any]]:
 
 
 @contextlib.contextmanager
-def recorded_terms(
-    model: keras.Model, *, untracked: bool = False, by_example: bool = False
-) -> Generator[list[LossTerm]]:
+def recorded_terms(model: keras.Model, *, untracked: bool = False) -> Generator[list[LossTerm]]:
     """Context in which `model.compute_loss` appends the terms of the compiled loss to the yielded list.
 
     Several contexts may be open at a time, and close in any order. If `untracked`, Keras's trackers of outputs' losses
-    ignore these losses. If `by_example`, masked means get the gradient of the mean of the examples' masked means.
+    ignore these losses.
     """
     check_internals("models")
     terms: list[LossTerm] = []
@@ -238,7 +208,7 @@ def recorded_terms(
         yield terms
         return
     with patched(compiled, lambda: _Recordings(compiled)) as recordings:
-        recordings.listeners.append(_Listener(replica_index(), terms, untracked, by_example))
+        recordings.listeners.append(_Listener(replica_index(), terms, untracked))
         try:
             yield terms
         finally:

@@ -18,7 +18,6 @@ from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.private import NO_INLINE
 from keras_paragrad.compat.state import Slot
 from keras_paragrad.compat.types import Batch, Gradients, LossArguments, Scalar, StepLogs, Structure
-from keras_paragrad.compat.wait_clock import WaitClock
 from keras_paragrad.engine.batches.replica_batch import ReplicaBatch, rows_of
 from keras_paragrad.engine.calls.replicas import update_metrics_of
 from keras_paragrad.engine.losses.divisors import Normalizer
@@ -116,8 +115,6 @@ def forward_backward(context: StepContext, data: Batch) -> tuple[Gradient, Struc
                 # Last: terms cache their values, and this call computes them in another graph.
                 warn_of_uniform(model, terms)
             factor = None if weight is None else (context.weigh_replica or equal_share)(weight)
-            if context.weigh_replica:
-                _time_wait([loss], factor)
         weighted = scaled_loss if factor is None else scaled_loss * tf.cast(factor, loss.dtype)
         scaled = model.optimizer.scale_loss(weighted)
     with _with_replica_weight(model, factor), regather_in_backward(scaled):
@@ -277,15 +274,7 @@ def scale_by_replica(model: keras.Model, gradient: Gradient, weigh_replica: Weig
     if gradient.weight is None or weigh_replica is None or gradient.reduced:
         return gradient
     factor = weigh_replica(gradient.weight) / equal_share(gradient.weight)
-    _time_wait(gradient.gradients, factor)
     return gradient._replace(gradients=scale_gradients(gradient.gradients, model.trainable_weights, factor))
-
-
-def _time_wait(tensors: Gradients, factor: Any) -> None:
-    """Makes the strategy's clock, if any, measure how long tensors wait for this replica's weight."""
-    clock = WaitClock.here() if factor is not None else None
-    if clock:
-        clock.wait(tensors, [factor])
 
 
 def track_loss(model: keras.Model, loss: tf.Tensor, rows: tf.Tensor) -> None:

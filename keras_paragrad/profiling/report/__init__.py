@@ -39,7 +39,6 @@ def write_report(log_dir: str | os.PathLike[str], output: str | os.PathLike[str]
         FileNotFoundError: The log directory does not exist, or holds nothing to report on.
         FileExistsError: `output` is an existing file that is not a report.
         ValueError: A path isn't one.
-        MissingExtraError: A table is in Parquet, and pyarrow is not installed.
 
     Example:
 

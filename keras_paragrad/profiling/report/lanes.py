@@ -1,21 +1,13 @@
-"""The charts of a report whose bars are one below the other: layers, a pipeline's stages, and workers.
+"""The charts of a report whose bars are one below the other: layers, and a pipeline's stages.
 
 A box of a lane is its kind, its milliseconds and its name; and when it begins, if not where the last one ends.
 """
 
-from collections.abc import Sequence
-
-import numpy as np
-
 from keras_paragrad.profiling.report.lines import Block
-from keras_paragrad.profiling.report.runs import WorkerBatches
 from keras_paragrad.profiling.summary import COLLECTIVES, PASSES, PipelineTime, ProfileSummary
 
 MOST_TIMED_LAYERS = 50
 _MOST_LAYER_BARS = 15
-MOST_WORKERS = MOST_BATCHES = 16
-# Times of workers that differ by less are taken as equal.
-_NOTICEABLE = 1.1
 
 
 def layers_chart(summary: ProfileSummary) -> Block | None:
@@ -88,58 +80,3 @@ def stages_chart(times: PipelineTime) -> Block:
             f"{times.microbatches} micro-batches{devices}.",
         ),
     }
-
-
-def workers_blocks(workers: Sequence[WorkerBatches]) -> list[Block]:
-    """The first batches of the slowest workers by their medians of own work, and which of them the others wait for."""
-    if len(workers) < 2 or not any(worker.waiting.any() for worker in workers):
-        return []
-    own = [float(np.median(worker.own)) for worker in workers]
-    slowest = int(np.argmax(own))
-    number, others = workers[slowest].worker, float(np.median(np.delete(own, slowest)))
-    verdict = f"Worker {number} is the slowest: check its input, and what else runs on its machine."
-    if own[slowest] < _NOTICEABLE * others:
-        verdict = f"The workers are about equally fast; worker {number} is marginally the slowest."
-    evidence = (
-        *(f"worker {number} computes ", (own[slowest], "ms"), " per batch, the others ", (others, "ms")),
-        "; the rest is spent waiting (medians)",
-    )
-    # The slowest ones, in the workers' order.
-    drawn = [workers[index] for index in sorted(sorted(range(len(workers)), key=lambda one: -own[one])[:MOST_WORKERS])]
-    note = "Each lane begins with the worker's first batch. Waiting time is drawn at the end of each batch."
-    if len(drawn) < len(workers):
-        note += f" The {len(drawn)} slowest of {len(workers):,} workers are drawn."
-    lanes = []
-    for worker in drawn:
-        times = [*zip(worker.batches.tolist(), worker.own.tolist(), worker.waiting.tolist(), strict=True)][
-            :MOST_BATCHES
-        ]
-        boxes = [
-            (kind, time, f"batch {batch:,.0f}, {label}")
-            for batch, *both in times
-            for kind, time, label in zip(("compute", "collective"), both, ("its own work", "waiting"), strict=True)
-            if time > 0
-        ]
-        lanes.append({"name": f"worker {worker.worker}", "boxes": boxes})
-    first, *_, last = np.repeat(drawn[0].batches[:MOST_BATCHES], 2)
-    chart = {
-        "type": "lanes",
-        "title": f"Batches {first:,.0f} to {last:,.0f} of each worker",
-        "lanes": lanes,
-        "legend": {"compute": "its own work", "collective": "waiting for other workers"},
-        "heads": [
-            ("worker", ""),
-            *((name, "ms") for name in ("batch, median", "own work", "waiting")),
-            ("waiting share", "share"),
-        ],
-        "rows": [
-            (
-                str(worker.worker),
-                *(float(np.median(times)) for times in (worker.milliseconds, worker.own, worker.waiting)),
-                float(worker.waiting.sum() / (worker.milliseconds.sum() or 1.0)),
-            )
-            for worker in workers
-        ],
-        "note": [note],
-    }
-    return [{"type": "advice", "text": [verdict], "evidence": evidence}, chart]

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from keras_paragrad.profiling.report.lanes import layers_chart, stages_chart, workers_blocks
+from keras_paragrad.profiling.report.lanes import layers_chart, stages_chart
 from keras_paragrad.profiling.report.lines import (
     MOST_LINES,
     Block,
@@ -72,7 +72,6 @@ def page_of(run: Run) -> Block:
     started = _date(run.info.started)
     sections = (
         ("time", "Where the time goes", _time(run.windows)),
-        ("workers", "Workers", workers_blocks(run.workers)),
         ("throughput", "Throughput", _throughput(run)),
         ("gradient", "Where the gradient goes", _gradient(run.telemetry)),
         ("run", "The run", [{"type": "facts", "facts": _facts(run.info)}]),

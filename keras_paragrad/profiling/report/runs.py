@@ -1,18 +1,16 @@
 """Reads a log directory: its trace windows, and the per-step records of telemetry, throughput and retraces."""
 
 import csv
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from keras_paragrad.extras import require
 from keras_paragrad.plain_text import read_json
-from keras_paragrad.profiling.summary import WORKER_FILES, ProfileSummary, RunInfo
+from keras_paragrad.profiling.summary import ProfileSummary, RunInfo
 
 TRACES = "*.xplane.pb"
 SUMMARY = "keras_paragrad.json"
@@ -48,21 +46,6 @@ class Series:
 
 
 @dataclass(frozen=True)
-class WorkerBatches:
-    """The batches of one worker in a window."""
-
-    worker: int
-    batches: np.ndarray
-    milliseconds: np.ndarray
-    waiting: np.ndarray
-
-    @property
-    def own(self) -> np.ndarray:
-        """How long its own work took in each batch."""
-        return np.maximum(self.milliseconds - self.waiting, 0.0)
-
-
-@dataclass(frozen=True)
 class Run:
     """The contents of a log directory: windows in order, records, the last retraces, and notes on what is missing.
 
@@ -77,7 +60,6 @@ class Run:
     retraces: Sequence[tuple[str, ...]]
     retrace_count: int
     notes: tuple[str, ...]
-    workers: tuple[WorkerBatches, ...] = ()
 
 
 def read_run(folder: Path) -> Run:
@@ -93,13 +75,8 @@ def read_run(folder: Path) -> Run:
     retraces, retrace_count = read_retraces(folder)
     name = folder.resolve().name
     info = _run_info(folder, windows)
-    workers = read_workers(folder, info.workers)
-    if 0 < len(workers) < info.workers:
-        notes.append(
-            f"There are files of {len(workers)} of {info.workers} workers. Copy {WORKER_FILES} of all to {folder}."
-        )
     telemetry = drop_uninformative(telemetry)
-    return Run(name, info, windows, telemetry, throughput, retraces, retrace_count, tuple(notes), workers)
+    return Run(name, info, windows, telemetry, throughput, retraces, retrace_count, tuple(notes))
 
 
 def _nothing_to_report(folder: Path, notes: list[str]) -> str:
@@ -162,11 +139,8 @@ def _series(folder: Path, name: str, notes: list[str]) -> tuple[Series, ...]:
     """The series of a file; adds a note if it can't be read."""
     try:
         return read_series(folder, name)
-    # A Parquet file of a run that is still running, or was killed, has no footer.
     except (OSError, ValueError) as error:
-        notes.append(
-            f"{name} can't be read: it is damaged, or its run has not ended ({type(error).__name__}: {error})."
-        )
+        notes.append(f"{name} can't be read ({type(error).__name__}: {error}).")
         return ()
 
 
@@ -179,14 +153,14 @@ def _run_info(folder: Path, windows: tuple[ProfiledWindow, ...]) -> RunInfo:
 
 
 def read_series(folder: Path, name: str) -> tuple[Series, ...]:
-    """All series of `<name>.csv`, or of `<name>.parquet`, in a folder, by quantity and name; none without the file.
+    """All series of `<name>.csv` in a folder, by quantity and name; none without the file.
 
     Incomplete rows, such as the last one of a killed run, are skipped. Of two values for one step, as written by a run
     that resumed from a checkpoint, the later one counts.
     """
     # By quantity, name and variable, the value of each step.
     columns: dict[tuple[str, str, str], dict[float, float]] = defaultdict(dict)
-    for row in _rows(folder, name):
+    for row in _csv_rows(folder / f"{name}.csv"):
         try:
             step, value = float(row["step"]), float(row["value"])
             variable = row.get("variable") or ""
@@ -197,34 +171,6 @@ def read_series(folder: Path, name: str) -> tuple[Series, ...]:
         if math.isfinite(step):
             columns[key][step] = value
     return tuple(Series(*key, *np.array(sorted(found.items())).T) for key, found in columns.items())
-
-
-def read_workers(folder: Path, count: int) -> tuple[WorkerBatches, ...]:
-    """The batches of a run's workers in the newest window that all of them timed, in order; empty for one worker."""
-    files = {worker: folder / WORKER_FILES.replace("*", str(worker)) for worker in range(count)}
-    known = {worker: windows for worker, path in files.items() if (windows := _batches_by_window(path))}
-    shared = set.intersection(*map(set, known.values())) if known else set()
-    if count < 2 or not shared:
-        return ()
-    rows = {worker: windows[max(shared)] for worker, windows in known.items()}
-    batches = sorted(set.intersection(*map(set, rows.values())))
-    return tuple(
-        WorkerBatches(worker, np.array(batches), *np.array([found[batch] for batch in batches]).T)
-        for worker, found in rows.items()
-        if batches
-    )
-
-
-def _batches_by_window(path: Path) -> dict[float, dict[float, tuple[float, float]]]:
-    """By window and batch, in milliseconds, how long the batch took and how long it waited; skips incomplete rows."""
-    windows: dict[float, dict[float, tuple[float, float]]] = defaultdict(dict)
-    for row in _csv_rows(path) if path.is_file() else ():
-        try:
-            window, batch, took, waiting = (float(row[name]) for name in ("window", "batch", "milliseconds", "waiting"))
-        except (KeyError, TypeError, ValueError):
-            continue
-        windows[window][batch] = took, waiting
-    return windows
 
 
 def drop_uninformative(series: Sequence[Series]) -> tuple[Series, ...]:
@@ -243,30 +189,16 @@ def read_retraces(folder: Path) -> tuple[list[tuple[str, ...]], int]:
     """The last retraces of a run, and their total number."""
     rows = (
         tuple(row.get(column) or "" for column in ("step", "function", "signature"))
-        for row in _rows(folder, "retraces")
+        for row in _csv_rows(folder / "retraces.csv")
     )
     whole = [row for row in rows if all(row)]
     return whole[-MOST_RETRACES:], len(whole)
 
 
-def _rows(folder: Path, name: str) -> Iterable[Mapping[str, str]]:
-    """The rows of `<name>.csv` or else of `<name>.parquet`; none without a file."""
-    csv_file, parquet = folder / f"{name}.csv", folder / f"{name}.parquet"
-    if csv_file.is_file():
-        return _csv_rows(csv_file)
-    return _parquet_rows(parquet) if parquet.is_file() else ()
-
-
 def _csv_rows(path: Path) -> Iterator[Mapping[str, str]]:
+    """The rows of a file; none without it."""
+    if not path.is_file():
+        return
     with path.open(encoding="utf-8", errors="replace", newline="") as lines:
         # A full disk can leave zero bytes behind.
         yield from csv.DictReader(line.replace("\0", "") for line in lines)
-
-
-def _parquet_rows(path: Path) -> Iterator[Mapping[str, str]]:
-    """The rows of a Parquet file."""
-    require(f"Reading {path}", "pyarrow")
-    from pyarrow import parquet
-
-    with parquet.ParquetFile(path) as file:
-        yield from itertools.chain.from_iterable(batch.to_pylist() for batch in file.iter_batches())

@@ -114,8 +114,6 @@ def test_it_says_what_was_measured(browser, page):
         "Collectives take 2 ms per batch. 25% of this time is hidden",
         "allocator GPU_0_bfc 1 MiB (batch 100) 4.5 MiB 8 MiB (batch 100.8) 8 MiB",
         "host 3 GiB",
-        "0 10 ms 3 ms 7 ms 70% 1 10 ms 8 ms 2 ms 20%",
-        "worker 1 computes 8 ms per batch, the others 3 ms; the rest is spent waiting",
         "Stages wait 40% of the time between their first and last operation",
         "stage 1b 2 ms 4 ms",
         "learning rate 3.33e-6 (update 299) 6.64e-6 0.001 (update 0) 3.33e-6",

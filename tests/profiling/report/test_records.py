@@ -2,31 +2,12 @@
 
 import math
 
-import numpy as np
 import pytest
-from sample_models.log_directories import RETRACES, TELEMETRY, telemetry_rows, write_rows
+from sample_models.log_directories import RETRACES, TELEMETRY, write_rows
 
 from keras_paragrad.profiling.report.runs import MOST_RETRACES, read_retraces, read_series
 
 pytestmark = pytest.mark.fast
-
-
-def test_comma_separated_values_and_parquet_say_the_same(tmp_path):
-    import pyarrow
-    from pyarrow import parquet
-
-    rows = list(telemetry_rows(20, 2))
-    (tmp_path / "a").mkdir()
-    write_rows(tmp_path / "a" / "telemetry.csv", TELEMETRY, rows)
-    (tmp_path / "b").mkdir()
-    table = pyarrow.Table.from_pylist([dict(zip(TELEMETRY, row, strict=True)) for row in rows])
-    parquet.write_table(table, tmp_path / "b" / "telemetry.parquet")
-    one, other = (read_series(tmp_path / folder, "telemetry") for folder in "ab")
-    assert len(one) == 4 + 2 * 4
-    for left, right in zip(one, other, strict=True):
-        assert (left.quantity, left.name) == (right.quantity, right.name)
-        np.testing.assert_array_equal(left.steps, right.steps)
-        np.testing.assert_array_equal(left.values, right.values)
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,10 @@ from runner.covering import examples
 from sample_models.log_directories import (
     TELEMETRY,
     THROUGHPUT,
-    WORKER,
     make_run,
     summary,
     telemetry_rows,
     throughput_rows,
-    worker_rows,
     write_rows,
     write_window,
 )
@@ -77,13 +75,12 @@ def test_it_has_what_was_measured(tmp_path):
     (steps,) = blocks_of(page, "steps")
     assert steps["steps"][0] == [100, 25, 10, 5, 0.75, 0.25, 2.5, 1, 0.5]
     assert sum(steps["shares"].values()) == pytest.approx(1)
-    stages, layers, workers = blocks_of(page, "lanes")
+    stages, layers = blocks_of(page, "lanes")
     assert stages["lanes"][0]["boxes"][0] == ["forward", 1, "micro-batch 0, forward", 0, 0]
     assert [lane["name"] for lane in stages["lanes"]] == ["stage 0a", "stage 0b", "stage 1a", "stage 1b"]
     assert stages["rows"] == [[lane["name"], 2, 4] for lane in stages["lanes"]]
     assert layers["rows"][0] == ["block_with_a_long_name/multi_head_attention_1", 1.5, 0.5, 0.8, 0.2, None, 30 / 57.75]
     assert [lane["apart"] for lane in layers["lanes"][:4]] == [False, False, True, False]
-    assert workers["rows"] == [["0", 10, 3, 7, 0.7], ["1", 10, 8, 2, 0.2]]
     tables = {table["caption"]: table["rows"] for table in blocks_of(page, "table")}
     assert tables["Time by kind of operation"][0] == ["Kind0", 1.5, 0.1, 40]
     assert tables["Time by kind of operation"][-1] == ["3 other kinds", pytest.approx(2.7), pytest.approx(0.12), 120]
@@ -107,9 +104,6 @@ def test_it_has_what_was_measured(tmp_path):
         "AccumulatingOptimizer(Adam)",
         "1,234,567",
         "2026-01-02 03:04:05 UTC",
-        "Worker 1 is the slowest: check its input",
-        '["worker 1 computes ", [8, "ms"], " per batch, the others ", [3, "ms"]',
-        "Batches 100 to 115 of each worker",
         "1 values are NaN or infinite",
     ):
         assert expected in words, expected
@@ -227,15 +221,6 @@ def test_a_summary_that_is_broken_is_named(tmp_path):
     assert '["Step time, median", 10, "ms"]' in words
 
 
-def test_a_file_without_its_end_is_named(tmp_path):
-    make_run(tmp_path)
-    (tmp_path / "telemetry.csv").unlink()
-    (tmp_path / "telemetry.parquet").write_bytes(b"PAR1 and no more")
-    words = words_of(write_report(tmp_path))
-    assert "telemetry can't be read: it is damaged, or its run has not ended (ArrowInvalid" in words
-    assert "Throughput" in words
-
-
 def test_what_was_not_clipped_is_drawn_once(tmp_path):
     rows = [
         (number, 0, layer, layer and "kernel", quantity, 1.0 + number)
@@ -268,28 +253,6 @@ def test_layers_are_drawn_and_variables_are_listed(tmp_path):
     (block,) = blocks_of(data_of(write_report(tmp_path)), "layers")
     assert [line["name"] for line in block["chart"]["lines"]] == ["dense"]
     assert [line["name"] for line in block["lines"]] == ["dense/kernel", "dense/bias", "dense"]
-
-
-def test_workers_are_compared_in_the_window_that_all_have(tmp_path):
-    run = make_run(tmp_path)
-    rows = list(worker_rows(1, 24))
-    # A run that was killed: the last row has no end, and its second window a single batch.
-    write_rows(run / "worker_1_batches.csv", WORKER, [*rows[:25], (1, 101)])
-    # Of an earlier run, with more workers.
-    write_rows(run / "worker_2_batches.csv", WORKER, worker_rows(2, 24))
-    words = words_of(write_report(run))
-    assert "Batches 100 to 100 of each worker" in words
-    assert "worker 2" not in words
-    (run / "worker_1_batches.csv").unlink()
-    words = words_of(write_report(run))
-    assert "There are files of 1 of 2 workers. Copy worker_*_batches.csv of all to" in words
-    assert "of each worker" not in words
-
-
-def test_equal_workers_are_said_to_be_equal(tmp_path):
-    run = make_run(tmp_path)
-    write_rows(run / "worker_0_batches.csv", WORKER, worker_rows(1, 24))
-    assert "The workers are about equally fast" in words_of(write_report(run))
 
 
 def test_what_is_0_throughout_has_no_chart(tmp_path):
