@@ -25,7 +25,7 @@ WIDTH, DEPTH, BATCH = 4096, 3, 64
 EVERY, BACKUPS, ROUNDS = 20, 2, 3
 # What a slow disk writes in a second, in bytes.
 SLOW = 50e6
-NONE, BACKGROUND, SYNCHRONOUS, KERAS = "no backups", "Backup", "Backup(background=False)", "keras BackupAndRestore"
+NONE, OURS, KERAS = "no backups", "Backup", "keras BackupAndRestore"
 ORBAX = "keras OrbaxCheckpoint, asynchronous"
 
 
@@ -71,8 +71,8 @@ def callback_of(case, directory):
     """The callback of a case; `None` without backups."""
     if case == NONE:
         return None
-    if case in (BACKGROUND, SYNCHRONOUS):
-        return Backup(directory, EVERY, background=case == BACKGROUND)
+    if case == OURS:
+        return Backup(directory, EVERY)
     if case == ORBAX:
         return keras.callbacks.OrbaxCheckpoint(directory, save_freq=EVERY, save_on_background=True)
     return keras.callbacks.BackupAndRestore(directory, save_freq=EVERY)
@@ -93,7 +93,7 @@ def trained(model, case):
 
 def measure(disk):
     """Measures all cases by turns on the `"fast"` or `"slow"` disk, and reports them."""
-    cases = [NONE, BACKGROUND, SYNCHRONOUS, KERAS]
+    cases = [NONE, OURS, KERAS]
     if importlib.util.find_spec("orbax"):
         cases.append(ORBAX)
     model = build()
@@ -112,11 +112,10 @@ def measure(disk):
             whole[case] / whole[NONE],
             blocked[case] / BACKUPS,
             100 * blocked[case] / whole[NONE],
-            blocked[case] / blocked[SYNCHRONOUS],
         ]
         for case in cases
     ]
-    columns = ["", "seconds", "to no backups", "seconds blocked by one", "% of training", "to synchronous"]
+    columns = ["", "seconds", "to no backups", "seconds blocked by one", "% of training"]
     title = f"{BACKUPS} backups of a model of 200 MB with Adam, every {EVERY} steps, {disk} disk"
     report(NAME, title, columns, rows)
 

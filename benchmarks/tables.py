@@ -307,7 +307,7 @@ def _found(result: Row | None) -> str:
 def backups(disk: str) -> str:
     """How long training waits for a backup on the `"fast"` or `"slow"` disk."""
     rows = rows_of("backups", f"2 backups of a model of 200 MB with Adam, every 20 steps, {disk} disk")
-    columns = ["seconds blocked by one", "% of training", "to synchronous"]
+    columns = ["seconds blocked by one", "% of training"]
     return table(
         ["", *columns],
         [[name, *(f"{row[each]:.2g}" for each in columns)] for name, row in rows.items() if row[columns[0]]],

@@ -104,7 +104,7 @@ def train(form: str, replicas: int, folder: str, *, deterministic: bool, interru
             if self.batches == interrupt_after:
                 raise KeyboardInterrupt
 
-    backups = dist.callbacks(folder, every=1, background=False, delete_when_done=False)
+    backups = dist.callbacks(folder, every=1, delete_when_done=False)
     callbacks = [*([ExactAccumulation()] if form.startswith("windows") else []), *backups, Interrupt()]
     try:
         history = dist.fit(model, *rows(form), BATCH_SIZE, EPOCHS, verbose=0, callbacks=callbacks)

@@ -8,7 +8,6 @@ EXTRAS = {
     "psutil": "profile",
     "ray": "ray",
     "scipy": "privacy",
-    "shtab": "completions",
     "tensorboard": "profile",
     "xprof": "profile",
 }

@@ -9,8 +9,6 @@ from keras_paragrad.arguments import quote
 _PACKAGE = Path(__file__).parent
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 _COMMENT = re.compile(r"^<!-- (.*?) -->\n?", re.MULTILINE)
-_IMAGE = re.compile(r"!\[([^\]]*)\]\([^)]*\)")
-_LINK = re.compile(r"\[([^\]]+)\]\((?![a-z]+:|#)([^)#\s]+)(?:#[^)]*)?\)")
 _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 _TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 
@@ -60,7 +58,7 @@ def names_of(word: str, known: Mapping[str, Path]) -> list[str]:
 
 
 def read_page(name: str, known: Mapping[str, Path]) -> str:
-    """The Markdown of a page, in which links to other pages are what to type for them.
+    """The Markdown of a page.
 
     Raises:
         ValueError: There is no such page.
@@ -68,33 +66,9 @@ def read_page(name: str, known: Mapping[str, Path]) -> str:
     if name not in known:
         raise ValueError(f"There is no page {quote(name)}.")
     text = _FRONT_MATTER.sub("", known[name].read_text(encoding="utf-8")).lstrip()
-    # The parts with an odd index are code, in which links and comments stay.
+    # The parts with an odd index are code, in which comments stay.
     parts = _FENCE.split(text)
-    return "".join(part if index % 2 else _without_links(part, name, known) for index, part in enumerate(parts))
-
-
-def _without_links(text: str, name: str, known: Mapping[str, Path]) -> str:
-    """Replaces the links, images and comments in some Markdown of the page `name` by text for a terminal."""
-    folder = PurePosixPath(name).parent
-
-    def shown(link: re.Match[str]) -> str:
-        path = _resolved(folder / link[2])
-        page = path.removesuffix(".md")
-        return f"{link[1]} (`docs {page}`)" if page in known else f"{link[1]} (`{path}`)"
-
-    text = _IMAGE.sub(r"[\1]", text)
-    return _LINK.sub(shown, _COMMENT.sub(_instead, text))
-
-
-def _resolved(path: PurePosixPath) -> str:
-    """A path from the folder of the pages, without its `..`; what is outside of them is named from the clone's root."""
-    parts: list[str] = []
-    for part in path.parts:
-        if part == ".." and parts:
-            parts.pop()
-        elif part != "..":
-            parts.append(part)
-    return "/".join(parts)
+    return "".join(part if index % 2 else _COMMENT.sub(_instead, part) for index, part in enumerate(parts))
 
 
 def _instead(comment: re.Match[str]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PYTHONS = ("python3.11", "python3.12", "python3.13", "python3.14")
 # For users; the others are for those who work on the package.
-EXTRAS = ("privacy", "profile", "ray", "completions")
+EXTRAS = ("privacy", "profile", "ray")
 IN_WHEEL = (
     "keras_paragrad/py.typed",
     "keras_paragrad/docs/guides/launch.md",
@@ -96,14 +96,14 @@ def check_alone(python: str, wheel: Path, folder: Path) -> str:
     last = run(ours, "-P", folder / "example.py", folder=folder).strip().splitlines()[-1]
     if last != "12 updates":
         raise RuntimeError(f"README's first example ends with {last!r}.")
-    run(folder / "bin" / "keras-paragrad", "explain", folder=folder)
+    run(folder / "bin" / "keras-paragrad", "doctor", folder=folder)
     return last
 
 
 def check_extras(python: str, wheel: Path, folder: Path) -> str:
     """All extras for users together."""
     ours = install(python, f"{wheel}[{','.join(EXTRAS)}]", folder)
-    run(ours, "-P", "-c", "import keras_paragrad, dp_accounting, ray, shtab, xprof", folder=folder)
+    run(ours, "-P", "-c", "import keras_paragrad, dp_accounting, ray, xprof", folder=folder)
     return ", ".join(EXTRAS)
 
 

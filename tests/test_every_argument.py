@@ -180,7 +180,6 @@ OPTIONS = {
     "deterministic": FLAG | (COUNT - taken("1")),
     "weighting": WEIGHTING,
     "shard_policy": AUTO,
-    "pack_bytes": ZERO | COUNT | LARGE | NONE,
     "shard": NONE,
     "min_shard_bytes": COUNT | LARGE,
     "fit_memory": FLAG,
@@ -190,7 +189,6 @@ OPTIONS = {
     "mesh": NONE,
     "layout": NONE,
     "startup_timeout": COUNT | taken("1.5"),
-    "collective_timeout": COUNT | taken("1.5") | NONE,
 }
 PUBLIC = {
     "AccumulatingOptimizer": Called(
@@ -213,10 +211,8 @@ PUBLIC = {
             "every": COUNT | LARGE,
             "keep": COUNT | LARGE,
             "on_sigterm": FLAG,
-            "check_every": COUNT | LARGE | NONE,
             "callbacks": taken("[]", "()", "empty array"),
             "delete_when_done": FLAG,
-            "background": FLAG,
         },
         {"directory": "backups"},
     ),
@@ -229,7 +225,6 @@ PUBLIC = {
             "keep": COUNT | LARGE,
             "on_sigterm": FLAG,
             "delete_when_done": FLAG,
-            "background": FLAG,
         },
         {"directory": "backups"},
     ),
@@ -452,7 +447,7 @@ PUBLIC = {
     ),
     "Pipeline": Called(
         Pipeline,
-        {"stages": COUNT - taken("1"), "cuts": NONE, "microbatches": COUNT, "schedule": NOTHING, "balance": NOTHING},
+        {"stages": COUNT - taken("1"), "cuts": NONE, "microbatches": COUNT},
         {"stages": 2},
     ),
     "recompute": Called(

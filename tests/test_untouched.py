@@ -15,7 +15,6 @@ from sample_models.mixing import Running
 from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, find_batch_size, microbatch, recompute
 from keras_paragrad.accumulation.slices import DIVIDER
 from keras_paragrad.compat.model import train_step_of
-from keras_paragrad.distribution.pipeline.cutting import Calls, measured_times
 from keras_paragrad.engine.losses.loss_normalization import LossNormalization
 from keras_paragrad.engine.losses.terms import recorded_terms
 from keras_paragrad.engine.proof import pure_function
@@ -112,7 +111,6 @@ PROBES = {
     "estimate_memory": (lambda model: estimate_memory(model, ROWS), {"layer", "loss", "model"}),
     "find_batch_size": (found_batch_size, {"layer", "loss", "model"}),
     "recompute": (recompute_where_it_pays, {"layer"}),
-    "measured_times": (lambda model: measured_times(Calls(model), "CPU:0"), {"layer"}),
     "gradient_graph": (lambda model: gradient_graph(model, (SPEC, SPEC), ROWS), {"layer", "loss", "model"}),
     "bytes_per_row": (bytes_per_row, {"layer"}),
     "divisible_calls": (divisible_calls, {"layer", "loss", "model", "metric"}),

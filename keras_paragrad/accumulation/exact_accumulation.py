@@ -169,11 +169,14 @@ class ExactAccumulation(keras.callbacks.Callback):
         self._logs = logs
         self._end_update()
 
+    def on_predict_begin(self, logs: Logs | None = None) -> None:
+        """Gives the model its own optimizer back, which `predict` doesn't need, unless `fit` runs."""
+        if not self._schedule:
+            unwrap(self.model)
+
     def on_test_begin(self, logs: Logs | None = None) -> None:
         """Closes a window left open by an interrupted epoch, so that validation sees its update."""
-        if not self._schedule:
-            # A call of `evaluate`.
-            unwrap(self.model)
+        self.on_predict_begin()
         self._end_epoch()
         self._of_updates.on_test_begin(logs)
 

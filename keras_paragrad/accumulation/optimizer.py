@@ -47,8 +47,7 @@ class AccumulatingOptimizer(WrappingOptimizer):
 
     Args:
         inner_optimizer: A Keras optimizer: its name, its config or an instance.
-        steps: How many micro-batches an update takes: an integer; pairs `(first_update, steps)`; or a callable that
-            takes the number of updates made, a scalar int64 tensor, and returns an integer.
+        steps: How many micro-batches an update takes: an integer, or pairs `(first_update, steps)`.
         weighting: The weight of a micro-batch. `"auto"` reads it off Keras's losses: the number of examples or
             elements, the sum of the sample weights or of the mask. A custom `compute_loss`, a loss of one number and
             losses that layers add need it stated: `"examples"`, `"sample_weight"` and `"mask"` name it, `"sum"` says
@@ -307,13 +306,11 @@ class AccumulatingOptimizer(WrappingOptimizer):
         """The constructor's arguments, serialized."""
         return {
             **super().get_config(),
-            "steps": _serialized(self.steps),
-            "weighting": _serialized(self.weighting),
+            "steps": self.steps,
+            "weighting": keras.saving.serialize_keras_object(self.weighting)
+            if callable(self.weighting)
+            else self.weighting,
             "tail": self.tail,
             "accumulator_dtype": self.accumulator_dtype,
             "skip_nonfinite": self.skip_nonfinite,
         }
-
-
-def _serialized(argument: Any) -> Any:
-    return keras.saving.serialize_keras_object(argument) if callable(argument) else argument

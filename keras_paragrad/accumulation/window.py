@@ -1,10 +1,8 @@
 """The window, the micro-batches of one update: how many it has, and each replica's weighted sum of their gradients."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.arguments import check_integer, quote, refusal
@@ -15,55 +13,33 @@ from keras_paragrad.engine.step.apply import Contribution
 from keras_paragrad.storage.row_gradients import scale_gradient
 from keras_paragrad.storage.storage import reduce_replicated_gradients, storage_of
 
-Steps = int | Sequence[Sequence[int]] | Callable[[tf.Tensor], Scalar]
+Steps = int | Sequence[Sequence[int]]
 
-_EXPECTED = (
-    "an integer of at least 1, pairs of (first update, steps) such as [(0, 2), (100, 8)], or a function of the update "
-    "that TensorFlow can trace"
-)
+_EXPECTED = "an integer of at least 1, or pairs of (first update, steps) such as [(0, 2), (100, 8)]"
 
 
 class StepsSchedule:
     """The number of micro-batches in the window that ends with a given update.
 
     Args:
-        steps: An integer; pairs `(first_update, steps)` in ascending order, starting at update 0; or a callable that
-            takes the number of updates made so far, a scalar int64 tensor, and returns an integer scalar.
+        steps: An integer; or pairs `(first_update, steps)` in ascending order, starting at update 0.
 
     Raises:
         ValueError: The schedule is empty, unsorted or does not begin at 0, or has other numbers of steps than integers
             of at least 1.
 
     Attributes:
-        steps: The steps as plain integers, for a config, or the callable.
+        steps: The steps as plain integers, for a config.
     """
 
     def __init__(self, steps: Steps):
-        self.function = steps if callable(steps) else None
-        self.pairs = [] if callable(steps) else _check_pairs(steps)
-        self.steps: Steps = self.pairs if isinstance(steps, (list, tuple)) else self.function or self.pairs[0][1]
-        if self.function:
-            self._check_function()
-
-    def _check_function(self) -> None:
-        """Refuses a function that fails on the host, or that TensorFlow can't trace."""
-        try:
-            steps = self._call_function(0)
-        except Exception as error:
-            raise refusal("steps", self.function, f"{_EXPECTED}; this one raised {error!r:.200}", "4") from error
-        _check_steps(steps, 0)
-        try:
-            tf.function(self, autograph=False).get_concrete_function(tf.TensorSpec((), tf.int64))
-        except Exception as error:
-            raise ValueError(
-                "`steps` accepts a number, but can't be traced by TensorFlow, which passes a scalar int64 tensor: "
-                f"{error} Use tf.where instead of `if`."
-            ) from error
+        self._pairs = _check_pairs(steps)
+        self.steps: Steps = self._pairs if isinstance(steps, (list, tuple)) else self._pairs[0][1]
 
     @property
     def is_constant(self) -> bool:
         """Whether every update takes the same number of micro-batches."""
-        return len(self.pairs) == 1
+        return len(self._pairs) == 1
 
     @property
     def is_always_one(self) -> bool:
@@ -73,35 +49,18 @@ class StepsSchedule:
     def __call__(self, update: tf.Tensor) -> tf.Tensor:
         """The steps of the window that ends with `update`, as an int64 scalar; can be traced."""
         update = tf.cast(tf.convert_to_tensor(update), tf.int64)
-        if self.function:
-            return tf.cast(self.function(update), tf.int64)
-        steps = tf.constant(self.pairs[0][1], tf.int64)
-        for first, count in self.pairs[1:]:
+        steps = tf.constant(self._pairs[0][1], tf.int64)
+        for first, count in self._pairs[1:]:
             steps = tf.where(update >= first, tf.constant(count, tf.int64), steps)
         return steps
 
     def at(self, update: int) -> int:
-        """The steps as a Python integer, for the host; checks the result of a callable."""
-        if self.function is None:
-            return next(count for first, count in reversed(self.pairs) if update >= first)
-        return _check_steps(self._call_function(update), update)
-
-    def _call_function(self, update: int) -> np.ndarray:
-        function: Any = self.function
-        return keras.ops.convert_to_numpy(function(tf.constant(update, tf.int64)))
-
-
-def _check_steps(steps: np.ndarray, update: int) -> int:
-    """The integer that a function returned for an update."""
-    if steps.shape != () or steps.dtype.kind not in "iu" or steps < 1:
-        raise ValueError(
-            f"`steps` returned {quote(steps)} for update {update}. It must return an integer of at least 1."
-        )
-    return int(steps)
+        """The steps as a Python integer, for the host."""
+        return next(count for first, count in reversed(self._pairs) if update >= first)
 
 
 def _check_pairs(steps: object) -> list[tuple[int, int]]:
-    """Validates steps that are no function; returns them as pairs `(first update, steps)`."""
+    """Validates steps; returns them as pairs `(first update, steps)`."""
     listed = steps if isinstance(steps, (list, tuple)) else [(0, steps)]
     try:
         pairs = [(check_integer("steps", first, least=0), check_integer("steps", count)) for first, count in listed]

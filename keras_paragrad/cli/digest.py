@@ -3,7 +3,7 @@
 import argparse
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.cli.parser import add_examples, complete_paths, print_error
+from keras_paragrad.cli.parser import add_examples, print_error
 from keras_paragrad.cli.waiting import Say, while_waiting
 
 _PAGE = "guides/deterministic"
@@ -14,13 +14,11 @@ _DIFFER = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `digest`."""
     add_examples(parser, "digest backups\ndigest model.keras other.keras", _PAGE)
-    complete_paths(
-        parser.add_argument(
-            "paths",
-            nargs="+",
-            metavar="PATH",
-            help="a directory of backups (the newest counts), a backup, or a .keras or .weights.h5 file",
-        )
+    parser.add_argument(
+        "paths",
+        nargs="+",
+        metavar="PATH",
+        help="a directory of backups (the newest counts), a backup, or a .keras or .weights.h5 file",
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from keras_paragrad.arguments import LARGEST, quote
-from keras_paragrad.cli.parser import add_examples, complete_paths, finite_number, integer, print_error, suggest_word
+from keras_paragrad.cli.parser import add_examples, finite_number, integer, print_error, suggest_word
 from keras_paragrad.cli.waiting import Say, while_waiting
 
 
@@ -18,10 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "estimate train.py:build_model --batch-size 64\nestimate train.py:build_model --batch-size 64 --devices 8"
     )
     add_examples(parser, examples, "guides/estimate")
-    model = parser.add_argument(
+    parser.add_argument(
         "model", metavar="train.py:build_model", type=_function, help="a file, and its function that returns the model"
     )
-    complete_paths(model)
     positive = integer(1, LARGEST)
     parser.add_argument(
         "--batch-size", type=positive, default=32, metavar="N", help="examples in a batch (default: 32)"

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.cli.parser import add_examples, complete_paths, finite_number, integer, integer_range, print_error
+from keras_paragrad.cli.parser import add_examples, finite_number, integer, integer_range, print_error
 
 if TYPE_CHECKING:
     from keras_paragrad.distribution.cluster import Cluster
-    from keras_paragrad.distribution.launch.rendezvous_host import RendezvousSettings
+    from keras_paragrad.distribution.launch.nodes import RendezvousSettings
 
 # Limit of processes on one machine, and of GPUs for each.
 _MOST = 1024
@@ -73,17 +73,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds between SIGTERM and SIGKILL (default: 30)",
     )
-    complete_paths(
-        here.add_argument(
-            "--log-dir", metavar="DIR", help="where all workers but the first print (default: a temporary directory)"
-        )
+    here.add_argument(
+        "--log-dir", metavar="DIR", help="where all workers but the first print (default: a temporary directory)"
     )
     _add_nodes(parser.add_argument_group("on several machines, with this command on each, in any order"))
     program = parser.add_argument_group("what to start")
     program.add_argument(
         "-m", dest="module", nargs=argparse.REMAINDER, metavar="module", help="a module and its arguments"
     )
-    complete_paths(program.add_argument("script", nargs=argparse.REMAINDER, help="a script and its arguments"))
+    program.add_argument("script", nargs=argparse.REMAINDER, help="a script and its arguments")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -110,11 +108,11 @@ def run(arguments: argparse.Namespace) -> int:
             raise ValueError("--regrow-seconds is for a number of workers that may change, as in --workers 2:4.")
         restarts = _RESTARTS if may_change else 0
         supervision = Supervision(
-            allowed.least,
-            restarts if arguments.max_restarts is None else arguments.max_restarts,
-            arguments.grace_seconds,
-            _REGROW if arguments.regrow_seconds is None else arguments.regrow_seconds,
-            arguments.log_dir,
+            least=allowed.least,
+            max_restarts=restarts if arguments.max_restarts is None else arguments.max_restarts,
+            grace=arguments.grace_seconds,
+            regrow=_REGROW if arguments.regrow_seconds is None else arguments.regrow_seconds,
+            log_dir=arguments.log_dir,
         )
         workers = allowed.most if rendezvous is None else arguments.workers_per_node or 1
         world = str(allowed) if may_change else None
@@ -138,10 +136,9 @@ def _add_nodes(several: Any) -> None:
     several.add_argument(
         "--workers-per-node", type=integer(1, _MOST), metavar="N", help="number of workers on this machine (default: 1)"
     )
-    token = several.add_argument(
+    several.add_argument(
         "--token-file", metavar="FILE", help=f"a file with the token that they share (default: in {_TOKEN})"
     )
-    complete_paths(token)
     several.add_argument(
         "--node-address", metavar="HOST", help="this machine's address for the others (default: by which it connects)"
     )
@@ -179,17 +176,17 @@ def _rendezvous(arguments: argparse.Namespace) -> "RendezvousSettings | None":
     for option, value in alone.items():
         if value:
             raise ValueError(f"{option} is for one machine. {instead.get(option, 'Leave it out, or --nodes.')}")
-    from keras_paragrad.distribution.launch.rendezvous_host import RendezvousSettings
+    from keras_paragrad.distribution.launch.nodes import RendezvousSettings
 
     return RendezvousSettings(
-        arguments.nodes.least,
-        arguments.nodes.most,
-        arguments.node_rank,
-        arguments.rendezvous,
-        _token(arguments.token_file),
-        arguments.startup_timeout or _STARTUP,
-        arguments.wait or _WAIT,
-        arguments.node_address,
+        least=arguments.nodes.least,
+        most=arguments.nodes.most,
+        rank=arguments.node_rank,
+        address=arguments.rendezvous,
+        token=_token(arguments.token_file),
+        seconds=arguments.startup_timeout or _STARTUP,
+        again=arguments.wait or _WAIT,
+        host=arguments.node_address,
     )
 
 

@@ -3,17 +3,15 @@
 from collections.abc import Sequence
 
 import keras_paragrad
-from keras_paragrad.cli import PROGRAM, completions, digest, docs, doctor, estimate, explain, launch, report
+from keras_paragrad.cli import PROGRAM, digest, docs, doctor, estimate, launch, report
 from keras_paragrad.cli.parser import Parser
 
-# None imports Keras or TensorFlow before it runs, so that help, version and completions are quick.
+# None imports Keras or TensorFlow before it runs, so that help and version are quick.
 COMMANDS = {
-    "completions": completions,
     "digest": digest,
     "docs": docs,
     "doctor": doctor,
     "estimate": estimate,
-    "explain": explain,
     "launch": launch,
     "report": report,
 }
@@ -36,8 +34,6 @@ def main(words: Sequence[str] | None = None) -> int:
     """
     parser = Parser(PROGRAM, description="Inspects the hardware, plans training on it, and starts it.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {keras_paragrad.__version__}")
-    # Read by `completions`.
-    parser.set_defaults(parser=parser)
     subparsers = parser.add_subparsers(dest="command", metavar="command", parser_class=Parser)
     for name, module in COMMANDS.items():
         module.add_arguments(subparsers.add_parser(name, help=module.__doc__, description=module.__doc__))

@@ -1,4 +1,4 @@
-"""Shared by the commands: a parser that suggests corrections, bounded numbers, and arguments that name files."""
+"""Shared by the commands: a parser that suggests corrections, and bounded numbers."""
 
 import argparse
 import difflib
@@ -63,12 +63,6 @@ def suggest_word(word: str, known: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(word[:100], [candidate for candidate in known if candidate], 1)
     return f". Did you mean `{close[0]}`?" if close else ""
-
-
-def complete_paths(*actions: argparse.Action) -> None:
-    """Has shells complete arguments with the names of files; shtab reads this attribute."""
-    for action in actions:
-        vars(action)["complete"] = "file"
 
 
 def integer(least: int, most: int) -> Callable[[str], int]:

@@ -4,7 +4,7 @@ import argparse
 import sys
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.cli.parser import add_examples, complete_paths, print_error
+from keras_paragrad.cli.parser import add_examples, print_error
 from keras_paragrad.cli.waiting import Say, while_waiting
 from keras_paragrad.extras import MissingExtraError
 from keras_paragrad.pages import command_of
@@ -15,10 +15,8 @@ _PAGE = "guides/profiling"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the arguments of `report`."""
     add_examples(parser, "report logs\nreport logs --output report.html", _PAGE)
-    complete_paths(
-        parser.add_argument("log_dir", metavar="LOGDIR", help="the log_dir of Profiler, or a folder with a trace"),
-        parser.add_argument("--output", metavar="FILE", help="the file to write (default: report.html in LOGDIR)"),
-    )
+    parser.add_argument("log_dir", metavar="LOGDIR", help="the log_dir of Profiler, or a folder with a trace")
+    parser.add_argument("--output", metavar="FILE", help="the file to write (default: report.html in LOGDIR)")
 
 
 def run(arguments: argparse.Namespace) -> int:

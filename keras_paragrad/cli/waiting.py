@@ -25,7 +25,8 @@ def while_waiting(command: str, work: Callable[[Say], int], needs_tensorflow: bo
     TensorFlow's log lines are shown only if it fails, or if `TF_CPP_MIN_LOG_LEVEL` is set.
     """
     filters = STARTED_AS_COMMAND and _LEVEL not in os.environ
-    with _without_log_lines() if filters else contextlib.nullcontext() as log, _progress(f"{PROGRAM} {command}") as say:
+    filtered = _without_log_lines() if filters else contextlib.nullcontext()
+    with filtered as show_log, _progress(f"{PROGRAM} {command}") as say:
         if needs_tensorflow and "tensorflow" not in sys.modules:
             say("loading TensorFlow")
         # Also after an exception.
@@ -34,23 +35,20 @@ def while_waiting(command: str, work: Callable[[Say], int], needs_tensorflow: bo
             status = work(say)
         finally:
             # After wrong arguments (2), log lines don't help.
-            if status == 1 and log is not None:
-                log.show()
+            if status == 1 and show_log is not None:
+                show_log()
         return status
 
 
-class _HeldLog:
-    """TensorFlow's log lines that the filter holds back."""
-
-    def show(self) -> None:
-        """Has the filter print them."""
-        sys.stderr.flush()
-        os.write(2, log_filter.FAILED)
+def _show_held() -> None:
+    """Has the filter print the log lines that it holds back."""
+    sys.stderr.flush()
+    os.write(2, log_filter.FAILED)
 
 
 @contextlib.contextmanager
-def _without_log_lines() -> Generator[_HeldLog]:
-    """Filters everything written to standard error, also by C++."""
+def _without_log_lines() -> Generator[Callable[[], None]]:
+    """Filters everything written to standard error, also by C++; yields a function that shows what is held back."""
     sys.stderr.flush()
     command = [sys.executable, "-I", "-S", str(Path(log_filter.__file__))]
     # Ctrl-C doesn't reach a separate session, so the filter can still pass on the command's last output.
@@ -61,7 +59,7 @@ def _without_log_lines() -> Generator[_HeldLog]:
     child.stdin.close()
 
     try:
-        yield _HeldLog()
+        yield _show_held
     finally:
         sys.stderr.flush()
         os.dup2(before, 2)
@@ -81,15 +79,11 @@ def _progress(prefix: str) -> Generator[Say]:
         print(f"{prefix}: {stage}...", file=sys.stderr, flush=True)
 
     def repeat() -> None:
-        while not ended.wait(1.0):
+        while not ended.wait(_REPEATED):
             stage, since = stages[-1]
-            seconds = time.monotonic() - since
-            if stage and seconds >= _REPEATED * (repeated.get(since, 0) + 1):
-                repeated[since] = int(seconds // _REPEATED)
+            if stage and (seconds := time.monotonic() - since) >= _REPEATED:
                 print(f"{prefix}: {stage}... {seconds:.0f} s", file=sys.stderr, flush=True)
 
-    # How often each stage was announced again, by its start time.
-    repeated: dict[float, int] = {}
     threading.Thread(target=repeat, name="progress", daemon=True).start()
     try:
         yield say

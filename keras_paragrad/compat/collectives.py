@@ -86,14 +86,12 @@ def replica_index() -> int:
     """The index of the replica that this code is traced for."""
     context = tf.distribute.get_replica_context()
     index = tf.get_static_value(context.replica_id_in_sync_group) if context else 0
-    # A TPU traces one program for all its replicas, in which the index is a placeholder.
-    return 0 if index is None else int(index)
-
-
-def replicas_are_traced_apart() -> bool:
-    """Whether this code is traced for each replica, as it isn't on TPUs."""
-    context = tf.distribute.get_replica_context()
-    return context is not None and tf.get_static_value(context.replica_id_in_sync_group) is not None
+    if index is None:
+        raise NotImplementedError(
+            "All replicas of a TPU run one program, and what computes parts of a batch here needs one for each. Train "
+            "on GPUs or CPUs, or on TPUs with Keras alone."
+        )
+    return int(index)
 
 
 # Runs a function, with its arguments, on every replica.
@@ -154,7 +152,7 @@ def _all_reduce_sum(tensors: Sequence[Any]) -> list[Any]:
 
 
 def _sums_on_cpus() -> bool:
-    """Whether replicas are on CPUs, and no bucket size was requested."""
+    """Whether replicas are on CPUs, and the strategy wasn't made with a size of buckets."""
     extended = tf.distribute.get_strategy().extended
     options = getattr(extended, "_communication_options", None)
     kinds = {tf.DeviceSpec.from_string(device).device_type for device in extended.worker_devices}

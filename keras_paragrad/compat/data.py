@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from keras_paragrad.compat.check import check_internals
-from keras_paragrad.compat.global_state import get_global_attribute
+from keras_paragrad.compat.layers import get_global_attribute
 from keras_paragrad.compat.model import overrides_train_step
 from keras_paragrad.compat.private import (
     ArrayDataAdapter,

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.global_state import get_global_attribute, set_global_attribute
 from keras_paragrad.compat.private import (
     AutocastScope,
     GraphOrParentsInXlaContext,
@@ -17,6 +16,7 @@ from keras_paragrad.compat.private import (
     get_autocast_scope,
     get_keras_mask,
     get_stateless_scope,
+    global_state,
     in_symbolic_scope,
     set_keras_mask,
 )
@@ -27,6 +27,24 @@ T = TypeVar("T")
 REVERSIBLE_EMBEDDINGS: tuple[Any, ...] = tuple(
     getattr(keras.layers, name) for name in ("ReversibleEmbedding",) if hasattr(keras.layers, name)
 )
+
+
+def state_of_thread() -> dict[str, Any]:
+    """Keras's global state of this thread, by name: the open scopes, the context of a call, and the seed.
+
+    `keras.utils.clear_session` begins a new dictionary.
+    """
+    return vars(global_state.GLOBAL_STATE_TRACKER)
+
+
+def get_global_attribute(name: str) -> Any:
+    """A value of the state of this thread, or `None`."""
+    return state_of_thread().get(name)
+
+
+def set_global_attribute(name: str, value: object) -> None:
+    """Sets a value of the state of this thread."""
+    state_of_thread()[name] = value
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:

@@ -184,7 +184,6 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         Hook("keras", "Optimizer._backend_increment_gradient_accumulators", ("grads", "acc_grads")),
         Hook("keras", "Optimizer._clip_by_norm", ("values", "axes")),
         Hook("keras", "Optimizer._distributed_tf_update_step", ("distribution", "grads_and_vars", "learning_rate")),
-        Hook("tensorflow.python.distribute.cross_device_utils", "CollectiveReplicaLauncher._get_ordering_token"),
         Hook("tensorflow.python.distribute.distribute_lib", "get_update_replica_id"),
         Hook("tensorflow.python.distribute.mirrored_strategy", "MirroredExtended._create_variable", ("next_creator",)),
         Hook("tensorflow.python.distribute.values", "DistributedVariable._dense_var_to_tensor"),
@@ -195,10 +194,7 @@ NAMES: dict[str, tuple[Hook, ...]] = {
         ),
         Hook("tensorflow.python.distribute.values", "DistributedVariable._update_replica", ("update_fn", "value")),
         Hook("tensorflow.python.distribute.values_util", "get_current_replica_id_as_int"),
-        Hook("tensorflow.python.framework.ops", "Operation._add_control_input"),
         Hook("tensorflow.python.framework.ops", "Operation._update_input", ("index", "tensor")),
-        Hook("tensorflow.python.ops.resource_variable_ops", "ResourceVariable"),
-        _assigned("tensorflow.python.distribute.cross_device_utils", "CollectiveReplicaLauncher._device"),
         _assigned("tensorflow.python.distribute.values", "DistributedVariable._policy"),
     ),
     # DTensor.

@@ -1,12 +1,9 @@
-"""`Decision`: one choice of the plan; and the values that arguments may give it.
-
-Free of TensorFlow, for the help of commands.
-"""
+"""`Decision`: one choice of the plan; and the values that arguments may give it."""
 
 from dataclasses import dataclass
 from typing import Any
 
-STRATEGIES = ("auto", "none", "one_device", "mirrored", "multi_worker", "tpu", "parameter_server")
+STRATEGIES = ("auto", "none", "one_device", "mirrored", "multi_worker", "parameter_server")
 COMMUNICATIONS = ("auto", "nccl", "ring", "hierarchical_copy", "one_device")
 SHARD_POLICIES = ("auto", "data", "already_sharded")
 WEIGHTINGS = ("auto", "examples", "sample_weight", "mask", "sum")

@@ -8,6 +8,7 @@ import keras
 from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware, kind_of_device
 from keras_paragrad.distribution.options import STRATEGY_KINDS, Options, Planner, StrategyKind, kind_of_strategy
+from keras_paragrad.plain_text import counted
 
 LAUNCH = "python -m keras_paragrad launch --workers 2 train.py"
 _SHARED_CORES = "logical devices of a CPU share its cores: replicas on them cost time and save none"
@@ -18,7 +19,7 @@ def decide_strategy(hardware: Hardware, options: Options) -> Decision:
     """Takes the requested strategy, or the one that uses all devices.
 
     Returns:
-        `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"` or `"tpu"`.
+        `"none"`, `"one_device"`, `"mirrored"` or `"multi_worker"`.
     """
     if options.given is not None:
         reason = f"given: a {type(options.given).__name__}"
@@ -39,8 +40,6 @@ def _best_strategy(hardware: Hardware, named: Sequence[str] | None) -> tuple[str
     on_cpu = 'strategy="one_device", devices=["CPU:0"]'
     if cluster and cluster.job == "evaluator":
         return "none", "an evaluator doesn't train with the workers", on_cpu
-    if named is None and hardware.tpus:
-        return "tpu", "there is a TPU", 'strategy="none"'
     if hardware.worker_count > 1:
         separately = 'strategy="none", to train on each worker separately'
         return "multi_worker", f"{hardware.worker_count} workers train together", separately
@@ -63,11 +62,6 @@ def _check_named(name: str, hardware: Hardware) -> None:
     detected = f"Found: {hardware_in_words(hardware)}"
     has_servers = bool(cluster and cluster.jobs.get("ps"))
     kind = STRATEGY_KINDS[name]
-    if kind.on_tpu and not hardware.tpus:
-        raise ValueError(
-            'strategy="tpu", but no TPU was found: neither TensorFlow nor TPU_NAME names one. Set TPU_NAME, or write '
-            'strategy="auto".'
-        )
     if kind.mirrors and not kind.on_workers and (workers > 1 or has_servers):
         better = "parameter_server" if has_servers else "multi_worker"
         raise ValueError(
@@ -88,18 +82,13 @@ def _check_named(name: str, hardware: Hardware) -> None:
 
 def hardware_in_words(hardware: Hardware) -> str:
     """The devices of this process and the cluster, in a line."""
-    parts = [_counted(len(devices), kind) for kind in ("CPU", "GPU") if (devices := hardware.of_kind(kind))]
-    parts += ["a TPU"] if hardware.tpus else []
+    parts = [counted(len(devices), kind) for kind in ("CPU", "GPU") if (devices := hardware.of_kind(kind))]
     words = f"{', '.join(parts)} in this process" if parts else "no device"
     cluster = hardware.cluster
     if cluster is None:
         return f"{words}; no cluster"
-    jobs = ", ".join(_counted(len(hosts), job) for job, hosts in cluster.jobs.items())
+    jobs = ", ".join(counted(len(hosts), job) for job, hosts in cluster.jobs.items())
     return f"{words}; {cluster.source} has {jobs}, and this is {cluster.job} {cluster.index}"
-
-
-def _counted(count: int, thing: str) -> str:
-    return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
 def decide_devices(hardware: Hardware, options: Options, kind: StrategyKind) -> Decision:
@@ -113,10 +102,6 @@ def decide_devices(hardware: Hardware, options: Options, kind: StrategyKind) -> 
         return Decision(name="devices", value=(), reason=reason, override=_AUTO)
     if options.devices is not None:
         return requested_devices(tuple(options.devices), hardware)
-    if kind.on_tpu:
-        cores = tuple(device.name for device in hardware.of_kind("TPU"))
-        reason = "all of the TPU's cores" if cores else "TensorFlow names the TPU's cores once it has connected"
-        return Decision(name="devices", value=cores, reason=reason, override='strategy="none"')
     names = tuple(device.name for device in hardware.of_kind("GPU") or hardware.of_kind("CPU"))
     device = kind_of_device(names[0])
     chosen, reason, others = names[:1], f"the first {device}", names[:2] if kind.on_workers else names[1:2]
@@ -153,21 +138,17 @@ def splitting_cpu(count: int) -> str:
 
 
 def decide_replicas(hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...]) -> Decision:
-    """Counts the replicas over all workers; `None` until TensorFlow has connected to a TPU."""
+    """Counts the replicas over all workers."""
     if options.given is not None:
         count = int(options.given.num_replicas_in_sync)
         return Decision(name="replicas", value=count, reason="as many as the strategy has", override=_AUTO)
-    if kind.on_tpu:
-        return Decision(
-            name="replicas", value=len(devices) or None, reason="one on each core", override='strategy="none"'
-        )
     count = (hardware.worker_count if kind.on_workers else 1) * len(devices)
     override = "fewer devices, or fewer workers" if count > 1 else 'strategy="mirrored", with several devices'
     return Decision(name="replicas", value=count, reason="one on each device", override=override)
 
 
 def decide_communication(
-    hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...], replicas: int | None
+    hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...], replicas: int
 ) -> Decision:
     """Takes the requested all-reduce, or the fastest that works on these devices.
 
@@ -177,8 +158,8 @@ def decide_communication(
     if options.given is not None:
         reason = "the strategy was created with its own"
         return Decision(name="communication", value="given", reason=reason, override=_AUTO)
-    if kind.on_tpu or replicas == 1:
-        reason = "a TPU brings its own" if kind.on_tpu else "there is one replica: nothing to all-reduce"
+    if replicas == 1:
+        reason = "there is one replica: nothing to all-reduce"
         return no_communication(hardware, options, kind, devices, reason)
     # A ring needs several workers, and an elastic world may have one left.
     requested = "auto" if hardware.trains_alone and options.communication == "ring" else options.communication
@@ -232,58 +213,14 @@ def _check_requested(requested: str, hardware: Hardware, kind: StrategyKind, dev
         )
 
 
-def decide_pack_bytes(options: Options, communication: str) -> Decision:
-    """Decides the bytes of gradients per bucket.
-
-    Returns:
-        The bytes; 0 for a single bucket, except that between CPUs gradients of 1 MiB and more are reduced separately;
-        `None` if there are no buckets.
-    """
-    if communication not in ("nccl", "ring"):
-        return Decision(name="pack_bytes", value=None, reason="only nccl and ring have buckets")
-    if options.pack_bytes is not None:
-        return Decision(name="pack_bytes", value=options.pack_bytes, reason="requested", override="pack_bytes=None")
-    reason = "gradients are all-reduced once, after the backward pass: smaller buckets would not start any earlier"
-    if communication == "ring":
-        reason = "one bucket; between CPUs, large gradients are all-reduced separately, as they become available"
-    return Decision(name="pack_bytes", value=0, reason=reason, override="pack_bytes=32 * 2**20")
-
-
-def decide_collective_timeout(options: Options, kind: StrategyKind) -> Decision:
-    """Decides how many seconds a collective waits for the other workers before it fails; `None` for no limit."""
-    name, seconds = "collective_timeout", options.collective_timeout
-    if options.given is not None or not kind.on_workers:
-        reason = "no process waits for another" if options.given is None else "the given strategy has its own"
-        return Decision(name=name, value=None, reason=reason)
-    if seconds is not None:
-        return Decision(name=name, value=float(seconds), reason="requested", override="collective_timeout=None")
-    reason = "TensorFlow itself detects that a worker has died"
-    return Decision(name=name, value=None, reason=reason, override="collective_timeout=120")
-
-
-# Why XLA compiles each replica's forward and backward pass, and not the step.
-_ACROSS = "XLA can't compile a step across devices"
-
-
-def compiled_form(kind: StrategyKind, replicas: int | None) -> str:
-    """What `jit_compile=True` compiles: the `"whole_step"`, or `"per_replica"` the forward and backward pass."""
-    return "whole_step" if kind.on_tpu or replicas == 1 else "per_replica"
-
-
-def decide_jit(
-    hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...], replicas: int | None
-) -> Decision:
+def decide_jit(hardware: Hardware, options: Options, devices: tuple[str, ...], replicas: int) -> Decision:
     """Decides what XLA compiles of a model whose `jit_compile` is Keras's default, `"auto"`.
 
     Returns:
         `"none"`, `"whole_step"`, `"per_replica"` or `"per_stage"`.
     """
-    form = compiled_form(kind, replicas)
-    across = f"; {_ACROSS}" if form == "per_replica" else ""
-    if kind.on_tpu:
-        if options.jit is False:
-            raise ValueError("jit=False, but a TPU runs only what XLA has compiled. Leave jit out.")
-        return Decision(name="jit", value=form, reason="a TPU runs nothing else")
+    # XLA can't compile a step across devices, but each replica's forward and backward pass.
+    form, across = ("whole_step", "") if replicas == 1 else ("per_replica", "; XLA can't compile a step across devices")
     if options.jit is True:
         return Decision(name="jit", value=form, reason=f"requested{across}", override="jit=False")
     # A strategy that was passed is assumed to use the GPUs, if there are any.
@@ -301,7 +238,7 @@ def decide_jit(
     return Decision(name="jit", value="none", reason=reason, override="jit=True")
 
 
-def decide_precision(hardware: Hardware, options: Options, kind: StrategyKind, devices: tuple[str, ...]) -> Decision:
+def decide_precision(hardware: Hardware, options: Options, devices: tuple[str, ...]) -> Decision:
     """Keeps the dtype policy that is set, unless another is requested: a faster one would change the results.
 
     Returns:
@@ -309,14 +246,16 @@ def decide_precision(hardware: Hardware, options: Options, kind: StrategyKind, d
     """
     requested, current = options.precision, keras.config.dtype_policy().name
     if requested not in (None, "auto"):
-        reason = f"requested{_caution(requested, hardware)}"
+        caution = "; results differ from float32's" if requested != "float32" else ""
+        if requested in ("mixed_float16", "mixed_bfloat16") and not hardware.of_kind("GPU"):
+            caution = "; there is no GPU here: it saves memory at most"
+        reason = f"requested{caution}"
         return Decision(name="precision", value=requested, reason=reason, override="precision=None")
     reason = "the policy that is set"
     if requested is None:
         return Decision(name="precision", value=current, reason=reason, override='precision="auto"')
     gpus = [gpu for gpu in hardware.of_kind("GPU") if not devices or gpu.name in devices]
-    device = "TPU" if kind.on_tpu else "GPU" if gpus else "CPU"
-    faster, why = faster_policy(device, [gpu.compute_capability for gpu in gpus])
+    faster, why = faster_policy("GPU" if gpus else "CPU", [gpu.compute_capability for gpu in gpus])
     if faster is None or current != "float32":
         override = 'precision="mixed_bfloat16"'
         return Decision(name="precision", value=current, reason=f"{reason}; {_CHANGES}", override=override)
@@ -327,21 +266,12 @@ def decide_precision(hardware: Hardware, options: Options, kind: StrategyKind, d
 _CHANGES = "another would change the results"
 
 
-def _caution(policy: str, hardware: Hardware) -> str:
-    """A caution about a requested dtype policy on this hardware; empty if there is none."""
-    if policy == "mixed_float16" and hardware.tpus:
-        return "; a TPU has no units for float16; use mixed_bfloat16"
-    if policy in ("mixed_float16", "mixed_bfloat16") and not hardware.of_kind("GPU") and not hardware.tpus:
-        return "; there is no GPU or TPU here: it saves memory at most"
-    return "; results differ from float32's" if policy != "float32" else ""
-
-
 def gains_from_xla(kind: str) -> bool:
-    """Whether XLA is known to make steps faster on a kind of device, `CPU`, `GPU` or `TPU`; `""` if it isn't known.
+    """Whether XLA is known to make steps faster on a kind of device, `CPU` or `GPU`; `""` if it isn't known.
 
     On two cores of a CPU, a step of MobileNetV3Small went from 98 to 769 ms.
     """
-    return kind in ("GPU", "TPU")
+    return kind == "GPU"
 
 
 def faster_policy(kind: str, capabilities: Sequence[tuple[int, int] | None] = ()) -> tuple[str | None, str]:
@@ -350,7 +280,7 @@ def faster_policy(kind: str, capabilities: Sequence[tuple[int, int] | None] = ()
     On two cores of a CPU, a step of MobileNetV3Small went from 78 to 145 ms with `mixed_bfloat16`.
 
     Args:
-        kind: `CPU`, `GPU` or `TPU`; `""` if it isn't known.
+        kind: `CPU` or `GPU`; `""` if it isn't known.
         capabilities: The compute capability of each GPU in use, such as `(8, 0)`, or `None` where it isn't known.
 
     Example:
@@ -359,8 +289,6 @@ def faster_policy(kind: str, capabilities: Sequence[tuple[int, int] | None] = ()
     >>> faster_policy("GPU", [(8, 0), (7, 5)])[0]
     'mixed_float16'
     """
-    if kind == "TPU":
-        return "mixed_bfloat16", "a TPU multiplies in bfloat16"
     if kind != "GPU":
         return None, "CPUs are not known to gain from another policy"
     known = [capability for capability in capabilities if capability is not None]
@@ -375,9 +303,7 @@ def faster_policy(kind: str, capabilities: Sequence[tuple[int, int] | None] = ()
     return None, f"{capability} has no tensor cores"
 
 
-def decide_shard(
-    hardware: Hardware, options: Options, strategy: str, kind: StrategyKind, replicas: int | None
-) -> Decision:
+def decide_shard(hardware: Hardware, options: Options, strategy: str, kind: StrategyKind, replicas: int) -> Decision:
     """Decides which state each replica holds in shards.
 
     Returns:

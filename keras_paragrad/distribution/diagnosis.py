@@ -122,7 +122,6 @@ def _describe(hardware: Hardware) -> list[tuple[str, str]]:
         ("memory", _gibibytes(hardware.memory_bytes)),
         ("logical devices", ", ".join(device.name for device in hardware.devices)),
         ("GPUs", "; ".join(_in_words(gpu) for gpu in hardware.gpus) or "none"),
-        ("TPUs", "; ".join(_in_words(tpu) for tpu in hardware.tpus) or "none"),
     ]
     cluster = hardware.cluster
     if cluster is None:

@@ -22,7 +22,7 @@ from keras_paragrad.compat.workers import all_or_none, gather, replica_placement
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.interruptions import explained_failures
 from keras_paragrad.distribution.consistency.compare import check_same, check_same_weights
-from keras_paragrad.distribution.consistency.describe import describe_training
+from keras_paragrad.distribution.consistency.describe import describe_kernels, describe_training
 from keras_paragrad.distribution.data import DistributedData, distributed_dataset
 from keras_paragrad.distribution.fitted_memory import (
     FittedMemory,
@@ -31,7 +31,6 @@ from keras_paragrad.distribution.fitted_memory import (
     undo_fitted_memory,
 )
 from keras_paragrad.distribution.hardware import Hardware, detect
-from keras_paragrad.distribution.kernels import describe_kernels
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.parallelism import (
     PlannedRun,
@@ -60,7 +59,7 @@ class DistributedFit(InNotebooks):
     examples are the same on one device, on several, and on several machines.
 
     Args:
-        strategy: `"auto"`; or `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"tpu"`, `"parameter_server"`,
+        strategy: `"auto"`; or `"none"`, `"one_device"`, `"mirrored"`, `"multi_worker"`, `"parameter_server"`,
             a `tf.distribute.Strategy`, a `keras_paragrad.distribution.Pipeline`, Keras's own
             `keras.distribution.DataParallel` or `ModelParallel`, or a custom
             `keras_paragrad.distribution.parallelism.Parallelism`.
@@ -84,8 +83,6 @@ class DistributedFit(InNotebooks):
             Their gradients, losses and metrics are added in a fixed order, so that weights are the same to the last bit
             on any number of devices and workers of one kind.
         shard_policy: How workers share the data: `"auto"`, `"data"` or `"already_sharded"`.
-        pack_bytes: Bytes of gradients per bucket; 0 is a single bucket, except that between CPUs gradients of 1 MiB
-            and more are reduced separately.
         shard: What each replica holds a shard of: nothing (`None`); the `"optimizer"`'s state, with whole weights; or
             all `"parameters"`, with their gradients and the optimizer's state; layers gather their weights when they
             are called.
@@ -101,7 +98,6 @@ class DistributedFit(InNotebooks):
         layout: `"auto"`, with `mesh`: the layout of the weights follows from the model's structure; `explain()` shows
             it.
         startup_timeout: Seconds to wait for the other workers at startup.
-        collective_timeout: Seconds after which a collective without the other workers fails.
 
     Raises:
         ValueError: The hardware doesn't allow what was requested. The message says what to write.
@@ -298,7 +294,6 @@ class DistributedFit(InNotebooks):
         keep: int = 2,
         on_sigterm: bool = True,
         delete_when_done: bool = True,
-        background: bool = True,
     ) -> list[keras.callbacks.Callback]:
         """Callbacks that let a restarted `fit` resume where it was interrupted.
 
@@ -308,12 +303,11 @@ class DistributedFit(InNotebooks):
             keep: How many of the newest backups to keep.
             on_sigterm: Whether SIGTERM to any worker makes all of them back up and leave `fit`, with exit status 143.
             delete_when_done: Whether to remove the backups when `fit` completes.
-            background: Whether training goes on while a backup is written.
 
         Returns:
             A list for `fit`'s `callbacks`. See `keras_paragrad.distribution.Backup`.
         """
-        return [Backup(directory, every, keep, on_sigterm, delete_when_done=delete_when_done, background=background)]
+        return [Backup(directory, every, keep, on_sigterm, delete_when_done=delete_when_done)]
 
     @with_arguments_of(FitArguments)
     def fit(self, *arguments: Any, **options: Any) -> keras.callbacks.History:

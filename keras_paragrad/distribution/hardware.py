@@ -14,9 +14,9 @@ import tensorflow as tf
 from keras_paragrad.arguments import check_each, quote, refusal
 from keras_paragrad.distribution.cluster import Cluster, find_cluster
 
-KINDS = ("CPU", "GPU", "TPU")
+KINDS = ("CPU", "GPU")
 _SMI_SECONDS = 10
-_DEVICE_NAME = re.compile(r"(?:/?device:|/)?(CPU|GPU|TPU):([0-9]{1,9})", re.IGNORECASE)
+_DEVICE_NAME = re.compile(r"(?:/?device:|/)?(CPU|GPU):([0-9]{1,9})", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Device:
 
     Attributes:
         name: As in TensorFlow and `DistributedFit(devices=...)`: `GPU:0`.
-        kind: `CPU`, `GPU` or `TPU`.
+        kind: `CPU` or `GPU`.
         memory_bytes: Its memory, in bytes, or `None` if unknown. Logical CPU devices share the machine's.
         compute_capability: Of an NVIDIA GPU, such as `(8, 0)`.
         description: The vendor's name of the model.
@@ -47,9 +47,7 @@ class Hardware:
         memory_bytes: The machine's memory, in bytes, or `None` if unknown.
         devices: The logical devices of all kinds.
         gpus: The physical GPUs, which may be divided into several logical devices.
-        tpus: The TPU's cores; one entry if only the environment mentions a TPU.
         cluster: The processes that train together, or `None`.
-        tpu_name: The value of `TPU_NAME`.
 
     Example:
 
@@ -64,12 +62,10 @@ class Hardware:
     memory_bytes: int | None = None
     devices: tuple[Device, ...] = (Device("CPU:0", "CPU"),)
     gpus: tuple[Device, ...] = ()
-    tpus: tuple[Device, ...] = ()
     cluster: Cluster | None = None
-    tpu_name: str | None = None
 
     def of_kind(self, kind: str) -> tuple[Device, ...]:
-        """The logical devices of a kind: `CPU`, `GPU` or `TPU`."""
+        """The logical devices of a kind: `CPU` or `GPU`."""
         return tuple(device for device in self.devices if device.kind == kind)
 
     def compute_devices(self, names: Collection[str] = ()) -> tuple[Device, ...]:
@@ -115,7 +111,7 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
     Doesn't initialize TensorFlow's runtime: logical devices and a multi-worker strategy can still be set up.
 
     Args:
-        environment: Environment variables that may describe a cluster or a TPU; by default this process's.
+        environment: Environment variables that may describe a cluster; by default this process's.
 
     Returns:
         The hardware; without an accelerator, the CPU.
@@ -130,33 +126,25 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
     physical = tf.config.get_visible_devices("GPU")
     gpus = _gpus(physical, memory_by_name() if physical else {})
     devices = logical_devices(gpus, memory)
-    tpus = tuple(device for device in devices if device.kind == "TPU")
-    named = [f"{name}={environment[name]}" for name in ("TPU_NAME", "TPU_WORKER_ID") if environment.get(name)]
-    if named and not tpus:
-        # TensorFlow sees its cores only after connecting.
-        tpus = (Device("TPU", "TPU", description=", ".join(named)),)
     return Hardware(
         cpu_count=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory_bytes=memory,
         devices=devices,
         gpus=gpus,
-        tpus=tpus,
         cluster=find_cluster(environment),
-        tpu_name=environment.get("TPU_NAME"),
     )
 
 
 def logical_devices(gpus: tuple[Device, ...] | None = None, memory: int | None = None) -> tuple[Device, ...]:
     """The logical devices that TensorFlow has created, or will create, for this process."""
-    cpus, visible_gpus, tpus = map(tf.config.get_visible_devices, KINDS)
+    cpus, visible_gpus = map(tf.config.get_visible_devices, KINDS)
     described = [
         *(Device("", "CPU", memory) for _ in cpus),
         *(_gpus(visible_gpus, {}) if gpus is None else gpus),
-        *(Device("", "TPU") for _ in tpus),
     ]
     devices: list[Device] = []
     counts = Counter[str]()
-    for physical, device in zip([*cpus, *visible_gpus, *tpus], described, strict=True):
+    for physical, device in zip([*cpus, *visible_gpus], described, strict=True):
         # Reading their configuration doesn't create the logical devices.
         for configuration in tf.config.get_logical_device_configuration(physical) or [None]:
             limit = configuration.memory_limit if configuration else None
@@ -215,7 +203,7 @@ def canonical_devices(devices: Sequence[str]) -> tuple[str, ...]:
 
 
 def kind_of_device(name: str) -> str:
-    """`CPU`, `GPU` or `TPU`."""
+    """`CPU` or `GPU`."""
     return name.partition(":")[0]
 
 

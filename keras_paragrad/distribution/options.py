@@ -53,13 +53,11 @@ class StrategyKind(NamedTuple):
         classes: TensorFlow's classes.
         mirrors: Whether each of several devices has a replica with its own copy of the variables.
         on_workers: Whether the replicas are on several workers.
-        on_tpu: Whether the replicas are the cores of a TPU.
     """
 
     classes: tuple[type, ...] = ()
     mirrors: bool = False
     on_workers: bool = False
-    on_tpu: bool = False
 
 
 STRATEGY_KINDS = {
@@ -67,7 +65,6 @@ STRATEGY_KINDS = {
     "one_device": StrategyKind((tf.distribute.OneDeviceStrategy,)),
     "mirrored": StrategyKind((tf.distribute.MirroredStrategy,), mirrors=True),
     "multi_worker": StrategyKind((tf.distribute.MultiWorkerMirroredStrategy,), mirrors=True, on_workers=True),
-    "tpu": StrategyKind((tf.distribute.TPUStrategy, tf.distribute.experimental.TPUStrategy), on_tpu=True),
     "parameter_server": StrategyKind((tf.distribute.ParameterServerStrategy,)),
 }
 
@@ -97,7 +94,6 @@ class Options:
     prove: bool = True
     deterministic: bool | int = False
     shard_policy: str = "auto"
-    pack_bytes: int | None = None
     shard: str | None = None
     min_shard_bytes: int = MIN_SHARD_BYTES
     fit_memory: bool = False
@@ -105,7 +101,6 @@ class Options:
     mesh: Mapping[str, int] | None = None
     layout: str | None = None
     startup_timeout: float = 60.0
-    collective_timeout: float | None = None
 
     def __post_init__(self):
         checked = {name: check_choice(name, getattr(self, name), choices) for name, choices in CHOICES.items()}
@@ -114,11 +109,8 @@ class Options:
         checked["precision"] = _check_precision(self.precision)
         checked["min_shard_bytes"] = check_integer("min_shard_bytes", self.min_shard_bytes, least=1)
         checked["device_bytes"] = check_integer("device_bytes", self.device_bytes, example=16 * 2**30, optional=True)
-        checked["pack_bytes"] = check_integer("pack_bytes", self.pack_bytes, least=0, optional=True)
         checked["deterministic"] = check_parts(self.deterministic)
-        seconds = functools.partial(check_number, least=1, most=LONGEST_WAIT)
-        checked["startup_timeout"] = seconds("startup_timeout", self.startup_timeout)
-        checked["collective_timeout"] = seconds("collective_timeout", self.collective_timeout, optional=True)
+        checked["startup_timeout"] = check_number("startup_timeout", self.startup_timeout, least=1, most=LONGEST_WAIT)
         for planner in planners():
             checked |= planner.checked_options(self)
         for name, value in checked.items():
@@ -167,8 +159,7 @@ class Options:
             )
         if self.deterministic:
             self._check_deterministic()
-        set_by_strategy = ("collective_timeout", "communication", "devices", "pack_bytes")
-        changed = [name for name in set_by_strategy if getattr(self, name) not in (None, "auto")]
+        changed = [name for name in ("communication", "devices") if getattr(self, name) not in (None, "auto")]
         if self.given is not None and changed:
             raise ValueError(
                 f"strategy is a {type(self.given).__name__}, which was created with its own {', '.join(changed)}. "
@@ -321,6 +312,6 @@ def kind_of_strategy(strategy: tf.distribute.Strategy) -> str:
     reason = " Under it, Keras's metrics are wrong." if central else ""
     raise ValueError(
         f"strategy is a {type(strategy).__name__}, which DistributedFit doesn't support.{reason} Pass a "
-        "OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, TPUStrategy or ParameterServerStrategy, or "
+        "OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy or ParameterServerStrategy, or "
         'write strategy="auto".'
     )

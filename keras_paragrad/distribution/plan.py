@@ -14,10 +14,10 @@ from keras_paragrad.distribution.cluster import ClusterKind, cluster_kinds
 from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.distribution.hardware import Hardware
 from keras_paragrad.distribution.options import Options, planner_of
-from keras_paragrad.plain_text import Printable
+from keras_paragrad.plain_text import Printable, counted
 
 # The names of decisions that need not be the same on all workers.
-MAY_DIFFER = ("strategy", "devices", "replicas", "collective_timeout")
+MAY_DIFFER = ("strategy", "devices", "replicas")
 
 
 @dataclass(frozen=True)
@@ -94,10 +94,8 @@ def make_plan(hardware: Hardware, options: Options) -> Plan:
     known = hardware, options, kind, devices.value
     communication = made.get("communication") or deciding.decide_communication(*known, replicas.value)
     others = (
-        deciding.decide_pack_bytes(options, communication.value),
-        deciding.decide_collective_timeout(options, kind),
-        made.get("jit") or deciding.decide_jit(*known, replicas.value),
-        deciding.decide_precision(*known),
+        made.get("jit") or deciding.decide_jit(hardware, options, devices.value, replicas.value),
+        deciding.decide_precision(hardware, options, devices.value),
         deciding.decide_shard(hardware, options, strategy.value, kind, replicas.value),
         made.get("shard_policy") or deciding.decide_shard_policy(options, kind),
         made.get("exact") or deciding.decide_exact(options),
@@ -198,10 +196,9 @@ def _plan_line(plan: Plan) -> str:
     where = "" if not devices else f" on {devices[0]}" if len(devices) == 1 else f" on {devices[0]} to {devices[-1]}"
     if devices and replicas and replicas > len(devices):
         where += f" of each of {replicas // len(devices)} workers"
-    counted = "replicas" if replicas is None else f"{replicas} replica{'s' if replicas > 1 else ''}"
     all_reduce = "" if plan.communication.value in ("none", "given") else f", all-reduce by {plan.communication.value}"
     strategy = plan.strategy.value if plan.strategy.value != "none" else "no strategy"
-    return f"Plan: {strategy}, {plan.counted or counted}{where}{all_reduce}"
+    return f"Plan: {strategy}, {plan.counted or counted(replicas, 'replica')}{where}{all_reduce}"
 
 
 def _step_line(plan: Plan) -> str:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import logging
 import os
-import selectors
 import time
 import zlib
 from collections.abc import Mapping, Sequence
@@ -15,15 +14,7 @@ import tensorflow as tf
 from keras_paragrad.compat.workers import NamedDevicesStrategy, has_joined_a_cluster
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.consistency.describe import versions
-from keras_paragrad.distribution.listening import listen_at
-from keras_paragrad.distribution.rendezvous_server import (
-    MessageSigner,
-    RendezvousServer,
-    Wait,
-    answer,
-    difference,
-    join,
-)
+from keras_paragrad.distribution.meeting import LOOK, Meeting, MessageSigner, Wait, difference, join
 
 _log = logging.getLogger("keras_paragrad")
 _WARN_AFTER = 5.0
@@ -45,11 +36,10 @@ def rendezvous(
     signer = MessageSigner.of(cluster, os.environ if environment is None else environment)
     facts = {"cluster": _describe_cluster(cluster), **facts}
     address = _addresses(cluster)[0]
-    verdict = (
-        _collect_facts(cluster, signer, facts, time.monotonic() + seconds)
-        if cluster.is_chief
-        else _report_facts(cluster, signer, facts, seconds)
-    )
+    if cluster.is_chief:
+        verdict = _collect_facts(cluster, signer, facts, time.monotonic() + seconds)
+    else:
+        verdict = _report_facts(cluster, signer, facts, seconds)
     if "failed" in verdict:
         raise ConnectionError(f"The first worker, at {address}, failed: {verdict['failed']}")
     if "missing" in verdict:
@@ -70,36 +60,33 @@ def _collect_facts(
     A verdict is empty if training may start; else it has the key `failed`, `missing` (and `besides`) or `differs`.
     """
     addresses = _addresses(cluster)
-    servers = listen_at(addresses[0], addresses[1:], until, "The first worker", "the cluster description")
-    with (
-        selectors.DefaultSelector() as selector,
-        RendezvousServer(selector, servers, signer, cluster.worker_count) as server,
-    ):
-        verdict = {"failed": "it was stopped while it waited for the others."}
-        try:
-            while len(server.callers) + 1 < cluster.worker_count and (left := until - time.monotonic()) > 0:
-                server.wait(min(left, 1.0))
-            verdict = _compare_facts(addresses, facts, server)
-        except Exception as error:
-            verdict = {"failed": f"{type(error).__name__}: {error}"[:_LONGEST_REASON]}
-            raise
-        finally:
-            server.stop_listening()
-            for caller in server.callers.values():
-                answer(caller, signer, verdict)
-                # Wait until the peer has closed, so that the port is free for TensorFlow at once.
-                with contextlib.suppress(OSError):
-                    caller.connection.recv(1)
+    meeting = Meeting(addresses[0], until, signer, cluster.worker_count)
+    verdict = {"failed": "it was stopped while it waited for the others."}
+    try:
+        while len(meeting.callers()) + 1 < cluster.worker_count and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, LOOK))
+        verdict = _compare_facts(addresses, facts, meeting)
+    except Exception as error:
+        verdict = {"failed": f"{type(error).__name__}: {error}"[:_LONGEST_REASON]}
+        raise
+    finally:
+        callers = meeting.release()
+        meeting.close()
+        for caller in callers.values():
+            caller.answer(signer, verdict)
+            # Wait until the peer has closed, so that the port is free for TensorFlow at once.
+            with contextlib.suppress(OSError), caller.connection:
+                caller.connection.recv(1)
     return verdict
 
 
-def _compare_facts(addresses: list[str], facts: Mapping[str, object], server: RendezvousServer) -> dict[str, str]:
+def _compare_facts(addresses: list[str], facts: Mapping[str, object], meeting: Meeting) -> dict[str, str]:
     """The verdict: the first difference between workers (`differs`), or the `missing` ones; empty if all agree."""
-    facts_by_rank = {0: facts, **{rank: caller.message["facts"] for rank, caller in sorted(server.callers.items())}}
+    facts_by_rank = {0: facts, **{rank: caller.message["facts"] for rank, caller in meeting.callers().items()}}
     missing = [f"worker {rank} ({addresses[rank]})" for rank in range(len(addresses)) if rank not in facts_by_rank]
     if missing:
         listed = ", ".join(missing[:8]) + (f" and {len(missing) - 8} more" if len(missing) > 8 else "")
-        return {"missing": listed, "besides": server.in_words()}
+        return {"missing": listed, "besides": meeting.in_words()}
     for rank, others in facts_by_rank.items():
         if differs := difference(facts, rank, others, facts, "worker"):
             return {"differs": differs}
@@ -110,12 +97,12 @@ def _report_facts(
     cluster: Cluster, signer: MessageSigner, facts: Mapping[str, object], seconds: float
 ) -> dict[str, str]:
     """Sends the facts to the first worker, and returns its verdict."""
-    names = f"worker {cluster.rank}", "the first worker", _STRANGER
+    wait = Wait(seconds, _log.warning, quiet=_WARN_AFTER)
+    address, rank = _addresses(cluster)[0], cluster.rank
     try:
-        wait = Wait(seconds, _log.warning, quiet=_WARN_AFTER)
-        connection, verdict = join(_addresses(cluster)[0], cluster.rank, lambda host: facts, signer, wait, names)
+        connection, verdict = join(address, rank, lambda host: facts, signer, wait, member="worker", stranger=_STRANGER)
     except ConnectionError as failure:
-        return {"missing": f"worker 0 (worker {cluster.rank} could not reach it: {failure})"}
+        return {"missing": f"worker 0 (worker {rank} could not reach it: {failure})"}
     connection.close()
     return {name: str(reason) for name, reason in verdict.items()}
 

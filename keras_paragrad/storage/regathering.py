@@ -4,15 +4,13 @@ The *position* of an operation is its index in the graph; from `backward_start` 
 """
 
 import contextlib
-import functools
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any
 
 import tensorflow as tf
 
 from keras_paragrad.compat.operations import SAME_BUFFER
-from keras_paragrad.compat.private import CollectiveReplicaLauncher, ResourceVariable
 from keras_paragrad.compat.types import DType, TensorVariable
 
 # Operations whose output shares the weight's buffer, or is as large as the weight and computed from it alone.
@@ -20,7 +18,6 @@ _VIEWS = SAME_BUFFER | {"Cast", "Transpose"}
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
 # Operations that run at once, and keep no input.
 _SHAPE_OPERATIONS = ("Rank", "Shape", "ShapeN", "Size")
-_SECOND_TOKEN = "_keras_paragrad_token"
 
 
 class _Gathered(threading.local):
@@ -64,15 +61,13 @@ def regather_in_backward(loss: tf.Tensor) -> Generator[None]:
     yield
     operations = graph.get_operations()
     positions = {operation.name: position for position, operation in enumerate(operations)}
-    collectives = [
-        (position, operation)
-        for position, operation in enumerate(operations)
-        if position >= backward_start and _is_collective(operation)
-    ]
-    weights = [_Weight(weight, backward_start, positions, collectives) for weight in gathered]
+    weights = [_Weight(weight, backward_start, positions) for weight in gathered]
+    # Collectives run in the order in which they are traced. A weight that is used before collectives of the backward
+    # pass, as of a synchronized BatchNormalization, would be gathered after them, and they may need it: it is kept.
+    last = max((index for index, each in enumerate(operations) if each.type.startswith("Collective")), default=-1)
     # In the order in which the backward pass uses them, the same on every replica.
     after = [loss]
-    for weight in sorted((weight for weight in weights if weight.uses), key=lambda weight: weight.first_use):
+    for weight in sorted((each for each in weights if each.first_use > last), key=lambda weight: weight.first_use):
         after = weight.regather(after)
     _GATHERED.weights = []
 
@@ -85,10 +80,9 @@ class _Weight:
         gathered: tuple[TensorVariable, DType | None, tf.Tensor],
         backward_start: int,
         positions: dict[str, int],
-        collectives: list[tuple[int, tf.Operation]],
     ):
         self._variable, self._dtype, self._tensor = gathered
-        self._backward_start, self._positions, self._collectives = backward_start, positions, collectives
+        self._backward_start, self._positions = backward_start, positions
         # The regathered counterparts of views, by `id`.
         self._regathered: dict[int, tf.Tensor] = {}
         # Keeps the tensors alive, whose `id`s are keys.
@@ -112,37 +106,12 @@ class _Weight:
         """
         first = next(use for use, _ in self.uses if self._positions[use.name] == self.first_use)
         after = [input_ for input_ in first.inputs if self._is_backward(input_.op)] or after
-        self._regathered[id(self._tensor)] = self._gather(after)
+        self._regathered[id(self._tensor)] = self._variable.gathered(self._dtype, after)
         for use, view in self.uses:
             for index, input_ in enumerate(use.inputs):
                 if input_ is view:
                     use._update_input(index, self._counterpart(view))
         return after
-
-    def _gather(self, after: list[tf.Tensor]) -> tf.Tensor:
-        """Gathers the weight a second time, ordered among the worker's other collectives."""
-        if all(position < self.first_use for position, _ in self._collectives):
-            return self._variable.gathered(self._dtype, after)
-        # Collectives of a synchronized BatchNormalization follow, whose gradients may need this weight. A token orders
-        # a worker's collectives as they were traced, but this one is traced last and has to run before them.
-        with _separate_collective_order():
-            tensor = self._variable.gathered(self._dtype, after)
-        for gather in self._collectives_behind(tensor):
-            for position, other in self._collectives:
-                if other.device == gather.device:
-                    first, then = (other, gather) if position < self.first_use else (gather, other)
-                    then._add_control_input(first)
-        return tensor
-
-    def _collectives_behind(self, tensor: tf.Tensor) -> list[tf.Operation]:
-        """The collectives that gathered a tensor."""
-        visited, waiting = {}, [tensor.op]
-        while waiting:
-            operation = waiting.pop()
-            if operation.name not in self._positions and operation.name not in visited:
-                visited[operation.name] = operation
-                waiting += [input_.op for input_ in operation.inputs]
-        return [operation for operation in visited.values() if _is_collective(operation)]
 
     def _is_backward(self, operation: tf.Operation) -> bool:
         # Operations that gather another weight again have no position.
@@ -187,35 +156,6 @@ class _Weight:
         )
         self._regathered.update((id(old), new) for old, new in zip(operation.outputs, copy.outputs, strict=True))
         return self._regathered[id(view)]
-
-
-def _is_collective(operation: tf.Operation) -> bool:
-    return operation.type.startswith("Collective")
-
-
-@contextlib.contextmanager
-def _separate_collective_order() -> Generator[None]:
-    """Context in which collectives don't wait for collectives traced outside of it."""
-    original = _get_token()
-    CollectiveReplicaLauncher._get_ordering_token = _second_token
-    try:
-        yield
-    finally:
-        CollectiveReplicaLauncher._get_ordering_token = original
-
-
-@functools.cache
-def _get_token() -> Callable[..., tf.Tensor]:
-    """TensorFlow's own method, cached because several replicas enter and leave the context at once."""
-    return CollectiveReplicaLauncher._get_ordering_token
-
-
-def _second_token(launcher: Any) -> tf.Tensor:
-    """Replaces `_get_ordering_token`: a token that orders only collectives of the context."""
-    if not hasattr(launcher, _SECOND_TOKEN):
-        with tf.init_scope(), tf.device(launcher._device):
-            setattr(launcher, _SECOND_TOKEN, ResourceVariable(0.0))
-    return getattr(launcher, _SECOND_TOKEN).handle
 
 
 def _body(call: tf.Operation) -> tf.Graph:

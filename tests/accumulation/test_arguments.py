@@ -26,10 +26,7 @@ pytestmark = pytest.mark.fast
         ([(100, 8), (0, 2)], r"Write steps=\[\(0, 2\), \(100, 8\)\]"),
         ([(5, 2)], r"Write steps=\[\(0, 2\), \(5, 2\)\]"),
         ([(0, 2), (0, 4)], "must start at 0 and increase"),
-        (lambda update: 0, "returned array"),
-        (lambda update: int("many"), "`steps` is <function.*this one raised ValueError"),
-        (lambda update: 2.5, "must return an integer"),
-        (lambda update: 2 if update < 10 else 4, "Use tf.where instead"),
+        (lambda update: 4, "pairs of"),
     ],
 )
 def test_steps(steps, says):
@@ -87,7 +84,7 @@ def test_a_name_or_config_makes_the_inner_optimizer(inner):
 
 @pytest.mark.not_fast
 def test_schedule_in_the_graph_is_that_of_the_host():
-    for steps in (3, [(0, 2), (3, 5), (7, 1)], lambda update: tf.maximum(8 - update, 1)):
+    for steps in (3, [(0, 2), (3, 5), (7, 1)]):
         schedule = StepsSchedule(steps)
         traced = tf.function(schedule)
         for update in range(12):

@@ -53,6 +53,15 @@ def test_as_with_both(tail):
     assert {name for name, value in vars(one).items() if callable(value)} == methods
 
 
+@pytest.mark.parametrize("method", ["predict", "evaluate"])
+def test_outside_of_fit_the_optimizer_is_the_users(method):
+    model = build_model(adam, run_eagerly=True)
+    own = model.optimizer
+    data = DATA.dataset() if method == "evaluate" else DATA.dataset().map(lambda x, *_: x)
+    getattr(model, method)(data, verbose=0, callbacks=[ExactAccumulation(steps=3)])
+    assert model.optimizer is own
+
+
 def test_after_a_fit_that_broke_off_the_optimizer_is_the_users():
     model = build_model(adam, run_eagerly=True)
     own = model.optimizer

@@ -15,9 +15,9 @@ from keras_paragrad.distribution import clusters
 from keras_paragrad.distribution.cluster import Cluster, cluster_kinds, find_cluster, sources_in_words
 from keras_paragrad.distribution.clusters.slurm import expand_nodes, expand_numbers, expand_tasks
 from keras_paragrad.distribution.hardware import Hardware
+from keras_paragrad.distribution.meeting import MessageSigner
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import Explanation, make_plan
-from keras_paragrad.distribution.rendezvous_server import MessageSigner
 
 pytestmark = pytest.mark.fast
 

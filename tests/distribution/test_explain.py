@@ -1,15 +1,11 @@
 """A plan reads as a table, the same wherever it is printed, and as data."""
 
 import io
-import json
-import re
 
 import pytest
 from rich.console import Console
 from sample_models.machines import describe
 
-from keras_paragrad.cli.main import main
-from keras_paragrad.distribution import hardware
 from keras_paragrad.distribution.options import Options
 from keras_paragrad.distribution.plan import Explanation, make_plan, value_in_words
 from keras_paragrad.plain_text import WIDTH
@@ -57,9 +53,8 @@ def test_all_of_the_plan_is_in_it(explanation):
             "not compiled by XLA, float32",
             "keras-paragrad launch train.py, in each task",
         ),
-        ({"tpu_cores": 8}, {}, "tpu, ", "compiled by XLA", "python train.py"),
     ],
-    ids=["CPU", "workers", "servers", "TPU"],
+    ids=["CPU", "workers", "servers"],
 )
 def test_it_begins_with_a_summary_and_the_command(machine, options, plan, step, command):
     there = describe(**machine)
@@ -99,51 +94,3 @@ def test_the_text_is_the_same_everywhere(explanation, columns, monkeypatch):
 )
 def test_values(value, expected):
     assert value_in_words(value) == expected
-
-
-def explained(monkeypatch, machine, *words):
-    """The status of the command on a machine."""
-    monkeypatch.setattr(hardware, "detect", lambda: machine)
-    return main(["explain", *words])
-
-
-@pytest.mark.parametrize(
-    "machine", [{}, {"gpus": 2}, {"workers": 2, "gpus": 4}, {"tpu_cores": 8}, {"logical_cpus": 2}], ids=str
-)
-def test_the_command_takes_what_its_table_offers(machine, capsys, monkeypatch):
-    machine = describe(**machine)
-    assert explained(monkeypatch, machine, "--json") == 0
-    values = {"devices": "GPU:0,GPU:1", "jit": "false", "pack_bytes": "1", "collective_timeout": "120"}
-    for decision in json.loads(capsys.readouterr().out).values():
-        for name, value in re.findall(r"(\w+)=([^ ,]*)", decision["override"]):
-            given = [] if name == "exact" else [values.get(name, value.strip('"').replace("None", "auto"))]
-            option = "--inexact" if name == "exact" else f"--{name.replace('_', '-')}"
-            assert explained(monkeypatch, machine, option, *given, "--json") in (0, 2), (option, given)
-            assert "unrecognized" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "options"),
-    [
-        ("--shard parameters", {"shard": "parameters"}),
-        ("--fit-memory --device-bytes 1000", {"fit_memory": True, "device_bytes": 1000}),
-        ("--precision mixed_bfloat16 --jit false", {"precision": "mixed_bfloat16", "jit": False}),
-    ],
-)
-def test_the_command_passes_its_arguments_on(words, options, capsys, monkeypatch):
-    assert explained(monkeypatch, MACHINE, *words.split(), "--json") == 0
-    assert json.loads(capsys.readouterr().out) == make_plan(MACHINE, Options(**options)).to_dict()
-
-
-def test_the_command_prints_a_table(capsys, monkeypatch):
-    assert explained(monkeypatch, MACHINE, "--all") == 0
-    assert capsys.readouterr().out.rstrip("\n") == str(Explanation(make_plan(MACHINE, Options()), MACHINE))
-
-
-def test_the_command_refuses_what_cannot_work(capsys, monkeypatch):
-    assert explained(monkeypatch, describe(ps=1, workers=2)) == 2
-    found = capsys.readouterr()
-    assert found.out == ""
-    assert "explain: error: Parameter servers are asynchronous" in found.err
-    assert explained(monkeypatch, describe(ps=1, workers=2), "--inexact", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["strategy"]["value"] == "parameter_server"

@@ -22,7 +22,7 @@ def in_a_process(code, **environment):
 def test_finds_the_two_devices_of_the_tests():
     found = detect({})
     assert [device.name for device in found.devices] == ["CPU:0", "CPU:1"]
-    assert found.gpus == found.tpus == ()
+    assert found.gpus == ()
     assert found.cluster is None
     assert not found.has_virtual_gpus
     assert found.cpu_count >= 1
@@ -67,26 +67,11 @@ def test_tensorflow_can_still_be_set_up_afterwards():
     in_a_process(code, TF_CONFIG=json.dumps(config))
 
 
-@pytest.mark.parametrize(
-    ("environment", "description"),
-    [
-        pytest.param({"TPU_NAME": "local"}, "TPU_NAME=local", id="name"),
-        pytest.param({"TPU_WORKER_ID": "0"}, "TPU_WORKER_ID=0", id="worker"),
-        pytest.param({"TPU_NAME": "pod", "TPU_WORKER_ID": "1"}, "TPU_NAME=pod, TPU_WORKER_ID=1", id="both"),
-    ],
-)
-def test_a_tpu_that_only_the_environment_names(environment, description):
-    found = detect(environment)
-    assert found.tpus == (Device("TPU", "TPU", description=description),)
-    assert found.tpu_name == environment.get("TPU_NAME")
-    assert not found.of_kind("TPU")
-
-
 class Visible:
     """TensorFlow's answers on a machine that isn't here."""
 
-    def __init__(self, gpus=0, tpus=0, parts=None):
-        self.names = {"CPU": ["cpu"], "GPU": [f"gpu{n}" for n in range(gpus)], "TPU": [f"tpu{n}" for n in range(tpus)]}
+    def __init__(self, gpus=0, parts=None):
+        self.names = {"CPU": ["cpu"], "GPU": [f"gpu{n}" for n in range(gpus)]}
         self.parts = parts or {}
 
     def install(self, monkeypatch):
@@ -119,13 +104,6 @@ def test_parts_of_a_gpu(tmp_path, monkeypatch):
     assert [device.name for device in found.of_kind("GPU")] == ["GPU:0", "GPU:1", "GPU:2"]
     assert [device.memory_bytes for device in found.of_kind("GPU")] == [1000 * 2**20, 1000 * 2**20, None]
     assert found.has_virtual_gpus
-
-
-def test_cores_of_a_tpu_that_tensorflow_sees(monkeypatch):
-    Visible(tpus=4).install(monkeypatch)
-    found = detect({"TPU_NAME": "local"})
-    assert [device.name for device in found.tpus] == [f"TPU:{n}" for n in range(4)]
-    assert found.tpus == found.of_kind("TPU")
 
 
 @pytest.mark.parametrize(

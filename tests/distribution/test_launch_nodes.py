@@ -100,7 +100,7 @@ def machines(tmp_path):
         process.kill()
         process.communicate()
     pids = [start[2] for start in machines.starts()]
-    # The guards of a killed launcher end its workers.
+    # The workers of a killed launcher end with it.
     deadline = time.monotonic() + 5
     while any(map(runs, pids)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -417,7 +417,9 @@ def test_a_machine_that_ends_first_is_waited_for(machines):
     """It has not gone, though it has closed its connection and takes a moment to come again."""
     machines.script(STOPS.replace("time.sleep(1)", "time.sleep(1 - index)"))
     slow = "import time; from keras_paragrad.distribution.launch import nodes; join = nodes.join; times = []; "
-    slow += "nodes.join = lambda *words: (times and time.sleep(2), times.append(1), join(*words))[2]; "
+    slow += (
+        "nodes.join = lambda *words, **named: (times and time.sleep(2), times.append(1), join(*words, **named))[2]; "
+    )
     started = {0: machines.start(0, nodes="2:3"), 1: machines.start(1, nodes="2:3", before=slow)}
     wait_until(lambda: (machines.directory / "ready0").exists() and (machines.directory / "ready1").exists())
     started[2] = machines.start(2, nodes="2:3")

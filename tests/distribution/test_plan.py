@@ -14,9 +14,8 @@ from sample_models.machines import describe
 
 from keras_paragrad.distribution.cluster import Cluster
 from keras_paragrad.distribution.decision import Decision
-from keras_paragrad.distribution.decisions import compiled_form
 from keras_paragrad.distribution.hardware import Device, Hardware
-from keras_paragrad.distribution.options import CHOICES, STRATEGY_KINDS, Options
+from keras_paragrad.distribution.options import CHOICES, Options
 from keras_paragrad.distribution.plan import MAY_DIFFER, make_plan
 
 pytestmark = pytest.mark.fast
@@ -32,7 +31,7 @@ def in_cluster(jobs, job, index=0, **machine):
     hosts = {name: tuple(f"{name}{task}:1" for task in range(count)) for name, count in jobs.items()}
     described = describe(**machine)
     cluster = Cluster(hosts, job, index, "TF_CONFIG")
-    return Hardware(described.cpu_count, None, described.devices, described.gpus, described.tpus, cluster)
+    return Hardware(described.cpu_count, None, described.devices, described.gpus, cluster)
 
 
 MACHINES = {
@@ -41,12 +40,10 @@ MACHINES = {
     "gpu": describe(gpus=1, **H100),
     "8-gpus": describe(gpus=8, **H100),
     "parts-of-a-gpu": Hardware(8, None, (Device("CPU:0", "CPU"), part(0), part(1)), (part(0),)),
-    "tpu": describe(tpu_cores=8),
-    "tpu-by-name": Hardware(8, tpus=(Device("TPU", "TPU", description="TPU_NAME=x"),), tpu_name="x"),
     "2-workers": describe(cpus=8, logical_cpus=2, workers=2),
     "2-workers-with-gpus": describe(gpus=4, workers=2, **H100),
     "2-workers-with-parts": Hardware(
-        8, None, (Device("CPU:0", "CPU"), part(0), part(1)), (part(0),), (), describe(workers=2).cluster
+        8, None, (Device("CPU:0", "CPU"), part(0), part(1)), (part(0),), describe(workers=2).cluster
     ),
     "1-worker": in_cluster({"worker": 1}, "worker", gpus=2),
     "chief-and-worker": in_cluster({"chief": 1, "worker": 1}, "worker"),
@@ -55,58 +52,55 @@ MACHINES = {
     "a-server": in_cluster({"chief": 1, "worker": 2, "ps": 1}, "ps"),
     "no-chief": in_cluster({"worker": 2, "ps": 1}, "worker"),
 }
-COLUMNS = ("strategy", "devices", "replicas", "communication", "pack_bytes", "jit", "shard_policy")
+COLUMNS = ("strategy", "devices", "replicas", "communication", "jit", "shard_policy")
 # fmt: off
 TABLE = [
-    ("cpu", {}, ("none", ("CPU:0",), 1, "none", None, "none", "data")),
-    ("cpu", {"jit": True}, ("none", ("CPU:0",), 1, "none", None, "whole_step", "data")),
-    ("cpu", {"strategy": "one_device"}, ("one_device", ("CPU:0",), 1, "none", None, "none", "data")),
-    ("cpu", {"strategy": "mirrored"}, ("mirrored", ("CPU:0",), 1, "none", None, "none", "data")),
-    ("cpu", {"strategy": "mirrored", "jit": True}, ("mirrored", ("CPU:0",), 1, "none", None, "whole_step", "data")),
-    ("logical-cpus", {}, ("none", ("CPU:0",), 1, "none", None, "none", "data")),
+    ("cpu", {}, ("none", ("CPU:0",), 1, "none", "none", "data")),
+    ("cpu", {"jit": True}, ("none", ("CPU:0",), 1, "none", "whole_step", "data")),
+    ("cpu", {"strategy": "one_device"}, ("one_device", ("CPU:0",), 1, "none", "none", "data")),
+    ("cpu", {"strategy": "mirrored"}, ("mirrored", ("CPU:0",), 1, "none", "none", "data")),
+    ("cpu", {"strategy": "mirrored", "jit": True}, ("mirrored", ("CPU:0",), 1, "none", "whole_step", "data")),
+    ("logical-cpus", {}, ("none", ("CPU:0",), 1, "none", "none", "data")),
     ("logical-cpus", {"strategy": "mirrored"},
-     ("mirrored", tuple(f"CPU:{n}" for n in range(4)), 4, "one_device", None, "none", "data")),
+     ("mirrored", tuple(f"CPU:{n}" for n in range(4)), 4, "one_device", "none", "data")),
     ("logical-cpus", {"devices": ["CPU:2", "CPU:0"]},
-     ("mirrored", ("CPU:2", "CPU:0"), 2, "one_device", None, "none", "data")),
-    ("logical-cpus", {"devices": ["CPU:1"]}, ("one_device", ("CPU:1",), 1, "none", None, "none", "data")),
+     ("mirrored", ("CPU:2", "CPU:0"), 2, "one_device", "none", "data")),
+    ("logical-cpus", {"devices": ["CPU:1"]}, ("one_device", ("CPU:1",), 1, "none", "none", "data")),
     ("logical-cpus", {"devices": ["CPU:0", "CPU:1"], "communication": "ring", "jit": True},
-     ("mirrored", ("CPU:0", "CPU:1"), 2, "ring", 0, "per_replica", "data")),
-    ("logical-cpus", {"devices": ["CPU:0", "CPU:1"], "communication": "hierarchical_copy", "pack_bytes": 9},
-     ("mirrored", ("CPU:0", "CPU:1"), 2, "hierarchical_copy", None, "none", "data")),
-    ("gpu", {}, ("none", ("GPU:0",), 1, "none", None, "whole_step", "data")),
-    ("gpu", {"jit": False}, ("none", ("GPU:0",), 1, "none", None, "none", "data")),
-    ("gpu", {"devices": ["CPU:0"]}, ("one_device", ("CPU:0",), 1, "none", None, "none", "data")),
-    ("8-gpus", {}, ("mirrored", tuple(f"GPU:{n}" for n in range(8)), 8, "nccl", 0, "per_replica", "data")),
-    ("8-gpus", {"jit": False, "pack_bytes": 1000},
-     ("mirrored", tuple(f"GPU:{n}" for n in range(8)), 8, "nccl", 1000, "none", "data")),
+     ("mirrored", ("CPU:0", "CPU:1"), 2, "ring", "per_replica", "data")),
+    ("logical-cpus", {"devices": ["CPU:0", "CPU:1"], "communication": "hierarchical_copy"},
+     ("mirrored", ("CPU:0", "CPU:1"), 2, "hierarchical_copy", "none", "data")),
+    ("gpu", {}, ("none", ("GPU:0",), 1, "none", "whole_step", "data")),
+    ("gpu", {"jit": False}, ("none", ("GPU:0",), 1, "none", "none", "data")),
+    ("gpu", {"devices": ["CPU:0"]}, ("one_device", ("CPU:0",), 1, "none", "none", "data")),
+    ("8-gpus", {}, ("mirrored", tuple(f"GPU:{n}" for n in range(8)), 8, "nccl", "per_replica", "data")),
+    ("8-gpus", {"jit": False},
+     ("mirrored", tuple(f"GPU:{n}" for n in range(8)), 8, "nccl", "none", "data")),
     ("8-gpus", {"devices": ["GPU:1", "GPU:3"], "communication": "hierarchical_copy"},
-     ("mirrored", ("GPU:1", "GPU:3"), 2, "hierarchical_copy", None, "per_replica", "data")),
-    ("8-gpus", {"strategy": "none"}, ("none", ("GPU:0",), 1, "none", None, "whole_step", "data")),
+     ("mirrored", ("GPU:1", "GPU:3"), 2, "hierarchical_copy", "per_replica", "data")),
+    ("8-gpus", {"strategy": "none"}, ("none", ("GPU:0",), 1, "none", "whole_step", "data")),
     ("8-gpus", {"strategy": "one_device", "devices": ["GPU:7"]},
-     ("one_device", ("GPU:7",), 1, "none", None, "whole_step", "data")),
-    ("parts-of-a-gpu", {}, ("mirrored", ("GPU:0", "GPU:1"), 2, "ring", 0, "per_replica", "data")),
-    ("tpu", {}, ("tpu", tuple(f"TPU:{n}" for n in range(8)), 8, "none", None, "whole_step", "data")),
-    ("tpu", {"devices": ["CPU:0"]}, ("one_device", ("CPU:0",), 1, "none", None, "none", "data")),
-    ("tpu-by-name", {}, ("tpu", (), None, "none", None, "whole_step", "data")),
-    ("2-workers", {}, ("multi_worker", ("CPU:0",), 2, "ring", 0, "none", "data")),
-    ("2-workers", {"jit": True, "pack_bytes": 4096},
-     ("multi_worker", ("CPU:0",), 2, "ring", 4096, "per_replica", "data")),
+     ("one_device", ("GPU:7",), 1, "none", "whole_step", "data")),
+    ("parts-of-a-gpu", {}, ("mirrored", ("GPU:0", "GPU:1"), 2, "ring", "per_replica", "data")),
+    ("2-workers", {}, ("multi_worker", ("CPU:0",), 2, "ring", "none", "data")),
+    ("2-workers", {"jit": True},
+     ("multi_worker", ("CPU:0",), 2, "ring", "per_replica", "data")),
     ("2-workers", {"devices": ["CPU:0", "CPU:1"], "shard_policy": "already_sharded"},
-     ("multi_worker", ("CPU:0", "CPU:1"), 4, "ring", 0, "none", "already_sharded")),
-    ("2-workers", {"strategy": "none"}, ("none", ("CPU:0",), 1, "none", None, "none", "data")),
+     ("multi_worker", ("CPU:0", "CPU:1"), 4, "ring", "none", "already_sharded")),
+    ("2-workers", {"strategy": "none"}, ("none", ("CPU:0",), 1, "none", "none", "data")),
     ("2-workers-with-gpus", {},
-     ("multi_worker", tuple(f"GPU:{n}" for n in range(4)), 8, "nccl", 0, "per_replica", "data")),
+     ("multi_worker", tuple(f"GPU:{n}" for n in range(4)), 8, "nccl", "per_replica", "data")),
     ("2-workers-with-gpus", {"communication": "ring", "devices": ["GPU:0"]},
-     ("multi_worker", ("GPU:0",), 2, "ring", 0, "per_replica", "data")),
-    ("2-workers-with-parts", {}, ("multi_worker", ("GPU:0", "GPU:1"), 4, "ring", 0, "per_replica", "data")),
-    ("1-worker", {}, ("mirrored", ("GPU:0", "GPU:1"), 2, "nccl", 0, "per_replica", "data")),
-    ("chief-and-worker", {}, ("multi_worker", ("CPU:0",), 2, "ring", 0, "none", "data")),
-    ("evaluator", {}, ("none", ("CPU:0",), 1, "none", None, "none", "data")),
-    ("servers", {"exact": False}, ("parameter_server", (), 1, "none", None, "none", "data")),
+     ("multi_worker", ("GPU:0",), 2, "ring", "per_replica", "data")),
+    ("2-workers-with-parts", {}, ("multi_worker", ("GPU:0", "GPU:1"), 4, "ring", "per_replica", "data")),
+    ("1-worker", {}, ("mirrored", ("GPU:0", "GPU:1"), 2, "nccl", "per_replica", "data")),
+    ("chief-and-worker", {}, ("multi_worker", ("CPU:0",), 2, "ring", "none", "data")),
+    ("evaluator", {}, ("none", ("CPU:0",), 1, "none", "none", "data")),
+    ("servers", {"exact": False}, ("parameter_server", (), 1, "none", "none", "data")),
     ("servers", {"exact": False, "strategy": "parameter_server", "jit": False},
-     ("parameter_server", (), 1, "none", None, "none", "data")),
-    ("servers", {"strategy": "none"}, ("none", ("CPU:0",), 1, "none", None, "none", "data")),
-    ("a-server", {"exact": False}, ("parameter_server", (), 1, "none", None, "none", "data")),
+     ("parameter_server", (), 1, "none", "none", "data")),
+    ("servers", {"strategy": "none"}, ("none", ("CPU:0",), 1, "none", "none", "data")),
+    ("a-server", {"exact": False}, ("parameter_server", (), 1, "none", "none", "data")),
 ]
 # fmt: on
 TABLE_IDS = [f"{name}-{','.join(f'{key}={value}' for key, value in options.items())}" for name, options, _ in TABLE]
@@ -162,7 +156,6 @@ def test_a_plan_is_a_value():
         pytest.param("cpu", {"strategy": "parameter_server", "exact": False}, "no chief, worker, ps", id="no-cluster"),
         pytest.param("cpu", {"strategy": "multi_worker"}, "there is 1.*launch --workers 2", id="workers-alone"),
         pytest.param("cpu", {"shard": "optimizer"}, "no replicas that could each hold", id="shards-alone"),
-        pytest.param("cpu", {"strategy": "tpu"}, "no TPU was found", id="no-tpu"),
         pytest.param("cpu", {"devices": ["CPU:0", "CPU:1"]}, r"names CPU:1, .*\[.*\] \* 2", id="no-second-cpu"),
         pytest.param("8-gpus", {"devices": ["GPU:8"]}, "names GPU:8.*CUDA_VISIBLE_DEVICES", id="no-ninth-gpu"),
         pytest.param("cpu", {"communication": "nccl"}, "works between whole GPUs", id="nccl-without-gpus"),
@@ -176,7 +169,6 @@ def test_a_plan_is_a_value():
         ),
         pytest.param("2-workers", {"communication": "one_device"}, "works within one process", id="one-device-workers"),
         pytest.param("8-gpus", {"communication": "ring"}, '"hierarchical_copy" or "one_device"', id="ring-of-gpus"),
-        pytest.param("tpu", {"jit": False}, "jit=False, but a TPU", id="tpu-uncompiled"),
         pytest.param("servers", {"jit": True, "exact": False}, "parameter servers. Leave jit out", id="servers-jit"),
     ],
 )
@@ -198,7 +190,7 @@ VALUES = {
     "device_bytes": [{"device_bytes": 2**30, "fit_memory": True}],
     "mesh": [],
     "layout": [],
-    **dict.fromkeys(["pack_bytes", "startup_timeout", "collective_timeout"], [60]),
+    "startup_timeout": [60],
 }
 
 
@@ -232,7 +224,6 @@ def test_an_evaluator_holds_everything():
     ("machine", "faster"),
     [
         pytest.param(describe(), None, id="cpu"),
-        pytest.param(describe(tpu_cores=8), "mixed_bfloat16", id="tpu"),
         pytest.param(describe(gpus=1, compute_capability=(9, 0)), "mixed_bfloat16", id="9.0"),
         pytest.param(describe(gpus=1, compute_capability=(8, 0)), "mixed_bfloat16", id="8.0"),
         pytest.param(describe(gpus=1, compute_capability=(7, 5)), "mixed_float16", id="7.5"),
@@ -272,7 +263,6 @@ def test_the_policy_that_is_set_stays():
 
 
 def test_a_policy_that_the_machine_has_no_units_for():
-    assert "no units" in make_plan(MACHINES["tpu"], Options(precision="mixed_float16")).precision.reason
     assert "no GPU" in make_plan(MACHINES["cpu"], Options(precision="mixed_bfloat16")).precision.reason
 
 
@@ -282,32 +272,11 @@ def test_exactness_can_be_given_up():
     assert make_plan(MACHINES["servers"], Options(exact=False)).exact.value is False
 
 
-def test_a_timeout_is_for_workers():
-    assert make_plan(MACHINES["2-workers"], Options(collective_timeout=60)).collective_timeout.value == 60.0
-    assert make_plan(MACHINES["2-workers"], Options()).collective_timeout.value is None
-    assert make_plan(MACHINES["8-gpus"], Options(collective_timeout=60)).collective_timeout.value is None
-
-
-@pytest.mark.parametrize(
-    ("strategy", "replicas", "form"),
-    [
-        ("none", 1, "whole_step"),
-        ("one_device", 1, "whole_step"),
-        ("mirrored", 1, "whole_step"),
-        ("mirrored", 2, "per_replica"),
-        ("multi_worker", 2, "per_replica"),
-        ("tpu", None, "whole_step"),
-    ],
-)
-def test_how_a_compiled_model_trains(strategy, replicas, form):
-    assert compiled_form(STRATEGY_KINDS[strategy], replicas) == form
-
-
 @pytest.mark.own_process(seconds=120)
 def test_a_strategy_that_is_handed_over():
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     plan = make_plan(MACHINES["logical-cpus"], Options(strategy=strategy, jit=True))
     values = tuple(getattr(plan, name).value for name in COLUMNS)
-    assert values == ("mirrored", (), 2, "given", None, "per_replica", "data")
+    assert values == ("mirrored", (), 2, "given", "per_replica", "data")
     assert plan.strategy.reason == "given: a MirroredStrategy"
     json.dumps(plan.to_dict())

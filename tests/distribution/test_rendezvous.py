@@ -9,8 +9,8 @@ import time
 import pytest
 
 from keras_paragrad.distribution.cluster import Cluster
+from keras_paragrad.distribution.meeting import LONGEST, MessageSigner
 from keras_paragrad.distribution.rendezvous import _describe_cluster, rendezvous
-from keras_paragrad.distribution.rendezvous_server import LONGEST, MessageSigner
 
 pytestmark = pytest.mark.fast
 
@@ -257,11 +257,9 @@ def test_a_name_of_this_machine_works():
     assert found == [None, None]
 
 
-@pytest.mark.parametrize("address", ["192.0.2.7", "localhost"])
-def test_an_address_that_others_cannot_reach_is_said(caplog, address):
-    """One that is none of this machine's, and a name that stands for 127.0.0.1 here and for another elsewhere."""
+def test_an_address_of_another_machine_is_said(caplog):
     (host,) = addresses(1)
-    thread = leader(f"{address}:{port(host)}", ["elsewhere:2222"], seconds=0.6)
+    thread = leader(f"192.0.2.7:{port(host)}", ["elsewhere:2222"], seconds=0.6)
     assert visit(host, b"\n") is not None
     thread.join()
     assert "listens on port" in caplog.text

@@ -205,8 +205,8 @@ _STEP = [
     _fault(
         "training waits for the file of a backup",
         "distribution/checkpoint/backup.py",
-        "return self.background or self._finish()",
-        "return self._finish()",
+        "self._writer = BackupWriter(self.files, self._strategy, self._snapshot())\n",
+        "self._writer = BackupWriter(self.files, self._strategy, self._snapshot())\n        self._finish()\n",
         "distribution/checkpoint/test_backup.py::test_training_goes_on_while_a_backup_is_written",
     ),
     _fault(
@@ -286,13 +286,6 @@ _STEP = [
         "        if self._through_python:\n            with announcing_part",
         "        if False:\n            with announcing_part",
         "distribution/data/test_replicas.py::test_the_graph_of_a_step_is_there_once",
-    ),
-    _fault(
-        "weights are gathered again after the statistics whose gradients need them",
-        "storage/regathering.py",
-        "with _separate_collective_order():",
-        "with contextlib.nullcontext():",
-        "sharding/test_shards.py::test_two_workers_with_synchronized_statistics",
     ),
     _fault(
         "a transform is applied twice",

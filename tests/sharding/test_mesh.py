@@ -12,9 +12,9 @@ from trainings.meshed_training import MeshCase
 
 from keras_paragrad import DistributedFit
 from keras_paragrad.distribution import Options
-from keras_paragrad.distribution.mesh.checks import check_batch
 from keras_paragrad.distribution.mesh.layouts import axes_of_variables, check_layout_map
 from keras_paragrad.distribution.mesh.mesh import Mesh, planned_mesh
+from keras_paragrad.distribution.mesh.parallelism import check_batch
 from keras_paragrad.distribution.plan import make_plan
 from keras_paragrad.storage.dtensor import COMBINE_PASS, turn_combine_pass_off
 

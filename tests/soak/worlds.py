@@ -137,10 +137,9 @@ class Machines:
 
     @staticmethod
     def _workers(launcher: subprocess.Popen) -> list[psutil.Process]:
-        """The processes that train, each beside its guard."""
+        """The processes that train."""
         try:
-            guards = psutil.Process(launcher.pid).children()
-            return [worker for guard in guards for worker in guard.children()]
+            return psutil.Process(launcher.pid).children()
         except psutil.NoSuchProcess:
             return []
 

@@ -18,6 +18,7 @@ from trainings.backed_up import limited_files
 
 from keras_paragrad import AccumulatingOptimizer, DistributedFit
 from keras_paragrad.distribution import Backup
+from keras_paragrad.distribution.checkpoint import interruptions
 from keras_paragrad.distribution.checkpoint.content import VariableInShards
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Position
 from keras_paragrad.distribution.checkpoint.interruptions import TrainingInterrupted
@@ -128,7 +129,7 @@ def damaged_backups(argument: dict[str, Any]) -> dict[str, Any]:
     with contextlib.suppress(KeyboardInterrupt):
         dist.fit(model, *data(), batch_size=BATCH, verbose=0, callbacks=[backup, StopAfter(4)])
     files = BackupFiles(argument["directory"])
-    older, newer = (next(files.directory.glob(f"*-batch-*{batch}-*-of-*")) for batch in (2, 3))
+    older, newer = (next(files.directory.glob(f"*-batch-000000000{batch}-*-of-*")) for batch in (2, 3))
     before = sorted(path.name for path in files.directory.iterdir())
     with limited_files(4000):
         backup._position = Position(0, 4)
@@ -267,10 +268,12 @@ def stopped_with_a_defect(argument: dict[str, Any]) -> list[Any]:
     """Trains as one of two workers until SIGTERM; whether it was saved, and the backups that are there then."""
     use_devices(1)
     _end_of(BackupFiles, argument["defect"])
+    # Workers ask each other after every step.
+    interruptions.SECONDS = 0.0
     dist = distributed(0, argument["shard"])
     with dist.scope():
         model = build()
-    callbacks = [Sigterm(), Backup(argument["directory"], every=argument["every"], check_every=1)]
+    callbacks = [Sigterm(), Backup(argument["directory"], every=argument["every"])]
     try:
         dist.fit(model, *data(), batch_size=BATCH, shuffle=False, verbose=0, callbacks=callbacks)
     except TrainingInterrupted as stopped:

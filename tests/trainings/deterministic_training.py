@@ -117,7 +117,7 @@ def train_in_world(task: dict[str, Any]) -> dict[str, Any] | None:
         dist = DistributedFit("none", deterministic=True)
     callbacks = []
     if task.get("backups"):
-        callbacks += dist.callbacks(task["backups"], every=1, background=False, delete_when_done=False)
+        callbacks += dist.callbacks(task["backups"], every=1, delete_when_done=False)
     if task.get("interrupt_after"):
         callbacks.append(Interrupt(task["interrupt_after"]))
     try:

@@ -15,6 +15,7 @@ from trainings.backed_up import BATCH_SIZE, EPOCHS, build, data
 
 from keras_paragrad import ExactAccumulation
 from keras_paragrad.distribution import with_one_writer
+from keras_paragrad.distribution.checkpoint import interruptions
 from keras_paragrad.distribution.checkpoint.backup import Backup
 from keras_paragrad.distribution.checkpoint.files import DamagedBackupError
 from keras_paragrad.distribution.checkpoint.interruptions import WorkerLostError, explained_failures
@@ -50,6 +51,8 @@ class Worker:
         cluster = find_cluster(os.environ)
         assert cluster is not None
         self.task, self.cluster = task, cluster
+        # Workers ask each other after every step.
+        interruptions.SECONDS = 0.0
 
     def note(self, **found):
         with Path(self.task["report"]).open("a") as file:
@@ -79,7 +82,7 @@ class Worker:
         watch = SignalAt(getattr(signal, task.get("signal", "SIGTERM")), task.get("after", -1))
         log = keras.callbacks.CSVLogger(task["log"], append=True)
         checkpoint = keras.callbacks.ModelCheckpoint(task["checkpoint"], save_weights_only=True)
-        backup = Backup(task["directory"], every=3, check_every=1, callbacks=[checkpoint])
+        backup = Backup(task["directory"], every=3, callbacks=[checkpoint])
         try:
             self.trained("final", [watch, log, checkpoint, backup])
         except WorkerLostError as error:

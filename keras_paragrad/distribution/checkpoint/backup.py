@@ -34,7 +34,7 @@ from keras_paragrad.distribution.checkpoint.writers import (
     check_callbacks,
 )
 from keras_paragrad.distribution.checkpoint.writing import BackupWriter, Snapshot
-from keras_paragrad.distribution.kernels import THREADS, describe_kernels
+from keras_paragrad.distribution.consistency.describe import describe_kernels
 from keras_paragrad.distribution.workers import agree
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.storage import model_variables
@@ -50,7 +50,8 @@ class Backup(keras.callbacks.Callback):
     A backup holds the variables of the model, the optimizer (including an open window of an `AccumulatingOptimizer`)
     and the metrics, the states of random seeds, the epoch and batch, and the state of `EarlyStopping`,
     `ReduceLROnPlateau`, `ModelCheckpoint` and custom callbacks with `get_state` and `set_state`. It is read
-    between two steps, and written by a thread while training goes on. The
+    between two steps, and written by a thread while training goes on, which waits for the file at the end of `fit`, on
+    SIGTERM, and when the next backup is due. The state that was read is in host memory meanwhile. The
     chief writes it, after every worker has written its shards; writes are atomic, and checksums are
     verified before use. A backup can be restored on a different number of replicas and workers, and under another
     `shard=`. Pass this as the last callback of `fit`, on every worker, and use a separate
@@ -65,12 +66,9 @@ class Backup(keras.callbacks.Callback):
         keep: Number of the newest backups to keep.
         on_sigterm: Whether SIGTERM to any worker makes all of them back up after the same batch and leave `fit` with
             `TrainingInterrupted`, exit status 143.
-        check_every: Number of steps between the workers' checks for SIGTERM; `None` checks about every second.
         callbacks: The other callbacks of this `fit`, whose state is backed up too.
         delete_when_done: Whether to remove the backups when `fit` completes, and their directory if it wasn't there
             before; otherwise the next `fit` resumes from them.
-        background: Whether training goes on while a backup is written. It waits for the file at the end of `fit`, on
-            SIGTERM, and when the next backup is due. The state that was read is in host memory meanwhile.
 
     Raises:
         ValueError: An argument is invalid; or when `fit` begins: arguments differ between workers, or the backup is of
@@ -102,20 +100,16 @@ class Backup(keras.callbacks.Callback):
         every: str | int = "epoch",
         keep: int = 2,
         on_sigterm: bool = True,
-        check_every: int | None = None,
         callbacks: Sequence[keras.callbacks.Callback] = (),
         delete_when_done: bool = True,
-        background: bool = True,
     ):
         check_internals("models", "steps", "backups")
         super().__init__()
         self.files = BackupFiles(directory, keep)
         self.every = check_integer("every", every, also=("epoch",), example=500)
         self.on_sigterm = check_flag("on_sigterm", on_sigterm)
-        self.check_every = check_integer("check_every", check_every, example=100, optional=True)
         self.callbacks = check_callbacks(callbacks)
         self.delete_when_done = check_flag("delete_when_done", delete_when_done)
-        self.background = check_flag("background", background)
         self._request = StopRequest()
         self._resumption: Resumption | None = None
         self._position = Position(0, 0)
@@ -133,7 +127,7 @@ class Backup(keras.callbacks.Callback):
         self._strategy = worker_strategy(model)
         placement = replica_placement(self._strategy)
         self._is_chief = placement.worker == 0
-        self._checks = StopChecks(self._strategy, placement.workers, self.check_every)
+        self._checks = StopChecks(self._strategy, placement.workers)
         check_callback_states(self._stateful_callbacks)
         self._agree_on_settings()
         BackupWriter.wait_for_earlier(self.files)
@@ -224,15 +218,16 @@ class Backup(keras.callbacks.Callback):
         Returns:
             Whether this worker succeeded; only the chief writes what isn't in shards.
         """
-        return self._begin() and self._finish()
+        self._begin()
+        return self._finish()
 
-    def _begin(self) -> bool:
-        """Reads the state, and begins to write it; returns whether this worker has not failed yet."""
+    def _begin(self) -> None:
+        """Reads the state, and begins to write it."""
         self._check_optimizers()
         before = time.monotonic()
         self._finish()
         waited = time.monotonic() - before
-        if waited > _NOTICEABLE and self.background and not self._has_waited:
+        if waited > _NOTICEABLE and not self._has_waited:
             self._has_waited = True
             _log.warning(
                 "Training waited %.1f s for a backup, as the next one was due before it was written. Back up less "
@@ -240,7 +235,6 @@ class Backup(keras.callbacks.Callback):
                 waited,
             )
         self._writer = BackupWriter(self.files, self._strategy, self._snapshot())
-        return self.background or self._finish()
 
     def _finish(self) -> bool:
         """Waits for the backup that is being written, if any; returns whether this worker succeeded."""
@@ -318,8 +312,6 @@ class Backup(keras.callbacks.Callback):
         settings = {
             "batches between backups": 0 if self.every == "epoch" else int(self.every),
             "as on_sigterm": int(self.on_sigterm),
-            "steps between checks": self.check_every or 0,
-            "as background": int(self.background),
         }
         agree(self._strategy, settings, "settings of Backup")
 
@@ -330,9 +322,9 @@ class Backup(keras.callbacks.Callback):
         if resumption.other_kernels:
             _log.warning(
                 "The backup was computed with other kernels (%s), so the last bits of what follows differ from what "
-                "they would have been there. Train on processors of one kind, and set %s to the same number.",
+                "they would have been there. Train on processors of one kind, and set TF_NUM_INTRAOP_THREADS to the "
+                "same number.",
                 resumption.other_kernels,
-                THREADS,
             )
         if damage:
             _log.warning("A damaged backup is not used: %s.", "; ".join(damage))

@@ -105,15 +105,13 @@ class Answers(NamedTuple):
 class StopChecks:
     """Asks, on all workers after the same step, whether to stop, and whether a backup is written.
 
-    A check is an all-reduce of some milliseconds. Unless the interval is fixed, checks are about a second apart by the
-    chief's clock.
+    A check is an all-reduce of some milliseconds. Checks are about a second apart by the chief's clock.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, workers: int, every: int | None):
+    def __init__(self, strategy: tf.distribute.Strategy, workers: int):
         self._strategy = strategy
         self._workers = workers
-        self._every = every
-        self._interval = self._remaining = every or 1
+        self._interval = self._remaining = 1
         self._checked_at = time.monotonic()
 
     def after_step(self, received: bool, done: bool) -> "Answers":
@@ -134,7 +132,7 @@ class StopChecks:
     def _next_interval(self) -> int:
         """Steps until the next check: about one second's worth."""
         steps = self._interval - self._remaining
-        if self._every or steps <= 0:
+        if steps <= 0:
             return self._interval
         seconds = (time.monotonic() - self._checked_at) / steps
         # Grows gradually: the first steps include compilation, and do not predict later ones.

@@ -15,7 +15,7 @@ from keras_paragrad.distribution.checkpoint.content import Content, VariableInSh
 from keras_paragrad.distribution.checkpoint.files import BackupFiles, DamagedBackupError, Manifest, Position
 from keras_paragrad.distribution.checkpoint.shards import ArchiveReader
 from keras_paragrad.distribution.checkpoint.writers import restore_callback_states
-from keras_paragrad.distribution.kernels import describe_kernels, kernel_differences
+from keras_paragrad.distribution.consistency.describe import describe_kernels
 from keras_paragrad.distribution.workers import broadcast_bytes
 from keras_paragrad.engine.training.builder import StepBuilder
 from keras_paragrad.plain_text import counted
@@ -113,10 +113,12 @@ class Resumption:
     @property
     def other_kernels(self) -> str:
         """How this process's kernels differ from the backup's, in deterministic training; else empty."""
-        ordered = StepBuilder.of(self.model).stages.ordered
-        return (
-            kernel_differences(describe_kernels(), self._content.kernels) if ordered and self._content.kernels else ""
-        )
+        there = self._content.kernels if StepBuilder.of(self.model).stages.ordered else None
+        if there is None:
+            return ""
+        here = describe_kernels()
+        differing = [name for name in here if here[name] != there.get(name)]
+        return "; ".join(f"{name}: {there.get(name, 'unknown')} there, {here[name]} here" for name in differing)
 
     def in_first_epoch(self, epoch: int, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Resumes within the epoch, once Keras and all callbacks have begun it."""

@@ -3,12 +3,14 @@
 import functools
 import json
 import os
+import platform
 import re
 import sys
 import warnings
 import zlib
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -50,6 +52,34 @@ def versions() -> dict[str, str]:
     names = ("keras", "tensorflow", "numpy", "keras_paragrad")
     found = {name: str(getattr(sys.modules.get(name), "__version__", None) or version(name)) for name in names}
     return {"python": "{}.{}".format(*sys.version_info), **found}
+
+
+def describe_kernels() -> dict[str, str]:
+    """What determines results bit for bit: the processor, the threads of an operation, the GPUs and the libraries."""
+    gpus = tf.config.list_physical_devices("GPU")
+    names = [tf.config.experimental.get_device_details(gpu).get("device_name", "GPU") for gpu in gpus]
+    return {
+        "processor": _processor(),
+        "threads of an operation": str(_threads()),
+        "GPUs": ", ".join(sorted(set(names))) or "none",
+        "oneDNN": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "as installed"),
+        "tensorflow": tf.__version__,
+    }
+
+
+def _processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def _threads() -> int:
+    """The number of CPU threads that a TensorFlow operation may use."""
+    stated = tf.config.threading.get_intra_op_parallelism_threads() or int(
+        os.environ.get("TF_NUM_INTRAOP_THREADS") or 0
+    )
+    return stated or (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
 def describe_training(

@@ -1,32 +1,139 @@
-"""A gang: processes of one machine that start and end together.
+"""A gang: processes of one machine that start and end together, and where they print.
 
-A member is one of them; its guard is a process that ends it even if the launcher dies. A node is one of several
-machines, each with its own gang; after a failure, or when a machine joins, all meet again and start new gangs.
+A member is one of them. A node is one of several machines, each with its own gang; after a failure, or when a machine
+joins, all meet again and start new gangs.
 """
 
+import contextlib
+import ctypes
+import os
 import queue
+import shutil
 import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from keras_paragrad.distribution.launch.member import Member, Output
 from keras_paragrad.distribution.launch.nodes import MEETS_AGAIN, NodeEnded
-from keras_paragrad.distribution.launch.tasks import Task
+from keras_paragrad.distribution.launch.tasks import SAVED, Task
 
-# Seconds after the grace period at which a guard is considered unresponsive.
-_GUARD_SECONDS = 5.0
+# How much of a failed process's file is shown.
+_LINES, _BYTES = 30, 1 << 16
+# Of Linux: the signal that a process gets when the thread that started it ends.
+_SET_PARENT_DEATH_SIGNAL = 1
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+
+class Output:
+    """The launcher's messages, and the files of the processes that don't print where it does.
+
+    The first process of a machine prints where the launcher does; each of the others has a file.
+
+    Attributes:
+        saved: The path of a file that a process makes once it has written a backup.
+    """
+
+    def __init__(self, directory: str | None = None):
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+        self._temporary = Path(tempfile.mkdtemp(prefix="keras_paragrad_launch_"))
+        self._directory = Path(directory or self._temporary)
+        self.saved = self._temporary / "saved"
+        self._write_lock = threading.Lock()
+        self._prefix = "\x1b[1m[launch]\x1b[0m" if sys.stderr.isatty() else "[launch]"
+
+    def file(self, task: Task) -> Path:
+        """The file of a task's output and errors, of all its starts."""
+        return self._directory / f"{task.label.replace(' ', '-')}.log"
+
+    def say(self, message: str) -> None:
+        """Prints a message of the launcher to standard error."""
+        self._write(f"{self._prefix} {message}\n".encode("utf-8", "surrogateescape"))
+
+    def show_end(self, task: Task) -> None:
+        """Prints the last lines of a task's file, if it has one."""
+        if not (path := self.file(task)).exists():
+            return
+        self.say(f"the end of {path}:")
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _BYTES))
+            self._write(b"".join(line + b"\n" for line in file.read().splitlines()[-_LINES:]))
+
+    def close(self, *, failed: bool) -> None:
+        """Removes the temporary directory, except the files of a run that failed."""
+        self.saved.unlink(missing_ok=True)
+        if not failed:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self._temporary.rmdir()
+
+    def _write(self, data: bytes) -> None:
+        # Bypass Python's buffer, which would retry a failed write at exit.
+        with self._write_lock, contextlib.suppress(BrokenPipeError):
+            while data:
+                data = data[os.write(sys.stderr.fileno(), data) :]
+
+
+class Member:
+    """A process that runs a task; what is left of its process group ends with it.
+
+    Attributes:
+        task: The task.
+        status: Its exit status, or minus the signal that killed it, once it has ended.
+        seconds: How long it ran.
+    """
+
+    def __init__(
+        self, task: Task, command: Sequence[str], output: Output, on_ended: Callable[["Member"], None], *, first: bool
+    ):
+        self.task, self.status, self.seconds = task, 0, 0.0
+        self._on_ended, self._started = on_ended, time.monotonic()
+        path = None if first else output.file(task)
+        with contextlib.nullcontext() if path is None else path.open("ab") as file:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
+                preexec_fn=_die_with_launcher,  # noqa: PLW1509 - it calls the kernel alone
+                env={**task.environment, SAVED: str(output.saved)},
+            )
+        output.say(f"{task.label} is process {self._process.pid}{'' if path is None else f', and prints to {path}'}")
+        threading.Thread(target=self._wait, daemon=True).start()
+
+    def terminate(self) -> None:
+        """Sends SIGTERM to the process alone: it may need its children to save its state."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """Kills the process and its children."""
+        # macOS refuses to signal a group in which only a zombie is left.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _wait(self) -> None:
+        """Waits for the process, and ends its remaining children; runs in a thread."""
+        self.status = self._process.wait()
+        self.seconds = time.monotonic() - self._started
+        self.kill()
+        self._on_ended(self)
+
+
+def _die_with_launcher() -> None:
+    """Has Linux kill the process if the launcher is killed."""
+    if _LIBC is not None:
+        _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
 class Ended:
     """Event: a member has ended."""
-
-    member: Member
-
-
-@dataclass(frozen=True)
-class Overdue:
-    """Event: a member did not end in time, and is killed."""
 
     member: Member
 
@@ -51,7 +158,7 @@ class Resize:
     reason: str
 
 
-Events = queue.SimpleQueue[Ended | Overdue | Signalled | Resize | NodeEnded]
+Events = queue.SimpleQueue[Ended | Signalled | Resize | NodeEnded]
 
 
 class Gang:
@@ -83,18 +190,17 @@ class Gang:
         self.signalled = False
         self.failed: Task | None = None
         self.killed = False
-        self._number = number
-        self._grace = grace
-        self._output = output
-        self._events = events
+        self._number, self._grace, self._output, self._events = number, grace, output, events
         # Whether the gang is being ended; in order to be resized; and whether a member then ended before it was done.
         self._ending = self._resizing = self._cut_short = False
+        # When members that were told to end are killed.
+        self._deadline: float | None = None
         # Whether a worker, here or elsewhere, has ended well: then a larger gang would have nothing left to do.
         self._is_done = False
         self._interrupts = 0
         self._leading_job = "chief" if any(task.job == "chief" for task in tasks) else "worker"
         self._running = [
-            Member(task, command, task is tasks[0], grace, output, self._note_ended, self._note_overdue)
+            Member(task, command, output, lambda member: events.put(Ended(member)), first=task is tasks[0])
             for task in tasks
         ]
 
@@ -102,9 +208,13 @@ class Gang:
         """Handles events until all members have ended; returns `status`."""
         while self._running:
             try:
-                event = self._events.get(timeout=self._grace + _GUARD_SECONDS if self._ending else None)
+                left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0)
+                event = self._events.get(timeout=left)
             except queue.Empty:
-                self._destroy()
+                self._deadline = None
+                for member in self._running:
+                    self._output.say(f"{member.task.label} did not exit within {self._grace:g} s and is killed")
+                    member.kill()
                 continue
             if isinstance(event, Signalled):
                 self._forward(event.number)
@@ -113,8 +223,6 @@ class Gang:
             elif isinstance(event, Resize):
                 if event.gang == self._number:
                     self._resize(event.reason)
-            elif isinstance(event, Overdue):
-                self._output.say(f"{event.member.task.label} did not exit within {self._grace:g} s and is killed")
             else:
                 self._handle_exit(event.member)
         # If all members ended with status 0, training is done.
@@ -122,24 +230,17 @@ class Gang:
             self.status = MEETS_AGAIN
         return self.status
 
-    def _note_ended(self, member: Member) -> None:
-        self._events.put(Ended(member))
-
-    def _note_overdue(self, member: Member) -> None:
-        self._events.put(Overdue(member))
-
     def _handle_exit(self, member: Member) -> None:
         """Ends the gang if a member failed, or once no process of the leading job runs."""
         self._running.remove(member)
-        member.close()
         if self._ending:
             self._cut_short |= member.status != 0
             return
         if member.status != 0:
-            self.failed = member.task
-            self.status = _exit_status(member.status)
-            self.killed = member.status is None or member.status < 0
-            failure = f"{member.task.label} {_describe_exit(member.status)} after {_format_seconds(member.seconds)}"
+            self.failed, self.killed = member.task, member.status < 0
+            self.status = 128 - member.status if self.killed else member.status
+            took = f"{member.seconds:.1f} s" if member.seconds < 10 else f"{member.seconds:.0f} s"
+            failure = f"{member.task.label} {_describe_exit(member.status)} after {took}"
             self._on_failure(self.status, failure, False)
             self._end_others(failure)
             self._output.show_end(member.task)
@@ -181,7 +282,7 @@ class Gang:
 
     def _end(self) -> None:
         """Terminates all members that still run."""
-        self._ending = True
+        self._ending, self._deadline = True, time.monotonic() + self._grace
         for member in self._running:
             member.terminate()
 
@@ -201,31 +302,12 @@ class Gang:
                 member.kill()
         self.signalled = True
 
-    def _destroy(self) -> None:
-        """Kills all members and their guards, which should have ended them by now."""
-        for member in self._running:
-            self._output.say(f"the guard of {member.task.label} does not respond, so both are killed")
-            member.destroy()
 
-
-def _exit_status(status: int | None) -> int:
-    """A failed member's status by the shell's convention: 128 plus the signal that killed it."""
-    if status is None:
-        return 128 + signal.SIGKILL
-    return status if status > 0 else 128 - status
-
-
-def _describe_exit(status: int | None) -> str:
+def _describe_exit(status: int) -> str:
     """How a failed member ended, by its status, as the end of a sentence."""
-    if status is None:
-        return "lost its guard, and was killed,"
     if status > 0:
         return f"exited with status {status}"
     try:
         return f"was killed by {signal.Signals(-status).name}"
     except ValueError:
         return f"was killed by signal {-status}"
-
-
-def _format_seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"

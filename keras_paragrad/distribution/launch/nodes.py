@@ -1,30 +1,87 @@
 """The launchers of several machines, or nodes: they meet on the first machine, end together, and meet again.
 
-Each machine runs a gang, its own workers. When all meet again, they start new gangs.
+Each machine runs a gang, its own workers. When all meet again, they start new gangs. A machine's facts are values that
+have to be the same on all, and the addresses of its workers. The plan, sent to all that have joined, is the cluster
+made of them; or `missing` machines, or the reason why a machine is `refused`.
 """
 
 import contextlib
 import dataclasses
+import hashlib
+import hmac
+import secrets
 import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from keras_paragrad.distribution.launch.rendezvous_host import (
-    MissingNodesError,
-    RendezvousHost,
-    RendezvousSettings,
-    node_facts,
-    nodes_in_words,
-)
+import keras_paragrad
 from keras_paragrad.distribution.launch.tasks import Layout, Place
-from keras_paragrad.distribution.rendezvous_server import LONGEST, Wait, join
+from keras_paragrad.distribution.meeting import (
+    LONGEST,
+    LOOK,
+    Caller,
+    Meeting,
+    MessageSigner,
+    Wait,
+    difference,
+    host_of,
+    join,
+    keep_alive,
+)
 
 # The status of a gang that ends in order to meet again; no process has it.
 MEETS_AGAIN = -1
 # Seconds after which a machine that connects again is assumed to have lost its connection.
 _PATIENCE = 5.0
+# Seconds without a new machine after which fewer than the maximum begin.
+_SETTLE = 5.0
+# Seconds to wait for a machine that has trained before.
+_SURVIVOR_SECONDS = 60.0
+
+
+class MissingNodesError(ConnectionError):
+    """Some machines haven't joined in time. The message, on all that have, names them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousSettings:
+    """Where the launchers of several machines meet.
+
+    Attributes:
+        least: The least number of machines.
+        most: The most.
+        rank: The rank of this one.
+        address: `host:port` on the first machine.
+        token: The token that signs their messages.
+        seconds: How long to wait for the others when training begins.
+        again: How long to wait for them after some were lost.
+        host: This machine's address, at which the others reach its workers; by default the address of its connection.
+    """
+
+    least: int
+    most: int
+    rank: int
+    address: str
+    token: str
+    seconds: float
+    again: float
+    host: str | None = None
+
+    def signer(self, run: str = "") -> MessageSigner:
+        """The signer of messages: before the machines have met, or of a run."""
+        return MessageSigner(self.derived_key(f"nodes {run}").encode())
+
+    def derived_key(self, purpose: str) -> str:
+        """A key for one purpose, from which the token can't be found."""
+        return hmac.new(self.token.encode(), purpose.encode(), hashlib.sha256).hexdigest()
+
+    def facts(self, workers: Sequence[str] = ()) -> dict[str, Any]:
+        """What a machine sends to the first one: values that must agree, and its workers' addresses."""
+        nodes = f"{self.most}" if self.least == self.most else f"{self.least}:{self.most}"
+        return {"--nodes": nodes, "keras_paragrad": keras_paragrad.__version__, "workers": list(workers)}
 
 
 @dataclass(frozen=True)
@@ -64,7 +121,6 @@ class Nodes:
         gang: int,
         on_ended: Callable[[NodeEnded], None],
     ):
-        # The plan is the first machine's message to all: see `rendezvous_host`.
         first = plan["firsts"][str(rendezvous.rank)]
         self.place = Place(plan["jobs"], rendezvous.derived_key(f"workers {plan['run']}"), first)
         self.ranks: list[int] = plan["ranks"]
@@ -138,7 +194,10 @@ class Nodes:
 
 
 class RepeatedRendezvous:
-    """Meets the launchers of the other machines: once, or again after each failure and when another machine comes."""
+    """Meets the launchers of the other machines: once, or again after each failure and when another machine comes.
+
+    The first machine listens for the others, also while training goes on.
+    """
 
     def __init__(
         self,
@@ -150,7 +209,7 @@ class RepeatedRendezvous:
     ):
         self._rendezvous, self._layout, self._goes_on = rendezvous, layout, goes_on
         self._signal_received, self._say = signal_received, say
-        self._host = RendezvousHost(rendezvous) if rendezvous.rank == 0 else None
+        self._meeting: Meeting | None = None
         self._nodes: Nodes | None = None
         self._gangs = 0
 
@@ -160,11 +219,11 @@ class RepeatedRendezvous:
         first_time = rendezvous.seconds, "--startup-timeout"
         seconds, option = first_time if previous is None else (rendezvous.again, "--wait")
         wait = Wait(seconds, self._say, self._signal_received)
-        if self._host is None:
+        if rendezvous.rank:
             connections, plan = self._join(wait, option)
         else:
             survivors = set(previous.ranks) - previous.gone if previous else set[int]()
-            connections, plan = self._host.gather(self._layout, wait, survivors, restarts)
+            connections, plan = self._gather(wait, survivors, restarts)
         try:
             if "missing" in plan:
                 raise MissingNodesError(
@@ -181,26 +240,37 @@ class RepeatedRendezvous:
         self._gangs += 1
         gang = self._gangs
         nodes = self._nodes = Nodes(rendezvous, connections, plan, gang, on_ended)
-        if self._host is not None and self._goes_on:
+        if self._meeting is not None and self._goes_on:
 
             def meet_again(joined: list[int]) -> None:
                 for rank in joined:
                     nodes.wait_for_end(rank, _PATIENCE)
-                on_ended(NodeEnded(0, MEETS_AGAIN, f"{nodes_in_words(joined)} joined", gang=gang))
+                on_ended(NodeEnded(0, MEETS_AGAIN, f"{_in_words(joined)} joined", gang=gang))
 
-            self._host.watch(meet_again)
-        elif self._host is not None:
-            self._host.close()
+            self._meeting.watch(meet_again)
+        else:
+            self.close()
         return nodes
+
+    def close(self) -> None:
+        """Stops listening."""
+        if self._meeting is not None:
+            self._meeting.close()
+            self._meeting = None
 
     def _join(self, wait: Wait, option: str) -> tuple[dict[int, socket.socket], dict[str, Any]]:
         """Connects to the first machine; returns the connection, by rank, and the first machine's plan."""
         rendezvous = self._rendezvous
-        names = f"node {rendezvous.rank}", "node 0", "the listener there has a different token, or isn't a launcher"
-        facts_at = lambda host: node_facts(rendezvous, self._layout.addresses(host))  # noqa: E731
         try:
             connection, plan = join(
-                rendezvous.address, rendezvous.rank, facts_at, rendezvous.signer(), wait, names, rendezvous.host
+                rendezvous.address,
+                rendezvous.rank,
+                lambda host: rendezvous.facts(self._layout.addresses(host)["worker"]),
+                rendezvous.signer(),
+                wait,
+                member="node",
+                stranger="the listener there has a different token, or isn't a launcher",
+                host=rendezvous.host,
             )
         except ConnectionError as failure:
             raise MissingNodesError(
@@ -210,7 +280,87 @@ class RepeatedRendezvous:
             ) from None
         return {0: connection}, plan
 
-    def close(self) -> None:
-        """Stops listening."""
-        if self._host is not None:
-            self._host.close()
+    def _gather(
+        self, wait: Wait, survivors: Collection[int], restarts: int
+    ) -> tuple[dict[int, socket.socket], dict[str, Any]]:
+        """Waits on the first machine for the others, and tells them the plan; `survivors` have trained before."""
+        rendezvous, signer = self._rendezvous, self._rendezvous.signer()
+        if self._meeting is None:
+            self._meeting = Meeting(
+                rendezvous.address,
+                wait.until,
+                signer,
+                rendezvous.most,
+                member="node",
+                stranger="has a different token",
+                refuse=self._refuse,
+            )
+        meeting = self._meeting
+        meeting.watch(None)
+        began = changed = time.monotonic()
+        callers = meeting.callers()
+        while not self._is_complete(callers, survivors, began, changed) and wait.goes_on():
+            wait.report_missing(f"node 0 waits at {rendezvous.address} for {self._missing(callers)}")
+            time.sleep(LOOK)
+            before, callers = callers, meeting.callers()
+            changed = changed if callers.keys() == before.keys() else time.monotonic()
+        callers = meeting.release()
+        # Choose ports only now, so that they are still free when the workers start.
+        addresses = self._layout.addresses(rendezvous.host or host_of(rendezvous.address))
+        facts = {rank: caller.message["facts"] for rank, caller in callers.items()}
+        if 1 + len(callers) < rendezvous.least:
+            plan = {"missing": self._missing(callers), "besides": meeting.in_words()}
+        else:
+            plan = {**_plan({0: rendezvous.facts(addresses["worker"]), **facts}), "restarts": restarts}
+        for caller in callers.values():
+            caller.answer(signer, plan)
+        return {rank: caller.connection for rank, caller in callers.items()}, plan
+
+    def _refuse(self, caller: Caller) -> str:
+        """Why a machine isn't admitted: two may have been given one rank, and others train, with other options."""
+        keep_alive(caller.connection)
+        rank, meeting = caller.message["rank"], self._meeting
+        if meeting is not None and (other := meeting.callers().get(rank)):
+            return f"Node {rank} has already joined, from {other.host}. Give each machine its own --node-rank, from 0."
+        # Before they train, all are told of a difference.
+        return _difference(self._rendezvous.facts(), rank, caller.message["facts"]) if self._nodes else ""
+
+    def _is_complete(
+        self, callers: Mapping[int, Caller], survivors: Collection[int], began: float, changed: float
+    ) -> bool:
+        """Whether to stop waiting: all machines have joined, or all that trained before, or none joined for a while."""
+        present, now = {0, *callers}, time.monotonic()
+        if len(present) < self._rendezvous.least:
+            return False
+        if len(present) == self._rendezvous.most or survivors and present.issuperset(survivors):
+            return True
+        return now - changed >= _SETTLE and (not survivors or now - began >= _SURVIVOR_SECONDS)
+
+    def _missing(self, callers: Mapping[int, Caller]) -> str:
+        """The machines that haven't joined, in words."""
+        return _in_words([rank for rank in range(1, self._rendezvous.most) if rank not in callers])
+
+
+def _in_words(ranks: Sequence[int]) -> str:
+    """Machines, in words."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return ", ".join(f"node {rank}" for rank in ranks[:8]) + more
+
+
+def _plan(facts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """The plan: the cluster of all machines' workers, in order of ranks, or `refused` if their facts differ."""
+    for rank, machine in facts.items():
+        if differs := _difference(facts[0], rank, machine):
+            return {"refused": differs}
+    workers: list[str] = []
+    firsts: dict[str, int] = {}
+    for rank, machine in facts.items():
+        firsts[str(rank)] = len(workers)
+        workers += map(str, machine["workers"])
+    return {"jobs": {"worker": workers}, "firsts": firsts, "ranks": list(facts), "run": secrets.token_hex(16)}
+
+
+def _difference(first: Mapping[str, Any], rank: int, other: Mapping[str, Any]) -> str:
+    """The first forbidden difference between the facts of node 0 and of another machine; empty if there is none."""
+    differs = difference(first, rank, other, ("--nodes", "keras_paragrad"), "Node")
+    return f"{differs}. Start all machines with the same." if differs else ""

@@ -9,12 +9,17 @@ import threading
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
-from keras_paragrad.distribution.launch.gang import Events, Gang, Resize, Signalled
-from keras_paragrad.distribution.launch.member import Output
-from keras_paragrad.distribution.launch.nodes import MEETS_AGAIN, NodeEnded, Nodes, RepeatedRendezvous
-from keras_paragrad.distribution.launch.rendezvous_host import MissingNodesError, RendezvousSettings
+from keras_paragrad.distribution.launch.gang import Events, Gang, Output, Resize, Signalled
+from keras_paragrad.distribution.launch.nodes import (
+    MEETS_AGAIN,
+    MissingNodesError,
+    NodeEnded,
+    Nodes,
+    RendezvousSettings,
+    RepeatedRendezvous,
+)
 from keras_paragrad.distribution.launch.tasks import Layout, Task
-from keras_paragrad.distribution.rendezvous_server import StoppedError
+from keras_paragrad.distribution.meeting import StoppedError
 from keras_paragrad.plain_text import counted
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -147,12 +152,10 @@ class _Worlds:
         """Runs this machine's gang, until all machines' gangs have ended; returns the exit status and the gang."""
         try:
             workers = counted(len(nodes.place.jobs["worker"]), "worker")
-            who = (
-                f"all {rendezvous.most} nodes have joined"
-                if len(nodes.ranks) == rendezvous.most
-                else _nodes_have_joined(nodes)
-            )
-            self._output.say(f"{who}, with {workers}")
+            who, ranks = f"all {rendezvous.most} nodes have", ", ".join(map(str, nodes.ranks))
+            if len(nodes.ranks) < rendezvous.most:
+                who = f"node {ranks} has" if len(nodes.ranks) == 1 else f"nodes {ranks} have"
+            self._output.say(f"{who} joined, with {workers}")
             gang = self._gang(layout.tasks(os.environ, nodes.place), number, nodes.end)
             status = gang.run()
             return status or self._await_nodes(nodes, gang, number), gang
@@ -208,8 +211,3 @@ class _Worlds:
             event = self._events.get_nowait()
             return event.number if isinstance(event, Signalled) else 0
         return 0
-
-
-def _nodes_have_joined(nodes: Nodes) -> str:
-    ranks = ", ".join(map(str, nodes.ranks))
-    return f"node {ranks} has joined" if len(nodes.ranks) == 1 else f"nodes {ranks} have joined"

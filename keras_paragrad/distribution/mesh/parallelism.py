@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,7 +20,7 @@ from keras_paragrad.distribution.data import DistributedData, undivided_dataset
 from keras_paragrad.distribution.decision import Decision
 from keras_paragrad.distribution.decisions import no_communication
 from keras_paragrad.distribution.hardware import Hardware
-from keras_paragrad.distribution.mesh.checks import check_batch, check_mesh_model, check_mesh_options, check_steps
+from keras_paragrad.distribution.launch.tasks import WORLD
 from keras_paragrad.distribution.mesh.layouts import (
     automatic_layout,
     axes_of_variables,
@@ -33,8 +34,8 @@ from keras_paragrad.distribution.plan import Plan
 from keras_paragrad.distribution.rendezvous import await_workers, join_workers
 from keras_paragrad.engine.mesh.mesh_tracing import OutputLayouts, install_distribute_tensor, tracing_for_mesh
 from keras_paragrad.engine.mesh.running import ModelOnMesh, batch_rows, gradient_error, take_off_mesh, variables_on_mesh
-from keras_paragrad.memory.estimate import bytes_in_words
-from keras_paragrad.plain_text import Printable, counted
+from keras_paragrad.engine.training.builder import StepBuilder
+from keras_paragrad.plain_text import Printable, bytes_in_words, counted
 from keras_paragrad.storage.dtensor import Axes, bytes_by_device, make_mesh, span_workers, turn_combine_pass_off
 from keras_paragrad.storage.model_variables import build_optimizer_ahead
 
@@ -115,7 +116,6 @@ class MeshPreparation(Preparation):
         check_layout_map(model, mesh, None)
         self._axes = axes_of_variables(model, mesh)
         self._kept_sharded = variables_kept_sharded(model, self._axes)
-        check_steps(mesh)
         self._outputs = OutputLayouts(mesh.distribution)
         devices = make_mesh(mesh.shape, mesh.devices, mesh.workers, mesh.worker)
         self._on_mesh = ModelOnMesh(model, devices, mesh.batch_axis, self._place, self._tracing, self._check_first)
@@ -267,6 +267,89 @@ class MeshParallel(Parallelism):
             "The estimate does not cover meshes. Estimate the model on one device, with "
             "DistributedFit('none').estimate(model, batch_size), and print(dist.explain()) after "
             "dist.prepare(model): it shows the weights and optimizer state of each device."
+        )
+
+
+def check_mesh_options(options: Options) -> None:
+    """Refuses options that contradict a mesh."""
+    if options.mesh is None and options.layout is not None:
+        raise ValueError(
+            f"layout={options.layout!r} needs a mesh to divide variables over. Write "
+            'mesh={"batch": 2, "model": 2}, or leave layout out.'
+        )
+    if options.mesh is not None and options.layout is None:
+        raise ValueError(
+            'mesh needs a layout. Write layout="auto" for one that follows from the model\'s structure; for your own, '
+            "write strategy=keras.distribution.ModelParallel(layout_map=..., batch_dim_name=...) in place of mesh."
+        )
+    if options.mesh is not None and options.strategy != "auto":
+        raise ValueError(
+            f"mesh={options.mesh} and strategy={options.strategy!r} both arrange devices. Pass one of them."
+        )
+    is_distribution = isinstance(options.strategy, DISTRIBUTIONS)
+    if options.mesh is None and not is_distribution:
+        return
+    if is_distribution and options.devices is not None:
+        raise ValueError(
+            f"devices={list(options.devices)}, but a keras.distribution names its own devices. Leave devices out, and "
+            "name them in keras.distribution.DeviceMesh(shape, axis_names, devices)."
+        )
+    if world := os.environ.get(WORLD):
+        raise ValueError(
+            f"A mesh needs all of its devices, and the launcher may go on with fewer: it was started with {world}. "
+            f"Write one number there, of workers or nodes: {world.rpartition(':')[2]}, with --max-restarts 10."
+        )
+    if not options.exact:
+        raise ValueError("exact=False, but a mesh trains as one device does. Leave exact out.")
+    if options.shard is not None:
+        raise ValueError(
+            f"shard={options.shard!r} shards variables over replicas, and a mesh counts as one replica, whose layout "
+            'divides variables. Remove shard, or write strategy="mirrored" in place of the mesh.'
+        )
+    names = ("communication", "weighting")
+    unused = [name for name in names if getattr(options, name) not in (None, "auto")]
+    if unused:
+        raise ValueError(f"These have no effect on a mesh, which is one replica: {', '.join(unused)}. Remove them.")
+
+
+def check_mesh_model(model: keras.Model) -> None:
+    """Refuses a model that can't be trained on a mesh."""
+    if not model.built or not all(layer.built for layer in all_layers(model)):
+        raise ValueError(
+            f"{model.name!r} has no weights yet that could be divided. Call model.build(input_shape), or call it on "
+            "a batch, within `with dist.scope():`."
+        )
+    if model.run_eagerly:
+        raise ValueError(
+            "The model is compiled with run_eagerly=True, and a mesh only runs compiled steps. Leave it out."
+        )
+    if not all(getattr(each, "trains_on_meshes", True) for each in [model, *all_layers(model)]):
+        raise ValueError(
+            f"{model.name!r} has PerExampleGradients, whose rules have not been verified on a mesh. "
+            'Train it with DistributedFit("mirrored").'
+        )
+    stages = StepBuilder.of(model).stages
+    accumulate = ", and compile with AccumulatingOptimizer, which accumulates there"
+    for stage, name, advice in (("split", "microbatch", accumulate), ("take", "DistributedFit's replicas", "")):
+        if getattr(stages, stage) is not None:
+            raise ValueError(
+                f"{model.name!r} already uses {name}, which can't be combined with a mesh. Call undo() of the handle "
+                f"that it returned{advice}."
+            )
+    if stages.place is not None and stages.mesh is None:
+        raise ValueError(
+            f"{model.name!r} is in the stages of a pipeline. Call undo() of the handle that dist.prepare returned."
+        )
+
+
+def check_batch(rows: int | None, mesh: Mesh) -> None:
+    """Refuses a batch size that isn't divisible by the batch axis."""
+    size = 1 if mesh.batch_axis is None else mesh.shape[mesh.batch_axis]
+    if rows is not None and rows % size:
+        larger = -(-rows // size) * size
+        raise ValueError(
+            f"Batches of {rows} rows can't be divided by the axis {mesh.batch_axis!r}, of {size}. Write "
+            f"batch_size={larger}. Only the last batch of an epoch may be smaller: each device computes all of it."
         )
 
 

@@ -2,36 +2,17 @@
 
 import difflib
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from keras_paragrad.arguments import quote
-from keras_paragrad.compat.layers import dense_parts, has_gradient, mask_of, with_mask
-from keras_paragrad.compat.model import all_layers, words_of
+from keras_paragrad.compat.model import all_layers
 from keras_paragrad.compat.variables import variable_bytes
 from keras_paragrad.distribution.pipeline.pipeline import Pipeline
-from keras_paragrad.engine.step.segments import (
-    FunctionalModel,
-    OperationFn,
-    Part,
-    RunPart,
-    Tensors,
-    calls_of,
-    functional_of,
-    part_of,
-    run_in_parts,
-)
-from keras_paragrad.engine.tracing.untouched import untouched
-from keras_paragrad.memory.traced_step import candidate_batches
+from keras_paragrad.engine.step.segments import FunctionalModel, Part, calls_of, functional_of, part_of
 
-# The made-up examples for measuring, and the length of axes of unknown size.
-_ROWS, _LENGTH = 16, 128
-_REPEATS = 5
 # The largest stage may be larger than necessary by this factor, if fewer tensors cross the cuts then.
 _SLACK = 1.1
 
@@ -107,14 +88,13 @@ def variables_of_part(part: Part) -> list[keras.Variable]:
     return list({id(variable): variable for layer in part.layers for variable in operation_variables(layer)}.values())
 
 
-def cut(model: keras.Model, pipeline: Pipeline, device: str) -> list[Part]:
+def cut(model: keras.Model, pipeline: Pipeline) -> list[Part]:
     """The stages of a built model, in order."""
     calls = Calls(model)
     if pipeline.cuts is not None:
         indices = _named_cuts(calls, list(pipeline.cuts))
     else:
-        sizes = calls.sizes() if pipeline.balance == "parameters" else measured_times(calls, device)
-        indices = _balanced_cuts(calls, pipeline.count, sizes)
+        indices = _balanced_cuts(calls, pipeline.count, calls.sizes())
     ends = [0, *(index + 1 for index in indices), len(calls.nodes)]
     return [part_of(calls.functional, calls.nodes[first:last]) for first, last in itertools.pairwise(ends)]
 
@@ -219,87 +199,3 @@ def best_cuts(
                 extended[end] = min(ways, key=lambda way: rank(*way[:2]))
         best = extended
     return best[len(ends) - 1][2][:-1]
-
-
-def measured_times(calls: Calls, device: str) -> list[int]:
-    """The nanoseconds that each call takes, forward and backward: the shortest of several runs on made-up examples.
-
-    Calls that can't be separated by a cut are measured together, and the last of them gets the time. The model is not
-    changed.
-    """
-    last = len(calls.nodes) - 1
-    ends = [index for index in range(last + 1) if index == last or calls.shared_across(index) is None]
-    starts = [0, *(index + 1 for index in ends)]
-    parts = [part_of(calls.functional, calls.nodes[start : end + 1]) for start, end in zip(starts, ends, strict=False)]
-    nanoseconds: dict[int, int] = {}
-
-    def timing(part: Part, run: RunPart) -> RunPart:
-        def timed(inputs: Tensors, operation_fn: OperationFn) -> Tensors:
-            nanoseconds[id(part)], outputs = _timed(part, run, inputs, operation_fn)
-            return outputs
-
-        return timed
-
-    undo = run_in_parts(calls.functional, [(part, timing) for part in parts])
-    try:
-        x, *_ = next(iter(candidate_batches(calls.model, _ROWS, _LENGTH)))
-        with tf.device(device), untouched(calls.model, keras.StatelessScope()):
-            calls.model(keras.tree.map_structure(_made_up, x), training=True)
-    except Exception as error:
-        raise ValueError(
-            f"{calls.model.name!r} could not be run on made-up examples to measure its layers: {words_of(error)} Write "
-            'balance="parameters", or name the layers that end a stage, as in Pipeline(cuts=["block_2", "block_5"]).'
-        ) from error
-    finally:
-        undo()
-    # The overhead of calling a function is in each time.
-    overhead = min(nanoseconds.values())
-    times = [0] * len(calls.nodes)
-    for end, part in zip(ends, parts, strict=True):
-        times[end] = nanoseconds[id(part)] - overhead + 1
-    return times
-
-
-def _made_up(spec: tf.TensorSpec) -> tf.Tensor:
-    """Normal floats, or zeros of another dtype, in a spec's shape."""
-    # Drawing from TensorFlow would change the random numbers that follow.
-    sizes: Any = tuple(spec.shape)
-    numbers = np.random.default_rng(0).normal(size=sizes)
-    return tf.cast(numbers, spec.dtype) if spec.dtype.is_floating else tf.zeros(spec.shape, spec.dtype)
-
-
-def _timed(part: Part, run: RunPart, given: Tensors, operation_fn: OperationFn) -> tuple[int, Tensors]:
-    """The nanoseconds of a part's forward and backward pass for the given inputs, and its outputs."""
-    variables = variables_of_part(part)
-    # Of the outputs; set while the function is traced.
-    keys: list[int] = []
-
-    @tf.function(autograph=False)
-    def forward_backward(inputs: list[tf.Tensor], masks: list[tf.Tensor | None], values: list[tf.Tensor]) -> Any:
-        tensors = dict(zip(given, map(with_mask, inputs, masks), strict=True))
-        weights = [value for variable, value in zip(variables, values, strict=True) if variable.trainable]
-        watched = [tensor for tensor in [*inputs, *weights] if has_gradient(tensor)]
-        scope = keras.StatelessScope(list(zip(variables, values, strict=True)), collect_losses=True)
-        with tf.GradientTape() as tape, scope:
-            tape.watch(watched)
-            outputs = run(tensors, operation_fn=operation_fn)
-            floats = [tensor for leaf in outputs.values() for tensor in dense_parts(leaf) if has_gradient(tensor)]
-        keys[:] = outputs
-        gradients: list[Any] = [gradient for gradient in tape.gradient(floats, watched) if gradient is not None]
-        gradients = [gradient.values if isinstance(gradient, tf.IndexedSlices) else gradient for gradient in gradients]
-        # Reading this sum waits for all gradients.
-        total = tf.add_n(
-            [tf.cast(tf.reshape(gradient, [-1])[0], "float32") for gradient in gradients] or [tf.constant(0.0)]
-        )
-        return list(outputs.values()), [mask_of(output) for output in outputs.values()], gradients, total
-
-    # Copies, as weights may be in the memory of the host.
-    values = [tf.identity(tf.convert_to_tensor(variable.value)) for variable in variables]
-    arguments = list(given.values()), [mask_of(value) for value in given.values()], values
-    outputs, masks, *_ = forward_backward(*arguments)
-    times = []
-    for _ in range(_REPEATS):
-        start = time.perf_counter_ns()
-        forward_backward(*arguments)[-1].numpy()
-        times.append(time.perf_counter_ns() - start)
-    return min(times), {key: with_mask(*pair) for key, *pair in zip(keys, outputs, masks, strict=True)}

@@ -129,10 +129,8 @@ def _check_pipeline(options: Options, pipeline: Pipeline) -> None:
             f"shard={options.shard!r} cuts variables among replicas, and a pipeline has one replica, with a stage of "
             'the model on each device. Leave shard out, or write strategy="mirrored".'
         )
-    names = ("communication", "pack_bytes", "collective_timeout")
-    unused = [name for name in names if getattr(options, name) not in (None, "auto")]
-    if unused:
-        raise ValueError(f"{', '.join(unused)} has no effect in a pipeline, which has one replica. Leave it out.")
+    if options.communication != "auto":
+        raise ValueError("communication has no effect in a pipeline, which has one replica. Leave it out.")
 
 
 def _check_devices(devices: Sequence[str | tuple[str, ...]], pipeline: Pipeline) -> None:

@@ -96,7 +96,7 @@ class PipelinePreparation(Preparation):
         # What fills *split* sets the current micro-batch there, and the stages choose their device by it.
         columns = Columns()
         split = self._micro_batches(pipeline, weighting, columns, max(map(len, devices)), prove)
-        parts = cut(model, pipeline, devices[0][0])
+        parts = cut(model, pipeline)
         if StepBuilder.of(model).stages.split is not None:
             raise ValueError(
                 f"{model.name!r} already uses microbatch, and a pipeline cuts batches itself. Call undo() of the "

@@ -280,7 +280,7 @@ class DataParallel(Parallelism):
     def check_options(cls, options: Options) -> None:
         if options.devices is None:
             return
-        if options.strategy in ("none", "tpu"):
+        if options.strategy == "none":
             refuse_devices(options)
         if options.strategy == "one_device" and len(options.devices) > 1:
             raise ValueError(
@@ -326,23 +326,15 @@ def _mirrored(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute
 
 def _multi_worker(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy:
     """Waits for all workers, and creates their strategy."""
-    cluster, timeout = hardware.cluster, plan.collective_timeout.value
+    cluster = hardware.cluster
     if cluster is None:
         raise ValueError("The plan is for several workers, but the hardware has no cluster.")
     facts = {"replicas": len(plan.devices.value), "communication": plan.communication.value}
     instead = ", or pass its strategy on: DistributedFit(strategy=first.strategy)"
     await_workers(cluster, options.startup_timeout, facts, instead=instead)
-    communication = tf.distribute.experimental.CommunicationOptions(
-        bytes_per_pack=plan.pack_bytes.value or 0,
-        timeout_seconds=None if timeout is None else float(timeout),
-        implementation=_BETWEEN_WORKERS[plan.communication.value],
-    )
+    implementation = _BETWEEN_WORKERS[plan.communication.value]
+    communication = tf.distribute.experimental.CommunicationOptions(implementation=implementation)
     return join_workers(NamedDevicesStrategy, cluster, plan.devices.value, communication)
-
-
-def _tpu(plan: Plan, hardware: Hardware, options: Options) -> tf.distribute.Strategy:
-    resolver = tf.distribute.cluster_resolver.TPUClusterResolver.connect(hardware.tpu_name or "local")
-    return tf.distribute.TPUStrategy(resolver)
 
 
 _MAKERS: dict[str, Any] = {
@@ -350,6 +342,5 @@ _MAKERS: dict[str, Any] = {
     "one_device": lambda plan, hardware, options: tf.distribute.OneDeviceStrategy(f"/{plan.devices.value[0]}"),
     "mirrored": _mirrored,
     "multi_worker": _multi_worker,
-    "tpu": _tpu,
 }
 PARALLELISM = DataParallel

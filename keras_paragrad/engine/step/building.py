@@ -35,11 +35,7 @@ from keras_paragrad.storage.gathering import zeros_in_place_of_shards
 from keras_paragrad.storage.storage import any_divided
 from keras_paragrad.storage.updating import check_optimizer_of_shards, install_storages
 
-_MIRRORED = (
-    tf.distribute.MirroredStrategy,
-    tf.distribute.MultiWorkerMirroredStrategy,
-    tf.distribute.TPUStrategy,
-)
+_MIRRORED = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 
 
 def build_by_calling(layer: keras.layers.Layer, *arguments: Any, **keywords: Any) -> None:

@@ -17,7 +17,6 @@ from keras_paragrad.compat.collectives import (
     cross_replica,
     replica_count,
     replica_index,
-    replicas_are_traced_apart,
 )
 from keras_paragrad.compat.layers import WeightScope, mask_of, with_mask
 from keras_paragrad.compat.model import all_variables, is_seed, step_metrics
@@ -141,11 +140,6 @@ class FixedParts(NamedTuple):
 
         A replica beyond the last part computes that part without rows. Refuses replicas that don't get whole parts.
         """
-        if replica_count() > 1 and not replicas_are_traced_apart():
-            raise IndivisibleError(
-                f"deterministic={self.parts} needs a program for each replica, and TensorFlow traces one for all cores "
-                "of a TPU. Leave it out on TPUs."
-            )
         if replica_count() != self.replicas:
             raise IndivisibleError(
                 f"The batches of {replica_count()} replicas aren't divided into {self.parts} parts. {self.for_replicas}"

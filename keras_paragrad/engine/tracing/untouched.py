@@ -14,8 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from keras_paragrad.compat.global_state import state_of_thread
-from keras_paragrad.compat.layers import WeightScope
+from keras_paragrad.compat.layers import WeightScope, state_of_thread
 from keras_paragrad.compat.private import FuncGraph, get_stateless_scope
 from keras_paragrad.compat.state import KEPT
 from keras_paragrad.compat.types import Batch

@@ -17,7 +17,6 @@ import tensorflow as tf
 from keras_paragrad.compat.collectives import (
     as_one_replica,
     replica_count,
-    replicas_are_traced_apart,
     sum_over_replicas,
 )
 from keras_paragrad.compat.state import log_once
@@ -27,7 +26,6 @@ from keras_paragrad.engine.calls.divided import Result, RowSlices, divided
 from keras_paragrad.engine.calls.intercept import intercepting
 from keras_paragrad.engine.calls.layer_call import LayerCall
 from keras_paragrad.engine.calls.replicas import Share, gather_batch, metrics_of_one_device
-from keras_paragrad.engine.losses.dividers import IndivisibleError
 from keras_paragrad.engine.proof.call_trials import untried_layers
 from keras_paragrad.engine.step.apply import apply_same
 from keras_paragrad.engine.step.building import build_for
@@ -75,11 +73,6 @@ class CallDivider:
         return logs
 
     def _on_replica(self, step: Callable[[Batch], StepLogs], data: Batch) -> StepLogs:
-        if not replicas_are_traced_apart():
-            raise IndivisibleError(
-                f"The step of {type(self.model).__name__} runs on the whole batch, and all replicas of a TPU run the "
-                "same program. Override compute_loss in place of train_step."
-            )
         whole = gather_batch(data, ReplicaBatch.of(data).rows)
         with (
             as_one_replica(),

@@ -13,8 +13,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from keras_paragrad.compat.global_state import get_global_attribute, set_global_attribute
-from keras_paragrad.compat.layers import WeightScope, assign_now, outermost_layer
+from keras_paragrad.compat.layers import (
+    WeightScope,
+    assign_now,
+    get_global_attribute,
+    outermost_layer,
+    set_global_attribute,
+)
 from keras_paragrad.compat.model import is_seed, step_metrics
 from keras_paragrad.compat.process_patch import ProcessPatch, Replacement
 from keras_paragrad.compat.types import Batch, Gradients, Step, StepLogs

@@ -320,7 +320,7 @@ def _waiting_for_stages(evidence: Evidence) -> Finding:
     if times is None:
         return Finding(0.0, "", "")
     more = f"Cut batches into more micro-batches: Pipeline(microbatches={2 * times.microbatches})."
-    balance = 'Stages differ in time: Pipeline(balance="time") cuts the model by measured time.'
+    balance = "Stages differ in time: name the last layers of shorter ones, as in Pipeline(cuts=[...])."
     detail = f"; stages of equal time would wait {times.ideal:.0%}"
     text = balance if times.bubble > 1.5 * times.ideal else more
     return Finding(times.bubble * evidence.shares["compute"], "has stages wait for each other", text, detail)

@@ -297,9 +297,7 @@ def test_training_goes_on_with_a_full_disk(tmp_path, caplog):
     assert named(tmp_path) == ["epoch-000001-batch-0000000000.backup"]
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("background", [True, False])
-def test_sigterm_with_a_full_disk_says_so(background, tmp_path, monkeypatch, caplog):
+def test_sigterm_with_a_full_disk_says_so(tmp_path, monkeypatch, caplog):
     def full(self, position, key, archives):
         raise OSError("no space")
 
@@ -308,7 +306,7 @@ def test_sigterm_with_a_full_disk_says_so(background, tmp_path, monkeypatch, cap
         on_train_batch_end=lambda batch, logs: batch == 2 and os.kill(os.getpid(), signal.SIGTERM)
     )
     with pytest.raises(TrainingInterrupted) as stopped:
-        fit(plain(), [stop, Backup(tmp_path, background=background)])
+        fit(plain(), [stop, Backup(tmp_path)])
     assert not stopped.value.saved
     assert "no backup could be written. Run the same command" in caplog.text
     assert not [*tmp_path.iterdir()]
@@ -374,9 +372,6 @@ def test_it_waits_for_the_one_before_and_says_so_once(tmp_path, monkeypatch, cap
     monkeypatch.setattr(backup_module, "_NOTICEABLE", 0.0)
     fit(plain(), [Backup(tmp_path, every=2, delete_when_done=False)], epochs=1)
     assert caplog.text.count("for a backup, as the next one was due before it was written. Back up less often") == 1
-    caplog.clear()
-    fit(plain(), [Backup(tmp_path / "other", every=2, background=False)], epochs=1)
-    assert "for a backup" not in caplog.text
     assert len(list(tmp_path.glob("*.backup"))) == 2
 
 
