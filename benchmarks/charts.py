@@ -1,6 +1,7 @@
 """Draws the charts of the benchmarks' first page from what is saved in `results/`, for `python benchmarks/tables.py`.
 
-Each is an SVG with colors for light and for dark mode, narrow enough for a phone, and has a number at each bar.
+Each is an SVG with colors for light and for dark mode, narrow enough for a phone. It has a number at each bar, and
+names its scale.
 """
 
 import math
@@ -22,10 +23,10 @@ from tables import (
 
 PICTURES = ROOT / "docs" / "images" / "benchmarks"
 WIDTH, LEFT, RIGHT = 460, 14, 90
-TITLE, ROW, BAR = 30, 38, 12
+TITLE, ROW, BAR, SCALE = 30, 38, 12, 24
 STYLE = """<style>
 text { font: 14px Helvetica, Arial, sans-serif; fill: #1b1f24; }
-.title { font-weight: bold; }
+.title { font-weight: bold; } .scale { font-size: 12px; }
 .page { fill: #ffffff; } .ours { fill: #0969b3; } .other { fill: #9a9da2; } .line { fill: #1b1f24; }
 @media (prefers-color-scheme: dark) {
   text { fill: #d6d8da; }
@@ -65,7 +66,19 @@ class Panel(NamedTuple):
 
     @property
     def height(self) -> int:
-        return TITLE + ROW * len(self.bars)
+        return TITLE + ROW * len(self.bars) + SCALE
+
+    @property
+    def ticks(self) -> list[float]:
+        """The values that are written at the scale."""
+        largest = max(each.value for each in self.bars if not isinstance(each.value, str))
+        if self.smallest is not None:
+            ticks = range(round(math.log10(self.smallest)), math.floor(math.log10(largest)) + 1, 2)
+            return [10.0**power for power in ticks]
+        # What is near the end would lie on the scale's name.
+        room = 0.85 * max(largest, self.reference or 0.0)
+        power = 10.0 ** math.floor(math.log10(room))
+        return [0.0, max(factor * power for factor in (1, 2, 5) if factor * power <= room)]
 
     def place(self, value: float) -> float:
         """The horizontal position of a value, in pixels."""
@@ -114,6 +127,19 @@ def _panel(panel: Panel, top: int) -> list[str]:
             # The number is written beside the line rather than on it.
             after = line if after < line < after + 40 else after
         parts.append(f'<text x="{after + 6:.1f}" y="{y + 30}">{escape(shown)}</text>')
+    return [*parts, *_scale(panel, top + panel.height)]
+
+
+def _scale(panel: Panel, bottom: int) -> list[str]:
+    """The SVG elements of the scale below a panel: a line with ticks, their values, and what kind of scale it is."""
+    y = bottom - SCALE + 6
+    parts = [f'<rect class="other" x="{LEFT}" y="{y}" width="{WIDTH - LEFT - RIGHT}" height="1"/>']
+    for tick in panel.ticks:
+        x, shown = panel.place(tick), f"{tick:.0e}" if panel.smallest is not None else f"{tick:g}"
+        parts.append(f'<rect class="other" x="{x:.1f}" y="{y}" width="1" height="5"/>')
+        parts.append(f'<text class="scale" x="{x:.1f}" y="{y + 16}">{shown}</text>')
+    kind = "linear" if panel.smallest is None else "logarithmic"
+    parts.append(f'<text class="scale" x="{WIDTH - LEFT}" y="{y + 16}" text-anchor="end">{kind} scale</text>')
     return parts
 
 

@@ -231,11 +231,11 @@ def main_numbers() -> str:
             f"{working()[0]} and {working()[-1]} of {tried}",
         ),
     ]
-    return table(["", "number"], [[f"[{PAGES[page]}]({page}.md): {what}", number] for page, what, number in rows])
+    return table(["", "number"], [[f"[{NAMES[each]}]({link(each)}): {what}", number] for each, what, number in rows])
 
 
-# By page, the benchmark's name in links.
-PAGES = {
+# What a benchmark is called in links.
+NAMES = {
     "exactness": "Exactness",
     "accumulation": "Accumulation",
     "distribution": "Distributed training",
@@ -248,6 +248,17 @@ PAGES = {
     "profiling": "Profiling",
     "releases": "Releases",
 }
+# Where it is, unless it has a page of its name.
+SECTIONS = {
+    "recompute": "accumulation.md#recomputation",
+    "input_gradients": "per_example.md#input-gradients",
+    "profiling": "../guides/profiling.md#what-it-costs",
+}
+
+
+def link(benchmark: str) -> str:
+    """A link to a benchmark from the first page of all."""
+    return SECTIONS.get(benchmark, f"{benchmark}.md")
 
 
 def _list(values: Sequence[float]) -> str:
@@ -372,8 +383,8 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "cells": lambda: as_saved("exactness_matrix", cells_title()),
     },
     "docs/benchmarks/releases.md": {"releases": releases, "installation": installation},
-    "docs/guides/elastic.md": {"soak": soak},
-    "docs/guides/estimate.md": {"plans": plans},
+    "docs/benchmarks/sharding.md": {"plans": plans},
+    "docs/guides/fault_tolerance.md": {"soak": soak},
     "docs/guides/deterministic.md": {
         "worlds": worlds,
         "cost": functools.partial(as_saved, "deterministic", "Milliseconds a step"),

@@ -9,6 +9,7 @@ from keras_paragrad.arguments import quote
 _PACKAGE = Path(__file__).parent
 _FRONT_MATTER = re.compile(r"\A---\n.*?\n---\n", re.DOTALL)
 _COMMENT = re.compile(r"^<!-- (.*?) -->\n?", re.MULTILINE)
+_INDEX = re.compile(r"^<!-- index: (.+) -->$", re.MULTILINE)
 _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 _TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
 
@@ -19,8 +20,8 @@ def command_of(page: str) -> str:
     Example:
 
     >>> from keras_paragrad.pages import command_of
-    >>> command_of("guides/plan")
-    'keras-paragrad docs guides/plan'
+    >>> command_of("guides/mesh")
+    'keras-paragrad docs guides/mesh'
     """
     return f"keras-paragrad docs {page}"
 
@@ -43,18 +44,28 @@ def title_of(file: Path) -> str:
 
 
 def names_of(word: str, known: Mapping[str, Path]) -> list[str]:
-    """The pages that a word stands for: its name, its path in a clone, or the last part of several names.
+    """The pages that a word stands for: a name, a path in a clone, the last part of names, or a word of a page's index.
 
     Example:
 
     >>> from pathlib import Path
     >>> from keras_paragrad.pages import names_of
-    >>> known = dict.fromkeys(["guides/privacy", "guides/plan", "tutorials/privacy"], Path())
-    >>> names_of("docs/guides/privacy.md", known), names_of("plan", known), names_of("privacy", known)
-    (['guides/privacy'], ['guides/plan'], ['guides/privacy', 'tutorials/privacy'])
+    >>> known = dict.fromkeys(["guides/privacy", "guides/mesh", "tutorials/privacy"], Path())
+    >>> names_of("docs/guides/privacy.md", known), names_of("mesh", known), names_of("privacy", known)
+    (['guides/privacy'], ['guides/mesh'], ['guides/privacy', 'tutorials/privacy'])
     """
     name = word.strip("/").removeprefix("./").removeprefix("docs/").removesuffix(".md")
-    return [name] if name in known else [candidate for candidate in known if candidate.rpartition("/")[2] == name]
+    if name in known:
+        return [name]
+    return [page for page in known if page.rpartition("/")[2] == name] or [
+        page for page, file in known.items() if name.lower() in _index_of(file)
+    ]
+
+
+def _index_of(file: Path) -> list[str]:
+    """The words, in lower case, that the site's search finds a page by before others."""
+    stated = _INDEX.search(file.read_text(encoding="utf-8"))
+    return stated[1].lower().split(", ") if stated else []
 
 
 def read_page(name: str, known: Mapping[str, Path]) -> str:

@@ -78,7 +78,7 @@ def test_the_version(capsys):
         *((f"doctor --seconds {word}", "--seconds: expected a finite number") for word in ("inf", "nan")),
         *((f"doctor --seconds={word}", "--seconds: expected a finite number") for word in ("-5", "1e300", "x")),
         *(
-            (f"estimate model.py:build --batch-size={word}", "argument --batch-size: expected an integer")
+            (f"launch --workers={word} train.py", "argument --workers: expected an integer")
             for word in ("-1", "1.5", "x", "\u0663", "9" * 5000)
         ),
         ("launch --devices-per-worker 999999999 train.py", "--devices-per-worker: expected an integer from 1 to 1024"),
@@ -152,7 +152,7 @@ def test_docs_shows_a_page(word, capsys):
     assert main(["docs", word]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("# Launching several workers\n")
-    assert "(elastic.md)" in shown
+    assert "(fault_tolerance.md)" in shown
 
 
 def test_every_page_is_shown_without_comments(capsys):
@@ -163,14 +163,27 @@ def test_every_page_is_shown_without_comments(capsys):
 
 
 @pytest.mark.parametrize(
+    ("word", "title"),
+    [
+        ("oom", "# A model or batch that doesn't fit\n"),
+        ("Multi-GPU", "# Distributed training\n"),
+        ("elastic training", "# Training that outlives its machines\n"),
+    ],
+)
+def test_docs_finds_a_page_by_a_word_of_its_index(word, title, capsys):
+    assert main(["docs", word]) == 0
+    assert capsys.readouterr().out.startswith(title)
+
+
+@pytest.mark.parametrize(
     ("word", "says"),
     [
         ("guides/lanch", "there is no page 'guides/lanch'. Did you mean `guides/launch`?"),
         ("lanch", "Did you mean `launch`?"),
         ("zzz", "there is no page 'zzz'. `keras-paragrad docs` lists all."),
         (
-            "recompute",
-            "is several pages: keras-paragrad docs benchmarks/recompute, keras-paragrad docs guides/recompute",
+            "profiling",
+            "is several pages: keras-paragrad docs guides/profiling, keras-paragrad docs reference/profiling",
         ),
     ],
 )

@@ -59,27 +59,23 @@ PAGES = sorted(DOCS.rglob("*.md"))
 # They take seconds each, and their subjects are tested at length elsewhere.
 GUIDES = (
     "accumulation",
-    "clipping",
     "custom_train_step",
     "distribution",
     "example_norms",
     "fine_tune_cnn",
     "input_gradients",
     "mesh",
-    "noise_scale",
     "parameter_servers",
     "pipeline",
     "privacy",
     "profiling",
     "recompute",
-    "scaling",
     "sharding",
 )
-MIGRATIONS = ("accelerate_lightning", "opacus")
 LONG = {
     TASKS,
     *(DOCS / "guides" / f"{name}.md" for name in GUIDES),
-    *(DOCS / "migration" / f"{name}.md" for name in MIGRATIONS),
+    DOCS / "migration.md",
 }
 
 
@@ -94,19 +90,12 @@ WITH_PYTHON = [
 ]
 
 
-def with_others(name, *packages):
-    """A recipe with other packages; which are perhaps not installed."""
-    missing = [each for each in packages if importlib.util.find_spec(each) is None]
-    reason = f"{left_out.NO_PACKAGE}pip install {' '.join(missing)}"
-    return {DOCS / "guides" / f"{name}.md": [pytest.mark.long, pytest.mark.skipif(bool(missing), reason=reason)]}
-
-
+# What recipes use beside this package; perhaps it isn't installed.
+OTHER_PACKAGES = ("keras_hub", "keras_tuner", "mlflow", "wandb")
 MARKS = {
     # It starts three processes that train, as distribution/test_workers.py does.
     DOCS / "start.md": [pytest.mark.long],
-    **with_others("keras_hub", "keras_hub"),
-    **with_others("keras_tuner", "keras_tuner"),
-    **with_others("tracking", "mlflow", "wandb"),
+    DOCS / "guides" / "integrations.md": [pytest.mark.long],
 }
 WITH_OUTPUT = [pytest.param(page, marks=MARKS.get(page, [])) for page in PAGES if blocks(page, "console")]
 
@@ -126,7 +115,7 @@ def test_code_runs(page, tmp_path, monkeypatch, capsys):
 
 
 # Which `make docs` runs, and a test of the site.
-TUTORIALS = [page for page in sorted((DOCS / "tutorials").glob("*.md")) if page.name != "index.md"]
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
 
 
 @pytest.mark.parametrize("page", [*sorted(LONG), *TUTORIALS], ids=name_of)
@@ -144,14 +133,19 @@ def test_what_code_imports_is_there(page):
 @pytest.mark.parametrize("page", WITH_OUTPUT, ids=name_of)
 def test_commands_print_what_is_shown(page, tmp_path, capsys, monkeypatch):
     """Each line shown is printed, in any order; times differ, and `...` stands for lines left out."""
+    missing = {}
     for name, code in SCRIPT.findall(page.read_text()):
         (tmp_path / name).write_text(code)
+        imported = [each for each in OTHER_PACKAGES if f"import {each}\n" in code]
+        missing[name] = [each for each in imported if importlib.util.find_spec(each) is None]
     monkeypatch.chdir(tmp_path)
     # Where `estimate` finds what a script imports.
     monkeypatch.setattr(sys, "path", [*sys.path])
     for code, _ in blocks(page, "console"):
         line, *lines = code.splitlines()
         program, *words = shlex.split(line.removeprefix("$ "))
+        if any(missing.get(word) for word in words):
+            continue
         if program == "python" or words[0] == "launch":
             printed = started(words if program == "python" else ["-m", "keras_paragrad", *words], tmp_path)
         else:
@@ -159,6 +153,8 @@ def test_commands_print_what_is_shown(page, tmp_path, capsys, monkeypatch):
             main(words)
             printed = capsys.readouterr().out
         assert_printed(lines, printed)
+    if wanted := sorted({each for packages in missing.values() for each in packages}):
+        pytest.skip(f"{left_out.NO_PACKAGE}pip install {' '.join(wanted)}")
 
 
 def assert_printed(shown, printed):
@@ -322,29 +318,30 @@ def test_tables_are_what_the_benchmarks_have_saved(monkeypatch):
 
 
 def test_charts_are_what_the_benchmarks_have_saved(monkeypatch):
-    """Draw them anew with `python benchmarks/tables.py`; each page of the benchmarks has one on the first."""
+    """Draw them anew with `python benchmarks/tables.py`; each benchmark has one on their first page, with its scale."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import charts
+    import tables
 
     index = (DOCS / "benchmarks" / "index.md").read_text()
-    assert set(charts.CHARTS) == {page.stem for page in (DOCS / "benchmarks").glob("*.md")} - {"index"}
+    pages = {page.stem for page in (DOCS / "benchmarks").glob("*.md")} - {"index"}
+    assert set(charts.CHARTS) == pages | set(tables.SECTIONS)
     for name, panels in charts.CHARTS.items():
         picture = charts.PICTURES / f"{name}.svg"
         assert picture.read_text() == charts.drawn(panels()), name
+        assert len(re.findall(r"(linear|logarithmic) scale<", picture.read_text())) == len(panels()), name
         assert f"](../images/benchmarks/{name}.svg)" in index
 
 
 NUMBER = r"[-+]?\d[\d,]*(?:\.\d+)?"
-# By benchmarks' page, the files of the numbers in its tables.
+# By page, the files of the numbers in its tables.
 MEASURED = {
-    "accumulation": ("accumulation", "memory", "contrastive", "custom_steps"),
-    "distribution": ("distribution", "backups"),
-    "input_gradients": ("input_gradients",),
-    "per_example": ("per_example",),
-    "privacy": ("privacy",),
-    "profiling": ("profiling",),
-    "recompute": ("recompute",),
-    "sharding": ("sharding", "mesh", "pipeline", "estimate"),
+    "benchmarks/accumulation": ("accumulation", "memory", "contrastive", "custom_steps", "recompute"),
+    "benchmarks/distribution": ("distribution", "backups"),
+    "benchmarks/per_example": ("per_example", "input_gradients"),
+    "benchmarks/privacy": ("privacy",),
+    "benchmarks/sharding": ("sharding", "mesh", "pipeline", "estimate", "plan"),
+    "guides/profiling": ("profiling",),
 }
 # Rows that no benchmark measures again.
 MEASURED_ONCE = ("a worker raises an error", "`fit`, as above", "a dataset on each worker", "one process, stock `fit`")
@@ -367,7 +364,7 @@ def test_numbers_in_tables_are_those_that_benchmarks_have_saved(name):
     saved = numbers_in([json.loads(path.read_text()) for path in results])
     scales = {"": (1.0,), " ms": (1.0,), " s": (1.0,), " MB": (1.0, 1e-6), "%": (1.0, 100.0)}
     checked = 0
-    for line in (ROOT / "docs" / "benchmarks" / f"{name}.md").read_text().splitlines():
+    for line in (DOCS / f"{name}.md").read_text().splitlines():
         label, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         if not line.startswith("|") or label.startswith(MEASURED_ONCE):
             continue

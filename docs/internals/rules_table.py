@@ -1,4 +1,4 @@
-"""Writes the table in `per_example_rules.md`, from what the rules declare: `python docs/internals/rules_table.py`."""
+"""Writes the table in `per_example.md`, from what the rules declare: `python docs/internals/rules_table.py`."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import keras_paragrad.per_example.rules  # noqa: F401  (registers all)
 from keras_paragrad.per_example.rule import registered_by_name
 
-PAGE = Path(__file__).with_name("per_example_rules.md")
+PAGE = Path(__file__).with_name("per_example.md")
 BEGIN, END = "<!-- Written by rules_table.py -->\n", "<!-- End -->\n"
 
 

@@ -6,7 +6,6 @@ from sphinx.util.typing import stringify_annotation
 
 from keras_paragrad.compat.types import FitData, Specs, Structure
 from keras_paragrad.engine.losses.divisors import DivisorFunction
-from keras_paragrad.inputs.rows import OutFiles
 from keras_paragrad.inputs.selection import Wrt
 from keras_paragrad.per_example.functional import LossArgument
 
@@ -30,7 +29,6 @@ ALIASES = {
         Wrt,
         "What to differentiate by: an input's or a layer's name or index, or several, nested.",
     ),
-    "OutFiles": (OutFiles, "A path for each result, nested as the results are."),
     "LossArgument": (
         LossArgument,
         "A loss, as `compile` takes it: a name, an object or a function, or one for each output.",

@@ -21,20 +21,21 @@ from keras_paragrad.cli.main import COMMANDS, main
 PACKAGE = "keras_paragrad"
 # The pages of each section, besides its first one. Guides are below the guide that comes first.
 SECTIONS = {
-    "index": r"start|[^/]+/index|how_to|troubleshooting",
-    "tutorials/index": r"tutorials/.*",
-    "how_to": r"guides/(memory|distribution|launch|per_example|transforms|privacy|input_gradients|profiling)",
-    "guides/memory": r"guides/(accumulation|contrastive|custom_train_step|estimate|fine_tune_cnn|recompute)",
-    "guides/distribution": r"guides/(data|keras_tuner|mesh|pipeline|plan|scaling|sharding)",
-    "guides/launch": r"guides/(deterministic|elastic|fault_tolerance|keras_hub|parameter_servers)",
-    "guides/per_example": r"guides/(clipping|custom_rules|example_norms|noise_scale)",
-    "guides/profiling": r"guides/tracking",
+    "index": r"start|how_to|reference/index|troubleshooting|explanation/.*|benchmarks/index|migration",
+    "start": r"tutorials/.*",
+    "how_to": r"guides/(memory|distribution|sharding|launch|per_example|transforms|privacy|input_gradients|profiling)",
+    "guides/memory": r"guides/(accumulation|custom_train_step|fine_tune_cnn|recompute)",
+    "guides/distribution": r"guides/(data|deterministic|integrations)",
+    "guides/sharding": r"guides/(mesh|pipeline)",
+    "guides/launch": r"guides/(fault_tolerance|parameter_servers)",
+    "guides/per_example": r"guides/example_norms",
     "reference/index": r"reference/.*",
-    "explanation/index": r"explanation/.*|architecture|internals/.*",
     "benchmarks/index": r"benchmarks/.*",
-    "migration/index": r"migration/.*",
 }
+# Reached by links and by the search alone.
+APART = r"architecture|internals/.*|reference/messages"
 _MARK = re.compile(r"^<!-- (\w+)(?:: (.+))? -->$", flags=re.MULTILINE)
+FIRST = "DistributedFit"
 # What Keras calls: its own documentation says when.
 HOOKS = r"on_\w+|get_config|from_config|build|build_from_config|compute_output_\w+|set_model|set_params|finalize_\w+"
 # What other parts of the package call.
@@ -54,7 +55,8 @@ def _rst(text: str) -> str:
 
 
 def _documented(module: ModuleType, names: list[str]) -> Iterator[str]:
-    for name in names:
+    """What describes each name; what most scripts begin with comes first."""
+    for name in sorted(names, key=lambda name: name != FIRST):
         value, path = getattr(module, name), public_name(module, name)
         if inspect.ismodule(value):
             yield f".. py:module:: {path}\n"
@@ -138,7 +140,9 @@ def _toctree(app: Sphinx, docname: str, text: str) -> str:
     pages = [
         each
         for each in app.env.found_docs
-        if re.fullmatch(SECTIONS[docname], each) and each != docname
+        if re.fullmatch(SECTIONS[docname], each)
+        and not re.fullmatch(APART, each)
+        and each != docname
     ]
     links = [f"{folder}/{link}".lstrip("/") for link in re.findall(r"\]\(([\w/.]+)\.md", text)]
     links = [re.sub(r"[^/]+/\.\./", "", link) for link in links]
@@ -150,6 +154,8 @@ def _toctree(app: Sphinx, docname: str, text: str) -> str:
 def _read(app: Sphinx, docname: str, source: list[str]) -> None:
     if docname in SECTIONS:
         source[0] += _toctree(app, docname, source[0])
+    if re.fullmatch(APART, docname):
+        source[0] = f"---\norphan: true\n---\n\n{source[0]}"
     # A page that isn't the site's is a file to open.
     source[0] = re.sub(r"\]\(((?:\.\./)+[A-Z]+\.md)(#[\w-]+)?\)", r"](path:\1)", source[0])
     source[0] = _MARK.sub(

@@ -6,7 +6,7 @@ from keras_paragrad.cli.parser import add_examples, finite_number
 from keras_paragrad.cli.waiting import Say, while_waiting
 from keras_paragrad.pages import command_of
 
-_PAGE = "guides/plan"
+_PAGE = "guides/distribution"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     examples = (
         "estimate train.py:build_model --batch-size 64\nestimate train.py:build_model --batch-size 64 --devices 8"
     )
-    add_examples(parser, examples, "guides/estimate")
+    add_examples(parser, examples, "guides/memory")
     parser.add_argument(
         "model", metavar="train.py:build_model", type=_function, help="a file, and its function that returns the model"
     )

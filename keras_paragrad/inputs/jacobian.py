@@ -105,7 +105,7 @@ class Jacobian(NamedTuple):
 
             mode = self.mode
             if mode == "auto":
-                # A pass takes about as long in either mode: see the crossover in docs/benchmarks/input_gradients.md.
+                # A pass takes about as long in either mode: see the crossover in docs/benchmarks/per_example.md.
                 mode = "forward" if sum(map(_row_size, free)) < _row_size(flat) else "reverse"
             seed = tf.random.stateless_normal(tf.shape(flat), (0, 0), dtype=flat.dtype)
             if mode == "forward":

@@ -21,7 +21,7 @@ def train(width, rows):
     """Trains on what counts as the process's own before."""
     hidden = [keras.layers.Dense(width, activation="relu") for _ in range(12)]
     model = keras.Sequential([keras.Input((64,)), *hidden, keras.layers.Dense(1)])
-    # With one, TensorFlow may put off kernels' gradients in Keras 3.16's step, as docs/guides/estimate.md says.
+    # With one, TensorFlow may put off kernels' gradients in Keras 3.16's step, as docs/guides/memory.md says.
     model.compile("adam", "mse", jit_compile=False, steps_per_execution=2)
     batch = tf.constant(np.ones((rows, 64), "float32")), tf.constant(np.ones((rows, 1), "float32"))
     data = tf.data.Dataset.from_tensors(batch).repeat(2)

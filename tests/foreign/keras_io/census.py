@@ -17,7 +17,7 @@ from foreign.keras_io.expectations import CLASSES, WAYS, expected
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 # The parts that are generated, of pages in which markers enclose them.
-PAGES = {"README.md": ("percentages",), "docs/explanation/keras_examples.md": ("table", "exceptions")}
+PAGES = {"README.md": ("percentages",), "docs/benchmarks/releases.md": ("table", "exceptions")}
 # What the columns are called.
 TITLES = {"recomputation": "`recompute`", "slices": "`microbatch`"}
 
@@ -39,9 +39,9 @@ def percentages() -> str:
     """The sentence of the README."""
     cut, spread, count = shares()
     return (
-        f"Of the {count} [official Keras 3 examples that train](docs/explanation/keras_examples.md), {cut:.0%} take "
-        f"the steps of whole batches by accumulation or in slices, and {spread:.0%} on replicas and in shards, with at "
-        "most one argument of theirs changed."
+        f"Of the {count} [official Keras 3 examples that train](docs/benchmarks/releases.md#kerass-examples), "
+        f"{cut:.0%} take the steps of whole batches by accumulation or in slices, and {spread:.0%} on replicas "
+        "and in shards, with at most one argument of theirs changed."
     )
 
 
