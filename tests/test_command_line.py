@@ -297,10 +297,7 @@ sys.meta_path.insert(0, Stop())
 from keras_paragrad.cli.main""",
     )
     command = [sys.executable, "-P", "-c", code, *words.format(here=tmp_path).split()]
-    begun = time.monotonic()
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.startswith(f"keras-paragrad {words.split()[0]}: "), done.stderr
     if words.split()[0] == "doctor":
         assert done.returncode == 9
-    # Of a busy machine; alone it takes 0.2 s.
-    assert time.monotonic() - begun < 10

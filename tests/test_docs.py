@@ -56,27 +56,8 @@ def commands(code):
 
 
 PAGES = sorted(DOCS.rglob("*.md"))
-# They take seconds each, and their subjects are tested at length elsewhere.
-GUIDES = (
-    "accumulation",
-    "custom_train_step",
-    "distribution",
-    "example_norms",
-    "fine_tune_cnn",
-    "input_gradients",
-    "mesh",
-    "parameter_servers",
-    "pipeline",
-    "privacy",
-    "profiling",
-    "recompute",
-    "sharding",
-)
-LONG = {
-    TASKS,
-    *(DOCS / "guides" / f"{name}.md" for name in GUIDES),
-    DOCS / "migration.md",
-}
+# The code of a page takes seconds. `make test` runs that of README and of the first page, and `make test-all` all.
+LONG = {page for page in PAGES if page != DOCS / "start.md" and blocks(page, "python")}
 
 
 def marks_of(page):

@@ -202,6 +202,7 @@ def test_what_a_failed_fit_left_in_the_window_is_dropped_and_said_once(nan, capl
     assert "make_train_function" not in vars(model)
 
 
+@pytest.mark.long
 def test_a_window_restored_after_a_failed_fit_goes_on(tmp_path):
     def whole():
         one = build("sgd", run_eagerly=True)
@@ -265,7 +266,7 @@ def test_a_single_step_in_a_callback_leaves_the_callbacks_of_fit_alone():
     assert int(model.optimizer.iterations) == 8
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("first", ["nothing", "telemetry"])
 @pytest.mark.parametrize("start", [True, False])
 @pytest.mark.filterwarnings("ignore:A layer's `trainable` state has changed")

@@ -67,7 +67,7 @@ def test_layers_that_mix_rows_get_whole_batches(name, caplog):
     assert caplog.text.count(WHOLE) == 1
 
 
-@pytest.mark.few(1)
+@pytest.mark.long
 @pytest.mark.parametrize("name", MIXING)
 def test_layers_that_mix_rows_get_whole_batches_of_replicas(name):
     check(on_replicas, mixing_model(name))
@@ -87,6 +87,7 @@ def test_no_layer_hides_another(last):
     assert "rows are mixed in 'mixes'" in refusal_in_windows(mixing_model("over the batch", last))
 
 
+@pytest.mark.long
 def test_a_model_that_mixes_rows():
     def make(optimizer="sgd", **compiled):
         keras.utils.set_random_seed(0)

@@ -193,6 +193,7 @@ class TwoHeads(models.Captions):
         return {"loss": loss}
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_the_average_of_the_optimizer_is_of_the_weights_that_it_updates():
     """Keras builds it for all weights on replicas, and at the end of fit the other's would be overwritten, too."""
@@ -218,6 +219,7 @@ class Noisy(models.Contrastive):
         return {"loss": loss}
 
 
+@pytest.mark.long
 @pytest.mark.own_process
 def test_numbers_that_a_step_draws_are_the_same_on_all_replicas():
     dist = replicas()
@@ -267,6 +269,7 @@ def test_windows(how):
     compare(found, fitted_in_windows(weighting=None, sizes=(7, 7)))
 
 
+@pytest.mark.long
 def test_windows_of_micro_batches_that_count_the_same():
     compare(fitted_in_windows(weighting="uniform", sizes=(3,) * 6), fitted_in_windows(weighting=None, sizes=(9, 9)))
 

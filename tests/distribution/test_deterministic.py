@@ -177,6 +177,7 @@ def test_resumed_elsewhere_within_a_window(before, after, shard, tmp_path):
     assert (list(of(whole[0])), whole[1]) == (resumed["digest"], resumed["history"])
 
 
+@pytest.mark.long
 def test_another_kind_of_processor_is_said(tmp_path, caplog, monkeypatch):
     def trained(epochs):
         dist = world(1)

@@ -185,15 +185,16 @@ if index == 1:
     {end}
 time.sleep(60)
 """
-    process = launcher.start(script, "--workers", "3")
+    # Longer than the test may take.
+    process = launcher.start(script, "--workers", "3", "--grace-seconds", "600")
     launcher.wait_for_starts(3)
     (launcher.directory / "go").touch()
-    begun = time.monotonic()
-    err = said(process.communicate(timeout=SECONDS)[1])
-    assert time.monotonic() - begun < 10
+    printed = process.communicate(timeout=SECONDS)[1]
     assert process.returncode == status
-    err.remove("Traceback of another")
-    stopped = r"stopping worker 0, worker 2: SIGTERM, then SIGKILL after 30 s"
+    # Python writes the end of its line by itself, and the launcher may write in between.
+    assert "Traceback of another" in printed
+    err = [line for line in said(printed.replace("Traceback of another", "")) if line]
+    stopped = r"stopping worker 0, worker 2: SIGTERM, then SIGKILL after 600 s"
     assert re.fullmatch(rf"\[launch\] worker 1 {says} after \d+(?:\.\d)? s; {stopped}", err[0])
     assert re.fullmatch(r"\[launch\] the end of \S+/worker-1.log:", err[1])
     assert err[-1] == ("ValueError: no" if end.startswith("raise") else err[1])
@@ -211,10 +212,8 @@ time.sleep(60)
 """
     process = launcher.start(script, "--workers", "2", "--grace-seconds", "1.5")
     launcher.wait_for_starts(2)
-    begun = time.monotonic()
     (launcher.directory / "go").touch()
     _, err = process.communicate(timeout=SECONDS)
-    assert 1.5 < time.monotonic() - begun < 6
     assert process.returncode == 5
     assert "[launch] worker 0 did not exit within 1.5 s and is killed" in err
     assert not any(map(runs, launcher.pids()))

@@ -150,9 +150,7 @@ def test_machines_meet_in_any_order(machines, order):
 @pytest.mark.not_fast
 def test_a_node_that_does_not_come_is_named_on_all_that_have(machines):
     machines.script("")
-    began = time.monotonic()
     found = ended(*(machines.start(rank, "--startup-timeout=5", nodes=3) for rank in (0, 2)))
-    assert time.monotonic() - began < 20
     for status, err in found:
         assert status == 1
         assert err[-1].startswith("keras-paragrad launch: error: node 1 did not join at 127.0.0.2:")

@@ -114,6 +114,7 @@ def test_steps_are_those_of_one_device(look_ups, rows, options, mirrored):
     assert largest_difference(ours, plain) < 1e-6
 
 
+@pytest.mark.long
 @pytest.mark.own_process(seconds=200)
 def test_what_is_not_known_is_said(mirrored):
     # With one row on each replica, an axis of 1 may be that of the rows.

@@ -160,7 +160,6 @@ def test_strangers_keep_nobody_from_meeting():
 
     thread = threading.Thread(target=knock)
     thread.start()
-    began = time.monotonic()
     take_part(0)
     thread.join()
     for _ in range(100):
@@ -168,7 +167,6 @@ def test_strangers_keep_nobody_from_meeting():
             break
         time.sleep(0.05)
     assert found == {0: None, 1: None, 2: None}
-    assert time.monotonic() - began < 15
     for each in stayed:
         each.close()
 

@@ -168,6 +168,7 @@ def test_layers_of_loaded_models_in_another_process(first, tmp_path, monkeypatch
     assert build(examples=EXAMPLES, model=perceptron(seed=5)).privacy.epsilon == 0
 
 
+@pytest.mark.long
 def test_a_frozen_layer_of_several_private_models():
     first = build(0.5)
     fit(first)

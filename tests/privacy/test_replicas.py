@@ -108,6 +108,7 @@ def test_workers_agree_on_the_systems_noise():
     check_agreement(own_process.on_workers(private_worker.work, ["secure"], seconds=150), "secure")
 
 
+@pytest.mark.long
 def test_workers_agree_on_samples_and_noise(workers):
     check_agreement(workers, "unseeded")
 

@@ -75,6 +75,7 @@ def test_a_killed_worker_ends_the_other_with_a_reason(story):
     assert survivor.notes["seconds"] < 30
 
 
+@pytest.mark.long
 def test_a_killed_gang_leaves_whole_backups(story):
     positions = [path.name for path in story.after_kill]
     last = KILLED_AFTER // 3 * 3

@@ -145,6 +145,7 @@ def test_workers_train_on_them_as_one_device(workers, expected):
             assert len(found["predicted"]) == len(X)
 
 
+@pytest.mark.long
 def test_what_differs_between_workers_is_refused(workers):
     for each in workers:
         assert "different first batches of data" in each["refused"]
