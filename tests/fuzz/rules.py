@@ -45,8 +45,9 @@ def divides(case: Case) -> bool:
 
 
 def _sums_rows(case: Case) -> bool:
-    summing = case["steps"] > 1 or case["slices"] or "shards" in case["devices"] or case["transform"] != "none"
-    return bool(summing) and (case["optimizer"] in ADAPTIVE or case["clip"] != "none")
+    return (case["steps"] > 1 or case["transform"] != "none") and (
+        case["optimizer"] in ADAPTIVE or case["clip"] != "none"
+    )
 
 
 RULES = (
