@@ -1,4 +1,4 @@
-"""A batch passes the files that docs/architecture.md lists, in their order."""
+"""A batch passes the folders and functions that docs/architecture.md lists, in their order."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ import pytest
 import tensorflow as tf
 
 import keras_paragrad
-from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch
+from keras_paragrad import AccumulatingOptimizer, ExactAccumulation, microbatch, wrap
 from keras_paragrad.distribution import DistributedFit
 
 PACKAGE = f"{Path(keras_paragrad.__file__).parent}/"
@@ -79,23 +79,46 @@ def on_replicas(passed):
     dist.fit(replicated, X, Y, batch_size=15, verbose=0, callbacks=[passed])
 
 
+def by_examples(passed):
+    wrapped = wrap(model(), clip_norm=1.0)
+    wrapped.compile("sgd", "mse")
+    wrapped.fit(X, Y, 16, verbose=0, callbacks=[passed])
+
+
 WALKS = {
     "One micro-batch of a window": in_windows,
     "One batch in slices": in_slices,
     "One batch on replicas": on_replicas,
+    "One batch by single examples": by_examples,
     "A step of the model's own": lambda passed: in_slices(passed, OwnStep),
 }
 
 
+def listed_of(walk):
+    """A section, and the folder or file and the function of each of its steps."""
+    section = PAGE.read_text().partition(f"#### {walk}\n")[2].partition("\n#")[0]
+    listed = re.findall(r"^\d+\. `([\w/.]+)`, `([\w.]+)`", section, re.MULTILINE)
+    assert 0 < len(listed) <= 8
+    return section, listed
+
+
 # Each Python call is looked at.
 @pytest.mark.parametrize("walk", WALKS)
-def test_a_batch_passes_the_files_that_are_listed_in_their_order(walk):
-    section = PAGE.read_text().partition(f"#### {walk}\n")[2].partition("\n#")[0]
-    listed = re.findall(r"^\d+\. `([\w/]+\.py)`, `([\w.]+)`", section, re.MULTILINE)
-    assert 0 < len(listed) <= 8
+def test_a_batch_passes_what_is_listed_in_its_order(walk):
+    section, listed = listed_of(walk)
     passed = Passed()
     WALKS[walk](passed)
-    assert [each for each in listed if each not in passed.functions] == []
-    assert sorted(listed, key=passed.functions.get) == listed
-    named = set(re.findall(r"(\w+\.py)", section))
-    assert {file for file, _ in passed.functions if file.startswith(ROOMS) and Path(file).name not in named} == set()
+    first = {}
+    for (file, function), place in passed.functions.items():
+        for folder, name in listed:
+            if name == function and file.startswith(folder):
+                first.setdefault((folder, name), place)
+    assert [each for each in listed if each not in first] == []
+    assert sorted(listed, key=first.get) == listed
+    through = {room for room in ROOMS if any(file.startswith(room) for file, _ in passed.functions)}
+    assert through <= set(re.findall(r"`([\w/]+/)`", section))
+
+
+def test_what_a_worker_does_is_where_it_is_listed():
+    for file, function in listed_of("One batch of a worker")[1]:
+        assert f"def {function.rpartition('.')[2]}(" in Path(PACKAGE, file).read_text(), (file, function)
