@@ -96,7 +96,7 @@ WALKS = {
 
 def listed_of(walk):
     """A section, and the folder or file and the function of each of its steps."""
-    section = PAGE.read_text().partition(f"#### {walk}\n")[2].partition("\n#")[0]
+    section = PAGE.read_text().partition(f"### {walk}\n")[2].partition("\n#")[0]
     listed = re.findall(r"^\d+\. `([\w/.]+)`, `([\w.]+)`", section, re.MULTILINE)
     assert 0 < len(listed) <= 8
     return section, listed
