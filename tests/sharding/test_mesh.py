@@ -180,6 +180,7 @@ def test_adapted_means_are_constants():
         pytest.param("dilated", "needs the operation SpaceToBatchND", marks=pytest.mark.long),
         pytest.param("rolled", "'rolled' needs the operation Roll", marks=pytest.mark.long),
         ("wrong", "on this mesh differs from the one on one device"),
+        ("not a number", "on this mesh differs from the one on one device, by"),
         ("eager", "run_eagerly=True"),
         ("pattern", "No key of the layout map matches a variable or the output of a layer: '.*second/kernel'"),
         pytest.param("output", "No key of the layout map matches .* layer: '.*second/output'", marks=pytest.mark.long),

@@ -231,6 +231,7 @@ def refused(which: str) -> str:
     layers_of = {
         "loop": lambda: [layers.Lambda(lambda x: tf.map_fn(lambda row: 2.0 * row, x), name="looped")],
         "wrong": lambda: [],
+        "not a number": lambda: [],
         "eager": lambda: [],
         "pattern": lambda: [],
         "batch": lambda: [],
@@ -269,6 +270,8 @@ def refused(which: str) -> str:
     if which == "wrong":
         dist.fit(model, x, y, verbose=0)
         model.compile("sgd", lambda y, found: keras.ops.square(_doubled(found) - tf.concat([y, -y], -1)))
+    if which == "not a number":
+        model.compile("sgd", lambda y, found: (y - found) ** 2 * (float("nan") if computing_on_mesh() else 1.0))
     before = model.get_weights()
     try:
         dist.fit(model, x, y, batch_size=rows, verbose=0)

@@ -284,13 +284,18 @@ def gradient_error(model: keras.Model, data: Batch, model_on_mesh: "ModelOnMesh"
     batch = model_on_mesh.batch(data)
     with on_mesh(model_on_mesh.mesh), explaining_errors(model):
         actual = list(map(_to_numpy, function(batch)))
-    least = _SMALL * max(map(_largest, expected))
-    # If the gradient is zero, any difference is too large.
+    # Nothing can be said of a gradient that isn't finite on one device.
+    compared = [each for each in zip(variables, expected, actual, strict=True) if np.isfinite(each[1]).all()]
+    least = _SMALL * max((_largest(theirs) for _, theirs, _ in compared), default=0.0)
+    # If the gradient is zero, any difference is too large; so is what isn't a number, which compares as no larger.
     errors = (
-        (_largest(ours - theirs) / max(_largest(theirs), least, _TINY), str(variable.path))
-        for variable, theirs, ours in zip(variables, expected, actual, strict=True)
+        (
+            float(np.nan_to_num(_largest(ours - theirs), nan=np.inf)) / max(_largest(theirs), least, _TINY),
+            str(each.path),
+        )
+        for each, theirs, ours in compared
     )
-    return max(errors)
+    return max(errors, default=(0.0, ""))
 
 
 def _largest(array: np.ndarray) -> float:
