@@ -87,7 +87,7 @@ def replica_index() -> int:
     context = tf.distribute.get_replica_context()
     index = tf.get_static_value(context.replica_id_in_sync_group) if context else 0
     if index is None:
-        raise NotImplementedError(
+        raise RuntimeError(
             "All replicas of a TPU run one program, and what computes parts of a batch here needs one for each. Train "
             "on GPUs or CPUs, or on TPUs with Keras alone."
         )

@@ -107,8 +107,8 @@ def divided(
 class _Backward:
     """The gradient of a function, as a function of its rows, of what is whole, and of the cotangents of its outputs.
 
-    `needed` are its inputs with a gradient, by index, of which the first `count` are rows; `targets` its outputs with a
-    cotangent, of which the first `outputs` are rows.
+    The first `count` inputs of the function are rows; `needed` are the indices of the inputs that have a gradient. The
+    first `outputs` of its outputs are rows; `targets` are the indices of the outputs that have a cotangent.
     """
 
     def __init__(self, function: Function, needed: list[int], count: int, targets: list[int], outputs: int):

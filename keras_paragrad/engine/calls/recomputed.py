@@ -122,7 +122,7 @@ class _OnePart(NamedTuple):
     """All rows in a single part, whose gradient waits for the cotangents, which follow the `tensors` among the rows.
 
     `loads` has for each weight a function from the tensor that is stored for it to its value. Each run calls it, so
-    shards are gathered there, and not all at once before the step. A stored tensor's gradient is that of its value.
+    shards are gathered in that run, and not all at once before the step. A stored tensor has the gradient of its value.
     """
 
     tensors: int

@@ -116,7 +116,7 @@ class GatheredRows:
 
 
 def _with_gradient(function: Callable[..., Any], tensors: Sequence[Any]) -> list[Any]:
-    """Tensors, of which a function with a gradient of its own replaces those that have one."""
+    """Tensors that a function with a custom gradient replaces, where they have a gradient."""
     results = list(tensors)
     real = [index for index, tensor in enumerate(results) if isinstance(tensor, tf.Tensor) and has_gradient(tensor)]
     if real:

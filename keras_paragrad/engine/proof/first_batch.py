@@ -121,7 +121,7 @@ def are_needless(model: keras.Model, normalize: LossNormalization | None) -> boo
 
 
 def build(model: keras.Model, data: Batch) -> None:
-    """Builds a model's layers, losses and metrics, of which questions are asked."""
+    """Builds the layers, losses and metrics that the proof runs."""
     x, *_ = keras.utils.unpack_x_y_sample_weight(data)
     build_by_calling(model, x)
     build_losses(model, data, metrics=True)

@@ -69,9 +69,9 @@ class _Results(NamedTuple):
 
 
 class ModelProof:
-    """Compares a built model's outputs, gradients and states on rows of a batch with those of two parts.
+    """Compares what a built model computes on a few rows with what it computes on two parts of these rows.
 
-    No more rows are computed than a part has, but at least 2.
+    It compares outputs, gradients and states. There are as many rows as a part has, but at least 2.
     """
 
     def __init__(self, model: keras.Model, data: Batch, parts: PartsOfBatch):
