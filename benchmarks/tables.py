@@ -103,7 +103,7 @@ def trust() -> str:
         "XLA, accumulation and shards, training\n"
         "[ends with the weights of one device](docs/benchmarks/exactness.md): in float32 they differ by at most\n"
         f"{off}. The tests find {_share(found, len(planted))} faults that are\n"
-        "[planted](CONTRIBUTING.md#how-oracles-work) in the package to see whether they do.\n"
+        "[planted](CONTRIBUTING.md#how-oracles-work) in the package on purpose.\n"
     )
 
 

@@ -102,9 +102,8 @@ def page(saved: Saved, shows: dict[str, str]) -> str:
         "# What holds on a GPU\n",
         "<!-- index: GPU, CUDA, H200 -->\n",
         "`make gpu` shows what holds on a machine with an NVIDIA GPU, in twenty minutes. `python benchmarks/gpu.py`\n"
-        "does the same where only the package, TensorFlow's GPU build and NumPy are installed; lines that need an\n"
-        "extra say so without it. Each line is printed and saved as JSON, in `gpu.json` among the results of the\n"
-        "benchmarks, as soon as it is known, and this page is written from that file.\n",
+        "does the same, and needs only the package, TensorFlow's GPU build and NumPy. Lines without their extra don't\n"
+        "run. Each line is saved in `benchmarks/results/gpu.json`, from which this page is written.\n",
         "| part | what it shows |\n|---|---|",
         *(f"| {name} | {what} |" for name, what in shows.items()),
         "",
@@ -116,10 +115,24 @@ def page(saved: Saved, shows: dict[str, str]) -> str:
         known = [f"{key} {value}" for key, value in card["machine"].items() if key != "card" and value != ""]
         text.append(f"{counted(lines_of(card))}. {', '.join(known)}.\n")
         for part, found in card["parts"].items():
-            text += [f"### {name}: {part}\n", f"Run on {found['date']}.\n", "| | | |\n|---|---|---|"]
-            text += [f"| {each} | {_outcome(line)} | {_cell(line)} |" for each, line in found["lines"].items()]
-            text.append("")
+            text.append(f"### {name}: {part}\n")
+            if found["date"] != card["machine"]["date"]:
+                text.append(f"Run on {found['date']}.\n")
+            text += _lines(found["lines"])
     return "\n".join(text)
+
+
+def _lines(lines: dict[str, dict[str, Any]]) -> list[str]:
+    """A table of the lines that ran, and a list of the others by reason."""
+    text = []
+    if ran := {name: line for name, line in lines.items() if line["outcome"] != NOT_RUN}:
+        rows = [f"| {name} | {_outcome(line)} | {_cell(line)} |" for name, line in ran.items()]
+        text += ["| | | |\n|---|---|---|", *rows, ""]
+    reasons: dict[str, list[str]] = {}
+    for name, line in lines.items():
+        if line["outcome"] == NOT_RUN:
+            reasons.setdefault(_cell(line), []).append(name)
+    return text + [f"**{NOT_RUN.capitalize()}**: {'; '.join(names)}. {reason}\n" for reason, names in reasons.items()]
 
 
 def _outcome(line: dict[str, Any]) -> str:
