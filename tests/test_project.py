@@ -36,6 +36,13 @@ def constraints(path: Path, releases: str) -> str:
     return (path / ".venv" / ".constraints").read_text()
 
 
+def test_every_module_of_tests_has_a_test():
+    """A merge or a script that empties a module would not be seen, as nothing in it fails."""
+    modules = sorted(Path(__file__).parent.rglob("test_*.py"))
+    assert len(modules) > 100
+    assert [path.name for path in modules if not re.search(r"^(async )?def test_", path.read_text(), re.M)] == []
+
+
 def test_make_installs_the_releases_that_are_asked_for(tmp_path):
     pinned = (ROOT / "constraints.txt").read_text()
     assert constraints(tmp_path, "pinned") == pinned
